@@ -1,0 +1,38 @@
+"""Phalanx trains PyTorch models on one device or thousands with the same code."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from phalanx import data, losses
+    from phalanx.anatomy import Anatomy
+    from phalanx.cluster import Cluster
+    from phalanx.errors import CannotHere, WrongUse
+    from phalanx.layout import Layout
+    from phalanx.losses import Logits, Loss
+    from phalanx.run import Run
+    from phalanx.task import Task
+    from phalanx.train.engine import Engine
+    from phalanx.verdict import Verdict
+
+__version__ = "0.1.0"
+__all__ = [
+    "Anatomy", "CannotHere", "Cluster", "Engine", "Layout", "Logits", "Loss", "Run", "Task", "Verdict", "WrongUse",
+    "data", "losses",
+]  # fmt: skip
+
+_HOMES = {
+    "Anatomy": "anatomy", "CannotHere": "errors", "Cluster": "cluster", "Engine": "train.engine", "Layout": "layout",
+    "Logits": "losses", "Loss": "losses", "Run": "run", "Task": "task", "Verdict": "verdict", "WrongUse": "errors",
+}  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    """Import on first use, so that ``phalanx --help`` and a typing error need not wait for torch."""
+    if name in _HOMES:
+        return getattr(importlib.import_module(f"phalanx.{_HOMES[name]}"), name)
+    if name in ("data", "losses", "task"):
+        return importlib.import_module(f"phalanx.{name}")
+    raise AttributeError(f"module 'phalanx' has no attribute {name!r}")

@@ -1,0 +1,269 @@
+"""The Anatomy: what a model consists of, read off any ``nn.Module``.
+
+Everything that must know a model asks here: sharding, recompute and compile units, tensor splits, pipeline cuts.
+Each answer comes from the first source that has one: the task's own rules, Hugging Face's plans, detection.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Literal, TypeVar
+
+from torch import Tensor, nn
+
+from phalanx.errors import WrongUse, closest
+
+Place = Literal["before", "block", "after", "root", "tied"]
+Split = Literal["column", "row", "vocabulary"]
+LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+Answer = TypeVar("Answer")
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Weights that are gathered and reduced together, and the modules whose forward needs them whole."""
+
+    name: str
+    place: Place
+    modules: tuple[str, ...]
+    weights: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Anatomy:
+    """A model's repeated blocks and what stands around them, in the order of registration."""
+
+    blocks: tuple[str, ...]
+    before: tuple[str, ...]
+    after: tuple[str, ...]
+    tied: Mapping[str, str] = field(default_factory=dict)
+    """Second names of shared weights, each with the first: ``{"head.weight": "embed.weight"}``."""
+    splits: Mapping[str, Split] = field(default_factory=dict)
+    """How a module's weight splits over ``tp``: by output (column), by input (row), by vocabulary."""
+    cuts: tuple[str, ...] = ()
+    """Blocks at which a pipeline stage may begin."""
+    units: tuple[Unit, ...] = ()
+    sources: Mapping[str, str] = field(default_factory=dict)
+    """Where blocks, splits and cuts come from: ``task``, ``hugging face`` or ``detection``."""
+
+    @classmethod
+    def of(
+        cls,
+        model: nn.Module,
+        *,
+        blocks: str | Iterable[str] | None = None,
+        splits: Mapping[str, Split] | None = None,
+        cuts: str | Iterable[str] | None = None,
+    ) -> Anatomy:
+        """Read a model. Rules are patterns over module names: ``blocks="trunk.*"``, ``splits={"*.up": "column"}``."""
+        names = [name for name, _ in model.named_modules()]
+        sources = {}
+        found, sources["blocks"] = _first(
+            ("task", () if blocks is None else _matching(names, blocks, "blocks")),
+            ("hugging face", _hugging_face_blocks(model)),
+            ("detection", _repeated(model)),
+        )
+        split, sources["splits"] = _first(
+            ("task", {} if splits is None else _split_rules(names, splits)),
+            ("hugging face", _hugging_face_splits(model, names)),
+            ("detection", _detected_splits(model, found)),
+        )
+        cut, sources["cuts"] = _first(
+            ("task", () if cuts is None else _matching(names, cuts, "cuts")),
+            ("detection", _chain(model, found)),
+        )
+        before, after = _around(model, found)
+        tied = _tied(model)
+        return cls(found, before, after, tied, split, cut, _units(model, found, before, after, tied), sources)
+
+    def describe(self) -> str:
+        """One line for people."""
+        where = f"{len(self.blocks)} blocks ({self.sources['blocks']})" if self.blocks else "no repeated blocks"
+        tied = f", tied: {', '.join(f'{a} = {b}' for a, b in self.tied.items())}" if self.tied else ""
+        return f"{where}, {len(self.before)} modules before, {len(self.after)} after{tied}"
+
+
+def _first(*answers: tuple[str, Answer]) -> tuple[Answer, str]:
+    """The first answer that is not empty, with its source."""
+    for source, answer in answers:
+        if answer:
+            return answer, source
+    return answers[-1][1], "none"
+
+
+def _outermost(names: Iterable[str]) -> tuple[str, ...]:
+    """Those names that are not inside another of them, in order."""
+    kept: list[str] = []
+    for name in names:
+        if not any(_inside(name, other) for other in kept):
+            kept.append(name)
+    return tuple(kept)
+
+
+def _inside(name: str, other: str) -> bool:
+    return other == "" or name == other or name.startswith(other + ".")
+
+
+def _matching(names: list[str], patterns: str | Iterable[str], what: str) -> tuple[str, ...]:
+    patterns = [patterns] if isinstance(patterns, str) else list(patterns)
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise WrongUse(f"{what}={pattern!r} matches no module of the model; {closest(pattern, names[1:])}")
+    return _outermost(name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns))
+
+
+def _split_rules(names: list[str], rules: Mapping[str, Split]) -> dict[str, Split]:
+    for pattern in rules:
+        _matching(names, pattern, "splits")
+    return {name: way for pattern, way in rules.items() for name in names if fnmatchcase(name, pattern)}
+
+
+def _repeated(model: nn.Module) -> tuple[str, ...]:
+    """Modules of one class that stand in lists: composite ones if there are any, else layers with weights."""
+    listed = [
+        (f"{name}.{child}" if name else child, module)
+        for name, parent in model.named_modules()
+        if isinstance(parent, LISTS)
+        for child, module in parent.named_children()
+    ]
+    for kind in ("composite", "list", "layer"):
+        members = [(name, type(module)) for name, module in listed if _kind(module) == kind]
+        classes = Counter(module for _, module in members)
+        found = _outermost(name for name, module in members if classes[module] > 1)
+        if found:
+            return found
+    return ()
+
+
+def _kind(module: nn.Module) -> str:
+    if next(module.parameters(), None) is None:
+        return "weightless"
+    if isinstance(module, LISTS):
+        return "list"
+    return "layer" if next(module.children(), None) is None else "composite"
+
+
+def _hugging_face_blocks(model: nn.Module) -> tuple[str, ...]:
+    """The children of the lists that a pipeline plan names, e.g. ``{"layers": (...)}``."""
+    plan = getattr(model, "_pp_plan", None) or {}
+    lists = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList) and any(name == key or name.endswith("." + key) for key in plan)
+    ]
+    return tuple(f"{name}.{child}" for name in lists for child, _ in model.get_submodule(name).named_children())
+
+
+WORDS: Mapping[str, Split] = {
+    "colwise": "column",
+    "packed_colwise": "column",
+    "rowwise": "row",
+    "packed_rowwise": "row",
+    "colwise_rep": "vocabulary",
+    "colwise_gather_output": "vocabulary",
+    "embedding_rowwise": "vocabulary",
+}
+
+
+def _hugging_face_splits(model: nn.Module, names: list[str]) -> dict[str, Split]:
+    plan = getattr(model, "_tp_plan", None) or {}
+    return {
+        name: WORDS[word]
+        for pattern, word in plan.items()
+        if word in WORDS
+        for name in names
+        if fnmatchcase(name, pattern)
+    }
+
+
+COLUMN = frozenset([
+    "q_proj", "k_proj", "v_proj", "qkv_proj", "qkv", "query", "key", "value", "wq", "wk", "wv", "c_attn", "in_proj",
+    "query_key_value", "gate_proj", "up_proj", "gate_up_proj", "gate", "up", "w1", "w3", "fc1", "c_fc",
+    "dense_h_to_4h", "linear1",
+])  # fmt: skip
+ROW = frozenset([
+    "o_proj", "out_proj", "wo", "proj", "down_proj", "down", "w2", "fc2", "c_proj", "dense", "dense_4h_to_h", "linear2",
+])  # fmt: skip
+
+
+def _detected_splits(model: nn.Module, blocks: tuple[str, ...]) -> dict[str, Split]:
+    """Linears inside blocks by their customary names; an embedding and the layer as wide as its vocabulary."""
+    found: dict[str, Split] = {}
+    for name, module in model.named_modules():
+        last = name.rpartition(".")[2]
+        weight = getattr(module, "weight", None)
+        if not isinstance(weight, Tensor) or weight.ndim != 2:
+            continue
+        if any(_inside(name, block) for block in blocks):
+            if last in COLUMN:
+                found[name] = "column"
+            elif last in ROW:
+                found[name] = "row"
+    sizes = {m.num_embeddings for _, m in model.named_modules() if isinstance(m, nn.Embedding)}
+    for name, module in model.named_modules():
+        outside = found and not any(_inside(name, block) for block in blocks)
+        size = getattr(module, "num_embeddings", getattr(module, "out_features", None))
+        if outside and isinstance(module, (nn.Embedding, nn.Linear)) and size in sizes:
+            found[name] = "vocabulary"
+    return found
+
+
+def _chain(model: nn.Module, blocks: tuple[str, ...]) -> tuple[str, ...]:
+    """All blocks, if they stand in one list and so run one after another."""
+    parents = {name.rpartition(".")[0] for name in blocks}
+    return blocks if len(parents) == 1 else ()
+
+
+def _around(model: nn.Module, blocks: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The largest modules without a block in them, before the first block and after it."""
+    if not blocks:
+        return (), ()
+    order = [name for name, _ in model.named_modules()]
+    free = [name for name in order if not any(_inside(name, b) or _inside(b, name) for b in blocks)]
+    first = order.index(blocks[0])
+    outer = _outermost(free)
+    return tuple(n for n in outer if order.index(n) < first), tuple(n for n in outer if order.index(n) > first)
+
+
+def _tied(model: nn.Module) -> dict[str, str]:
+    first: dict[int, str] = {}
+    tied = {}
+    for name, weight in model.named_parameters(remove_duplicate=False):
+        if first.setdefault(id(weight), name) != name:
+            tied[name] = first[id(weight)]
+    return tied
+
+
+def _units(
+    model: nn.Module,
+    blocks: tuple[str, ...],
+    before: tuple[str, ...],
+    after: tuple[str, ...],
+    tied: Mapping[str, str],
+) -> tuple[Unit, ...]:
+    """Every weight in exactly one unit: its block's, its module's, the root's, or one of its own if it is shared."""
+    places: list[tuple[str, Place]] = [
+        *((name, "before") for name in before),
+        *((name, "block") for name in blocks),
+        *((name, "after") for name in after),
+        ("", "root"),
+    ]
+
+    def home(weight: str) -> str:
+        return next(name for name, _ in places if _inside(weight, name))
+
+    homes: dict[str, list[str]] = {}
+    for name, _ in model.named_parameters(remove_duplicate=False):
+        homes.setdefault(tied.get(name, name), []).append(home(name))
+    units = []
+    for module, place in places:
+        weights = tuple(name for name, where in homes.items() if set(where) == {module})
+        if weights:
+            units.append(Unit(module, place, (module,), weights))
+    shared = [(name, tuple(dict.fromkeys(where))) for name, where in homes.items() if len(set(where)) > 1]
+    units.extend(Unit(name, "tied", where, (name,)) for name, where in shared)
+    rank = {"tied": 0, "root": 0, "before": 1, "block": 2, "after": 3}
+    return tuple(sorted(units, key=lambda unit: rank[unit.place]))

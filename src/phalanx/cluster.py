@@ -1,0 +1,52 @@
+"""The Cluster: what a job runs on. For now this machine's devices; it knows nothing of the task."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import torch
+
+from phalanx.errors import CannotHere
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Nodes that are alike, each with so many devices of one kind."""
+
+    device: str
+    """``cpu`` or ``cuda``."""
+    per_node: int
+    nodes: int = 1
+    memory_bytes: int = 0
+    """Memory of one device; on CPU, its share of the host's."""
+
+    def __str__(self) -> str:
+        return f"{self.device}x{self.per_node}*{self.nodes}"
+
+    @property
+    def world(self) -> int:
+        return self.per_node * self.nodes
+
+    @property
+    def backend(self) -> str:
+        """The communication library for these devices."""
+        return "nccl" if self.device == "cuda" else "gloo"
+
+    @classmethod
+    def here(cls, ranks: int, device: str | None = None) -> Cluster:
+        """This machine with ``ranks`` devices: its GPUs if it has any, unless a device is asked for.
+
+        Counting GPUs this way does not initialise CUDA, so a process may still be forked afterwards.
+        """
+        gpus = torch.cuda.device_count()
+        device = device or ("cuda" if gpus else "cpu")
+        if device not in ("cpu", "cuda"):
+            raise CannotHere(f"device {device!r} is not known. Use cpu or cuda.")
+        if device == "cuda" and ranks > gpus:
+            raise CannotHere(
+                f"{ranks} ranks were asked for and this machine has {gpus} GPUs. "
+                f"Ask for {gpus or 'none of them'}, or add --device cpu."
+            )
+        host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return cls(device, ranks, memory_bytes=host // ranks if device == "cpu" else 0)

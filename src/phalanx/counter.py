@@ -1,0 +1,123 @@
+"""A counter-based generator: random bits as a pure function of a key and an index.
+
+Initial weights, dropout masks and data order all come from here, so none of them depends on which rank
+draws, in what order, or on what device. The mixer is splitmix64's; two runs agree bit for bit on CPU and GPU.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+CHUNK = 1 << 20  # elements filled at a time: bounds the scratch memory of initialising a large weight
+
+
+def _signed(value: int) -> int:
+    """The int64 with the same 64 bits, because torch has no full uint64 arithmetic."""
+    return value - (1 << 64) if value >= 1 << 63 else value
+
+
+GAMMA, FIRST, SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+STRIDE = _signed(GAMMA)
+"""Multiplied by an index and added to a key, it gives the key of that index's own stream."""
+CALL = 0xD1B54A32D192ED03
+
+
+def key(*parts: int | str) -> int:
+    """A 64-bit key for a stream of numbers, e.g. ``key(seed, "init", "blocks.0.weight")``."""
+    text = "\x1f".join(f"{type(part).__name__}:{part}" for part in parts)
+    return _signed(int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little"))
+
+
+def call_offset(number: int) -> int:
+    """What to add to a key for the n-th call under it."""
+    return _signed(number * CALL % (1 << 64))
+
+
+AXES = tuple(key("axis", axis) | 1 for axis in range(16))
+
+
+def mix(x: Tensor) -> Tensor:
+    """Scramble an int64 tensor in place: a bijection in which every output bit depends on every input bit."""
+    x.bitwise_xor_((x >> 30) & ((1 << 34) - 1)).mul_(_signed(FIRST))
+    x.bitwise_xor_((x >> 27) & ((1 << 37) - 1)).mul_(_signed(SECOND))
+    return x.bitwise_xor_((x >> 31) & ((1 << 33) - 1))
+
+
+def mix_array(x: np.ndarray) -> np.ndarray:
+    """The same scramble for a numpy uint64 array."""
+    with np.errstate(over="ignore"):
+        x = (x ^ (x >> np.uint64(30))) * np.uint64(FIRST)
+        x = (x ^ (x >> np.uint64(27))) * np.uint64(SECOND)
+        return x ^ (x >> np.uint64(31))
+
+
+def bits(stream: int, start: int, stop: int, device: torch.device) -> Tensor:
+    """64 random bits for each index in ``start:stop`` of a stream."""
+    return mix(torch.arange(start + 1, stop + 1, dtype=torch.int64, device=device).mul_(STRIDE).add_(stream))
+
+
+def grid_bits(keys: Tensor, shape: Sequence[int]) -> Tensor:
+    """64 random bits for each place in a grid under each key: ``keys.shape + shape``.
+
+    A place's bits depend on its coordinates, not on the grid's size, so padding a batch longer changes nothing.
+    """
+    index = torch.full((), STRIDE, dtype=torch.int64, device=keys.device)
+    for axis, size in enumerate(shape):
+        steps = torch.arange(size, dtype=torch.int64, device=keys.device) * AXES[axis]
+        index = index.unsqueeze(-1) + steps
+    return mix(keys.view(*keys.shape, *[1] * len(shape)) + index)
+
+
+def uniform(raw: Tensor) -> Tensor:
+    """Uniform in [0, 1) with all 53 bits of a float64."""
+    return ((raw >> 11) & ((1 << 53) - 1)).double().mul_(2.0**-53)
+
+
+def normal(raw: Tensor) -> Tensor:
+    """Standard normal by Box-Muller, each value from the two halves of its own 64 bits."""
+    high = ((raw >> 32) & 0xFFFFFFFF).double().add_(0.5).mul_(2.0**-32)
+    low = (raw & 0xFFFFFFFF).double().mul_(2.0**-32)
+    return high.log_().mul_(-2.0).sqrt_().mul_(low.mul_(2 * math.pi).cos_())
+
+
+def keep_mask(keys: Tensor, shape: Sequence[int], drop: float) -> Tensor:
+    """A boolean mask ``keys.shape + shape``, False with probability ``drop``; each 64 bits decide two neighbours."""
+    *outer, last = shape or (1,)
+    lanes = grid_bits(keys, [*outer, (last + 1) // 2]).view(torch.int32)[..., :last]
+    threshold = min(round(drop * 2**32), 2**32 - 1) - 2**31
+    return (lanes >= threshold).view(*keys.shape, *shape)
+
+
+def _chunks(count: int) -> Iterator[tuple[int, int]]:
+    for start in range(0, count, CHUNK):
+        yield start, min(start + CHUNK, count)
+
+
+def fill_uniform(target: Tensor, stream: int, low: float, high: float) -> Tensor:
+    """Fill ``target`` with uniforms in [low, high); element i depends on the stream and i alone."""
+    flat = _flat(target)
+    for start, stop in _chunks(flat.numel()):
+        flat[start:stop] = uniform(bits(stream, start, stop, flat.device)).mul_(high - low).add_(low).to(flat.dtype)
+    return _unflat(target, flat)
+
+
+def fill_normal(target: Tensor, stream: int, mean: float, std: float) -> Tensor:
+    """Fill ``target`` with normals; element i depends on the stream and i alone."""
+    flat = _flat(target)
+    for start, stop in _chunks(flat.numel()):
+        flat[start:stop] = normal(bits(stream, start, stop, flat.device)).mul_(std).add_(mean).to(flat.dtype)
+    return _unflat(target, flat)
+
+
+def _flat(target: Tensor) -> Tensor:
+    return target.view(-1) if target.is_contiguous() else target.new_empty(target.numel())
+
+
+def _unflat(target: Tensor, flat: Tensor) -> Tensor:
+    return target if target.is_contiguous() else target.copy_(flat.view(target.shape))

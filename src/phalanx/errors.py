@@ -1,0 +1,27 @@
+"""The two ways Phalanx says no. Every message ends in what to do next."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class WrongUse(ValueError):
+    """What was asked for cannot work; the message names the cause and ends in what to do."""
+
+    exit_code = 2
+
+
+class CannotHere(RuntimeError):
+    """The request is right, but this machine cannot do it."""
+
+    exit_code = 3
+
+
+def closest(word: str, known: Iterable[str]) -> str:
+    """A clause that points at the nearest known name, e.g. ``did you mean 'width'?``."""
+    names = sorted(known)
+    near = difflib.get_close_matches(word, names, n=1, cutoff=0.5)
+    if near:
+        return f"did you mean {near[0]!r}?"
+    return "choose one of: " + ", ".join(names) if names else "there are none to choose from"

@@ -1,0 +1,163 @@
+"""The Layout: how a task is spread, as one frozen value with one text form, ``dp=2,fsdp=4,zero=2``.
+
+It knows nothing of the model. `check` holds it against a task's batch and a world size, and every refusal names the
+numbers and the nearest layout that works.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+from typing import Any, get_type_hints
+
+from phalanx.errors import WrongUse, closest
+
+DEGREES = ("dp", "fsdp", "tp", "cp", "pp", "ep")
+CHOICES: dict[str, tuple[str, ...]] = {
+    "schedule": ("gpipe", "1f1b", "interleaved", "zb"),
+    "recompute": ("none", "selective", "full"),
+    "offload": ("none", "optimizer", "params"),
+    "compile": ("none", "blocks"),
+}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Degrees of parallelism and how memory and time are traded."""
+
+    dp: int = 1
+    """Replicas: each holds all that its ``fsdp`` group shards, and gradients are summed over them."""
+    fsdp: int = 1
+    """Ranks that share one copy of the training state, as ``zero`` says."""
+    tp: int = 1
+    cp: int = 1
+    pp: int = 1
+    ep: int = 1
+    zero: int = 3
+    """What an ``fsdp`` group shards: 1 optimizer state, 2 also gradients, 3 also weights."""
+    schedule: str = "1f1b"
+    micro_batch: int | None = None
+    """Samples a rank computes at once; None: its whole share of the global batch."""
+    recompute: str = "none"
+    offload: str = "none"
+    compile: str = "none"
+
+    def __post_init__(self) -> None:
+        for name in (*DEGREES, "zero", "micro_batch"):
+            value = getattr(self, name)
+            if value is None and name == "micro_batch":
+                continue
+            if type(value) is not int or value < 1:
+                raise WrongUse(f"{name}={value} in a layout is not a whole number from 1 up. Give one, e.g. {name}=2.")
+        if self.zero > 3:
+            raise WrongUse(f"zero={self.zero} is not a ZeRO stage. Choose zero=1, zero=2 or zero=3.")
+        for name, known in CHOICES.items():
+            value = getattr(self, name)
+            if value not in known:
+                raise WrongUse(f"{name}={value} is not known in a layout; {closest(str(value), known)}")
+
+    def __str__(self) -> str:
+        parts = [f"{f.name}={getattr(self, f.name)}" for f in fields(self) if getattr(self, f.name) != f.default]
+        return ",".join(parts) or "dp=1"
+
+    @classmethod
+    def parse(cls, text: str) -> Layout:
+        """Read the text form: ``Layout.parse(str(layout)) == layout``."""
+        hints = get_type_hints(cls)
+        values: dict[str, Any] = {}
+        for part in filter(None, (piece.strip() for piece in text.split(","))):
+            name, equals, value = (piece.strip() for piece in part.partition("="))
+            if not equals or not value:
+                raise WrongUse(
+                    f"{part!r} in the layout {text!r} is not name=value. Write it like fsdp=4,micro_batch=2."
+                )
+            if name not in hints:
+                raise WrongUse(f"{name!r} is not part of a layout; {closest(name, hints)}")
+            if name in values:
+                raise WrongUse(f"{name} stands twice in the layout {text!r}. Give it once.")
+            values[name] = value if hints[name] is str else _whole(name, value)
+        if not values:
+            raise WrongUse("the layout is empty. Give at least one degree, e.g. dp=2.")
+        return cls(**values)
+
+    @property
+    def world(self) -> int:
+        """Ranks this layout needs. Experts live inside ``fsdp x cp``, so ``ep`` adds none."""
+        return self.dp * self.fsdp * self.tp * self.cp * self.pp
+
+    @property
+    def batch_ranks(self) -> int:
+        """Ranks that see different samples."""
+        return self.dp * self.fsdp
+
+    def micro_batches(self, global_batch: int) -> int:
+        """Micro-batches a step is cut into; the same number on every rank."""
+        share = math.ceil(global_batch / self.batch_ranks)
+        return math.ceil(share / (self.micro_batch or share))
+
+    def check(self, global_batch: int, world: int) -> None:
+        """Refuse, with the numbers and the nearest layout that works, what this task and world size cannot do."""
+        for problem in self._problems(global_batch, world):
+            near = self._nearest(global_batch, world)
+            raise WrongUse(f"{problem}. The nearest layout that works: {near}")
+
+    def notes(self, device: str) -> list[str]:
+        """Settings that have no effect here, each said in a line."""
+        notes = []
+        if self.fsdp == 1 and self.zero != Layout.zero:
+            notes.append(f"zero={self.zero} has no effect at fsdp=1: there is nobody to share the state with")
+        if self.pp == 1 and self.schedule != Layout.schedule:
+            notes.append(f"schedule={self.schedule} has no effect at pp=1")
+        if self.offload != "none" and device == "cpu":
+            notes.append(f"offload={self.offload} saves nothing on a CPU: its memory is the host's already")
+        return notes
+
+    def _problems(self, global_batch: int, world: int) -> Iterator[str]:
+        for name in ("tp", "cp", "pp", "ep"):
+            degree = getattr(self, name)
+            if degree > 1:
+                yield f"{name}={degree} is not offered by this version, which spreads over dp and fsdp"
+        if self.world != world:
+            degrees = " x ".join(f"{n}={getattr(self, n)}" for n in DEGREES[:5] if getattr(self, n) > 1) or "dp=1"
+            yield f"{degrees} needs {self.world} ranks and there are {world}"
+        if global_batch < self.batch_ranks:
+            yield (
+                f"global_batch={global_batch} is less than the {self.batch_ranks} ranks of "
+                f"dp={self.dp} x fsdp={self.fsdp}: some would never see a sample"
+            )
+        share = math.ceil(global_batch / self.batch_ranks)
+        if self.micro_batch is not None and self.micro_batch > share:
+            yield (
+                f"micro_batch={self.micro_batch} is more than a rank's share of {share} "
+                f"(global_batch={global_batch} over {self.batch_ranks})"
+            )
+
+    def _nearest(self, global_batch: int, world: int) -> str:
+        """The closest valid layout over the same world, or over the largest world that can work."""
+        for size in range(min(world, global_batch), 0, -1):
+            options = [
+                replace(self, dp=dp, fsdp=size // dp, tp=1, cp=1, pp=1, ep=1, micro_batch=micro)
+                for dp in range(1, size + 1)
+                if size % dp == 0
+                for micro in {self.micro_batch, self._fitting(global_batch, size)}
+            ]
+            valid = [option for option in options if not any(option._problems(global_batch, size))]
+            if valid:
+                best = min(valid, key=self._distance)
+                return f"{best}" + ("" if size == world else f" on {size} ranks")
+        raise AssertionError("dp=1 always works")
+
+    def _fitting(self, global_batch: int, ranks: int) -> int | None:
+        return self.micro_batch and min(self.micro_batch, math.ceil(global_batch / ranks))
+
+    def _distance(self, other: Layout) -> tuple[float, bool]:
+        far = sum(abs(math.log2(getattr(self, n) / getattr(other, n))) for n in ("dp", "fsdp"))
+        return far, self.micro_batch != other.micro_batch
+
+
+def _whole(name: str, value: str) -> int:
+    try:
+        return int(value)
+    except ValueError:
+        raise WrongUse(f"{name}={value} in a layout is not a whole number. Give one, e.g. {name}=2.") from None

@@ -1,0 +1,199 @@
+"""Losses as a sum and a count, and the lazy logits of a language model.
+
+``Loss(total, count)`` is what makes accumulation, padding and uneven batches right: totals and counts add up over
+micro-batches and ranks, and the gradient is divided once, by the global count.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from phalanx.errors import WrongUse
+
+LOGIT_ELEMENTS = 1 << 26  # logits alive at once in `cross_entropy`: 256 MiB in float32
+
+
+@dataclass
+class Loss:
+    """The loss of one micro-batch: a differentiable sum, and how many terms it has."""
+
+    total: Tensor
+    count: Tensor | int | float | None = None
+
+
+class Logits:
+    """A model's last matrix product, not yet done: ``hidden @ weight.T + bias``.
+
+    `cross_entropy` computes it in chunks and never holds it whole. Any other torch function, attribute or operator
+    materialises it, so plain torch code on a model's output works unchanged.
+    """
+
+    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
+        self.hidden, self.weight, self.bias = hidden, weight, bias
+        self._tensor: Tensor | None = None
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size([*self.hidden.shape[:-1], self.weight.shape[0]])
+
+    def tensor(self) -> Tensor:
+        if self._tensor is None:
+            self._tensor = F.linear(self.hidden, self.weight, self.bias)
+        return self._tensor
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*_materialised(args), **_materialised(kwargs or {}))
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.tensor(), name)
+
+
+def _materialised(value: Any) -> Any:
+    if isinstance(value, Logits):
+        return value.tensor()
+    if isinstance(value, (list, tuple)):
+        return type(value)(_materialised(item) for item in value)
+    if isinstance(value, dict):
+        return {name: _materialised(item) for name, item in value.items()}
+    return value
+
+
+def _operator(name: str) -> Any:
+    def apply(self: Logits, *others: Any) -> Any:
+        return getattr(self.tensor(), name)(*_materialised(others))
+
+    return apply
+
+
+OPERATORS = (
+    "add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "matmul", "pow", "neg", "getitem", "len",
+    "iter", "lt", "le", "gt", "ge", "eq", "ne",
+)  # fmt: skip
+for _name in OPERATORS:
+    setattr(Logits, f"__{_name}__", _operator(f"__{_name}__"))
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    """Summed cross-entropy of ``hidden @ weight.T + bias``, a chunk of rows at a time.
+
+    The gradients are formed in the same pass, while a chunk's logits are at hand, and scaled in backward.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, ignore: int, smoothing: float
+    ) -> Tensor:
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        total = torch.zeros((), dtype=wide, device=hidden.device)
+        wanted = any(ctx.needs_input_grad[:3])
+        grad_hidden = torch.empty_like(hidden) if wanted else None
+        grad_weight = torch.zeros_like(weight, dtype=wide) if wanted else None
+        grad_bias = torch.zeros_like(bias, dtype=wide) if wanted and bias is not None else None
+        rows = max(1, LOGIT_ELEMENTS // weight.shape[0])
+        for start in range(0, hidden.shape[0], rows):
+            part = slice(start, start + rows)
+            logits = F.linear(hidden[part], weight, bias).to(wide)
+            loss, grad = _rowwise(logits, targets[part], ignore, smoothing, wanted)
+            total += loss
+            if grad is not None and grad_hidden is not None and grad_weight is not None:
+                if grad_bias is not None:
+                    grad_bias += grad.sum(0)
+                grad = grad.to(hidden.dtype)
+                grad_hidden[part] = grad @ weight
+                grad_weight += grad.T @ hidden[part]
+        ctx.save_for_backward(grad_hidden, grad_weight, grad_bias)
+        return total
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, outer: Tensor) -> tuple[Tensor | None, ...]:
+        grad_hidden, grad_weight, grad_bias = ctx.saved_tensors
+        narrow = grad_hidden.dtype
+        return (
+            grad_hidden * outer.to(narrow),
+            (grad_weight * outer).to(narrow),
+            None if grad_bias is None else (grad_bias * outer).to(narrow),
+            None,
+            None,
+            None,
+        )
+
+
+def _rowwise(
+    logits: Tensor, targets: Tensor, ignore: int, smoothing: float, wanted: bool
+) -> tuple[Tensor, Tensor | None]:
+    """The summed loss of these rows and, where wanted, its gradient by the logits (which it overwrites)."""
+    valid = targets != ignore
+    index = targets.clamp_min(0).where(valid, 0).unsqueeze(1)
+    normaliser = logits.logsumexp(1, keepdim=True)
+    loss = normaliser - (1 - smoothing) * logits.gather(1, index)
+    if smoothing:
+        loss = loss - smoothing * logits.mean(1, keepdim=True)
+    loss = loss.squeeze(1).where(valid, 0).sum()
+    if not wanted:
+        return loss, None
+    grad = logits.sub_(normaliser).exp_()
+    if smoothing:
+        grad -= smoothing / grad.shape[1]
+    grad.scatter_add_(1, index, torch.full_like(index, smoothing - 1, dtype=grad.dtype))
+    return loss, grad.mul_(valid.unsqueeze(1))
+
+
+def cross_entropy(
+    output: Tensor | Logits, targets: Tensor, *, ignore: int = -100, label_smoothing: float = 0.0
+) -> Loss:
+    """Cross-entropy summed over all targets but those equal to ``ignore``, and how many those are.
+
+    Classes are the last dim of ``output``, ``[batch, time, classes]``, or its second, ``[batch, classes, y, x]``.
+    """
+    count = (targets != ignore).sum()
+    if (
+        isinstance(output, Logits) and output.hidden.dtype is not torch.float16
+    ):  # float16 needs its scale before the product
+        if output.shape[:-1] != targets.shape:
+            raise _mismatch(output.shape, targets.shape)
+        hidden = output.hidden.reshape(-1, output.hidden.shape[-1])
+        total = _LinearCrossEntropy.apply(
+            hidden, output.weight, output.bias, targets.reshape(-1), ignore, label_smoothing
+        )
+        return Loss(total, count)
+    logits = output.tensor() if isinstance(output, Logits) else output
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if logits.shape[:-1] == targets.shape:
+        logits, targets = logits.reshape(-1, logits.shape[-1]), targets.reshape(-1)
+    elif logits.shape[:1] + logits.shape[2:] != targets.shape:
+        raise _mismatch(logits.shape, targets.shape)
+    total = F.cross_entropy(logits, targets, ignore_index=ignore, label_smoothing=label_smoothing, reduction="sum")
+    return Loss(total, count)
+
+
+def mean_squared_error(output: Tensor, targets: Tensor) -> Loss:
+    """Squared differences, summed, and how many there are."""
+    if output.shape != targets.shape:
+        raise _mismatch(output.shape, targets.shape)
+    wide = torch.promote_types(output.dtype, torch.float32)
+    return Loss((output.to(wide) - targets.to(wide)).square().sum(), targets.numel())
+
+
+def binary_cross_entropy(output: Tensor, targets: Tensor) -> Loss:
+    """Cross-entropy of yes-or-no logits, summed, and how many there are."""
+    if output.shape != targets.shape:
+        raise _mismatch(output.shape, targets.shape)
+    wide = torch.promote_types(output.dtype, torch.float32)
+    total = F.binary_cross_entropy_with_logits(output.to(wide), targets.to(wide), reduction="sum")
+    return Loss(total, targets.numel())
+
+
+def _mismatch(output: torch.Size, targets: torch.Size) -> WrongUse:
+    return WrongUse(
+        f"the model's output has shape {tuple(output)} and the targets {tuple(targets)}: they do not belong together. "
+        "Check what Task.loss passes to the loss."
+    )

@@ -1,0 +1,48 @@
+"""Precision: which dtype holds, computes, sums and updates. The same four dtypes mean the same in every layout.
+
+Weights are cast where they are gathered and inputs where they enter a block; there is no ambient autocast.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from phalanx.task import Precision
+
+
+@dataclass(frozen=True)
+class Dtypes:
+    """What each part of a step is done in."""
+
+    parameter: torch.dtype
+    compute: torch.dtype
+    reduce: torch.dtype
+    optimizer: torch.dtype
+
+    def table(self) -> str:
+        """For the screen: ``parameter float32 | compute bfloat16 | ...``."""
+        return " | ".join(f"{name} {str(dtype).removeprefix('torch.')}" for name, dtype in vars(self).items())
+
+
+DTYPES: dict[Precision, Dtypes] = {
+    "fp32": Dtypes(torch.float32, torch.float32, torch.float32, torch.float32),
+    "bf16": Dtypes(torch.float32, torch.bfloat16, torch.float32, torch.float32),
+    "fp16": Dtypes(torch.float32, torch.float16, torch.float32, torch.float32),
+    "float64": Dtypes(torch.float64, torch.float64, torch.float64, torch.float64),
+}
+
+
+def cast(value: Any, dtype: torch.dtype) -> Any:
+    """Floating tensors in ``value``, however nested, in another dtype."""
+    if isinstance(value, Tensor):
+        return value.to(dtype) if value.is_floating_point() else value
+    if isinstance(value, (list, tuple)):
+        items = [cast(item, dtype) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if isinstance(value, dict):
+        return {name: cast(item, dtype) for name, item in value.items()}
+    return value

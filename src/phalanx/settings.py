@@ -1,0 +1,195 @@
+"""From text to a task: which class ``TASK`` means, and ``--set name=value`` typed and checked against its fields."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import importlib
+import importlib.util
+import inspect
+import sys
+import traceback
+import types
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from phalanx.errors import WrongUse, closest
+from phalanx.task import Task
+
+RECIPES = {"gpt": "phalanx.recipes.gpt:GPT"}
+
+
+def find_task(reference: str) -> type[Task]:
+    """The class that ``file.py``, ``file.py:Class`` or a recipe's name stands for."""
+    if reference in RECIPES:
+        module, _, name = RECIPES[reference].partition(":")
+        found: type[Task] = getattr(importlib.import_module(module), name)
+        return found
+    file, _, name = reference.partition(":")
+    path = Path(file)
+    if path.suffix != ".py":
+        raise WrongUse(f"{reference!r} is neither a recipe nor a Python file; {closest(reference, RECIPES)}")
+    if not path.is_file():
+        nearby = [str(p) for p in path.parent.glob("*.py")] if path.parent.is_dir() else []
+        raise WrongUse(f"the task file {file} is not there; {closest(file, [*nearby, *RECIPES])}")
+    return _choose(_import(path), name, file)
+
+
+def _import(path: Path) -> types.ModuleType:
+    name = f"phalanx_task_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look their module up there
+    sys.path.insert(0, str(path.parent.resolve()))
+    try:
+        spec.loader.exec_module(module)
+    except SyntaxError as error:
+        where = f"{error.filename or path}, line {error.lineno}"
+        pointer = f"\n    {(error.text or '').rstrip()}\n    {' ' * ((error.offset or 1) - 1)}^" if error.text else ""
+        raise WrongUse(f"{where}: {error.msg}{pointer}\nMend that line and start again.") from None
+    except WrongUse:
+        raise
+    except Exception as error:
+        frames = [f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename).resolve() == path.resolve()]
+        where = f"{path}, line {frames[-1].lineno}: {frames[-1].line}" if frames else str(path)
+        raise WrongUse(
+            f"{path} cannot be imported: {type(error).__name__}: {error}\n  {where}\n"
+            "Mend the file, or install what it needs."
+        ) from None
+    return module
+
+
+def _choose(module: types.ModuleType, name: str, file: str) -> type[Task]:
+    own = {
+        key: value
+        for key, value in vars(module).items()
+        if isinstance(value, type) and issubclass(value, Task) and value.__module__ == module.__name__
+    }
+    if name:
+        if name not in own:
+            raise WrongUse(f"{file} has no task {name!r}; {closest(name, own)}")
+        return own[name]
+    if len(own) != 1:
+        which = (
+            f"holds {len(own)} tasks: name one, e.g. {file}:{next(iter(own))}"
+            if own
+            else "holds no subclass of phalanx.Task. Define one"
+        )
+        raise WrongUse(f"{file} {which}.")
+    return next(iter(own.values()))
+
+
+def make_task(kind: type[Task], values: Mapping[str, Any]) -> Task:
+    """A task with these fields; text is converted to each field's type, unknown names are refused."""
+    hints = task_fields(kind)
+    resolved = {}
+    for name, value in values.items():
+        if name not in hints:
+            raise WrongUse(f"{kind.__name__} has no field {name!r}; {closest(name, hints)}")
+        resolved[name] = convert(value, hints[name], name)
+    needed = [f.name for f in dataclasses.fields(kind) if _required(f) and f.name not in resolved]
+    if needed:
+        raise WrongUse(f"{kind.__name__} needs {', '.join(needed)}. Set it: --set {needed[0]}=...")
+    task = kind(**resolved)
+    task.check()
+    return task
+
+
+def _required(field: dataclasses.Field[Any]) -> bool:
+    return field.init and field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+
+
+def task_fields(kind: type[Task]) -> dict[str, Any]:
+    """The settable fields of a task class with their types."""
+    hints = get_type_hints(kind)
+    names = [f.name for f in dataclasses.fields(kind) if f.init]
+    bare = [n for n in inspect.get_annotations(kind) if n not in names and "ClassVar" not in str(hints.get(n))]
+    if bare:
+        raise WrongUse(f"{kind.__name__} declares {bare[0]!r} but is not a dataclass. Put @dataclass above the class.")
+    return {name: hints[name] for name in names}
+
+
+def parse_assignments(texts: Sequence[str]) -> dict[str, str]:
+    """``["width=128", ...]`` as a dict."""
+    values = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not equals or not name.strip():
+            raise WrongUse(f"--set {text!r} is not name=value. Write it like --set width=128.")
+        values[name.strip()] = value
+    return values
+
+
+def convert(value: Any, hint: Any, name: str) -> Any:
+    """``value``, text or already typed, as the type a field declares."""
+    try:
+        return _convert(value, hint)
+    except (ValueError, TypeError):
+        raise WrongUse(f"{name}={value!r} is not {_describe(hint)}. Give {name} such a value.") from None
+
+
+TRUTHS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
+
+
+def _convert(value: Any, hint: Any) -> Any:
+    origin, args = get_origin(hint), get_args(hint)
+    if hint is Any:
+        return value
+    if origin in (Union, types.UnionType):
+        return _convert_union(value, args)
+    if origin is Literal:
+        return _pick({str(choice): choice for choice in args}, value)
+    if origin in (list, tuple) or hint in (list, tuple):
+        inner = args[0] if args else str
+        return (origin or hint)(_convert(item, inner) for item in _items(value))
+    if hint is bool:
+        return _pick(TRUTHS, str(value).lower())
+    if hint is int:
+        return _whole(value)
+    if isinstance(hint, type) and issubclass(hint, enum.Enum):
+        return _pick({member.name: member for member in hint} | {str(member.value): member for member in hint}, value)
+    return hint(value)
+
+
+def _convert_union(value: Any, options: tuple[Any, ...]) -> Any:
+    if type(None) in options and (value is None or str(value).lower() == "none"):
+        return None
+    for option in options:
+        try:
+            return _convert(value, option)
+        except (ValueError, TypeError):
+            continue
+    raise ValueError(value)
+
+
+def _pick(choices: Mapping[str, Any], value: Any) -> Any:
+    if str(value) not in choices:
+        raise ValueError(value)
+    return choices[str(value)]
+
+
+def _items(value: Any) -> list[Any]:
+    if isinstance(value, (list, tuple)):
+        return list(value)
+    return [part.strip() for part in str(value).strip("[]()").split(",") if part.strip()]
+
+
+def _whole(value: Any) -> int:
+    """An int from ``1000``, ``1_000`` or ``1e3``; never from a fraction."""
+    if isinstance(value, str) and ("e" in value.lower() or "." in value):
+        value = float(value)
+    if isinstance(value, bool) or (int(value) != value and not isinstance(value, str)):
+        raise ValueError(value)
+    return int(value)
+
+
+def _describe(hint: Any) -> str:
+    if get_origin(hint) is Literal:
+        return "one of: " + ", ".join(map(str, get_args(hint)))
+    if isinstance(hint, type) and issubclass(hint, enum.Enum):
+        return "one of: " + ", ".join(hint.__members__)
+    words = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+    return words.get(hint, getattr(hint, "__name__", str(hint)) if not get_args(hint) else str(hint))

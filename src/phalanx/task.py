@@ -1,0 +1,134 @@
+"""The Task: what to train, written as if there were one device.
+
+A task is a dataclass; its fields are its settings. It never asks for a rank: everything that must know how the job is
+spread (meshes, devices, launchers) knows the task, not the other way round.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from phalanx.anatomy import Anatomy
+from phalanx.errors import WrongUse
+from phalanx.losses import Loss
+
+Precision = Literal["fp32", "bf16", "fp16", "float64"]
+Batch = dict[str, Any]
+
+
+@dataclass(kw_only=True)
+class Task:
+    """What to train. Give ``model``, ``data``, ``inputs`` and ``loss``; the rest has defaults."""
+
+    seed: int = 0
+    global_batch: int = 32
+    steps: int = 100
+    precision: Precision = "fp32"
+    learning_rate: float = 1e-3
+    warmup_steps: int = 10
+    weight_decay: float = 0.1
+    clip: float = 1.0
+    workers: int = 0
+    evaluate_every: int = 0
+
+    counts: ClassVar[str] = "samples"
+    """What a loss counts, for the screen: ``samples`` or ``tokens``."""
+
+    def model(self) -> nn.Module:
+        """The model, built as for one device; its constructor's own initialisation is kept."""
+        raise self._missing("model", "return an nn.Module")
+
+    def data(self) -> Any:
+        """The training samples: anything with ``len()`` and ``[i]`` -> dict of tensors or numbers."""
+        raise self._missing("data", "return something with len() and [i] -> dict of tensors or numbers")
+
+    def held_out(self) -> Any:
+        """Samples kept aside for `evaluate`, or None."""
+        return None
+
+    def collate(self, samples: Sequence[Mapping[str, Any]]) -> Batch:
+        """Samples to one batch; by default tensors and numbers are stacked."""
+        try:
+            return dict(torch.utils.data.default_collate(list(samples)))
+        except (RuntimeError, TypeError) as error:
+            raise WrongUse(
+                f"the samples of {type(self).__name__} do not stack into a batch ({str(error).splitlines()[0]}). "
+                "Make them alike, or give the task a collate(samples)."
+            ) from error
+
+    def inputs(self, batch: Batch) -> Any:
+        """What ``forward`` gets: a tensor, a tuple or a dict."""
+        raise self._missing("inputs", "return what forward gets: a tensor, a tuple or a dict")
+
+    def loss(self, output: Any, batch: Batch) -> Loss:
+        """The loss of a micro-batch as a sum and a count."""
+        raise self._missing("loss", "return a phalanx.Loss(total, count)")
+
+    def evaluate(self, output: Any, batch: Batch) -> dict[str, Loss]:
+        """What to measure on held-out data, each as a sum and a count; by default the loss."""
+        return {"loss": self.loss(output, batch)}
+
+    def optimizer(self, params: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
+        """The optimizer. Each parameter keeps its number of dims, and carries its name as ``.logical_name``."""
+        decayed = [p for p in params if p.ndim >= 2]
+        plain = [p for p in params if p.ndim < 2]
+        groups = [
+            {"params": decayed, "weight_decay": self.weight_decay},
+            {"params": plain, "weight_decay": 0.0},
+        ]
+        return torch.optim.AdamW([g for g in groups if g["params"]], lr=self.learning_rate, fused=True)
+
+    def schedule(self) -> Callable[[int], float]:
+        """A factor on the learning rate as a pure function of the step; by default warm-up, then cosine to a tenth."""
+
+        def factor(step: int) -> float:
+            if step < self.warmup_steps:
+                return (step + 1) / self.warmup_steps
+            done = (step - self.warmup_steps) / max(1, self.steps - self.warmup_steps)
+            return 0.1 + 0.45 * (1 + math.cos(math.pi * min(1.0, done)))
+
+        return factor
+
+    def anatomy(self, model: nn.Module) -> Anatomy:
+        """What the model consists of. Override to give rules: ``return Anatomy.of(model, blocks="trunk.*")``."""
+        return Anatomy.of(model)
+
+    def check(self) -> None:
+        """Refuse settings that cannot work."""
+        bounds = {"global_batch": 1, "steps": 0, "warmup_steps": 0, "workers": 0, "evaluate_every": 0}
+        for name, least in bounds.items():
+            value = getattr(self, name)
+            if value < least:
+                raise WrongUse(f"{name}={value} is below {least}. Set {name} to {least} or more.")
+        if not self.clip > 0:
+            raise WrongUse(f"clip={self.clip} would stop all learning. Set clip above 0, or clip=inf for no clipping.")
+        known = get_args(Precision)
+        if self.precision not in known:
+            raise WrongUse(f"precision={self.precision!r} is not known. Choose one of: {', '.join(known)}.")
+
+    def _missing(self, method: str, what: str) -> WrongUse:
+        return WrongUse(f"{type(self).__name__} has no {method}(). Define it: {what}.")
+
+
+def as_loss(value: Any, task: Task) -> Loss:
+    """The task's loss, checked: a scalar sum and how many terms it has."""
+    name = type(task).__name__
+    how = "Return phalanx.Loss(total, count), for example phalanx.losses.cross_entropy(output, targets)."
+    if isinstance(value, Tensor):
+        raise WrongUse(f"{name}.loss returned a tensor, which has no count to divide by. {how}")
+    if not isinstance(value, Loss):
+        raise WrongUse(f"{name}.loss returned a {type(value).__name__}, not a sum and a count. {how}")
+    if value.count is None or (isinstance(value.count, Tensor) and value.count.numel() != 1):
+        raise WrongUse(f"{name}.loss gave a Loss without a count of its terms, one number. {how}")
+    if not isinstance(value.total, Tensor) or value.total.numel() != 1:
+        shape = tuple(value.total.shape) if isinstance(value.total, Tensor) else type(value.total).__name__
+        raise WrongUse(
+            f"{name}.loss has a total of shape {shape}; it must be one number, the sum over the batch. {how}"
+        )
+    return value

@@ -1,0 +1,32 @@
+"""The Verdict: what a tool concluded, for people, for programs, and as an exit code for scripts."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+
+
+@dataclass
+class Verdict:
+    """Holds or not, the evidence, and the next step to take."""
+
+    holds: bool
+    summary: str
+    evidence: list[str] = field(default_factory=list)
+    next: str = ""
+    code: int | None = None
+    """An exit code other than 0 (holds) or 1 (a finding): 2 wrong use, 3 the environment cannot do it."""
+
+    @property
+    def exit_code(self) -> int:
+        return self.code if self.code is not None else int(not self.holds)
+
+    def __str__(self) -> str:
+        lines = [self.summary, *self.evidence]
+        if self.next:
+            lines.append(self.next)
+        return "\n".join(lines)
+
+    def to_json(self) -> str:
+        """One JSON object with the exit code in place of ``code``."""
+        return json.dumps(asdict(self) | {"code": self.exit_code})

@@ -1,0 +1,64 @@
+"""The generator: keyed, the same whoever draws, and as random as it looks."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+
+from phalanx import counter
+
+
+def test_keys_depend_on_every_part_and_its_type() -> None:
+    keys = [counter.key(1, "a"), counter.key(1, "b"), counter.key(2, "a"), counter.key("1", "a"), counter.key("1a")]
+    assert len(set(keys)) == len(keys)
+    assert counter.key(1, "a") == counter.key(1, "a")
+
+
+def test_torch_and_numpy_mix_alike() -> None:
+    x = np.arange(1000, dtype=np.uint64) * np.uint64(counter.GAMMA)
+    assert (
+        counter.mix(torch.from_numpy(x.view(np.int64).copy())).numpy().view(np.uint64) == counter.mix_array(x)
+    ).all()
+
+
+def test_an_element_does_not_depend_on_what_else_is_drawn() -> None:
+    cpu = torch.device("cpu")
+    whole = counter.bits(7, 0, 100, cpu)
+    assert torch.equal(counter.bits(7, 40, 60, cpu), whole[40:60])
+    keys = torch.tensor([3, 5])
+    wide, narrow = counter.grid_bits(keys, (4, 9)), counter.grid_bits(keys, (3, 5))
+    assert torch.equal(wide[:, :3, :5], narrow), "padding a sample longer changed its numbers"
+    mask, shorter = counter.keep_mask(keys, (4, 9), 0.5), counter.keep_mask(keys, (4, 6), 0.5)
+    assert torch.equal(mask[:, :, :6], shorter)
+
+
+def test_uniforms_are_uniform_and_normals_normal() -> None:
+    count = 200_000
+    uniform = counter.fill_uniform(torch.empty(count, dtype=torch.float64), 1, -2.0, 3.0)
+    assert uniform.min() >= -2
+    assert uniform.max() < 3
+    histogram = torch.histc(uniform, 20, -2, 3) / count
+    assert ((histogram - 0.05).abs() < 5 * math.sqrt(0.05 / count)).all()
+    normal = counter.fill_normal(torch.empty(count, dtype=torch.float64), 2, 1.0, 2.0)
+    assert abs(normal.mean() - 1) < 5 * 2 / math.sqrt(count)
+    assert abs(normal.std() - 2) < 5 * 2 / math.sqrt(2 * count)
+    standard = (normal - 1) / 2
+    assert abs((standard**4).mean() - 3) < 0.1
+    assert abs((standard[:-1] * standard[1:]).mean()) < 5 / math.sqrt(count), "neighbours are correlated"
+
+
+def test_masks_drop_the_fraction_asked_for() -> None:
+    for drop in (0.1, 0.5, 0.9):
+        mask = counter.keep_mask(torch.arange(100), (999,), drop)
+        assert abs(mask.double().mean() - (1 - drop)) < 5 * math.sqrt(drop * (1 - drop) / mask.numel())
+        assert (mask[0] != mask[1]).any()
+
+
+def test_filling_in_chunks_and_out_of_order_is_the_same(monkeypatch) -> None:
+    whole = counter.fill_normal(torch.empty(3, 50), 9, 0.0, 1.0)
+    monkeypatch.setattr(counter, "CHUNK", 7)
+    assert torch.equal(counter.fill_normal(torch.empty(3, 50), 9, 0.0, 1.0), whole)
+    transposed = torch.empty(50, 3).t()
+    assert torch.equal(counter.fill_normal(transposed, 9, 0.0, 1.0), whole)

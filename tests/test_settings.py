@@ -1,0 +1,115 @@
+"""From words to a task: typed, checked, and refused with the closest match."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import pytest
+
+from phalanx import Task, WrongUse
+from phalanx.recipes.gpt import GPT
+from phalanx.settings import convert, find_task, make_task, parse_assignments
+
+
+class Colour(enum.Enum):
+    red = 1
+    blue = 2
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "value"),
+    [
+        ("128", int, 128), ("1e3", int, 1000), ("1_000", int, 1000), ("-3", int, -3),
+        ("0.5", float, 0.5), ("3", float, 3.0), ("inf", float, float("inf")),
+        ("true", bool, True), ("No", bool, False), ("0", bool, False),
+        ("none", int | None, None), ("4", int | None, 4), ("a", Literal["a", "b"], "a"),
+        ("1,2, 3", list[int], [1, 2, 3]), ("(1,2)", tuple[int, ...], (1, 2)), ("x/y", Path, Path("x/y")),
+        ("red", Colour, Colour.red), ("text", str, "text"),
+    ],
+)  # fmt: skip
+def test_text_becomes_the_fields_type(text: str, kind: object, value: object) -> None:
+    assert convert(text, kind, "field") == value
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "says"),
+    [
+        ("abc", int, "a whole number"), ("1.5", int, "a whole number"), ("x", float, "a number"),
+        ("maybe", bool, "true or false"), ("c", Literal["a", "b"], "one of: a, b"),
+        ("green", Colour, "one of: red, blue"),
+    ],
+)  # fmt: skip
+def test_text_of_another_type_is_refused(text: str, kind: object, says: str) -> None:
+    with pytest.raises(WrongUse, match=f"width={text!r} is not {says}"):
+        convert(text, kind, "width")
+
+
+def test_fields_are_set_and_unknown_ones_refused() -> None:
+    assert make_task(GPT, {"width": "64", "tied": "yes"}) == GPT(width=64, tied=True)
+    with pytest.raises(WrongUse, match="GPT has no field 'wdith'; did you mean 'width'"):
+        make_task(GPT, {"wdith": "64"})
+    with pytest.raises(WrongUse, match="global_batch=0"):
+        make_task(GPT, {"global_batch": "0"})
+    with pytest.raises(WrongUse, match="is not name=value"):
+        parse_assignments(["width"])
+
+
+def test_a_field_without_a_default_must_be_set() -> None:
+    @dataclass
+    class Needs(Task):
+        size: int
+
+    with pytest.raises(WrongUse, match="Needs needs size"):
+        make_task(Needs, {})
+    assert make_task(Needs, {"size": "3"}).size == 3
+
+
+def test_a_class_that_forgot_to_be_a_dataclass_is_told() -> None:
+    class Forgot(Task):
+        size: int = 3
+
+    with pytest.raises(WrongUse, match="Put @dataclass above"):
+        make_task(Forgot, {})
+
+
+TASK = "from dataclasses import dataclass\nimport phalanx\n\n@dataclass\nclass {name}(phalanx.Task):\n    pass\n"
+
+
+def test_a_task_is_found_by_file_by_class_and_by_recipe(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(TASK.format(name="One"))
+    assert find_task(str(file)).__name__ == "One"
+    file.write_text(TASK.format(name="One") + TASK.format(name="Two"))
+    assert find_task(f"{file}:Two").__name__ == "Two"
+    with pytest.raises(WrongUse, match="holds 2 tasks: name one"):
+        find_task(str(file))
+    with pytest.raises(WrongUse, match="has no task 'Tow'; did you mean 'Two'"):
+        find_task(f"{file}:Tow")
+    assert find_task("gpt") is GPT
+    with pytest.raises(WrongUse, match="did you mean 'gpt'"):
+        find_task("gtp")
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("def f(:\n", "line 1: invalid syntax"),
+        ("import nowhere_to_be_found\n", "No module named 'nowhere_to_be_found'"),
+        ("x = 1 / 0\n", r"ZeroDivisionError.*\n.*line 1: x = 1 / 0"),
+        ("x = 1\n", "holds no subclass of phalanx.Task"),
+    ],
+)
+def test_a_file_that_is_no_task_is_refused_with_its_line(tmp_path: Path, text: str, says: str) -> None:
+    file = tmp_path / "broken.py"
+    file.write_text(text)
+    with pytest.raises(WrongUse, match=says):
+        find_task(str(file))
+
+
+def test_a_missing_file_names_its_neighbours(tmp_path: Path) -> None:
+    (tmp_path / "train_lm.py").write_text("")
+    with pytest.raises(WrongUse, match=r"is not there; did you mean .*train_lm\.py"):
+        find_task(str(tmp_path / "trian_lm.py"))
