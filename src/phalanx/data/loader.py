@@ -1,0 +1,157 @@
+"""Loading: the micro-batches of one rank, from any step on, with workers that read ahead.
+
+A rank that has no sample in a micro-batch gets a stand-in with ``real=False``: it computes along, so that nobody
+waits for it, and counts for nothing.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from phalanx import counter
+from phalanx.data.order import Order, digest, share
+from phalanx.errors import WrongUse
+from phalanx.processes import die_with_parent
+
+
+@dataclass
+class MicroBatch:
+    """Samples that go through the model together: their batch, and their slots in the step's global batch."""
+
+    tensors: dict[str, Any]
+    slots: np.ndarray
+    real: bool = True
+
+
+@dataclass
+class StepBatch:
+    """All that one rank computes in one step."""
+
+    step: int
+    micro_batches: list[MicroBatch]
+    slots: int
+    """Samples of this step over all ranks."""
+    samples: str
+    """A hash of the global batch's sample ids."""
+
+
+def seed_globally(*key: int | str) -> None:
+    """Seed the generators that people's data code draws from, by a key that does not depend on the rank."""
+    seed = counter.key(*key) & 0xFFFFFFFF
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.default_generator.manual_seed(seed)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to read for one micro-batch."""
+
+    epoch: int
+    ids: np.ndarray
+    slots: np.ndarray
+    real: bool
+
+
+class Reader(Dataset):
+    """Reads and collates the samples of a plan; each sample's own randomness is seeded by (seed, epoch, sample)."""
+
+    def __init__(self, data: Any, collate: Callable[[Sequence[Any]], dict[str, Any]], seed: int) -> None:
+        self.data, self.collate, self.seed = data, collate, seed
+
+    def __getitem__(self, plan: Plan) -> dict[str, Any] | WrongUse:
+        try:
+            if hasattr(self.data, "batch"):
+                return dict(self.data.batch(plan.ids))
+            return self.collate([self._sample(int(index), plan.epoch) for index in plan.ids])
+        except WrongUse as refusal:  # handed over rather than raised, or a worker's traceback would wrap it
+            return refusal
+
+    def read_first(self) -> dict[str, Any]:
+        """Sample 0 alone."""
+        return _checked(self[Plan(0, np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.int64), True)])
+
+    def _sample(self, index: int, epoch: int) -> Any:
+        seed_globally(self.seed, "sample", epoch, index)
+        sample = self.data[index]
+        if not isinstance(sample, dict):
+            raise WrongUse(
+                f"sample {index} is a {type(sample).__name__}. "
+                "Task.data must give dicts of tensors or numbers, e.g. {'x': ..., 'y': ...}."
+            )
+        return sample
+
+
+class Loader:
+    """One rank's part of every step's batch."""
+
+    def __init__(
+        self,
+        data: Any,
+        collate: Callable[[Sequence[Any]], dict[str, Any]],
+        order: Order,
+        *,
+        micro_batches: int,
+        ranks: int,
+        rank: int,
+        workers: int = 0,
+        pin: bool = False,
+    ) -> None:
+        self.order, self.micro_batches, self.ranks, self.rank = order, micro_batches, ranks, rank
+        self.workers, self.pin = workers, pin
+        self.reader = Reader(data, collate, order.seed)
+
+    def plans(self, step: int, ids: np.ndarray) -> list[Plan]:
+        """What this rank reads of a step's samples."""
+        plans = []
+        for start, stop in share(len(ids), self.micro_batches, self.ranks, self.rank):
+            real = stop > start
+            if not real:  # stand in with a neighbour's sample
+                start, stop = (start, start + 1) if start < len(ids) else (start - 1, start)
+            plans.append(Plan(self.order.epoch(step), ids[start:stop], np.arange(start, stop), real))
+        return plans
+
+    def batches(self, start: int, stop: int) -> Iterator[StepBatch]:
+        """The batches of steps ``start:stop``; beginning at any step costs the same."""
+        asked: deque[tuple[np.ndarray, list[Plan]]] = deque()
+
+        def upcoming() -> Iterator[Plan]:
+            for step in range(start, stop):
+                ids = self.order.ids(step)
+                asked.append((ids, self.plans(step, ids)))
+                yield from asked[-1][1]
+
+        read = iter(self._reading(upcoming()))
+        try:
+            for step in range(start, stop):
+                first = _checked(next(read))
+                ids, plans = asked.popleft()
+                tensors = [first, *(_checked(next(read)) for _ in plans[1:])]
+                micro = [MicroBatch(batch, plan.slots, plan.real) for batch, plan in zip(tensors, plans, strict=True)]
+                yield StepBatch(step, micro, len(ids), digest(ids))
+        finally:
+            del read  # ends the workers, also where an error's traceback would keep them
+
+    def _reading(self, plans: Iterator[Plan]) -> DataLoader:
+        options: dict[str, Any] = {"sampler": plans, "num_workers": self.workers, "pin_memory": self.pin}
+        if self.workers:
+            options |= {"prefetch_factor": 2, "multiprocessing_context": "fork", "worker_init_fn": _worker}
+        return DataLoader(self.reader, batch_size=None, **options)
+
+
+def _worker(_: int) -> None:
+    die_with_parent()
+
+
+def _checked(batch: dict[str, Any] | WrongUse) -> dict[str, Any]:
+    if isinstance(batch, WrongUse):
+        raise batch
+    return batch

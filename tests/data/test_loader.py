@@ -1,0 +1,105 @@
+"""Loading: the same samples for any number of ranks, from any step, with or without workers."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from phalanx import WrongUse
+from phalanx.data import Arrays
+from phalanx.data.loader import Loader
+from phalanx.data.order import Order
+from tests.ranks import Ranks
+
+
+class Noisy:
+    """Samples that draw from every generator people use."""
+
+    def __len__(self) -> int:
+        return 23
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"id": index, "noise": random.random() + np.random.rand() + float(torch.rand(()))}
+
+
+def collate(samples: Any) -> dict[str, Any]:
+    return {name: torch.tensor([sample[name] for sample in samples]) for name in samples[0]}
+
+
+def loader(data: Any = None, ranks: int = 1, rank: int = 0, workers: int = 0, micro_batches: int = 2) -> Loader:
+    order = Order(23, 5, seed=1)
+    return Loader(data or Noisy(), collate, order, micro_batches=micro_batches, ranks=ranks, rank=rank, workers=workers)
+
+
+def read(found: Loader, start: int, stop: int) -> list[tuple[int, int, float]]:
+    """(step, sample, noise) of everything real, in order."""
+    return [
+        (batch.step, int(i), float(n))
+        for batch in found.batches(start, stop)
+        for micro in batch.micro_batches
+        if micro.real
+        for i, n in zip(micro.tensors["id"], micro.tensors["noise"], strict=True)
+    ]
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 7])
+def test_ranks_together_read_what_one_reads(ranks: int) -> None:
+    whole = read(loader(), 0, 7)
+    parts = [item for rank in range(ranks) for item in read(loader(ranks=ranks, rank=rank), 0, 7)]
+    assert sorted(parts) == sorted(whole), "samples or their own randomness depend on the number of ranks"
+
+
+def test_every_rank_has_every_micro_batch_and_stand_ins_are_marked() -> None:
+    seen = [
+        [(len(m.slots), m.real) for m in b.micro_batches]
+        for r in range(7)
+        for b in loader(ranks=7, rank=r).batches(0, 5)
+    ]
+    assert {len(step) for step in seen} == {2}
+    assert {entry for step in seen for entry in step} == {(1, True), (1, False)}
+
+
+def test_reading_starts_at_any_step() -> None:
+    assert read(loader(), 3, 6) == read(loader(), 0, 6)[-len(read(loader(), 3, 6)) :]
+    assert list(loader().batches(4, 4)) == []
+
+
+def test_workers_read_the_same() -> None:
+    assert read(loader(workers=2), 0, 7) == read(loader(), 0, 7)
+
+
+def in_a_rank() -> list[tuple[int, int, float]]:
+    return read(loader(workers=2), 0, 3)
+
+
+def test_workers_live_inside_a_rank(ranks: Ranks) -> None:
+    assert ranks(2, in_a_rank)[0] == read(loader(), 0, 3)
+
+
+def test_epochs_visit_a_sample_with_new_randomness() -> None:
+    visits = {}
+    for _, sample, noise in read(loader(), 0, 10):
+        visits.setdefault(sample, []).append(noise)
+    assert all(first != second for first, second in visits.values())
+
+
+def test_arrays_are_read_in_one_go() -> None:
+    rows = Arrays(id=np.arange(23), noise=np.arange(23) * 0.5)
+    assert [(s, i) for s, i, _ in read(loader(rows), 0, 5)] == [(s, i) for s, i, _ in read(loader(), 0, 5)]
+
+
+class NotDicts(Noisy):
+    def __getitem__(self, index: int) -> Any:
+        return torch.zeros(3)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_samples_that_are_no_dicts_are_refused_plainly(workers: int) -> None:
+    with pytest.raises(WrongUse) as refusal:
+        read(loader(NotDicts(), workers=workers), 0, 1)
+    assert str(refusal.value).startswith("sample ")
+    assert "Traceback" not in str(refusal.value)

@@ -1,0 +1,70 @@
+"""Order: every sample once an epoch, in an order of its own, whatever the number of ranks."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from phalanx import WrongUse
+from phalanx.data.order import Order, digest, permute, share
+
+
+@given(st.integers(1, 5000), st.integers(0, 2**32))
+def test_it_is_a_permutation(size: int, key: int) -> None:
+    assert sorted(permute(np.arange(size), size, key)) == list(range(size))
+
+
+def test_every_place_is_reached_alike() -> None:
+    size, trials = 7, 3500
+    hits = np.zeros((size, size))
+    for key in range(trials):
+        hits[np.arange(size), permute(np.arange(size), size, key)] += 1
+    expected = trials / size
+    assert ((hits - expected) ** 2 / expected).sum() < 100  # chi-squared, 36 degrees of freedom: 1e-7
+
+
+def test_neighbours_are_not_related() -> None:
+    order = permute(np.arange(100_003), 100_003, 5)
+    assert abs(np.corrcoef(order[:-1], order[1:])[0, 1]) < 0.02
+    assert abs(np.corrcoef(np.arange(len(order)), order)[0, 1]) < 0.02
+
+
+def test_an_epoch_has_every_sample_once_and_its_own_order() -> None:
+    order = Order(size=29, global_batch=8, seed=3)
+    assert order.steps_per_epoch == 4
+    epochs = [np.concatenate([order.ids(step) for step in range(4 * e, 4 * e + 4)]) for e in range(3)]
+    for epoch in epochs:
+        assert sorted(epoch) == list(range(29))
+    assert not (epochs[0] == epochs[1]).all()
+    assert [order.slots(step) for step in range(5)] == [8, 8, 8, 5, 8]
+
+
+def test_any_step_costs_the_same_and_needs_no_memory() -> None:
+    order = Order(size=10**12, global_batch=4, seed=1)
+    far = order.ids(10**11)
+    assert (order.ids(10**11, 1, 3) == far[1:3]).all()
+    assert len(set(far.tolist())) == 4
+    assert digest(far) != digest(order.ids(10**11 + 1))
+
+
+@given(st.integers(1, 64), st.integers(1, 9), st.integers(1, 9))
+def test_ranks_and_micro_batches_share_the_slots_exactly(slots: int, micro_batches: int, ranks: int) -> None:
+    shares = [share(slots, micro_batches, ranks, rank) for rank in range(ranks)]
+    assert len({len(ranges) for ranges in shares}) == 1, "ranks would run different numbers of micro-batches"
+    taken = [slot for ranges in shares for start, stop in ranges for slot in range(start, stop)]
+    assert sorted(taken) == list(range(slots))
+    whole = share(slots, micro_batches, 1, 0)
+    for index, (start, stop) in enumerate(whole):
+        together = [slot for ranges in shares for slot in range(*ranges[index])]
+        assert together == list(range(start, stop)), "a micro-batch over all ranks is not what one device computes"
+        assert stop > start
+
+
+def test_data_smaller_than_a_batch_is_refused() -> None:
+    with pytest.raises(WrongUse, match="7 samples, fewer than one batch of 8"):
+        Order(7, 8)
+    with pytest.raises(WrongUse, match="empty"):
+        Order(0, 8)
+    assert Order(7, 8, shuffle=False).ids(0).tolist() == list(range(7))
