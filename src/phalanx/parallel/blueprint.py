@@ -1,0 +1,230 @@
+"""A model built without its weights, and how to fill each of them alone.
+
+The constructor runs as the user wrote it, but tensors it creates are only described (fake): every operation on them is
+noted down. A weight is then made by replaying the operations that lead to it, with randomness keyed by (seed, its
+name). So a constructor's own initialisation is kept, weights do not depend on the layout, and no rank ever holds a
+whole model. torch's meta device forgets what a constructor did, and `nn.init` skips work on it, hence this file.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from phalanx import counter
+from phalanx.errors import WrongUse
+from phalanx.parallel.torch_private import FakeTensor, FakeTensorMode, TorchDispatchMode, mutates, storage_id
+
+aten = torch.ops.aten
+FACTORIES = {
+    aten.empty.memory_format,
+    aten.empty_strided.default,
+    aten.zeros.default,
+    aten.ones.default,
+    aten.full.default,
+}
+NEEDS_VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+
+
+@dataclass(frozen=True)
+class Ref:
+    """A view of described memory."""
+
+    storage: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+
+@dataclass
+class Operation:
+    """One noted call; its results are refs, and so are its described arguments."""
+
+    func: Any
+    args: Any
+    kwargs: Any
+    results: list[Ref]
+
+
+class _Recorder(TorchDispatchMode):
+    def __init__(self, blueprint: Blueprint) -> None:
+        super().__init__()
+        self.blueprint = blueprint
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self.blueprint.observe(func, args, kwargs or {})
+
+
+class Blueprint:
+    """A model whose tensors are described, and the operations that make them."""
+
+    def __init__(self, build: Callable[[], nn.Module], seed: int) -> None:
+        self.seed = seed
+        self._operations: list[Operation] = []
+        self._writers: dict[int, list[int]] = {}
+        self._alive: dict[int, Tensor] = {}  # so that no storage's identity is reused while it is described
+        self._drawn = 0
+        self._fake = FakeTensorMode(allow_non_fake_inputs=True)
+        with _Recorder(self):
+            self.model = build()
+        if not isinstance(self.model, nn.Module):
+            raise WrongUse(f"Task.model returned a {type(self.model).__name__}. Return an nn.Module.")
+        lazy = [n for n, p in self.model.named_parameters() if isinstance(p, nn.parameter.UninitializedParameter)]
+        if lazy:
+            raise WrongUse(
+                f"the shape of {lazy[0]} is not known before the first batch. Use a layer that states its sizes."
+            )
+
+    def observe(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run or note one operation of the constructor."""
+        random = torch.Tag.nondeterministic_seeded in func.tags
+        if not any(self._described(t) for t in _tensors((args, kwargs))):
+            if (func in FACTORIES and math.prod(args[0])) or (random and not mutates(func)):
+                return self._note(func, args, kwargs)
+            return self._draw(func, args, kwargs, self._ad_hoc()) if random else func(*args, **kwargs)
+        reads = NEEDS_VALUES.intersection(func.tags) or func is aten._local_scalar_dense.default
+        if reads or (mutates(func) and not self._described(_target(args, kwargs))):
+            real = _mapped((args, kwargs), lambda t: self._replay(t, "constructor", "cpu") if self._described(t) else t)
+            return func(*real[0], **real[1])
+        return self._note(func, args, kwargs)
+
+    def _note(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run on descriptions alone, and remember what was run unless it only looked."""
+        if mutates(func) and torch.Tag.inplace_view not in func.tags and func.__name__.partition(".")[0].endswith("_"):
+            result = args[0]  # an in-place operation gives its target, whose description stays as it is
+        elif func in FACTORIES:
+            result = FakeTensor(self._fake, func(*args, **kwargs | {"device": "meta"}), torch.device("cpu"))
+        else:
+            with self._fake:
+                result = func(*args, **kwargs)
+        results = list(_tensors(result))
+        known = {storage_id(t) for t in _tensors((args, kwargs))}
+        if not mutates(func) and results and all(storage_id(t) in known for t in results):
+            return result
+        for tensor in results:
+            self._alive.setdefault(storage_id(tensor), tensor)
+        written = results or [_target(args, kwargs)]
+        noted_args, noted_kwargs = _mapped((args, kwargs), lambda t: _ref(t) if self._described(t) else t)
+        for storage in {storage_id(t) for t in written}:
+            self._writers.setdefault(storage, []).append(len(self._operations))
+        self._operations.append(Operation(func, noted_args, noted_kwargs, [_ref(t) for t in results]))
+        return result
+
+    def _described(self, tensor: Tensor) -> bool:
+        return isinstance(tensor, FakeTensor) and storage_id(tensor) in self._alive
+
+    def _ad_hoc(self) -> int:
+        self._drawn += 1
+        return counter.key(self.seed, "init", "constructor", self._drawn)
+
+    def value(self, tensor: Tensor, name: str, device: torch.device | str) -> Tensor:
+        """The real tensor for a described one; a tensor the constructor made for real is moved as it is."""
+        if not self._described(tensor):
+            return tensor.detach().to(device)
+        return self._replay(tensor, name, device)
+
+    def _replay(self, tensor: Tensor, name: str, device: torch.device | str) -> Tensor:
+        made: dict[int, Tensor] = {}
+
+        def real(value: Any) -> Any:
+            if isinstance(value, Ref):
+                return made[value.storage].as_strided(value.size, value.stride, value.offset)
+            return value.to(device) if isinstance(value, Tensor) and value.ndim else value
+
+        draws = 0
+        with torch.no_grad():
+            for operation in self._leading_to(storage_id(tensor)):
+                args, kwargs = _mapped((operation.args, operation.kwargs), real, (Ref, Tensor))
+                if "device" in kwargs or not any(True for _ in _tensors(args)):
+                    kwargs["device"] = torch.device(device)
+                if torch.Tag.nondeterministic_seeded in operation.func.tags:
+                    draws += 1
+                    result = self._draw(operation.func, args, kwargs, counter.key(self.seed, "init", name, draws))
+                else:
+                    result = operation.func(*args, **kwargs)
+                for ref, out in zip(operation.results, _tensors(result), strict=True):
+                    if ref.storage not in made:
+                        made[ref.storage] = _whole_storage(out, ref)
+        return real(_ref(tensor))
+
+    def _leading_to(self, storage: int) -> Iterator[Operation]:
+        """The noted operations that this memory's contents depend on, in order."""
+        needed: set[int] = set()
+        wanted, seen = [storage], {storage}
+        while wanted:
+            for index in self._writers.get(wanted.pop(), ()):
+                if index not in needed:
+                    needed.add(index)
+                    operation = self._operations[index]
+                    read = {ref.storage for ref in _leaves((operation.args, operation.kwargs), Ref)}
+                    wanted += read - seen
+                    seen |= read
+        return (self._operations[index] for index in sorted(needed))
+
+    @staticmethod
+    def _draw(func: Any, args: Any, kwargs: Any, stream: int) -> Any:
+        """Answer a random operation from the counter-based generator; a rare one from torch's, seeded by the stream."""
+        if func is aten.uniform_.default:
+            return counter.fill_uniform(args[0], stream, *_two(args, kwargs, ("from", "to"), (0.0, 1.0)))
+        if func is aten.normal_.default:
+            return counter.fill_normal(args[0], stream, *_two(args, kwargs, ("mean", "std"), (0.0, 1.0)))
+        if func in (aten.randn.default, aten.rand.default):
+            kwargs = {name: value for name, value in kwargs.items() if value is not None}
+            target = torch.empty(args[0], **kwargs)
+            fill = counter.fill_normal if func is aten.randn.default else counter.fill_uniform
+            return fill(target, stream, 0.0, 1.0)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(stream & 0x7FFFFFFFFFFFFFFF)
+            return func(*args, **kwargs)
+
+
+def _two(args: Any, kwargs: Any, names: tuple[str, str], default: tuple[float, float]) -> tuple[float, float]:
+    first = args[1] if len(args) > 1 else kwargs.get(names[0], default[0])
+    second = args[2] if len(args) > 2 else kwargs.get(names[1], default[1])
+    return first, second
+
+
+def _target(args: Any, kwargs: Any) -> Tensor:
+    """The tensor an in-place operation writes to."""
+    return args[0] if args else kwargs.get("self", kwargs.get("out"))
+
+
+def _ref(tensor: Tensor) -> Ref:
+    return Ref(storage_id(tensor), tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
+
+
+def _whole_storage(tensor: Tensor, ref: Ref) -> Tensor:
+    """All memory behind a new tensor, flat, laid out as its description says: kernels may choose other strides."""
+    if tensor.stride() != ref.stride or tensor.storage_offset() != ref.offset:
+        fitting = torch.empty_strided(ref.size, ref.stride, dtype=tensor.dtype, device=tensor.device)
+        tensor = fitting.copy_(tensor)
+    return tensor.as_strided((tensor.untyped_storage().nbytes() // tensor.element_size(),), (1,), 0)
+
+
+def _leaves(value: Any, kind: Any) -> Iterator[Any]:
+    if isinstance(value, kind):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _leaves(item, kind)
+    elif isinstance(value, dict):
+        yield from _leaves(list(value.values()), kind)
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    return _leaves(value, Tensor)
+
+
+def _mapped(value: Any, change: Callable[[Any], Any], kind: Any = Tensor) -> Any:
+    if isinstance(value, kind):
+        return change(value)
+    if isinstance(value, (list, tuple)):
+        return type(value)(_mapped(item, change, kind) for item in value)
+    if isinstance(value, dict):
+        return {name: _mapped(item, change, kind) for name, item in value.items()}
+    return value

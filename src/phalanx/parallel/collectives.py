@@ -1,0 +1,78 @@
+"""What ranks say to each other. Every collective of Phalanx goes through here, on a group named after a mesh axis."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+Group = dist.ProcessGroup
+SMALL_BYTES = 1 << 18
+
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class Pending:
+    """A collective on its way; `wait` returns once its result may be used."""
+
+    def __init__(self, work: dist.Work | None, finish: Callable[[], object] | None = None) -> None:
+        self._work, self._finish = work, finish
+
+    def wait(self) -> None:
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        if self._finish is not None:
+            self._finish()
+            self._finish = None
+
+
+def all_reduce(tensor: Tensor, group: Group | None) -> Pending:
+    """Sum over the group, in place; every rank gets the same bits."""
+    if group is None:
+        return Pending(None)
+    if not _exchanged(tensor, group):
+        return Pending(dist.all_reduce(tensor, group=group, async_op=True))
+    work, rows = _exchange(tensor.expand(group.size(), *tensor.shape), group)
+    return Pending(work, lambda: _sum_rows(rows, tensor))
+
+
+def all_gather(output: Tensor, part: Tensor, group: Group) -> Pending:
+    """Everybody's parts: row r of ``output``, which is ``[ranks, *part]``, is rank r's."""
+    if not _exchanged(part, group):
+        return Pending(_all_gather(output.view(-1), part.reshape(-1), group=group, async_op=True))
+    work, rows = _exchange(part.expand(group.size(), *part.shape), group)
+    return Pending(work, lambda: output.copy_(rows))
+
+
+def reduce_scatter(output: Tensor, parts: Tensor, group: Group) -> Pending:
+    """The sum over the group of this rank's row of ``parts``, which is ``[ranks, *output]``.
+
+    gloo's own sends a whole all-reduce, twice the bytes (here 2x slower at 2 ranks, 1.6x at 8), so on gloo the rows are
+    exchanged and summed where they belong.
+    """
+    if dist.get_backend(group) != "gloo":
+        return Pending(_reduce_scatter(output.view(-1), parts.view(-1), group=group, async_op=True))
+    work, rows = _exchange(parts, group)
+    return Pending(work, lambda: _sum_rows(rows, output))
+
+
+def _exchanged(part: Tensor, group: Group) -> bool:
+    """On gloo, small messages go straight to everybody: its rings take a step a rank (18 ms for 3.6 at 8 ranks)."""
+    return dist.get_backend(group) == "gloo" and part.numel() * part.element_size() * group.size() <= SMALL_BYTES
+
+
+def _exchange(parts: Tensor, group: Group) -> tuple[dist.Work, Tensor]:
+    """Row r goes to rank r; what comes back holds row r from rank r."""
+    parts = parts.contiguous()
+    received = torch.empty_like(parts)
+    return dist.all_to_all_single(received, parts, group=group, async_op=True), received
+
+
+def _sum_rows(rows: Tensor, output: Tensor) -> None:
+    output.copy_(rows[0])
+    for row in rows[1:]:
+        output.add_(row)

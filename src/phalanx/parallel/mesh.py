@@ -1,0 +1,91 @@
+"""The mesh: ranks in a grid with one axis a parallelism, and the process groups along its axes.
+
+Groups are made here and nowhere else, each with its axis as its name and the run's timeout: a group that torch makes
+for a mesh would wait 30 minutes and tell nobody which axis it was.
+"""
+
+from __future__ import annotations
+
+import math
+from datetime import timedelta
+from itertools import product
+
+import torch.distributed as dist
+
+from phalanx.layout import Layout
+
+AXES = ("pp", "dp", "fsdp", "cp", "tp")
+"""From the outermost, whose members are far apart, to the innermost, who are neighbours."""
+BATCH = ("dp", "fsdp")
+"""The axes along which samples differ."""
+GROUPS = (("dp",), ("fsdp",), BATCH, AXES)
+
+
+def name(axes: tuple[str, ...]) -> str:
+    """What a group along these axes is called in logs and errors."""
+    return "world" if axes == AXES else "x".join(axes)
+
+
+class Mesh:
+    """Where this rank stands on each axis, and whom it speaks to along it."""
+
+    def __init__(self, layout: Layout, rank: int, timeout: timedelta) -> None:
+        self.degrees = {axis: getattr(layout, axis) for axis in AXES}
+        self.rank = rank
+        self.coordinates = dict(zip(AXES, self._place(rank), strict=True))
+        self._groups: dict[tuple[str, ...], dist.ProcessGroup | None] = {}
+        made: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        for axes in GROUPS:
+            for members in self._partition(axes):  # every rank makes every group, in one order: torch numbers them
+                if len(members) > 1 and members not in made:
+                    made[members] = dist.new_group(list(members), timeout=timeout, group_desc=name(axes))
+            self._groups[axes] = made.get(self.members(axes))
+        self._made = [group for members, group in made.items() if rank in members]
+
+    def _partition(self, axes: tuple[str, ...]) -> list[tuple[int, ...]]:
+        """All ranks, in sets that differ along these axes alone."""
+        world = range(self.size(*AXES))
+        return list(dict.fromkeys(self._along(axes, self._place(rank)) for rank in world))
+
+    def _place(self, rank: int) -> tuple[int, ...]:
+        place = []
+        for axis in reversed(AXES):
+            rank, index = divmod(rank, self.degrees[axis])
+            place.append(index)
+        return tuple(reversed(place))
+
+    def members(self, axes: tuple[str, ...]) -> tuple[int, ...]:
+        """The ranks that differ from this one along these axes alone, itself among them."""
+        return self._along(axes, tuple(self.coordinates[axis] for axis in AXES))
+
+    def _along(self, axes: tuple[str, ...], place: tuple[int, ...]) -> tuple[int, ...]:
+        spans = [range(self.degrees[a]) if a in axes else [at] for a, at in zip(AXES, place, strict=True)]
+        return tuple(self._number(found) for found in product(*spans))
+
+    def _number(self, place: tuple[int, ...]) -> int:
+        number = 0
+        for axis, index in zip(AXES, place, strict=True):
+            number = number * self.degrees[axis] + index
+        return number
+
+    def size(self, *axes: str) -> int:
+        return math.prod(self.degrees[axis] for axis in axes)
+
+    def index(self, *axes: str) -> int:
+        """This rank's place among the members of these axes."""
+        return self.members(axes).index(self.rank)
+
+    def group(self, *axes: str) -> dist.ProcessGroup | None:
+        """The group along these axes, or None where this rank is alone on them."""
+        return self._groups[axes]
+
+    @property
+    def world(self) -> dist.ProcessGroup | None:
+        return self._groups[AXES]
+
+    def close(self) -> None:
+        """Take the groups apart."""
+        for group in self._made:
+            dist.destroy_process_group(group)
+        self._made.clear()
+        self._groups.clear()

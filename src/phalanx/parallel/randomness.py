@@ -1,0 +1,119 @@
+"""Randomness inside a model that does not depend on the layout.
+
+While a micro-batch is computed, every draw is keyed by (seed, step, block, call, global sample, position in the
+sample). Recomputing a block draws the same numbers again. DTensor's random operations repeat values across shards on a
+CPU mesh, and a device generator's state depends on what ran before it, hence this file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from phalanx import counter
+
+Values = Callable[[Tensor, Sequence[int]], Tensor]
+
+
+@dataclass
+class Moment:
+    """What this rank computes just now."""
+
+    step: int = 0
+    slots: np.ndarray = field(default_factory=lambda: np.zeros(1, dtype=np.int64))
+    """The global batch's slots that this micro-batch holds."""
+    real: bool = True
+    """False for a stand-in, whose samples count for nothing."""
+    recomputing: bool = False
+
+    @contextmanager
+    def recompute(self) -> Iterator[None]:
+        self.recomputing = True
+        try:
+            yield
+        finally:
+            self.recomputing = False
+
+
+class Randomness:
+    """Keyed draws. `scope` names the block that draws; draws are counted from its start."""
+
+    def __init__(self, seed: int, moment: Moment, device: torch.device) -> None:
+        self.seed, self.moment, self.device = seed, moment, device
+        self.asked = False
+        """Whether the model has called a random function."""
+        self.answers: AbstractContextManager[Any] | None = None
+        """Entered with the outermost scope: what leads torch's own random functions here."""
+        self._depth, self._call = 0, 0
+        self._name = ""
+        self._keys: tuple[Tensor, Tensor] | None = None
+
+    @contextmanager
+    def scope(self, name: str) -> Iterator[None]:
+        """Draws inside belong to ``name``."""
+        outer = self._name, self._call, self._keys
+        self._name, self._call, self._keys = name, 0, None
+        self._depth += 1
+        try:
+            with self.answers if self.answers and self._depth == 1 else nullcontext():
+                yield
+        finally:
+            self._depth -= 1
+            self._name, self._call, self._keys = outer
+
+    def scoped(self, name: str, forward: Callable[..., Any], keys_first: bool = False) -> Callable[..., Any]:
+        """``forward`` with its draws under ``name``. A compiled one needs its keys to be there before it runs."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with self.scope(name):
+                if keys_first:
+                    self.keys()
+                return forward(*args, **kwargs)
+
+        return run
+
+    def keys(self) -> tuple[Tensor, Tensor]:
+        """A key for each sample of the micro-batch, and one for what all samples share."""
+        if self._keys is None:
+            stream = counter.key(self.seed, "forward", self.moment.step, self._name)
+            rows = torch.from_numpy(self.moment.slots).to(self.device) * counter.STRIDE + stream
+            self._keys = counter.mix(rows), torch.tensor(stream, device=self.device)
+        return self._keys
+
+    def draw(self, shape: torch.Size, values: Values) -> Tensor:
+        """Random values of a shape: ``values(keys, inner)`` gives a grid of shape ``inner`` under each key.
+
+        The batch is the first dim, alone or folded with others (``[batch * time, ...]``), or the second
+        (``[time, batch, ...]``). What has no batch dim is drawn the same on every rank.
+        """
+        self._call += 1
+        self.asked = True
+        rows, shared = self.keys()
+        batch, call = rows.shape[0], counter.call_offset(self._call)
+        if shape and shape[0] % batch == 0:
+            inner = shape[1:] if shape[0] == batch else [shape[0] // batch, *shape[1:]]
+            return values(counter.mix(rows + call), inner).view(shape)
+        if len(shape) > 1 and shape[1] == batch:
+            return values(counter.mix(rows + call), [shape[0], *shape[2:]]).transpose(0, 1)
+        return values(counter.mix(shared + call), shape)
+
+    def uniform(self, shape: torch.Size) -> Tensor:
+        return self.draw(shape, lambda keys, inner: counter.uniform(counter.grid_bits(keys, inner)))
+
+    def normal(self, shape: torch.Size) -> Tensor:
+        return self.draw(shape, lambda keys, inner: counter.normal(counter.grid_bits(keys, inner)))
+
+    def dropped(self, x: Tensor, p: float, shape: torch.Size | None = None) -> Tensor:
+        """``x`` with a fraction ``p`` zeroed and the rest scaled up; ``shape`` broadcasts one decision over dims."""
+        if not 0 <= p <= 1:
+            raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")
+        if p == 1:
+            return x * 0
+        keep = self.draw(shape or x.shape, lambda keys, inner: counter.keep_mask(keys, inner, p))
+        return x * keep * (1 / (1 - p))

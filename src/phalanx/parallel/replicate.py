@@ -1,0 +1,108 @@
+"""The gradients' way: collected as backward makes them, summed over ranks while it goes on.
+
+Every rank launches the same collectives in the same order, whatever its data made it use: buckets go strictly in turn,
+and one that did not complete goes at the end of backward with zeros in the gaps. torch's fully_shard and DDP stop in
+disorder when ranks differ in the parameters they used; here such a parameter just gets the other ranks' gradients.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from functools import partial
+
+from torch import nn
+
+from phalanx.parallel import collectives
+from phalanx.parallel.bucket import Bucket, Weight
+from phalanx.parallel.collectives import Group, Pending
+from phalanx.parallel.shard import Gathering
+
+
+class Reduction:
+    """Sums the buckets' gradients over the ``fsdp`` axis, each rank its rows, and then over ``dp``.
+
+    Buckets are given in the order in which backward completes them. With ``every_backward`` (ZeRO 2 and 3) shards are
+    summed after each micro-batch, so that no rank keeps whole gradients; otherwise after the last one.
+    """
+
+    def __init__(
+        self, buckets: Sequence[Bucket], replicas: Group | None, every_backward: bool, gathering: Gathering | None
+    ) -> None:
+        self.buckets, self.replicas, self.every_backward, self.gathering = buckets, replicas, every_backward, gathering
+        if gathering is not None:
+            gathering.on_done = self.done
+        self._position = {id(bucket): index for index, bucket in enumerate(buckets)}
+        self._hooks = [
+            weight.full.register_post_accumulate_grad_hook(partial(self._arrived, bucket, weight))
+            for bucket in buckets
+            for weight in bucket.trainable
+        ]
+
+    def close(self) -> None:
+        """Take the hooks off: a weight that holds one would keep everything behind it alive."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def start_step(self) -> None:
+        self.touched: set[str] = set()
+        for bucket in self.buckets:
+            bucket.clear()
+
+    def start_backward(self, last: bool) -> None:
+        """A micro-batch begins; after the last one the gradients are the global sums."""
+        self._last = last
+        self._done: set[int] = set()
+        self._missing = {id(b): {w.name for w in b.trainable} for b in self.buckets}
+        self._turn = 0
+        self._scattering: deque[tuple[Bucket, Pending]] = deque()
+        self._reducing: list[Pending] = []
+
+    def _arrived(self, bucket: Bucket, weight: Weight, parameter: nn.Parameter) -> None:
+        assert self._position[id(bucket)] >= self._turn, (
+            f"the gradient of {weight.name} came after its bucket was reduced"
+        )
+        bucket.collect(weight)
+        self.touched.add(weight.name)
+        missing = self._missing[id(bucket)]
+        missing.discard(weight.name)
+        if not missing and not (self.gathering and self.gathering.busy(bucket)):
+            self.done(bucket)
+
+    def done(self, bucket: Bucket) -> None:
+        """Nothing more will come for this bucket in this backward."""
+        self._done.add(id(bucket))
+        while self._turn < len(self.buckets) and id(self.buckets[self._turn]) in self._done:
+            self._launch(self.buckets[self._turn])
+            self._turn += 1
+
+    def finish_backward(self) -> None:
+        """End a micro-batch: send what is left, and wait for all that is under way."""
+        for bucket in self.buckets[self._turn :]:
+            self.done(bucket)
+        while self._scattering:
+            self._settle()
+        for pending in self._reducing:
+            pending.wait()
+
+    def _launch(self, bucket: Bucket) -> None:
+        if bucket.trainable and (self._last or (self.every_backward and bucket.storage.ranks > 1)):
+            bucket.complete()
+            if bucket.storage.ranks > 1:
+                self._scattering.append((bucket, bucket.start_scatter()))
+                if len(self._scattering) > 1:  # one on its way while the next is being made
+                    self._settle()
+            else:
+                self._sum_over_replicas(bucket)
+        if self.gathering:
+            self.gathering.finish(bucket)
+
+    def _settle(self) -> None:
+        bucket, pending = self._scattering.popleft()
+        pending.wait()
+        if self._last:
+            self._sum_over_replicas(bucket)
+
+    def _sum_over_replicas(self, bucket: Bucket) -> None:
+        assert bucket.owned is not None
+        self._reducing.append(collectives.all_reduce(bucket.owned, self.replicas))

@@ -1,0 +1,238 @@
+"""Spreading a model: every parallelism applied in one fixed order.
+
+    describe -> initialise weight by weight, keeping this rank's rows -> batch-norm over the batch axes
+    -> compile, key the randomness of, and recompute each block
+    -> shard (gather and let go) -> replicate (sum gradients)
+
+What comes out is a `Spread`: the model to call, and the few operations a training step needs around it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from phalanx.anatomy import Anatomy
+from phalanx.errors import WrongUse
+from phalanx.layout import Layout
+from phalanx.parallel.answers import Answers, key_dropout_modules
+from phalanx.parallel.batchnorm import spread_batchnorm
+from phalanx.parallel.blueprint import Blueprint
+from phalanx.parallel.bucket import Bucket, Storage, Weight
+from phalanx.parallel.mesh import BATCH, Mesh
+from phalanx.parallel.randomness import Moment, Randomness
+from phalanx.parallel.recompute import recomputed
+from phalanx.parallel.replicate import Reduction
+from phalanx.parallel.shard import Gathered, Gathering
+from phalanx.precision import Dtypes, cast
+
+BUCKET_BYTES = 25 << 20
+
+
+class Spread:
+    """A model spread over a mesh."""
+
+    def __init__(
+        self,
+        blueprint: Blueprint,
+        anatomy: Anatomy,
+        layout: Layout,
+        mesh: Mesh,
+        dtypes: Dtypes,
+        device: torch.device,
+        seed: int,
+    ) -> None:
+        self.model, self.anatomy, self.layout, self.mesh, self.dtypes, self.device = (
+            blueprint.model, anatomy, layout, mesh, dtypes, device,
+        )  # fmt: skip
+        self.moment = Moment()
+        self.randomness = Randomness(seed, self.moment, device)
+        self.state_names = set(blueprint.model.state_dict())
+        self.storage = _storage(layout, mesh, dtypes, device)
+        self.weights = _describe(blueprint.model, anatomy, self.storage)
+        self._initialise(blueprint)
+        spread_batchnorm(self.model, mesh.group(*BATCH), mesh.size(*BATCH), self.moment)
+        self._prepare_blocks()
+        self._shard_and_replicate()
+
+    def _initialise(self, blueprint: Blueprint) -> None:
+        """Fill weights one at a time; at most one is ever whole here beyond what the layout keeps whole."""
+        described = dict(blueprint.model.named_parameters())
+        for name, weight in self.weights.items():
+            weight.fill(blueprint.value(described.pop(name), name, self.device), self.storage)
+        for name, parameter in described.items():  # whole numbers, as of a quantised weight: every rank keeps them
+            owner, _, attribute = name.rpartition(".")
+            value = nn.Parameter(blueprint.value(parameter, name, self.device), requires_grad=False)
+            setattr(self.model.get_submodule(owner), attribute, value)
+        wide = self.dtypes.compute == torch.float64
+        for owner, module in self.model.named_modules():
+            for name, value in [*module.named_buffers(recurse=False), *_plain_tensors(module)]:
+                real = blueprint.value(value, f"{owner}.{name}", self.device)
+                setattr(module, name, real.double() if wide and real.is_floating_point() else real)
+
+    def _prepare_blocks(self) -> None:
+        layout, anatomy = self.layout, self.anatomy
+        if not anatomy.blocks:
+            for name, wanted in (("recompute", layout.recompute), ("compile", layout.compile)):
+                if wanted != "none":
+                    raise WrongUse(
+                        f"{name}={wanted} works block by block, and no repeated blocks were found in the model. "
+                        f"Name them in Task.anatomy, e.g. Anatomy.of(model, blocks='trunk.*'), or leave {name} out."
+                    )
+        compiled = layout.compile == "blocks"
+        if compiled:
+            key_dropout_modules(self.model, self.randomness)
+        else:
+            self.randomness.answers = Answers(self.randomness)
+        for name in anatomy.blocks:
+            block = self.model.get_submodule(name)
+            forward = block.forward
+            if compiled:
+                forward = torch.compile(forward)
+            forward = self.randomness.scoped(name, forward, keys_first=compiled)
+            if layout.recompute != "none":
+                forward = recomputed(forward, self.moment, selective=layout.recompute == "selective")
+            block.forward = forward
+        if self.dtypes.compute != self.dtypes.parameter:
+            for name in ("", *anatomy.before, *anatomy.blocks, *anatomy.after):
+                self.model.get_submodule(name).register_forward_pre_hook(self._cast_inputs, with_kwargs=True)
+
+    def _cast_inputs(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        return cast(args, self.dtypes.compute), cast(kwargs, self.dtypes.compute)
+
+    def _shard_and_replicate(self) -> None:
+        self.gathering: Gathering | None = None
+        units = [(u, [self.weights[name] for name in u.weights if name in self.weights]) for u in self.anatomy.units]
+        units = [(unit, members) for unit, members in units if members]
+        if self.storage.always_whole:
+            weights = [weight for _, members in units for weight in members]
+            self.buckets = [Bucket(f"bucket {i}", part, self.storage) for i, part in enumerate(_by_size(weights))]
+        else:
+            gathered = [Gathered(Bucket(unit.name, members, self.storage), unit) for unit, members in units]
+            self.gathering = Gathering(self.model, gathered)
+            self.buckets = [item.bucket for item in reversed(gathered)]
+        self.reduction = Reduction(self.buckets, self.mesh.group("dp"), self.layout.zero >= 2, self.gathering)
+
+    def pieces(self) -> list[nn.Parameter]:
+        """What the optimizer updates on this rank: its rows of every trainable weight."""
+        return [weight.piece for weight in self.weights.values() if weight.trainable]
+
+    def gradient_norm_squared(self) -> Tensor:
+        """This rank's part of the squared norm of all gradients; the parts of all ranks add up to it."""
+        squares = [torch.linalg.vector_norm(bucket.owned).double().square() for bucket in self._reduced()]
+        total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64, device=self.device)
+        return total / self.mesh.size("dp")
+
+    def _reduced(self) -> Iterator[Bucket]:
+        return (bucket for bucket in self.buckets if bucket.trainable)
+
+    def untouched(self) -> list[str]:
+        """Trainable weights that got no gradient on this rank in this step."""
+        return [name for name, w in self.weights.items() if w.trainable and name not in self.reduction.touched]
+
+    def give_gradients(self, factor: float, without: set[str]) -> None:
+        """Scale the summed gradients and hand each piece its own; those in ``without`` get none."""
+        for bucket in self._reduced():
+            assert bucket.owned is not None
+            scaled = bucket.owned.mul_(factor).to(self.storage.home)
+            for weight in bucket.trainable:
+                own = None if weight.name in without else bucket.gradient_packing.own(weight, scaled)
+                weight.piece.grad = own
+
+    def updated(self) -> None:
+        """The pieces have changed: make what the model computes with agree, and let their gradients go."""
+        for weight in self.weights.values():
+            weight.piece.grad = None
+        if self.gathering is not None:
+            self.gathering.rest()
+        elif any(weight.piece is not weight.full for weight in self.weights.values()):
+            for bucket in self.buckets:
+                bucket.is_whole = False
+            for bucket, following in zip(self.buckets, [*self.buckets[1:], None], strict=True):
+                bucket.start_gather()
+                if following is not None:
+                    following.start_gather()  # on its way while this one is unpacked
+                bucket.finish_gather()
+
+    def rest(self) -> None:
+        """Let go of weights that an evaluation left whole."""
+        if self.gathering is not None:
+            self.gathering.rest()
+
+    def whole_gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """The summed gradients, whole, a bucket at a time. All ranks must go through it."""
+        for bucket in self._reduced():
+            assert bucket.owned is not None
+            yield from bucket.assemble(bucket.gradient_packing, bucket.owned)
+
+    def state_description(self) -> list[tuple[str, torch.dtype, torch.Size]]:
+        """Name, dtype and shape of everything `state` will give, in its order."""
+        weights = [(w.name, self.dtypes.parameter, w.shape) for bucket in self.buckets for w in bucket.weights]
+        return weights + [(name, tensor.dtype, tensor.shape) for name, tensor in self._replicated_state()]
+
+    def _replicated_state(self) -> list[tuple[str, Tensor]]:
+        """What every rank has whole: buffers, and parameters that are no weights."""
+        tensors = [*self.model.named_parameters(), *self.model.named_buffers()]
+        return [(name, t) for name, t in tensors if name in self.state_names and name not in self.weights]
+
+    def state(self) -> Iterator[tuple[str, Tensor]]:
+        """Whole weights and buffers under the model's own names, a bucket at a time; shared ones under their first.
+
+        All ranks must go through it.
+        """
+        for bucket in self.buckets:
+            row = torch.zeros(bucket.packing.length, dtype=self.dtypes.parameter, device=self.device)
+            for weight in bucket.weights:
+                bucket.packing.own(weight, row).copy_(weight.piece.data)
+            yield from bucket.assemble(bucket.packing, row)
+        yield from self._replicated_state()
+
+
+def _storage(layout: Layout, mesh: Mesh, dtypes: Dtypes, device: torch.device) -> Storage:
+    return Storage(
+        ranks=mesh.size("fsdp"),
+        rank=mesh.index("fsdp"),
+        group=mesh.group("fsdp"),
+        parameter=dtypes.parameter,
+        compute=dtypes.compute,
+        reduce=dtypes.reduce,
+        device=device,
+        home=device if layout.offload == "none" else torch.device("cpu"),
+        always_whole=layout.offload != "params" and (layout.zero < 3 or layout.fsdp == 1),
+    )
+
+
+def _describe(model: nn.Module, anatomy: Anatomy, storage: Storage) -> dict[str, Weight]:
+    """Every weight of the model in the order of its units, with all places where it is used."""
+    places: dict[str, list[tuple[nn.Module, str]]] = {}
+    for name, _ in model.named_parameters(remove_duplicate=False):
+        owner, _, attribute = name.rpartition(".")
+        places.setdefault(anatomy.tied.get(name, name), []).append((model.get_submodule(owner), attribute))
+    described = dict(model.named_parameters())
+    return {
+        name: Weight(name, described[name].shape, places[name], described[name].requires_grad, storage)
+        for unit in anatomy.units
+        for name in unit.weights
+        if described[name].is_floating_point()
+    }
+
+
+def _plain_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
+    """Tensors kept as plain attributes, which a constructor may have made too."""
+    return [(name, value) for name, value in vars(module).items() if isinstance(value, Tensor)]
+
+
+def _by_size(weights: Sequence[Weight]) -> list[list[Weight]]:
+    """Weights in the order in which backward reaches them, in runs of about ``BUCKET_BYTES``."""
+    runs: list[list[Weight]] = [[]]
+    size = 0
+    for weight in reversed(weights):
+        if size >= BUCKET_BYTES:
+            runs.append([])
+            size = 0
+        runs[-1].append(weight)
+        size += weight.full.numel() * weight.full.element_size()
+    return runs

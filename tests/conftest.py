@@ -1,0 +1,62 @@
+"""Fixtures that every test runs under: the pool of ranks, and a check that nothing is left behind."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from phalanx.parallel.torch_private import preload
+from tests.ranks import Ranks
+
+torch.set_num_threads(1)  # this process is forked from, and OpenMP's threads do not survive that
+preload()  # torch sets an environment variable when it first imports its compiler
+
+
+@pytest.fixture(scope="session")
+def _pool() -> Iterator[Ranks]:
+    pool = Ranks()
+    yield pool
+    pool.close()
+
+
+@pytest.fixture
+def ranks(_pool: Ranks) -> Ranks:
+    return _pool
+
+
+def children() -> set[int]:
+    """This process's children, and theirs."""
+    found, parents = set(), {os.getpid()}
+    stats = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = path.read_text().rsplit(")", 1)[1].split()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if fields[0] != "Z":
+            stats.append((int(path.parent.name), int(fields[1])))
+    while parents:
+        found |= (parents := {pid for pid, parent in stats if parent in parents} - found)
+    return found
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fail a test that leaks a process, a thread, a process group or an environment variable."""
+    if "ranks" in request.fixturenames:
+        request.getfixturevalue("ranks")  # so that the pool counts as there before
+    variables = {k: v for k, v in os.environ.items() if k != "PYTEST_CURRENT_TEST"}
+    threads, processes = set(threading.enumerate()), children()
+    yield
+    assert not dist.is_initialized(), "the test left a process group behind"
+    assert children() <= processes, "the test left a process behind"
+    left = [t for t in set(threading.enumerate()) - threads if t.is_alive()]
+    assert not left, f"the test left threads behind: {left}"
+    now = {k: v for k, v in os.environ.items() if k != "PYTEST_CURRENT_TEST"}
+    assert now == variables, "the test changed the environment"

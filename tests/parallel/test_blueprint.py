@@ -1,0 +1,109 @@
+"""Blueprints: the constructor's own initialisation, weight by weight, without ever holding the model."""
+
+from __future__ import annotations
+
+import math
+import resource
+
+import pytest
+import torch
+from torch import nn
+
+from phalanx import WrongUse
+from phalanx.parallel.blueprint import Blueprint
+from phalanx.parallel.torch_private import FakeTensor
+
+
+class Everything(nn.Module):
+    """What people do in constructors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 5)
+        self.embedding = nn.Embedding(7, 8, padding_idx=2)
+        self.norm = nn.BatchNorm1d(5)
+        self.own = nn.Parameter(torch.randn(3, 4) * 0.02)
+        self.orthogonal = nn.Linear(6, 6)
+        nn.init.orthogonal_(self.orthogonal.weight)
+        nn.init.trunc_normal_(self.linear.bias, std=0.1, a=-0.05, b=0.05)
+        table = torch.zeros(10, 4)
+        place = torch.arange(10).unsqueeze(1)
+        table[:, 0::2] = torch.sin(place * torch.exp(torch.arange(0, 4, 2) * (-math.log(1e4) / 4)))
+        self.register_buffer("table", table)
+        self.rates = [rate.item() for rate in torch.linspace(0, 0.1, 3)]
+        self.number = torch.rand(1).item()
+        self.chosen = torch.ones(4).nonzero().flatten().tolist()
+        self.mask = torch.ones(4, 4).tril()
+        self.tied = nn.Linear(8, 7, bias=False)
+        self.tied.weight = self.embedding.weight
+        self.given = nn.Parameter(torch.tensor([1.0, 2.0]))
+        self.partly = nn.Parameter(torch.full((3,), 2.5))
+        with torch.no_grad():
+            self.partly[1:].mul_(2)
+            self.given[0].normal_()
+        self.copied = nn.Parameter(self.partly.detach().clone())
+        self.recurrent = nn.LSTM(3, 4)
+        self.apply(self._initialise)
+
+    @staticmethod
+    def _initialise(module: nn.Module) -> None:
+        if isinstance(module, nn.LSTM):
+            nn.init.kaiming_normal_(module.weight_ih_l0)
+
+
+def values(seed: int) -> dict[str, torch.Tensor]:
+    blueprint = Blueprint(Everything, seed)
+    return {name: blueprint.value(weight, name, "cpu") for name, weight in blueprint.model.named_parameters()}
+
+
+def test_the_constructors_initialisation_is_kept() -> None:
+    blueprint = Blueprint(Everything, 0)
+    model = blueprint.model
+
+    def value(tensor: torch.Tensor) -> torch.Tensor:
+        return blueprint.value(tensor, "x", "cpu")
+
+    square = value(model.orthogonal.weight)
+    assert torch.allclose(square @ square.T, torch.eye(6), atol=1e-5)
+    assert value(model.linear.bias).abs().max() <= 0.05
+    assert value(model.linear.weight).abs().max() <= 1 / math.sqrt(8)
+    assert not value(model.embedding.weight)[2].any()
+    assert value(model.own).std() < 0.05
+    assert value(model.partly).tolist() == value(model.copied).tolist() == [2.5, 5, 5]
+    assert value(model.norm.running_var).tolist() == [1] * 5
+    assert value(model.table)[1, 0] == pytest.approx(math.sin(1))
+    assert value(model.mask)[0].tolist() == [1, 0, 0, 0]
+    assert model.rates[1] == pytest.approx(0.05)
+    assert 0 <= model.number < 1
+    assert model.chosen == [0, 1, 2, 3]
+    assert value(model.given)[1] == 2
+    assert model.tied.weight is model.embedding.weight
+
+
+def test_weights_depend_on_the_seed_and_their_name_alone() -> None:
+    first, again, other = values(0), values(0), values(1)
+    random = [name for name in first if name not in ("given", "partly", "copied", "norm.weight", "norm.bias")]
+    for name in first:
+        assert torch.equal(first[name], again[name])
+    for name in random:
+        assert not torch.equal(first[name], other[name]), f"{name} ignores the seed"
+    blueprint = Blueprint(lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), 0)
+    one, two = (blueprint.value(layer.weight, f"{i}.weight", "cpu") for i, layer in enumerate(blueprint.model))
+    assert not torch.equal(one, two), "two layers got the same weights"
+
+
+def test_a_model_that_would_not_fit_is_described_for_nothing() -> None:
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    blueprint = Blueprint(lambda: nn.Sequential(*[nn.Linear(1 << 14, 1 << 14) for _ in range(100)]), 0)
+    assert sum(weight.numel() for weight in blueprint.model.parameters()) > 26e9
+    assert all(isinstance(weight, FakeTensor) for weight in blueprint.model.parameters())
+    assert blueprint.value(blueprint.model[7].bias, "7.bias", "cpu").abs().max() <= 1 / math.sqrt(1 << 14)
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    assert grown < 200 * 1024, f"describing a model took {grown / 1024:.0f} MiB"
+
+
+def test_what_is_no_model_is_refused() -> None:
+    with pytest.raises(WrongUse, match=r"returned a int"):
+        Blueprint(lambda: 3, 0)
+    with pytest.raises(WrongUse, match="not known before the first batch"):
+        Blueprint(lambda: nn.LazyLinear(3), 0)

@@ -1,0 +1,51 @@
+"""Collectives: the same result whichever way they travel."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from phalanx.parallel import collectives
+from tests.ranks import Ranks
+
+
+def check(small: bool) -> list[torch.Tensor]:
+    with mock.patch.object(collectives, "SMALL_BYTES", collectives.SMALL_BYTES if small else 0):
+        return exchange()
+
+
+def exchange() -> list[torch.Tensor]:
+    group, rank, world = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
+    assert group is not None
+    own = torch.arange(6, dtype=torch.float64).view(2, 3) + 10 * rank
+    total = own.clone()
+    collectives.all_reduce(total, group).wait()
+    every = own.new_empty(world, 2, 3)
+    collectives.all_gather(every, own, group).wait()
+    parts = torch.stack([torch.full((5,), float(rank * 100 + r)) for r in range(world)])
+    mine = torch.empty(5)
+    collectives.reduce_scatter(mine, parts, group).wait()
+    narrow = torch.empty(world, 3, dtype=torch.bfloat16)
+    collectives.all_gather(narrow, torch.full((3,), float(rank), dtype=torch.bfloat16), group).wait()
+    return [total, every, mine, narrow]
+
+
+@pytest.mark.parametrize("small", [True, False])
+@pytest.mark.parametrize("world", [2, 3])
+def test_sums_and_gathers(ranks: Ranks, world: int, small: bool) -> None:
+    answers = ranks(world, check, small)
+    base = torch.arange(6, dtype=torch.float64).view(2, 3)
+    for rank, (total, every, mine, narrow) in enumerate(answers):
+        assert torch.equal(total, sum(base + 10 * r for r in range(world)))
+        assert torch.equal(every, torch.stack([base + 10 * r for r in range(world)]))
+        assert torch.equal(mine, torch.full((5,), float(sum(r * 100 + rank for r in range(world)))))
+        assert narrow[:, 0].tolist() == list(range(world))
+
+
+def test_alone_a_sum_is_what_it_was() -> None:
+    tensor = torch.ones(2)
+    collectives.all_reduce(tensor, None).wait()
+    assert tensor.tolist() == [1, 1]

@@ -1,0 +1,58 @@
+"""Private names of torch: these fail first, and clearly, when torch moves."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+from torch import nn
+
+from phalanx.parallel import torch_private
+
+
+def test_views_share_a_storage_and_copies_do_not() -> None:
+    x = torch.zeros(4)
+    assert torch_private.storage_id(x) == torch_private.storage_id(x[1:]) == torch_private.storage_id(x.detach())
+    assert torch_private.storage_id(x) != torch_private.storage_id(x.clone())
+
+
+def test_in_place_operations_are_known() -> None:
+    assert torch_private.mutates(torch.ops.aten.add_.Tensor)
+    assert not torch_private.mutates(torch.ops.aten.add.Tensor)
+
+
+def test_fake_tensors_say_they_are_on_the_cpu_and_hold_nothing() -> None:
+    with torch_private.FakeTensorMode(allow_non_fake_inputs=True):
+        huge = torch.empty(1 << 40)
+    assert isinstance(huge, torch_private.FakeTensor)
+    assert huge.device.type == "cpu"
+    assert not huge.is_meta
+
+
+def test_a_parameter_is_put_in_place() -> None:
+    layer, fresh = nn.Linear(2, 2), nn.Parameter(torch.zeros(2, 2))
+    torch_private.install(layer, "weight", fresh)
+    assert layer.weight is fresh
+    assert dict(layer.named_parameters())["weight"] is fresh
+    cell, recurrent = nn.LSTM(2, 2), nn.Parameter(torch.zeros(8, 2))
+    torch_private.install(cell, "weight_ih_l0", recurrent)
+    assert not cell(torch.ones(1, 2))[0].isnan().any()
+    assert any(weight is recurrent for weight in cell._flat_weights)
+
+
+def test_a_dispatch_mode_sees_operations_below_autograd() -> None:
+    seen = []
+
+    class Watch(torch_private.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    with Watch():
+        torch.zeros(2).add_(1)
+    assert torch.ops.aten.add_.Tensor in seen
+
+
+def test_preloading_imports_what_an_optimizer_would() -> None:
+    torch_private.preload()
+    assert "torch._dynamo" in sys.modules

@@ -1,0 +1,232 @@
+"""Parity: hostile tasks, an independent one-device run of them, and the comparison, tensor by tensor.
+
+The reference is a hand-written loop over plain torch: it shares the task, the initial weights, the order of the data
+and the keys of the dropout with Phalanx, and nothing of meshes, buckets, shards, batch-norm or the step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+import phalanx
+from phalanx.data.order import Order, share
+from phalanx.models.resnet import ResNet
+from phalanx.models.transformer import Transformer, TransformerConfig
+from phalanx.parallel.answers import Answers
+from phalanx.parallel.blueprint import Blueprint
+from phalanx.parallel.randomness import Moment, Randomness
+
+TOLERANCE = 1e-9
+PRIME = 37
+
+
+class HostileTransformer(Transformer):
+    """Tied embeddings, dropout, grouped queries, prime sizes; frozen, unused and sometimes-used weights."""
+
+    def __init__(self) -> None:
+        super().__init__(TransformerConfig(
+            vocabulary=PRIME, width=12, layers=2, heads=2, kv_heads=1, hidden=13, dropout=0.1, tied=True,
+        ))  # fmt: skip
+        with torch.no_grad():
+            for name, weight in self.named_parameters():
+                if "norm" in name:
+                    weight.add_(torch.randn_like(weight) * 0.1)
+                elif weight.ndim == 2:
+                    weight.mul_(10)
+        self.blocks[0].attention_norm.weight.requires_grad_(False)
+        self.unused = nn.Parameter(torch.randn(3))
+        self.rare = nn.Parameter(torch.randn(12))
+        self.scalar = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, tokens: Tensor, **options: Any) -> Any:
+        logits = super().forward(tokens, **options)
+        special = (tokens == 7).any(1)
+        if special.any():  # so it depends on a rank's samples whether this weight is used there
+            logits.hidden = logits.hidden + special[:, None, None] * self.rare
+        logits.hidden = logits.hidden * self.scalar
+        return logits
+
+
+class Sentences:
+    """Documents of unequal length: ``n`` of them, so that the last batch of an epoch is short."""
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+
+    def __len__(self) -> int:
+        return self.n
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        source = np.random.default_rng(index)
+        tokens = torch.from_numpy(source.integers(0, PRIME, size=3 + index % 7))
+        targets = tokens.roll(-1).where(torch.arange(len(tokens)) % 5 < 4, -100)
+        return {"tokens": tokens, "targets": targets}
+
+
+@dataclass
+class HostileLanguage(phalanx.Task):
+    samples: int = 47
+    global_batch: int = 31
+    steps: int = 3
+    precision: phalanx.task.Precision = "float64"
+    clip: float = 0.05
+    learning_rate: float = 1e-2
+    warmup_steps: int = 2
+
+    def model(self) -> nn.Module:
+        return HostileTransformer()
+
+    def data(self) -> Sentences:
+        return Sentences(self.samples)
+
+    def collate(self, samples: Any) -> dict[str, Tensor]:
+        """Padded to the longest here, so the padding differs by rank and micro-batch."""
+        pad = nn.utils.rnn.pad_sequence
+        return {
+            "tokens": pad([s["tokens"] for s in samples], batch_first=True),
+            "targets": pad([s["targets"] for s in samples], batch_first=True, padding_value=-100),
+        }
+
+    def inputs(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {"tokens": batch["tokens"]}
+
+    def loss(self, output: Any, batch: dict[str, Tensor]) -> phalanx.Loss:
+        return phalanx.losses.cross_entropy(output, batch["targets"], label_smoothing=0.1)
+
+
+class HostileResNet(ResNet):
+    def __init__(self) -> None:
+        super().__init__(classes=5, widths=(5, 7), depth=1, channels=3)
+        self.blocks[0].conv2.weight.requires_grad_(False)
+        self.unused = nn.Parameter(torch.randn(3))
+        with torch.no_grad():
+            for module in self.modules():
+                if isinstance(module, nn.BatchNorm2d):
+                    module.weight.normal_(1, 0.3)
+                    module.bias.normal_(0, 0.3)
+
+
+@dataclass
+class HostileVision(phalanx.Task):
+    samples: int = 47
+    global_batch: int = 31
+    steps: int = 3
+    precision: phalanx.task.Precision = "float64"
+    clip: float = 0.05
+    learning_rate: float = 1e-2
+    warmup_steps: int = 2
+    source: np.ndarray = field(default_factory=lambda: np.random.default_rng(0).normal(3, 2, size=(47, 3, 5, 5)))
+
+    def model(self) -> nn.Module:
+        return HostileResNet()
+
+    def data(self) -> phalanx.data.Arrays:
+        return phalanx.data.Arrays(image=self.source, label=np.arange(len(self.source)) % 5)
+
+    def inputs(self, batch: dict[str, Tensor]) -> Tensor:
+        return batch["image"]
+
+    def loss(self, output: Tensor, batch: dict[str, Tensor]) -> phalanx.Loss:
+        return phalanx.losses.cross_entropy(output, batch["label"])
+
+
+TASKS = {"language": HostileLanguage, "vision": HostileVision}
+
+
+@dataclass
+class Trace:
+    """What a run did: by step the loss, the norm and whole gradients before clipping; at the end the weights."""
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    gradients: list[dict[str, Tensor | None]] = field(default_factory=list)
+    weights: list[dict[str, Tensor]] = field(default_factory=list)
+    """One entry, after the last step: an error in an earlier update shows in the gradients that follow it."""
+
+
+def reference(task: phalanx.Task, micro_batches: int = 1) -> Trace:
+    """The task on one device, by hand."""
+    blueprint = Blueprint(task.model, task.seed)
+    values = {name: blueprint.value(p, name, "cpu").double() for name, p in blueprint.model.named_parameters()}
+    model = task.model().double()
+    for name, weight in model.named_parameters():
+        weight.data.copy_(values[name])
+    moment = Moment()
+    randomness = Randomness(task.seed, moment, torch.device("cpu"))
+    randomness.answers = Answers(randomness)
+    for name, block in getattr(model, "blocks", nn.Module()).named_children():
+        block.forward = randomness.scoped(f"blocks.{name}", block.forward)
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    optimizer = task.optimizer(trainable)
+    rates = [group["lr"] for group in optimizer.param_groups]
+    data = task.data()
+    order, trace = Order(len(data), task.global_batch, task.seed), Trace()
+    for step in range(task.steps):
+        total, count = 0.0, 0
+        for start, stop in share(order.slots(step), micro_batches, 1, 0):
+            ids = order.ids(step, start, stop)
+            batch = task.collate([data[int(i)] for i in ids])
+            batch = {n: t.double() if t.is_floating_point() else t for n, t in batch.items()}
+            moment.step, moment.slots = step, np.arange(start, stop)
+            inputs = task.inputs(batch)
+            with randomness.scope("task"):
+                output = model(**inputs) if isinstance(inputs, dict) else model(inputs)
+                loss = task.loss(output, batch)
+            loss.total.backward()
+            total, count = total + loss.total.item(), count + int(loss.count)
+        for weight in trainable:
+            if weight.grad is not None:
+                weight.grad.div_(count)
+        named = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        trace.gradients.append({n: None if p.grad is None else p.grad.clone() for n, p in named.items()})
+        trace.norms.append(float(nn.utils.clip_grad_norm_(trainable, task.clip)))
+        trace.losses.append(total / count)
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate * task.schedule()(step)
+        optimizer.step()
+        optimizer.zero_grad()
+    tied = {n for n, _ in model.named_parameters(remove_duplicate=False)} - {n for n, _ in model.named_parameters()}
+    trace.weights.append({n: t.clone() for n, t in model.state_dict().items() if n not in tied})
+    return trace
+
+
+def spread_run(task: phalanx.Task, layout: phalanx.Layout) -> Trace:
+    """The task under a layout, on the ranks of this process group."""
+    trace = Trace()
+    with phalanx.Engine(task, layout, device="cpu") as engine:
+        engine.on_gradients = trace.gradients.append
+        for batch in engine.batches():
+            metrics = engine.step(batch)
+            assert not metrics.skipped
+            trace.losses.append(metrics.loss)
+            trace.norms.append(metrics.grad_norm)
+        trace.weights.append({n: t.clone() for n, t in engine.whole_weights().items()})
+    return trace
+
+
+def difference(found: Trace, expected: Trace) -> tuple[float, str]:
+    """The worst norm-relative error of any tensor in any step, and where it is."""
+    worst = (0.0, "")
+    assert len(found.losses) == len(expected.losses)
+    for step, (a, b) in enumerate(zip(found.losses, expected.losses, strict=True)):
+        worst = max(worst, (abs(a - b) / abs(b), f"loss, step {step}"))
+    for step, (a, b) in enumerate(zip(found.norms, expected.norms, strict=True)):
+        worst = max(worst, (abs(a - b) / abs(b), f"gradient norm, step {step}"))
+    for kind in ("gradients", "weights"):
+        for step, (mine, theirs) in enumerate(zip(getattr(found, kind), getattr(expected, kind), strict=True)):
+            assert mine.keys() == theirs.keys(), (kind, step, mine.keys() ^ theirs.keys())
+            scale = max(float(t.norm()) for t in theirs.values() if t is not None and t.is_floating_point())
+            for name, want in theirs.items():
+                have = mine[name]
+                assert (have is None) == (want is None), (
+                    f"{kind} of {name} in step {step}: {have is None}, {want is None}"
+                )
+                if want is not None and want.is_floating_point():
+                    size = float(want.norm()) or scale
+                    worst = max(worst, (float((have - want).norm()) / size, f"{kind} of {name}, step {step}"))
+    return worst
