@@ -1,0 +1,56 @@
+"""Full weights as one safetensors file, written a tensor at a time: no rank ever holds the whole model."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import BinaryIO
+
+import torch
+from torch import Tensor
+
+from phalanx.parallel.spread import Spread
+
+DTYPES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
+    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
+
+
+def write_weights(spread: Spread, path: Path, writer: bool) -> None:
+    """Write the model's weights and buffers under its own names. All ranks must call it; ``writer`` is one of them.
+
+    A shared weight stands once, under its first name; its other names are in the metadata under ``tied``.
+    """
+    if not writer:
+        for _ in spread.state():
+            pass
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(path.name + ".unfinished")
+    with unfinished.open("wb") as file:
+        _write_header(file, spread)
+        for _, tensor in spread.state():
+            file.write(_bytes(tensor))
+        file.flush()
+        os.fsync(file.fileno())
+    unfinished.replace(path)
+
+
+def _write_header(file: BinaryIO, spread: Spread) -> None:
+    """A length, then JSON with each tensor's dtype, shape and place; padded so that tensors lie aligned."""
+    header: dict[str, object] = {"__metadata__": {"format": "pt", "tied": json.dumps(dict(spread.anatomy.tied))}}
+    offset = 0
+    for name, dtype, shape in spread.state_description():
+        size = math.prod(shape) * dtype.itemsize
+        header[name] = {"dtype": DTYPES[dtype], "shape": list(shape), "data_offsets": [offset, offset + size]}
+        offset += size
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    file.write(len(text).to_bytes(8, "little") + text)
+
+
+def _bytes(tensor: Tensor) -> bytes:
+    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""

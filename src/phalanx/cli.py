@@ -1,0 +1,61 @@
+"""The command line: one verb a function, nothing else."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # gloo warns of every connection that an ending rank closes
+
+import typer
+
+from phalanx.errors import CannotHere, WrongUse
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False)
+
+
+@app.callback()
+def phalanx() -> None:
+    """Train PyTorch models on one device or thousands with the same code."""
+
+
+@app.command()
+def train(
+    task: Annotated[str | None, typer.Argument(help="file.py, file.py:Class, or a recipe's name")] = None,
+    layout: Annotated[str | None, typer.Option(help="how to spread it, e.g. dp=2,fsdp=4; by default replicas")] = None,
+    on: Annotated[str | None, typer.Option(help="where: local:N, so many ranks on this machine")] = None,
+    set_: Annotated[list[str], typer.Option("--set", metavar="NAME=VALUE", help="set a field of the task")] = [],  # noqa: B006
+    steps: Annotated[int | None, typer.Option(help="how many steps; short for --set steps=N")] = None,
+    run: Annotated[Path | None, typer.Option(help="the run's folder; by default the next free one under runs/")] = None,
+    config: Annotated[Path | None, typer.Option(help="repeat the run whose run.toml this is")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; by default GPUs if there are any")] = None,
+    timeout: Annotated[float, typer.Option(help="seconds a rank waits for the others before it gives up")] = 600.0,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="check everything, say what would run, and stop")] = False,
+) -> None:
+    """Train a task."""
+    from phalanx.train.job import Job
+
+    job = Job.resolve(
+        task=task, layout=layout, on=on, assignments=set_, steps=steps, config=config, device=device, timeout=timeout
+    )
+    if dry_run:
+        print(job.describe())
+        return
+    verdict = job.train(run)
+    print(verdict, file=sys.stdout if verdict.holds else sys.stderr)
+    raise SystemExit(verdict.exit_code)
+
+
+def main() -> None:
+    """Run a verb; what the user can mend is one message and an exit code, never our traceback."""
+    try:
+        app()
+    except (WrongUse, CannotHere) as error:
+        print(f"phalanx: {error}", file=sys.stderr)
+        raise SystemExit(error.exit_code) from None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,64 @@
+"""The environment a launcher gives a rank: who it is, and how it finds the others."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from phalanx.errors import CannotHere
+
+TIMEOUT = timedelta(minutes=10)
+
+
+@dataclass(frozen=True)
+class Environment:
+    """One rank's place in the job. The names are those that torchrun sets and everything reads."""
+
+    rank: int = 0
+    world: int = 1
+    local_rank: int = 0
+
+    @classmethod
+    def detect(cls) -> Environment:
+        """From torchrun's variables, which our own launchers set too; alone if there are none."""
+        if dist.is_initialized():
+            return cls(dist.get_rank(), dist.get_world_size(), int(os.environ.get("LOCAL_RANK", 0)))
+        if "RANK" not in os.environ:
+            return cls()
+        names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+        missing = [name for name in names if name not in os.environ]
+        if missing:
+            raise CannotHere(
+                f"RANK is set but {', '.join(missing)} is not. Start with torchrun, or unset RANK to run alone."
+            )
+        rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        return cls(rank, world, int(os.environ.get("LOCAL_RANK", rank)))
+
+    def join(self, device: torch.device, timeout: timedelta = TIMEOUT) -> bool:
+        """Meet the other ranks. True if this call made the process group, which its caller then takes apart."""
+        if self.world == 1 or dist.is_initialized():
+            return False
+        cuda = device.type == "cuda"
+        dist.init_process_group(
+            "nccl" if cuda else "gloo", rank=self.rank, world_size=self.world, timeout=timeout,
+            device_id=device if cuda else None,
+        )  # fmt: skip
+        return True
+
+    def device(self, kind: str | None = None) -> torch.device:
+        """This rank's device: its GPU if the machine has any, unless a kind is asked for."""
+        kind = kind or ("cuda" if torch.cuda.is_available() else "cpu")
+        if kind != "cuda":
+            return torch.device(kind)
+        if self.local_rank >= torch.cuda.device_count():
+            raise CannotHere(
+                f"rank {self.rank} is number {self.local_rank} on its host, "
+                f"which has {torch.cuda.device_count()} GPUs. Start fewer ranks there, or ask for device cpu."
+            )
+        device = torch.device("cuda", self.local_rank)
+        torch.cuda.set_device(device)
+        return device

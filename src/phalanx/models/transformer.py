@@ -1,0 +1,156 @@
+"""A decoder-only transformer in the manner of Llama: RMSNorm, rotary positions, grouped queries, SwiGLU.
+
+Shapes: B batch, T time, D width, H heads, K kv heads, C head width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from phalanx.errors import WrongUse
+from phalanx.losses import Logits
+
+Rotation = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class TransformerConfig:
+    vocabulary: int = 256
+    width: int = 128
+    layers: int = 4
+    heads: int = 4
+    kv_heads: int | None = None
+    hidden: int | None = None
+    dropout: float = 0.0
+    tied: bool = False
+    rope_base: float = 10_000.0
+
+    def __post_init__(self) -> None:
+        if self.width % self.heads:
+            raise WrongUse(
+                f"width={self.width} does not divide into heads={self.heads}. Make width a multiple of heads."
+            )
+        if self.width // self.heads % 2:
+            raise WrongUse(
+                f"width/heads={self.width // self.heads} is odd, and rotary positions turn pairs. Make it even."
+            )
+        if self.heads % (self.kv_heads or self.heads):
+            raise WrongUse(
+                f"heads={self.heads} does not divide into kv_heads={self.kv_heads}. Make heads a multiple of kv_heads."
+            )
+
+
+class Attention(nn.Module):
+    """Causal attention with rotary positions and fewer key-value heads than query heads, if asked."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.head_width = config.width // config.heads
+        kv_width = (config.kv_heads or config.heads) * self.head_width
+        self.q_proj = nn.Linear(config.width, config.width, bias=False)
+        self.k_proj = nn.Linear(config.width, kv_width, bias=False)
+        self.v_proj = nn.Linear(config.width, kv_width, bias=False)
+        self.o_proj = nn.Linear(config.width, config.width, bias=False)
+
+    def forward(self, x_BTD: Tensor, rotation: Rotation, mask: Tensor | None) -> Tensor:
+        q_BHTC, k_BKTC, v_BKTC = (
+            projection(x_BTD).unflatten(-1, (-1, self.head_width)).transpose(1, 2)
+            for projection in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        out_BHTC = F.scaled_dot_product_attention(
+            rotate(q_BHTC, rotation), rotate(k_BKTC, rotation), v_BKTC,
+            attn_mask=mask, is_causal=mask is None, enable_gqa=q_BHTC.shape[1] != k_BKTC.shape[1],
+        )  # fmt: skip
+        return self.o_proj(out_BHTC.transpose(1, 2).flatten(2))
+
+
+class FeedForward(nn.Module):
+    """SwiGLU: one branch gates the other."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        hidden = config.hidden or (8 * config.width // 3 + 15) // 16 * 16
+        self.gate_proj = nn.Linear(config.width, hidden, bias=False)
+        self.up_proj = nn.Linear(config.width, hidden, bias=False)
+        self.down_proj = nn.Linear(hidden, config.width, bias=False)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x_BTD)) * self.up_proj(x_BTD))
+
+
+class Block(nn.Module):
+    """Attention, then feed-forward, each normalised before and added to the stream after."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(config.width, eps=1e-5)
+        self.attention = Attention(config)
+        self.feed_forward_norm = nn.RMSNorm(config.width, eps=1e-5)
+        self.feed_forward = FeedForward(config)
+        self.dropout = nn.Dropout(config.dropout) if config.dropout else nn.Identity()
+
+    def forward(self, x_BTD: Tensor, rotation: Rotation, mask: Tensor | None) -> Tensor:
+        x_BTD = x_BTD + self.dropout(self.attention(self.attention_norm(x_BTD), rotation, mask))
+        return x_BTD + self.dropout(self.feed_forward(self.feed_forward_norm(x_BTD)))
+
+
+class Head(nn.Linear):
+    """The last projection, to the vocabulary, left to the loss to compute."""
+
+    def forward(self, x_BTD: Tensor) -> Logits:  # type: ignore[override]
+        return Logits(x_BTD, self.weight, self.bias)
+
+
+class Transformer(nn.Module):
+    """Tokens in, lazy logits out. With ``documents``, attention and positions stay inside each packed document."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Embedding(config.vocabulary, config.width)
+        self.dropout = nn.Dropout(config.dropout) if config.dropout else nn.Identity()
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.norm = nn.RMSNorm(config.width, eps=1e-5)
+        self.head = Head(config.width, config.vocabulary, bias=False)
+        if config.tied:
+            self.head.weight = self.embedding.weight
+        head_width = config.width // config.heads
+        self.rates: Tensor
+        rates = config.rope_base ** (-torch.arange(0, head_width, 2).float() / head_width)
+        self.register_buffer("rates", rates, persistent=False)
+        self._initialise()
+
+    def _initialise(self) -> None:
+        for name, weight in self.named_parameters():
+            if weight.ndim == 2:
+                last = name.endswith(("o_proj.weight", "down_proj.weight"))
+                nn.init.normal_(weight, std=0.02 / (2 * self.config.layers) ** 0.5 if last else 0.02)
+
+    def forward(self, tokens: Tensor, positions: Tensor | None = None, documents: Tensor | None = None) -> Logits:
+        if positions is None:
+            positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+        angles_BTC = positions.unsqueeze(-1) * self.rates
+        x_BTD = self.dropout(self.embedding(tokens))
+        rotation = angles_BTC.cos().unsqueeze(1).to(x_BTD.dtype), angles_BTC.sin().unsqueeze(1).to(x_BTD.dtype)
+        mask = None if documents is None else document_mask(documents)
+        for block in self.blocks:
+            x_BTD = block(x_BTD, rotation, mask)
+        return self.head(self.norm(x_BTD))
+
+
+def rotate(x_BHTC: Tensor, rotation: Rotation) -> Tensor:
+    """Turn each pair of features by an angle that grows with the position."""
+    cos, sin = rotation
+    first, second = x_BHTC.chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+
+
+def document_mask(documents_BT: Tensor) -> Tensor:
+    """True where a token may look: back, and inside its own document. ``[B, 1, T, T]``."""
+    time = documents_BT.shape[1]
+    same = documents_BT.unsqueeze(2) == documents_BT.unsqueeze(1)
+    return (same & torch.ones(time, time, dtype=torch.bool, device=documents_BT.device).tril()).unsqueeze(1)

@@ -1,0 +1,81 @@
+"""A byte-level language model on text that ships with Python: its own standard library."""
+
+from __future__ import annotations
+
+import sysconfig
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import nn
+
+import phalanx
+from phalanx.data import PackedTokens
+from phalanx.models.transformer import Transformer, TransformerConfig
+
+HELD_OUT_BYTES = 1 << 16
+
+
+@dataclass
+class GPT(phalanx.Task):
+    """Predict the next byte of the standard library's source."""
+
+    width: int = 128
+    layers: int = 4
+    heads: int = 4
+    kv_heads: int = 2
+    dropout: float = 0.0
+    tied: bool = False
+    length: int = 128
+    megabytes: float = 4.0
+    global_batch: int = 16
+    steps: int = 200
+    learning_rate: float = 2e-3
+    warmup_steps: int = 20
+
+    counts = "tokens"
+
+    def model(self) -> nn.Module:
+        return Transformer(TransformerConfig(
+            vocabulary=256, width=self.width, layers=self.layers, heads=self.heads, kv_heads=self.kv_heads,
+            dropout=self.dropout, tied=self.tied,
+        ))  # fmt: skip
+
+    @cached_property
+    def _text(self) -> tuple[np.ndarray, np.ndarray]:
+        """The bytes of the library's files, and where each file ends."""
+        library = Path(sysconfig.get_paths()["stdlib"])
+        files, limit = [], int(self.megabytes * 1e6)
+        for path in sorted(library.glob("*.py")) + sorted(library.glob("[a-z]*/*.py")):
+            if limit > 0 and "site-packages" not in path.parts:
+                files.append(path.read_bytes()[:limit])
+                limit -= len(files[-1])
+        files = [file for file in files if file]
+        return np.frombuffer(b"".join(files), dtype=np.uint8), np.cumsum([len(file) for file in files])
+
+    def _split(self, held_out: bool) -> PackedTokens:
+        """Every twentieth file is held out, or the last one of fewer; their beginnings are enough to measure on."""
+        tokens, ends = self._text
+        if len(ends) < 2:
+            raise phalanx.WrongUse(f"megabytes={self.megabytes} is less than two files of text. Set it higher.")
+        every = min(20, len(ends))
+        starts = np.concatenate([[0], ends[:-1]])
+        chosen = [i for i in range(len(ends)) if (i % every == every - 1) == held_out]
+        parts = [tokens[starts[i] : ends[i]] for i in chosen]
+        if held_out:
+            parts = [part[: HELD_OUT_BYTES // len(parts)] for part in parts]
+        return PackedTokens(np.concatenate(parts), np.cumsum([len(p) for p in parts]), self.length)
+
+    def data(self) -> PackedTokens:
+        return self._split(held_out=False)
+
+    def held_out(self) -> PackedTokens:
+        return self._split(held_out=True)
+
+    def inputs(self, batch: dict[str, Any]) -> dict[str, Any]:
+        return {name: batch[name] for name in ("tokens", "positions", "documents")}
+
+    def loss(self, output: Any, batch: dict[str, Any]) -> phalanx.Loss:
+        return phalanx.losses.cross_entropy(output, batch["targets"])

@@ -1,0 +1,171 @@
+"""The Engine: a task spread by a layout, ready to step. For our own loop and for people with theirs.
+
+engine = phalanx.Engine(task, phalanx.Layout(fsdp=4))
+for batch in engine.batches():
+    metrics = engine.step(batch)
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from datetime import timedelta
+from functools import cached_property
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from phalanx.data.loader import Loader, StepBatch, seed_globally
+from phalanx.data.order import Order
+from phalanx.errors import WrongUse
+from phalanx.launch.environment import TIMEOUT, Environment
+from phalanx.layout import Layout
+from phalanx.parallel.blueprint import Blueprint
+from phalanx.parallel.mesh import BATCH, Mesh
+from phalanx.parallel.spread import Spread
+from phalanx.precision import DTYPES
+from phalanx.task import Task
+from phalanx.train.agreement import check_agreement
+from phalanx.train.clock import Clock
+from phalanx.train.evaluate import evaluate
+from phalanx.train.optimizers import make_optimizer
+from phalanx.train.scale import LossScale
+from phalanx.train.step import Metrics, train_step
+
+Gradients = dict[str, Tensor | None]
+
+
+class Engine:
+    """Everything one rank needs to train. Under torchrun or our own launchers it finds the other ranks by itself."""
+
+    def __init__(
+        self, task: Task, layout: Layout | str | None = None, *, device: str | None = None, timeout: timedelta = TIMEOUT
+    ) -> None:
+        task.check()
+        self.task, self.environment = task, Environment.detect()
+        layout = Layout.parse(layout) if isinstance(layout, str) else layout
+        self.layout = layout or Layout(dp=self.environment.world)
+        self.layout.check(task.global_batch, self.environment.world)
+        self.dtypes = DTYPES[task.precision]
+        self.device = self.environment.device(device)
+        seed_globally(task.seed, "data")
+        data = task.data()
+        self.order = Order(_length(data, "data", task), task.global_batch, task.seed)
+        self.schedule = task.schedule()
+        self.loss_scale = LossScale(dynamic=task.precision == "fp16")
+        self.clock = Clock(self.device)
+        self.step_number = 0
+        self.on_gradients: Callable[[Gradients], None] | None = None
+        """Told the whole gradients of every step, divided and not yet clipped. Costs a gather of all of them."""
+        self._waited = 0.0
+        with ExitStack() as undo:  # what was made is taken apart again if something here fails
+            self._spread(data, timeout, undo)
+            self._undo = undo.pop_all()
+
+    def _spread(self, data: Any, timeout: timedelta, undo: ExitStack) -> None:
+        """Meet the other ranks and take this rank's part of the model, the optimizer and the data."""
+        task = self.task
+        if self.environment.join(self.device, timeout):
+            undo.callback(dist.destroy_process_group)
+        self.mesh = Mesh(self.layout, self.environment.rank, timeout)
+        undo.callback(self.mesh.close)
+        blueprint = Blueprint(task.model, task.seed)
+        self.anatomy = task.anatomy(blueprint.model)
+        self.spread = Spread(blueprint, self.anatomy, self.layout, self.mesh, self.dtypes, self.device, task.seed)
+        undo.callback(self.spread.reduction.close)
+        self.optimizer = make_optimizer(task, self.spread.pieces(), sharded=self.layout.fsdp > 1)
+        self.loader = self._loader(data, self.order)
+        check_agreement(self)
+
+    def _loader(self, data: Any, order: Order) -> Loader:
+        return Loader(
+            data, self.task.collate, order, micro_batches=self.layout.micro_batches(self.task.global_batch),
+            ranks=self.mesh.size(*BATCH), rank=self.mesh.index(*BATCH), workers=self.task.workers,
+            pin=self.device.type == "cuda",
+        )  # fmt: skip
+
+    def batches(self) -> Iterator[StepBatch]:
+        """This rank's batches from the next step to the task's last."""
+        batches = self.loader.batches(self.step_number, self.task.steps)
+        while True:
+            started = time.perf_counter()
+            batch = next(batches, None)
+            if batch is None:
+                return
+            self._waited = time.perf_counter() - started
+            yield batch
+
+    def step(self, batch: StepBatch) -> Metrics:
+        """Train on one batch."""
+        self.spread.model.train()
+        self.clock.start()
+        metrics = train_step(self, batch)
+        metrics.seconds = {"data": self._waited, **metrics.seconds}
+        self.step_number = batch.step + 1
+        return metrics
+
+    @cached_property
+    def held_out(self) -> Loader | None:
+        """The task's held-out data in order, or None."""
+        data = self.task.held_out()
+        if data is None:
+            return None
+        size = _length(data, "held_out", self.task)
+        return self._loader(data, Order(size, self.task.global_batch, self.task.seed, shuffle=False))
+
+    def evaluate(self) -> dict[str, float]:
+        """The task's measures over its held-out data, every sample counted once."""
+        if self.held_out is None:
+            raise WrongUse(f"{type(self.task).__name__} keeps nothing aside to evaluate on. Give it a held_out().")
+        return evaluate(self, self.held_out)
+
+    def set_learning_rate(self, step: int) -> float:
+        """The schedule's rate for a step, set in every group; returns the first group's."""
+        factor = self.schedule(step)
+        for group in self.optimizer.param_groups:
+            group["lr"] = group["initial_lr"] * factor
+        return self.optimizer.param_groups[0]["lr"]
+
+    def to_device(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """A batch on this rank's device; wide floats only where the proof needs them."""
+        wide = self.dtypes.compute == torch.float64
+
+        def place(value: Any) -> Any:
+            if not isinstance(value, Tensor):
+                return value
+            if value.is_floating_point():
+                value = value.double() if wide else value.float() if value.dtype == torch.float64 else value
+            return value.to(self.device, non_blocking=True)
+
+        return {name: place(value) for name, value in batch.items()}
+
+    def whole_gradients(self, factor: float, without: set[str]) -> Gradients:
+        """All gradients, whole, times ``factor``; None where no rank has one. All ranks must call it."""
+        return {name: None if name in without else g * factor for name, g in self.spread.whole_gradients()}
+
+    def whole_weights(self) -> dict[str, Tensor]:
+        """Weights and buffers, whole, under the model's own names. All ranks must call it."""
+        return dict(self.spread.state())
+
+    def close(self) -> None:
+        """Take the process groups apart."""
+        self._undo.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
+
+
+def _length(data: Any, method: str, task: Task) -> int:
+    try:
+        return len(data)
+    except TypeError:
+        raise WrongUse(
+            f"{type(task).__name__}.{method} returned a {type(data).__name__}, which has no len(). "
+            "Return something with len() and [i] -> dict of tensors or numbers."
+        ) from None

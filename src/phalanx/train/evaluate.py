@@ -1,0 +1,46 @@
+"""Evaluation: sums and counts over held-out data, every sample counted once at any world size."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from phalanx.data.loader import Loader
+from phalanx.errors import WrongUse
+from phalanx.losses import Loss
+from phalanx.parallel import collectives
+from phalanx.train.step import as_number, call, micro_batch
+
+if TYPE_CHECKING:
+    from phalanx.train.engine import Engine
+
+
+@torch.no_grad()
+def evaluate(engine: Engine, loader: Loader) -> dict[str, float]:
+    """What ``Task.evaluate`` measures, each as the global sum over the global count."""
+    task, model = engine.task, engine.spread.model
+    model.eval()
+    sums: dict[str, torch.Tensor] = {}
+    zero = torch.zeros(2, dtype=torch.float64, device=engine.device)
+    for batch in loader.batches(0, loader.order.steps_per_epoch):
+        for micro in batch.micro_batches:
+            with micro_batch(engine, batch.step, micro) as tensors:
+                measures = task.evaluate(call(engine, tensors), tensors)
+            for name, loss in measures.items():
+                if not isinstance(loss, Loss) or loss.count is None:
+                    raise WrongUse(
+                        f"{type(task).__name__}.evaluate gave {name!r} without a sum and a count. "
+                        "Return phalanx.Loss(total, count)."
+                    )
+                own = torch.stack([as_number(loss.total, zero), as_number(loss.count, zero)])
+                sums[name] = sums.get(name, zero) + own * micro.real
+    engine.spread.rest()
+    model.train()
+    names = sorted(sums)
+    table = torch.stack([sums[name] for name in names])
+    collectives.all_reduce(table, engine.mesh.world).wait()
+    return {
+        name: total / count if count else float("nan")
+        for name, (total, count) in zip(names, table.tolist(), strict=True)
+    }

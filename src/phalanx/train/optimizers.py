@@ -1,0 +1,37 @@
+"""Which optimizers may update a piece of a weight alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn, optim
+
+from phalanx.errors import WrongUse
+from phalanx.task import Task
+
+ELEMENTWISE = (
+    optim.SGD, optim.Adam, optim.AdamW, optim.NAdam, optim.RAdam, optim.Adagrad, optim.Adadelta, optim.Adamax,
+    optim.RMSprop, optim.Rprop, optim.ASGD,
+)  # fmt: skip
+"""Each element's update depends on that element alone, so rows can be updated where they live."""
+
+
+def make_optimizer(task: Task, pieces: Sequence[nn.Parameter], sharded: bool) -> optim.Optimizer:
+    """The task's optimizer over this rank's pieces, refused where it would not give what one device gives."""
+    name = type(task).__name__
+    if not pieces:
+        raise WrongUse(f"the model of {name} has no trainable weight. Check requires_grad.")
+    optimizer = task.optimizer(pieces)
+    if not isinstance(optimizer, optim.Optimizer):
+        raise WrongUse(f"{name}.optimizer returned a {type(optimizer).__name__}. Return a torch.optim.Optimizer.")
+    kind = type(optimizer)
+    if isinstance(optimizer, optim.LBFGS):
+        raise WrongUse("LBFGS evaluates the loss many times in a step. Use an optimizer with one gradient a step.")
+    if sharded and not (isinstance(optimizer, ELEMENTWISE) or getattr(kind, "elementwise", False)):
+        raise WrongUse(
+            f"{kind.__name__} is not known to update each element by itself, and under fsdp a rank holds some rows "
+            f"of a weight. Use dp instead of fsdp, or, if it does, say so: {kind.__name__}.elementwise = True."
+        )
+    for group in optimizer.param_groups:
+        group["initial_lr"] = float(group["lr"])
+    return optimizer

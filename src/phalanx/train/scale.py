@@ -1,0 +1,29 @@
+"""Loss scaling, which keeps float16 gradients in range. It follows the step's shared decision, so ranks agree."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+
+class LossScale:
+    """A factor on the loss: halves after an overflow, doubles after ``patience`` good steps. 1 unless dynamic."""
+
+    def __init__(self, dynamic: bool, patience: int = 2000) -> None:
+        self.dynamic, self.patience = dynamic, patience
+        self.value, self.good_steps = 1.0, 0
+        self._begun = not dynamic
+
+    def begin(self, count: Callable[[], float]) -> None:
+        """At the first step: 2**16 for a mean, and so much less for a sum of ``count()`` terms."""
+        if not self._begun:
+            self.value = 2.0 ** (16 - max(0, int(count()) - 1).bit_length())
+            self._begun = True
+
+    def update(self, finite: bool) -> None:
+        if not self.dynamic:
+            return
+        self.good_steps = self.good_steps + 1 if finite else 0
+        if not finite:
+            self.value /= 2
+        elif self.good_steps == self.patience:
+            self.value, self.good_steps = self.value * 2, 0

@@ -1,0 +1,153 @@
+"""One training step, top to bottom, for every layout."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from phalanx.data.loader import MicroBatch, StepBatch
+from phalanx.losses import Loss
+from phalanx.parallel import collectives
+from phalanx.parallel.answers import check_unmoved, generator_state
+from phalanx.precision import cast
+from phalanx.task import as_loss
+
+if TYPE_CHECKING:
+    from phalanx.train.engine import Engine
+
+
+@dataclass
+class Metrics:
+    """What a step did, the same on every rank but for the seconds."""
+
+    step: int
+    loss: float
+    """Per term of the loss, over the global batch."""
+    grad_norm: float
+    """Of the mean gradient, before clipping."""
+    lr: float
+    count: int
+    """Terms of the loss in the global batch: samples, or tokens."""
+    slots: int
+    """Samples in the global batch."""
+    samples: str
+    """A hash of their ids."""
+    skipped: bool
+    """The gradient was not finite, so no rank updated."""
+    seconds: dict[str, float]
+
+
+def train_step(engine: Engine, batch: StepBatch) -> Metrics:
+    """Forward and backward of each micro-batch, one division by the global count, one clip, one update."""
+    task, spread, scale, clock = engine.task, engine.spread, engine.loss_scale, engine.clock
+    spread.reduction.start_step()
+    sums = torch.zeros(2, dtype=torch.float64, device=engine.device)
+
+    for index, micro in enumerate(batch.micro_batches):
+        loss = forward(engine, batch.step, micro)
+        scale.begin(partial(_global_count, engine, loss.count, batch))
+        clock.lap("forward")
+        spread.reduction.start_backward(last=index + 1 == len(batch.micro_batches))
+        (loss.total * (scale.value * micro.real)).backward()
+        clock.lap("backward")
+        spread.reduction.finish_backward()
+        clock.lap("reduce")
+        sums += micro.real * torch.stack([as_number(loss.total, sums), as_number(loss.count, sums)])
+
+    # Everything the ranks must agree on, in one small sum: from here on they hold the same numbers.
+    untouched = torch.tensor(float(len(spread.untouched())), dtype=torch.float64, device=engine.device)
+    agreed = torch.stack([*sums, spread.gradient_norm_squared(), untouched])
+    collectives.all_reduce(agreed, engine.mesh.world).wait()
+    total, count, norm_squared, missing = agreed.tolist()
+    without = _nobody_touched(engine) if missing else set()
+
+    divisor = max(count, 1.0) * scale.value
+    norm = math.sqrt(norm_squared) / divisor if norm_squared >= 0 else math.nan
+    finite = math.isfinite(norm) and math.isfinite(total) and count > 0
+    if engine.on_gradients is not None:
+        engine.on_gradients(engine.whole_gradients(1 / divisor, without))
+
+    lr = engine.set_learning_rate(batch.step)
+    if finite:
+        clipped = min(1.0, task.clip / (norm + 1e-6))
+        spread.give_gradients(clipped / divisor, without)
+        engine.optimizer.step()
+        spread.updated()
+    scale.update(finite)
+    if not spread.randomness.asked:
+        spread.randomness.answers = None  # nothing in this model draws; from now on it is only watched
+    clock.lap("update")
+    return Metrics(
+        step=batch.step,
+        loss=total / count if count else math.nan,
+        grad_norm=norm,
+        lr=lr,
+        count=int(count),
+        slots=batch.slots,
+        samples=batch.samples,
+        skipped=not finite,
+        seconds=clock.seconds(),
+    )
+
+
+def forward(engine: Engine, step: int, micro: MicroBatch) -> Loss:
+    """A micro-batch's loss, every random number in it keyed by step and sample."""
+    with micro_batch(engine, step, micro) as tensors:
+        return as_loss(engine.task.loss(call(engine, tensors), tensors), engine.task)
+
+
+class micro_batch:
+    """While a micro-batch is computed: its tensors on the device, its samples known to what draws or normalises."""
+
+    def __init__(self, engine: Engine, step: int, micro: MicroBatch) -> None:
+        self.engine, self.step, self.micro = engine, step, micro
+
+    def __enter__(self) -> dict[str, Any]:
+        moment = self.engine.spread.moment
+        moment.step, moment.slots, moment.real = self.step, self.micro.slots, self.micro.real
+        self._generator = generator_state(self.engine.device)
+        self._scope = self.engine.spread.randomness.scope("task")
+        self._scope.__enter__()
+        return self.engine.to_device(self.micro.tensors)
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        self._scope.__exit__(kind, error, trace)
+        if kind is None:
+            check_unmoved(self._generator, self.engine.device)
+
+
+def call(engine: Engine, tensors: dict[str, Any]) -> Any:
+    """The model's output for a batch."""
+    inputs = cast(engine.task.inputs(tensors), engine.dtypes.compute)
+    model = engine.spread.model
+    if isinstance(inputs, dict):
+        return model(**inputs)
+    return model(*inputs) if isinstance(inputs, tuple) else model(inputs)
+
+
+def as_number(value: Any, like: Tensor) -> Tensor:
+    """A loss's total or count as one detached number beside ``like``."""
+    if isinstance(value, Tensor):
+        return value.detach().to(like).reshape(())
+    return torch.tensor(float(value), dtype=like.dtype, device=like.device)
+
+
+def _global_count(engine: Engine, own: Any, batch: StepBatch) -> float:
+    """About how many terms the global batch has, from everybody's first micro-batch."""
+    count = as_number(own, torch.zeros((), dtype=torch.float64, device=engine.device))
+    collectives.all_reduce(count, engine.mesh.world).wait()
+    return float(count) * len(batch.micro_batches)
+
+
+def _nobody_touched(engine: Engine) -> set[str]:
+    """Weights that got a gradient on no rank: the optimizer must leave them alone, as it would on one device."""
+    own = set(engine.spread.untouched())
+    names = [name for name, weight in engine.spread.weights.items() if weight.trainable]
+    touched = torch.tensor([float(name not in own) for name in names], dtype=torch.float64, device=engine.device)
+    collectives.all_reduce(touched, engine.mesh.world).wait()
+    return {name for name, hits in zip(names, touched.tolist(), strict=True) if not hits}

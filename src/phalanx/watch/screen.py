@@ -1,0 +1,110 @@
+"""The screen: a table at the start, one live line while it runs, and the shape of the loss at the end."""
+
+from __future__ import annotations
+
+import resource
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+from typing import TextIO
+
+import torch
+
+from phalanx.train.engine import Engine
+from phalanx.train.step import Metrics
+
+BLOCKS = "▁▂▃▄▅▆▇█"
+REFRESH_SECONDS = 0.1
+QUIET_SECONDS = 60.0
+
+
+class Screen:
+    """Rank 0's output. On a terminal a line that renews itself; elsewhere at most a line a minute."""
+
+    def __init__(self, engine: Engine, out: TextIO | None = None) -> None:
+        self.engine, self.out = engine, out or sys.stdout
+        self.live = self.out.isatty()
+        self.began = self.shown = time.monotonic()
+        self.first_step = engine.step_number
+        self.rate = 0.0
+        self._recent = self.began
+
+    def start(self) -> None:
+        engine = self.engine
+        weights = sum(torch.Size(w.shape).numel() for w in engine.spread.weights.values())
+        facts = {
+            "layout": f"{engine.layout} on {engine.environment.world} x {engine.device.type}",
+            "model": f"{weights:,} weights, {engine.anatomy.describe()}",
+            "batch": f"{engine.task.global_batch} samples as {engine.loader.micro_batches} micro-batches a step, "
+            f"{engine.order.size:,} samples an epoch",
+            "dtypes": engine.dtypes.table(),
+        }
+        for name, text in facts.items():
+            self._write(f"{name:>7}  {text}")
+        for note in engine.layout.notes(engine.device.type):
+            self._write(f"   note  {note}")
+
+    def step(self, metrics: Metrics) -> None:
+        now = time.monotonic()
+        amount = metrics.count if self.engine.task.counts == "tokens" else metrics.slots
+        rate = amount / max(now - self._recent, 1e-9)
+        self.rate = rate if not self.rate else 0.9 * self.rate + 0.1 * rate
+        self._recent = now
+        last = metrics.step + 1 == self.engine.task.steps
+        if now - self.shown < (REFRESH_SECONDS if self.live else QUIET_SECONDS) and not (last and self.live):
+            return
+        self.shown = now
+        line = self._line(metrics, now)
+        if self.live:
+            width = shutil.get_terminal_size().columns - 1
+            self.out.write("\r" + line[:width].ljust(width) + ("\n" if last else ""))
+            self.out.flush()
+        else:
+            self._write(line)
+
+    def _line(self, metrics: Metrics, now: float) -> str:
+        task = self.engine.task
+        done = metrics.step + 1
+        left = (now - self.began) / max(done - self.first_step, 1) * (task.steps - done)
+        bar = "━" * round(10 * done / task.steps)
+        loss = "skipped: not finite" if metrics.skipped else f"loss {metrics.loss:.4f}"
+        return (
+            f"{bar:─<10} step {done}/{task.steps}  {loss}  {self.rate:,.0f} {task.counts}/s  "
+            f"{memory_bytes(self.engine.device) / 2**30:.2f} GiB  {_clock(left)} left"
+        )
+
+    def evaluation(self, step: int, measures: dict[str, float]) -> None:
+        text = "  ".join(f"{name} {value:.4f}" for name, value in measures.items())
+        self._write(("\r" if self.live else "") + f"held out after step {step + 1}: {text}")
+
+    def _write(self, text: str) -> None:
+        print(text, file=self.out, flush=True)
+
+
+def memory_bytes(device: torch.device) -> int:
+    """The most memory this rank has held: on the GPU by tensors, on the host by the process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def sparkline(values: Sequence[float], width: int = 40) -> str:
+    """Values as a row of bars: a picture of how the loss went."""
+    if not values:
+        return ""
+    size = max(1, len(values) / width)
+    groups = [
+        values[int(i * size) : max(int(i * size) + 1, int((i + 1) * size))] for i in range(min(width, len(values)))
+    ]
+    means = [sum(group) / len(group) for group in groups]
+    finite = [m for m in means if m == m and abs(m) != float("inf")]
+    low, high = (min(finite), max(finite)) if finite else (0.0, 0.0)
+    span = (high - low) or 1.0
+    return "".join(BLOCKS[round((m - low) / span * 7)] if m in finite else "!" for m in means)
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

@@ -1,0 +1,178 @@
+"""The command line, as a user meets it: it trains, and every mistake is one clear screen and an exit code."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import subprocess
+import sys
+import tempfile
+import tomllib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from phalanx import Run, cli
+
+TASK = Path(__file__).with_name("tasks.py")
+GOOD = TASK.read_text()
+
+
+@dataclass
+class Done:
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+def _child(function: Callable[..., None], args: tuple[Any, ...], cwd: Path, out: Path, err: Path) -> None:
+    os.chdir(cwd)
+    for stream, path in ((1, out), (2, err)):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), stream)
+    sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
+    function(*args)
+
+
+def run_forked(function: Callable[..., None], *args: Any, cwd: Path) -> Done:
+    """A function in a process of its own, forked from this warm one: a fresh one would import torch for seconds."""
+    with tempfile.TemporaryDirectory() as folder:
+        out, err = Path(folder) / "out", Path(folder) / "err"
+        process = multiprocessing.get_context("fork").Process(target=_child, args=(function, args, cwd, out, err))
+        process.start()
+        process.join(timeout=60)
+        assert process.exitcode is not None
+        return Done(process.exitcode, out.read_text(), err.read_text())
+
+
+def _main(*words: str) -> None:
+    sys.argv = ["phalanx", *words]
+    cli.main()
+
+
+def phalanx(*words: str, cwd: Path) -> Done:
+    """The command itself."""
+    return run_forked(_main, *words, cwd=cwd)
+
+
+def test_train_leaves_a_run_that_can_be_repeated(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(GOOD)
+    done = phalanx("train", "mine.py", "--layout", "fsdp=2,zero=2", "--set", "width=24", "--steps", "5", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "trained Digits for 5 steps on fsdp=2,zero=2" in done.stdout
+    assert "parameter float32" in done.stdout
+    run = Run(tmp_path / "runs" / "mine-001")
+    settings = tomllib.loads(run.settings_path.read_text())
+    assert settings["run"] == {"task": "mine.py", "layout": "fsdp=2,zero=2", "on": "local:2", "device": "cpu"}
+    assert (settings["settings"]["width"], settings["settings"]["steps"]) == (24, 5)
+    events = [list(run.events(rank)) for rank in range(2)]
+    for rank, log in enumerate(events):
+        assert [event["kind"] for event in log] == ["start", *["step"] * 5, "evaluation", "end"], rank
+        assert {"step", "loss", "grad_norm", "lr", "samples", "seconds"} <= log[1].keys()
+    same = ("step", "loss", "grad_norm", "lr", "samples")
+    assert [[e.get(k) for k in same] for e in events[0]] == [[e.get(k) for k in same] for e in events[1]]
+    assert load_file(run.weights_path)["0.weight"].shape == (24, 4)
+
+    config = str(run.settings_path)
+    again = phalanx("train", "--config", config, "--run", "again", cwd=tmp_path)
+    assert again.returncode == 0, again.stderr
+    assert [e.get("loss") for e in Run(tmp_path / "again").events(0)] == [e.get("loss") for e in events[0]]
+    refused = phalanx("train", "--config", config, "--run", "again", cwd=tmp_path)
+    assert refused.returncode == 2
+    assert "holds a run already" in refused.stderr
+
+
+def test_a_dry_run_says_what_would_run_and_leaves_nothing(tmp_path: Path) -> None:
+    done = phalanx("train", "gpt", "--layout", "dp=2,fsdp=2,micro_batch=2", "--dry-run", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    for part in ("gpt (GPT)", "dp=2,fsdp=2,micro_batch=2 on cpux4*1", "2 micro-batches", "compute float32"):
+        assert part in done.stdout
+    assert not list(tmp_path.iterdir())
+
+
+MISTAKES = {
+    "an unknown field": (["--set", "wdith=3"], "no field 'wdith'; did you mean 'width'"),
+    "a value of another type": (["--set", "width=wide"], "width='wide' is not a whole number"),
+    "a layout that does not divide": (["--layout", "dp=3", "--on", "local:4"], "needs 3 ranks and there are 4"),
+    "a layout with a typing error": (["--layout", "fspd=2"], "did you mean 'fsdp'"),
+    "a batch too small for the ranks": (["--on", "local:9"], "global_batch=8 is less than the 9 ranks"),
+    "a place that is not known": (["--on", "slurm"], "Use local:N"),
+    "a number of ranks that is none": (["--on", "local:two"], "Write it like local:2"),
+    "a data set smaller than a batch": (["--set", "samples=5"], "5 samples, fewer than one batch of 8"),
+    "a loss without a count": (["--set", "mistake=a tensor"], "has no count to divide by"),
+    "a loss with half of it": (["--set", "mistake=no count"], "without a count of its terms"),
+    "a loss that is one number": (["--set", "mistake=a number"], "not a sum and a count"),
+    "no time to wait": (["--timeout", "-1"], "Give seconds above 0"),
+    "a recompute that is none": (["--layout", "dp=1,recompute=ful"], "did you mean 'full'"),
+}
+BROKEN = {
+    "a syntax error": ("def f(:\n", "mine.py, line 1: invalid syntax"),
+    "a file that fails": ("import torch\ntorch.nope\n", "mine.py, line 2: torch.nope"),
+    "no model": (GOOD.replace("def model(self)", "def modle(self)"), "Digits has no model()"),
+    "no dataclass": (GOOD.replace("@dataclass\n", ""), "Put @dataclass above"),
+}
+
+
+def refused(done: Done, expected: str, cwd: Path) -> None:
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert expected in done.stderr
+    assert "Traceback" not in done.stderr
+    assert len(done.stderr.splitlines()) < 12
+    assert done.stderr.startswith("phalanx: ")
+    assert not list((cwd / "runs").glob("*")), "a run that did nothing left its folder"
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_one_clear_screen(tmp_path: Path, mistake: str) -> None:
+    words, expected = MISTAKES[mistake]
+    (tmp_path / "mine.py").write_text(GOOD)
+    refused(phalanx("train", "mine.py", *words, cwd=tmp_path), expected, tmp_path)
+
+
+@pytest.mark.parametrize("mistake", BROKEN)
+def test_a_broken_file_is_one_clear_screen(tmp_path: Path, mistake: str) -> None:
+    text, expected = BROKEN[mistake]
+    (tmp_path / "mine.py").write_text(text)
+    refused(phalanx("train", "mine.py", cwd=tmp_path), expected, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [(["mien.py"], "did you mean 'mine.py'"), ([], "no task to train"), (["gtp"], "did you mean 'gpt'")],
+)
+def test_a_task_that_is_not_there(tmp_path: Path, words: list[str], expected: str) -> None:
+    (tmp_path / "mine.py").write_text(GOOD)
+    refused(phalanx("train", *words, cwd=tmp_path), expected, tmp_path)
+
+
+def test_more_gpus_than_there_are_is_the_environments_fault(tmp_path: Path) -> None:
+    done = phalanx("train", "gpt", "--on", "local:512", "--device", "cuda", "--set", "global_batch=512", cwd=tmp_path)
+    assert done.returncode == 3
+    assert "this machine has" in done.stderr
+
+
+def test_an_error_in_the_task_names_its_rank_and_line(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(GOOD)
+    done = phalanx("train", "mine.py", "--on", "local:3", "--set", "mistake=rank 1 fails", cwd=tmp_path)
+    assert done.returncode == 1
+    lines = done.stderr.splitlines()
+    assert lines[0] == "rank 1 failed first: AssertionError"
+    assert 'assert os.environ["RANK"] != "1"' in done.stderr
+    assert sorted(line for line in lines[1:] if line.startswith("rank ")) == [
+        f"rank {rank}: lost its connection to a rank that ended" for rank in (0, 2)
+    ]
+    reasons = [event["reason"] for event in Run(tmp_path / "runs" / "mine-001").events(1) if event["kind"] == "failure"]
+    assert reasons == ["AssertionError: "]
+
+
+def test_help_is_there_and_quick() -> None:
+    done = subprocess.run([sys.executable, "-m", "phalanx.cli", "train", "--help"], capture_output=True, text=True)
+    assert done.returncode == 0
+    for option in ("--layout", "--on", "--set", "--steps", "--run", "--config", "--dry-run"):
+        assert option in done.stdout
+    check = "import phalanx.cli, sys; print('torch' in sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True)
+    assert loaded.stdout.strip() == "False", "help waits for torch"

@@ -1,0 +1,132 @@
+"""The engine in one's own loop: under torchrun unchanged, and refusing what would go wrong in silence."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+import phalanx
+from phalanx import Layout, WrongUse
+from tests.ranks import RankFailed, Ranks
+from tests.tasks import Digits
+
+OWN_LOOP = """
+import json
+import phalanx
+from tests.tasks import Digits
+
+engine = phalanx.Engine(Digits(precision="float64"), "fsdp=2", device="cpu")
+losses = [engine.step(batch).loss for batch in engine.batches()]
+if engine.environment.rank == 0:
+    print(json.dumps(losses))
+engine.close()
+"""
+
+
+def test_a_loop_of_ones_own_runs_under_torchrun_unchanged(tmp_path: Path) -> None:
+    script = tmp_path / "own.py"
+    script.write_text(OWN_LOOP)
+    here = Path(__file__).parents[2]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    variables = os.environ | {"PYTHONPATH": str(here)}
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=variables)
+    with phalanx.Engine(Digits(precision="float64"), device="cpu") as engine:
+        alone = [engine.step(batch).loss for batch in engine.batches()]
+    assert json.loads(done.stdout.splitlines()[-1]) == pytest.approx(alone, rel=1e-9)
+
+
+def test_learning_happens() -> None:
+    with phalanx.Engine(Digits(steps=60), device="cpu") as engine:
+        losses = [engine.step(batch).loss for batch in engine.batches()]
+        assert losses[-1] < 0.5 * losses[0]
+        assert engine.evaluate()["accuracy"] > 0.6
+
+
+def test_a_layout_for_more_ranks_than_there_are_is_refused() -> None:
+    with pytest.raises(WrongUse, match="needs 4 ranks and there are 1"):
+        phalanx.Engine(Digits(), Layout(fsdp=4))
+
+
+def whole_run(optimizer: str) -> dict[str, torch.Tensor]:
+    class Task(Digits):
+        def optimizer(self, params):
+            if optimizer == "SGD":
+                return torch.optim.SGD(
+                    [{"params": params[:2]}, {"params": params[2:], "lr": 0.5}], lr=0.1, momentum=0.9
+                )
+            return getattr(torch.optim, optimizer)(params, lr=0.1)
+
+    layout = Layout(fsdp=dist.get_world_size()) if dist.is_initialized() else Layout()
+    with phalanx.Engine(Task(precision="float64"), layout, device="cpu") as engine:
+        for batch in engine.batches():
+            engine.step(batch)
+        return engine.whole_weights()
+
+
+@pytest.mark.parametrize("optimizer", ["SGD", "Adagrad", "RMSprop", "NAdam"])
+def test_optimizers_that_work_element_by_element_are_sharded(ranks: Ranks, optimizer: str) -> None:
+    expected = whole_run(optimizer)
+    for name, found in ranks(2, whole_run, optimizer)[0].items():
+        assert torch.allclose(found, expected[name], rtol=1e-9), name
+
+
+def test_optimizers_that_need_whole_weights_are_refused_where_weights_are_cut(ranks: Ranks) -> None:
+    with pytest.raises(RankFailed, match=r"Adafactor is not known to update each element by itself"):
+        ranks(2, whole_run, "Adafactor")
+    whole_run("Adafactor")
+
+
+def disagree(what: str) -> None:
+    rank = dist.get_rank()
+
+    class Task(Digits):
+        def data(self):
+            if what == "data":
+                return phalanx.data.Arrays(x=np.full((40, 4), float(rank)), y=np.zeros(40, dtype=np.int64))
+            return super().data()
+
+        def model(self):
+            return torch.nn.Linear(4, 3, bias=bool(rank) or what != "model")
+
+    phalanx.Engine(Task(seed=rank if what == "settings" else 0), Layout(dp=2), device="cpu")
+
+
+@pytest.mark.parametrize("what", ["settings", "data", "model"])
+def test_ranks_that_mean_different_jobs_are_told(ranks: Ranks, what: str) -> None:
+    with pytest.raises(RankFailed, match=f"the {what} of rank 1 is not that of rank 0"):
+        ranks(2, disagree, what)
+
+
+def test_data_without_a_length_is_refused() -> None:
+    class Endless(Digits):
+        def data(self):
+            return iter(())
+
+    with pytest.raises(WrongUse, match=r"has no len\(\)"):
+        phalanx.Engine(Endless(), device="cpu")
+
+
+def test_a_model_without_trainable_weights_is_refused() -> None:
+    class Frozen(Digits):
+        def model(self):
+            return super().model().requires_grad_(False)
+
+    with pytest.raises(WrongUse, match="no trainable weight"):
+        phalanx.Engine(Frozen(), device="cpu")
+
+
+def test_recompute_without_blocks_is_refused() -> None:
+    class Lone(Digits):
+        def model(self):
+            return torch.nn.Linear(4, 3)
+
+    with pytest.raises(WrongUse, match="recompute=full works block by block"):
+        phalanx.Engine(Lone(), Layout(recompute="full"), device="cpu")

@@ -1,0 +1,72 @@
+"""Every layout over dp and fsdp trains like one device, in float64, on hostile data: the promise itself."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import itertools
+from collections.abc import Iterator
+
+import pytest
+import torch.distributed as dist
+
+from phalanx import Layout
+from tests.parity import TASKS, TOLERANCE, Trace, difference, reference, spread_run
+from tests.ranks import Ranks
+
+MICRO_BATCHES = (1, 4)
+
+
+def layouts(world: int, global_batch: int, micro_batches: int) -> Iterator[Layout]:
+    """All factorizations of the world over dp and fsdp, all ZeRO stages, recompute on and off."""
+    for fsdp, recompute in itertools.product((1, 2, 4, 8), ("none", "full")):
+        if world % fsdp == 0:
+            share = -(-global_batch // world)
+            micro = None if micro_batches == 1 else -(-share // micro_batches)
+            for zero in (1, 2, 3) if fsdp > 1 else (3,):
+                yield Layout(dp=world // fsdp, fsdp=fsdp, zero=zero, recompute=recompute, micro_batch=micro)
+
+
+@functools.cache
+def one_device(name: str, micro_batches: int) -> Trace:
+    return reference(TASKS[name](), micro_batches)
+
+
+def run_all(name: str, chosen: list[Layout]) -> list[Trace]:
+    """Every layout in turn; ranks but the first keep only what is small."""
+    traces = []
+    for layout in chosen:
+        traces.append(spread_run(TASKS[name](), layout))
+        gc.collect()
+    if dist.is_initialized() and dist.get_rank():
+        return [Trace(trace.losses, trace.norms) for trace in traces]
+    return traces
+
+
+@pytest.mark.parametrize("micro_batches", MICRO_BATCHES)
+@pytest.mark.parametrize("world", [1, 2, 4, 8])
+@pytest.mark.parametrize("name", TASKS)
+def test_every_layout_trains_like_one_device(ranks: Ranks, name: str, world: int, micro_batches: int) -> None:
+    batch = TASKS[name]().global_batch
+    chosen = list(layouts(world, batch, micro_batches))
+    answers = ranks(world, run_all, name, chosen)
+    wrong = []
+    for index, layout in enumerate(chosen):
+        traces = [answer[index] for answer in answers]
+        expected = one_device(name, layout.micro_batches(batch))
+        error, where = difference(traces[0], expected)
+        if not error < TOLERANCE:
+            wrong.append(f"{layout}: {error:.2e} in {where}")
+        for trace in traces[1:]:
+            assert (trace.losses, trace.norms) == (traces[0].losses, traces[0].norms), f"{layout}: ranks disagree"
+    assert not wrong, "\n".join(wrong)
+
+
+def test_the_data_is_hostile() -> None:
+    """Clipping is active, the last batch is short, and some weights have no gradient."""
+    for name in TASKS:
+        task = TASKS[name]()
+        trace = one_device(name, 1)
+        assert all(norm > 2 * task.clip for norm in trace.norms)
+        assert len(task.data()) % task.global_batch
+        assert any(gradient is None for gradient in trace.gradients[0].values())
