@@ -1,0 +1,33 @@
+# Two commands on a fresh clone: `make train` and `make test`. Everything they need goes into .venv.
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: train test lint check bench clean
+
+.venv/ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch .venv/ready
+
+train: .venv/ready  ## train a small language model on 2 ranks of this machine
+	$(BIN)/phalanx train gpt --on local:2
+	@echo
+	@echo "Try next:"
+	@echo "  $(BIN)/phalanx train gpt --layout fsdp=2,recompute=full       the same, with the state sharded"
+	@echo "  $(BIN)/phalanx train gpt --on local:4 --set width=192         wider, on four ranks"
+	@echo "  $(BIN)/phalanx train examples/spirals.py --on local:2         a task of one's own in 25 lines"
+	@echo "  $(BIN)/phalanx train --help"
+
+test: .venv/ready lint  ## lint, then all tests
+	$(BIN)/pytest
+
+lint: .venv/ready
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: .venv/ready  ## every benchmark, each with its table and its bars
+	$(BIN)/python benchmarks/overhead.py
+
+clean:
+	rm -rf .venv runs .mypy_cache .ruff_cache .pytest_cache
