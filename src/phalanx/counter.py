@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-CHUNK = 1 << 20  # elements filled at a time: bounds the scratch memory of initialising a large weight
+CHUNK = 1 << 16  # elements filled at a time: few enough to stay in a cache
 
 
 def _signed(value: int) -> int:

@@ -7,13 +7,14 @@ import torch
 from torch import nn
 
 from phalanx.parallel.bucket import Packing, Storage, Weight
+from phalanx.parallel.memory import Buffers
 
 CPU = torch.device("cpu")
 
 
 def storage(ranks: int, rank: int) -> Storage:
     f = torch.float32
-    return Storage(ranks, rank, None, f, f, f, CPU, CPU, always_whole=True)
+    return Storage(ranks, rank, None, f, f, f, CPU, CPU, Buffers(CPU), always_whole=True, whole_gradients=True)
 
 
 def weights(ranks: int, rank: int, shapes: list[tuple[int, ...]]) -> list[Weight]:

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from phalanx.parallel import collectives
+from phalanx.parallel.memory import Buffers
 from tests.ranks import Ranks
 
 
@@ -27,7 +28,7 @@ def exchange() -> list[torch.Tensor]:
     collectives.all_gather(every, own, group).wait()
     parts = torch.stack([torch.full((5,), float(rank * 100 + r)) for r in range(world)])
     mine = torch.empty(5)
-    collectives.reduce_scatter(mine, parts, group).wait()
+    collectives.reduce_scatter(mine, parts, group, Buffers(torch.device("cpu"))).wait()
     narrow = torch.empty(world, 3, dtype=torch.bfloat16)
     collectives.all_gather(narrow, torch.full((3,), float(rank), dtype=torch.bfloat16), group).wait()
     return [total, every, mine, narrow]

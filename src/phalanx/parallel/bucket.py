@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from phalanx.parallel import collectives
 from phalanx.parallel.collectives import Group, Pending
+from phalanx.parallel.memory import Buffers, Room
 from phalanx.parallel.torch_private import install
 
 
@@ -34,8 +35,11 @@ class Storage:
     device: torch.device
     home: torch.device
     """Where this rank's rows and their optimizer state live: the device, or the host if they are offloaded."""
+    buffers: Buffers
     always_whole: bool
     """Whole weights stay in the device's memory between uses (ZeRO 1 and 2), or are gathered for each use (ZeRO 3)."""
+    whole_gradients: bool
+    """A rank's own gradients stay whole until the last micro-batch (ZeRO 1), or are summed after each and let go."""
 
 
 class Weight:
@@ -52,27 +56,30 @@ class Weight:
         self.last = min(self.first + self.rows_each, self.rows)
         self.room = self.rows_each * self.row_size
         self.even = self.rows == self.rows_each * storage.ranks
+        self.whole: Room
         self.full: nn.Parameter
         self.piece: nn.Parameter
 
     def fill(self, value: Tensor, storage: Storage) -> None:
         """Take the initial value: keep it whole, keep this rank's rows, or both in one memory where they can be."""
-        same = storage.parameter == storage.compute and storage.home == storage.device
-        value = value.to(storage.device, storage.parameter)
-        self.full = self._parameter(
-            value.to(storage.compute) if storage.always_whole else value.new_empty(self.shape, dtype=storage.compute)
-        )
-        if same and storage.always_whole and storage.ranks == 1:
-            self.piece = self.full
+        self.whole = Room(self.shape, storage.compute, storage.device)
+        self.full = self._parameter(self.whole.tensor)
+        one_memory = storage.always_whole and (storage.parameter, storage.home) == (storage.compute, storage.device)
+        if storage.always_whole:
+            self.whole.tensor.copy_(value)
         else:
-            source = self.full.data if same and storage.always_whole else value  # one memory, or one of its own
-            rows = source.reshape(self.rows, *self.shape[1:])[self.first : self.last]
-            if source is value and storage.ranks > 1:
-                rows = rows.clone()  # or the rest of the value would stay in memory
-            self.piece = self._parameter(rows.to(storage.home))
-        if not storage.always_whole:
-            self.full.untyped_storage().resize_(0)
+            self.whole.empty()
+        if one_memory and storage.ranks == 1:
+            self.piece = self.full
+        elif one_memory:
+            self.piece = self._parameter(self._own_rows(self.whole.tensor))
+        else:
+            rows = self._own_rows(value)
+            self.piece = self._parameter(Room(rows.shape, storage.parameter, storage.home).tensor.copy_(rows))
         self.install(self.full)
+
+    def _own_rows(self, whole: Tensor) -> Tensor:
+        return whole.reshape(self.rows, *self.shape[1:])[self.first : self.last]
 
     def _parameter(self, value: Tensor) -> nn.Parameter:
         parameter = nn.Parameter(value, requires_grad=self.trainable)
@@ -142,23 +149,18 @@ class Bucket:
         storage = self.storage
         if self.is_whole or self._gathering is not None or storage.group is None:
             return
-        row = torch.zeros(self.packing.length, dtype=storage.compute, device=storage.device)
+        flat = storage.buffers.take(storage.ranks, self.packing.length, dtype=storage.compute)
+        row = flat[storage.rank]
         for weight in self.weights:
             self.packing.own(weight, row).copy_(weight.piece.data)
-        self._gathering = self._gather_rows(row)
-
-    def _gather_rows(self, row: Tensor) -> tuple[Pending, Tensor]:
-        """Everybody's rows, ``[ranks, length]``."""
-        flat = row.new_empty(self.storage.ranks, len(row))
-        assert self.storage.group is not None
-        return collectives.all_gather(flat, row, self.storage.group), flat
+        self._gathering = collectives.all_gather(flat, row, storage.group), flat
 
     def assemble(self, packing: Packing, row: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Whole tensors, by weight, from everybody's rows. All ranks of the group must call it."""
         flat = row.view(1, -1)
         if self.storage.group is not None:
-            pending, flat = self._gather_rows(row)
-            pending.wait()
+            flat = row.new_empty(self.storage.ranks, len(row))
+            collectives.all_gather(flat, row, self.storage.group).wait()
         for weight in packing.weights:
             whole = row.new_empty(weight.shape)
             for part, place in packing.pairs(weight, whole, flat):
@@ -173,25 +175,30 @@ class Bucket:
         if self._gathering is not None:
             self._gathering[0].wait()
         for weight in self.weights:
-            memory = weight.full.untyped_storage()
-            if not memory.size():
-                memory.resize_(weight.full.numel() * weight.full.element_size())
+            if not self.storage.always_whole:
+                weight.whole.open()
             if self._gathering is None:
                 weight.full.data.copy_(weight.piece.data.view(weight.shape))
             else:
                 for part, place in self.packing.pairs(weight, weight.full.data, self._gathering[1]):
                     part.copy_(place)
-        self._gathering = None
+        self._end_gathering()
         self.is_whole = True
+
+    def _end_gathering(self) -> None:
+        """Nobody needs what was fetched any more."""
+        if self._gathering is not None:
+            pending, flat = self._gathering
+            pending.wait()
+            self.storage.buffers.give(flat)
+            self._gathering = None
 
     def release(self) -> None:
         """Give the whole weights' memory back, and drop what was fetched and not used: it would be stale later."""
-        if self._gathering is not None:
-            self._gathering[0].wait()
-            self._gathering = None
+        self._end_gathering()
         self.is_whole = False
         for weight in self.weights:
-            weight.full.untyped_storage().resize_(0)
+            weight.whole.empty()
 
     def clear(self) -> None:
         """Forget the last step's gradients."""
@@ -218,35 +225,41 @@ class Bucket:
         for weight in self.trainable:
             if weight.name not in self.filled:
                 self.gradient_packing.room(weight, gradients).zero_()
-        if self.storage.ranks == 1:
-            self.owned = gradients[0]
+        if self.storage.whole_gradients:
+            self.owned = gradients[self.storage.rank]
 
     def start_scatter(self) -> Pending:
-        """Begin to sum the gradients over the ``fsdp`` group, each rank its own rows, and let this rank's own go."""
-        assert self.gradients is not None
-        assert self.storage.group is not None
+        """Begin to sum the gradients over the ``fsdp`` group, each rank its own rows, and let the other rows go."""
+        storage, length, gradients = self.storage, self.gradient_packing.length, self.gradients
+        assert gradients is not None
+        assert storage.group is not None
         if self.owned is None:
-            self.owned = self._buffer(self.gradient_packing.length)
+            self.owned = Room((length,), storage.reduce, storage.device).tensor.zero_()
         owned, add = self.owned, self.accumulating
-        target = torch.empty_like(owned) if add else owned
-        pending = collectives.reduce_scatter(target, self.gradients, self.storage.group)
-        self.gradients = None
+        target = storage.buffers.take(length, dtype=storage.reduce) if add else owned
+        pending = collectives.reduce_scatter(target, gradients, storage.group, storage.buffers)
         self.filled.clear()
-        self.accumulating = True
+        if not storage.whole_gradients:
+            self.gradients = None
+            self.accumulating = True
 
         def finish() -> None:
             pending.wait()
             if add:
                 owned.add_(target)
+                storage.buffers.give(target)
+            if not storage.whole_gradients:
+                storage.buffers.give(gradients)
 
-        return Pending(None, finish)
+        return Pending((), finish)
 
     def _own_gradients(self) -> Tensor:
         if self.gradients is None:
-            self.gradients = self._buffer(self.storage.ranks, self.gradient_packing.length)
+            size = self.storage.ranks, self.gradient_packing.length
+            if self.storage.whole_gradients:
+                self.gradients = Room(size, self.storage.reduce, self.storage.device).tensor.zero_()
+            else:
+                self.gradients = self.storage.buffers.take(*size, dtype=self.storage.reduce)
+                if self.gradient_packing.padded:
+                    self.gradients.zero_()  # between the rows, or a norm would see what lay there
         return self.gradients
-
-    def _buffer(self, *shape: int) -> Tensor:
-        """Memory for gradients; padding between rows must be zero, or a norm would see it."""
-        make = torch.zeros if self.gradient_packing.padded else torch.empty
-        return make(shape, dtype=self.storage.reduce, device=self.storage.device)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from phalanx.parallel.memory import Buffers
 
 Group = dist.ProcessGroup
 SMALL_BYTES = 1 << 18
@@ -18,13 +20,13 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 class Pending:
     """A collective on its way; `wait` returns once its result may be used."""
 
-    def __init__(self, work: dist.Work | None, finish: Callable[[], object] | None = None) -> None:
-        self._work, self._finish = work, finish
+    def __init__(self, works: Sequence[dist.Work], finish: Callable[[], object] | None = None) -> None:
+        self._works, self._finish = works, finish
 
     def wait(self) -> None:
-        if self._work is not None:
-            self._work.wait()
-            self._work = None
+        works, self._works = self._works, ()
+        for work in works:
+            work.wait()
         if self._finish is not None:
             self._finish()
             self._finish = None
@@ -33,31 +35,45 @@ class Pending:
 def all_reduce(tensor: Tensor, group: Group | None) -> Pending:
     """Sum over the group, in place; every rank gets the same bits."""
     if group is None:
-        return Pending(None)
+        return Pending(())
     if not _exchanged(tensor, group):
-        return Pending(dist.all_reduce(tensor, group=group, async_op=True))
+        return Pending([dist.all_reduce(tensor, group=group, async_op=True)])
     work, rows = _exchange(tensor.expand(group.size(), *tensor.shape), group)
-    return Pending(work, lambda: _sum_rows(rows, tensor))
+    return Pending([work], lambda: _sum_rows(rows, tensor))
 
 
 def all_gather(output: Tensor, part: Tensor, group: Group) -> Pending:
-    """Everybody's parts: row r of ``output``, which is ``[ranks, *part]``, is rank r's."""
-    if not _exchanged(part, group):
-        return Pending(_all_gather(output.view(-1), part.reshape(-1), group=group, async_op=True))
-    work, rows = _exchange(part.expand(group.size(), *part.shape), group)
-    return Pending(work, lambda: output.copy_(rows))
+    """Everybody's parts: row r of ``output``, which is ``[ranks, *part]``, is rank r's. ``part`` may be a row of it.
+
+    gloo's own fills a second buffer of the whole and copies it; a broadcast a rank is faster (2 to 3x at 2 ranks, 1.7x
+    at 8) and takes no memory.
+    """
+    if dist.get_backend(group) != "gloo":
+        return Pending([_all_gather(output.view(-1), part.reshape(-1), group=group, async_op=True)])
+    if _exchanged(part, group):
+        work, rows = _exchange(part.expand(group.size(), *part.shape), group)
+        return Pending([work], lambda: output.copy_(rows))
+    own = output[group.rank()]
+    if own.data_ptr() != part.data_ptr():
+        own.copy_(part)
+    return Pending([dist.broadcast(row, group=group, group_src=rank, async_op=True) for rank, row in enumerate(output)])
 
 
-def reduce_scatter(output: Tensor, parts: Tensor, group: Group) -> Pending:
+def reduce_scatter(output: Tensor, parts: Tensor, group: Group, buffers: Buffers) -> Pending:
     """The sum over the group of this rank's row of ``parts``, which is ``[ranks, *output]``.
 
     gloo's own sends a whole all-reduce, twice the bytes (here 2x slower at 2 ranks, 1.6x at 8), so on gloo the rows are
-    exchanged and summed where they belong.
+    exchanged and summed where they belong. ``output`` may be this rank's row.
     """
     if dist.get_backend(group) != "gloo":
-        return Pending(_reduce_scatter(output.view(-1), parts.view(-1), group=group, async_op=True))
-    work, rows = _exchange(parts, group)
-    return Pending(work, lambda: _sum_rows(rows, output))
+        return Pending([_reduce_scatter(output.view(-1), parts.view(-1), group=group, async_op=True)])
+    rows = buffers.take(*parts.shape, dtype=parts.dtype)
+
+    def finish() -> None:
+        _sum_rows(rows, output)
+        buffers.give(rows)
+
+    return Pending([dist.all_to_all_single(rows, parts, group=group, async_op=True)], finish)
 
 
 def _exchanged(part: Tensor, group: Group) -> bool:

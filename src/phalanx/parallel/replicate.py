@@ -7,7 +7,6 @@ disorder when ranks differ in the parameters they used; here such a parameter ju
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from functools import partial
 
@@ -22,14 +21,12 @@ from phalanx.parallel.shard import Gathering
 class Reduction:
     """Sums the buckets' gradients over the ``fsdp`` axis, each rank its rows, and then over ``dp``.
 
-    Buckets are given in the order in which backward completes them. With ``every_backward`` (ZeRO 2 and 3) shards are
-    summed after each micro-batch, so that no rank keeps whole gradients; otherwise after the last one.
+    Buckets are given in the order in which backward completes them. Where ranks do not keep whole gradients (ZeRO 2 and
+    3), shards are summed after each micro-batch; otherwise after the last one.
     """
 
-    def __init__(
-        self, buckets: Sequence[Bucket], replicas: Group | None, every_backward: bool, gathering: Gathering | None
-    ) -> None:
-        self.buckets, self.replicas, self.every_backward, self.gathering = buckets, replicas, every_backward, gathering
+    def __init__(self, buckets: Sequence[Bucket], replicas: Group | None, gathering: Gathering | None) -> None:
+        self.buckets, self.replicas, self.gathering = buckets, replicas, gathering
         if gathering is not None:
             gathering.on_done = self.done
         self._position = {id(bucket): index for index, bucket in enumerate(buckets)}
@@ -55,7 +52,7 @@ class Reduction:
         self._done: set[int] = set()
         self._missing = {id(b): {w.name for w in b.trainable} for b in self.buckets}
         self._turn = 0
-        self._scattering: deque[tuple[Bucket, Pending]] = deque()
+        self._scattering: tuple[Bucket, Pending] | None = None
         self._reducing: list[Pending] = []
 
     def _arrived(self, bucket: Bucket, weight: Weight, parameter: nn.Parameter) -> None:
@@ -80,28 +77,28 @@ class Reduction:
         """End a micro-batch: send what is left, and wait for all that is under way."""
         for bucket in self.buckets[self._turn :]:
             self.done(bucket)
-        while self._scattering:
-            self._settle()
+        self._settle()
         for pending in self._reducing:
             pending.wait()
 
     def _launch(self, bucket: Bucket) -> None:
-        if bucket.trainable and (self._last or (self.every_backward and bucket.storage.ranks > 1)):
+        if bucket.trainable and (self._last or not bucket.storage.whole_gradients):
             bucket.complete()
             if bucket.storage.ranks > 1:
-                self._scattering.append((bucket, bucket.start_scatter()))
-                if len(self._scattering) > 1:  # one on its way while the next is being made
-                    self._settle()
+                self._settle()  # one was on its way while the next was being made
+                self._scattering = bucket, bucket.start_scatter()
             else:
                 self._sum_over_replicas(bucket)
         if self.gathering:
             self.gathering.finish(bucket)
 
     def _settle(self) -> None:
-        bucket, pending = self._scattering.popleft()
-        pending.wait()
-        if self._last:
-            self._sum_over_replicas(bucket)
+        if self._scattering is not None:
+            bucket, pending = self._scattering
+            self._scattering = None
+            pending.wait()
+            if self._last:
+                self._sum_over_replicas(bucket)
 
     def _sum_over_replicas(self, bucket: Bucket) -> None:
         assert bucket.owned is not None

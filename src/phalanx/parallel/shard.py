@@ -104,7 +104,7 @@ class Gathering:
         if torch.is_grad_enabled() and not item.in_backward:
             call = object()
             item.calls.add(call)  # open until its inputs' gradients are there, or backward ends
-            inputs = _computed((args, kwargs))
+            inputs = [tensor for tensor in tensors((args, kwargs)) if tensor.grad_fn is not None]
             if inputs:
                 register_multi_grad_hook(inputs, partial(self._inputs_done, index, call), mode="all")
 
@@ -113,13 +113,13 @@ class Gathering:
         if item.in_backward:
             return
         if torch.is_grad_enabled():
-            outputs = _computed(output)
-            if outputs:
-                register_multi_grad_hook(outputs, partial(self._before_backward, index), mode="any")
+            # on the nodes: their hooks come after those of whoever took the tensors, whose weights can go first
+            for node in {tensor.grad_fn for tensor in tensors(output) if tensor.grad_fn is not None}:
+                node.register_prehook(partial(self._before_backward, index))
         if not item.keep:
             item.rest()
 
-    def _before_backward(self, index: int, gradient: Tensor) -> None:
+    def _before_backward(self, index: int, gradients: Any) -> None:
         self.gathered[index].in_backward = True
         self.gathered[index].need()
         self._fetch(index - 1)
@@ -146,11 +146,6 @@ class Gathering:
         """Let every bucket go, as after an evaluation or an update."""
         for item in self.gathered:
             item.finish()
-
-
-def _computed(value: Any) -> list[Tensor]:
-    """The tensors in it that have a backward of their own."""
-    return [t for t in tensors(value) if t.grad_fn is not None]
 
 
 def tensors(value: Any, depth: int = 5) -> Iterator[Tensor]:

@@ -22,6 +22,7 @@ from phalanx.parallel.answers import Answers, key_dropout_modules
 from phalanx.parallel.batchnorm import spread_batchnorm
 from phalanx.parallel.blueprint import Blueprint
 from phalanx.parallel.bucket import Bucket, Storage, Weight
+from phalanx.parallel.memory import Buffers
 from phalanx.parallel.mesh import BATCH, Mesh
 from phalanx.parallel.randomness import Moment, Randomness
 from phalanx.parallel.recompute import recomputed
@@ -114,7 +115,7 @@ class Spread:
             gathered = [Gathered(Bucket(unit.name, members, self.storage), unit) for unit, members in units]
             self.gathering = Gathering(self.model, gathered)
             self.buckets = [item.bucket for item in reversed(gathered)]
-        self.reduction = Reduction(self.buckets, self.mesh.group("dp"), self.layout.zero >= 2, self.gathering)
+        self.reduction = Reduction(self.buckets, self.mesh.group("dp"), self.gathering)
 
     def pieces(self) -> list[nn.Parameter]:
         """What the optimizer updates on this rank: its rows of every trainable weight."""
@@ -201,7 +202,9 @@ def _storage(layout: Layout, mesh: Mesh, dtypes: Dtypes, device: torch.device) -
         reduce=dtypes.reduce,
         device=device,
         home=device if layout.offload == "none" else torch.device("cpu"),
+        buffers=Buffers(device),
         always_whole=layout.offload != "params" and (layout.zero < 3 or layout.fsdp == 1),
+        whole_gradients=layout.zero < 2 or layout.fsdp == 1,
     )
 
 

@@ -1,0 +1,74 @@
+"""Memory that is given back: rooms that empty and fill again under the same tensor, and buffers lent in turn.
+
+On a GPU torch's caching allocator does this well. On a CPU the C library's heap does not: large blocks that come and go
+between small ones leave holes, and a rank that should hold a quarter of a model held five times that. So on a CPU large
+rooms are pages of their own, and buffers are lent again and again.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+LARGE_BYTES = 1 << 18
+
+
+class Room:
+    """A tensor whose memory can be let go and had again. Who saved the tensor sees what is put there later."""
+
+    def __init__(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
+        count = torch.Size(shape).numel()
+        self.bytes = count * dtype.itemsize
+        self._pages: mmap.mmap | None = None
+        if device.type == "cpu" and self.bytes >= LARGE_BYTES and hasattr(mmap, "MADV_DONTNEED"):
+            self._pages = mmap.mmap(-1, self.bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            self.tensor = torch.frombuffer(self._pages, dtype=dtype, count=count).view(*shape)
+        else:
+            self.tensor = torch.empty(shape, dtype=dtype, device=device)
+
+    def empty(self) -> None:
+        """Let the memory go."""
+        if self._pages is not None:
+            self._pages.madvise(mmap.MADV_DONTNEED)
+        else:
+            self.tensor.untyped_storage().resize_(0)
+
+    def open(self) -> None:
+        """Have memory again, with anything in it."""
+        if self._pages is None and not self.tensor.untyped_storage().size():
+            self.tensor.untyped_storage().resize_(self.bytes)
+
+
+class Buffers:
+    """Memory for what passes through, lent and given back; on a CPU it is kept for the next who asks."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._free: list[Room] = []
+        self._lent: dict[int, Room] = {}
+
+    def take(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        """A tensor with anything in it."""
+        if self.device.type != "cpu":
+            return torch.empty(shape, dtype=dtype, device=self.device)
+        count = torch.Size(shape).numel()
+        room = self._free_room(count * dtype.itemsize)
+        self._lent[room.tensor.data_ptr()] = room
+        return room.tensor[: count * dtype.itemsize].view(dtype).view(*shape)
+
+    def _free_room(self, size: int) -> Room:
+        """A free room of at most twice the size; if none is large enough, a new one in place of one half as large."""
+        size = max(size, LARGE_BYTES)
+        alike = sorted((room for room in self._free if size / 2 <= room.bytes <= 2 * size), key=lambda room: room.bytes)
+        fitting = [room for room in alike if room.bytes >= size]
+        if alike:
+            self._free.remove(fitting[0] if fitting else alike[-1])
+        return fitting[0] if fitting else Room((size,), torch.uint8, self.device)
+
+    def give(self, tensor: Tensor) -> None:
+        """Nobody reads it any more."""
+        if self.device.type == "cpu":
+            self._free.append(self._lent.pop(tensor.data_ptr()))
