@@ -42,9 +42,9 @@ def report(figures: list[Figure]) -> None:
     print(f"\n{machine()}\n")
     print(f"{'figure':<{width}}  {'value':>9}  {'bar':>6}  {'':<5} note")
     for figure in figures:
-        bar = "" if figure.bar is None else f"{figure.bar:.2f}"
+        bar = "" if figure.bar is None else f"{figure.bar:.3g}"
         verdict = "" if figure.bar is None else "holds" if figure.holds else "FAILS"
-        print(f"{figure.name:<{width}}  {figure.value:>9.3f}  {bar:>6}  {verdict:<5} {figure.note}")
+        print(f"{figure.name:<{width}}  {figure.value:>9.4g}  {bar:>6}  {verdict:<5} {figure.note}")
     print()
     for figure in figures:
         print(json.dumps(asdict(figure) | {"holds": figure.holds}))

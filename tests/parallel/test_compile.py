@@ -1,0 +1,39 @@
+"""``compile=blocks``: the compiled step is the step, dropout masks included."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+COMPARE = """
+import torch
+from torch import nn
+import phalanx
+from tests.tasks import Digits
+
+class Blocks(Digits):
+    def model(self):
+        blocks = [nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Dropout(0.2)) for _ in range(2)]
+        return nn.Sequential(*blocks, nn.Linear(4, 3))
+
+def gradients(layout):
+    found = {}
+    with phalanx.Engine(Blocks(precision="float64"), layout, device="cpu") as engine:
+        engine.on_gradients = found.update
+        engine.step(next(engine.batches()))
+    return found
+
+torch.set_num_threads(1)
+expected = gradients("dp=1")
+for name, found in gradients("dp=1,compile=blocks").items():
+    assert (found - expected[name]).abs().max() <= 1e-9 * expected[name].abs().max(), name
+"""
+
+
+def test_a_compiled_step_is_the_step(tmp_path: Path) -> None:
+    """In a process of its own: the compiler leaves threads behind."""
+    here = {"TORCHINDUCTOR_COMPILE_THREADS": "1", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", COMPARE], env=os.environ | here, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
