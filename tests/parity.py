@@ -152,7 +152,7 @@ class Trace:
 def reference(task: phalanx.Task, micro_batches: int = 1) -> Trace:
     """The task on one device, by hand."""
     blueprint = Blueprint(task.model, task.seed)
-    values = {name: blueprint.value(p, name, "cpu").double() for name, p in blueprint.model.named_parameters()}
+    values = {name: blueprint.value(p, "cpu").double() for name, p in blueprint.model.named_parameters()}
     model = task.model().double()
     for name, weight in model.named_parameters():
         weight.data.copy_(values[name])
@@ -160,7 +160,7 @@ def reference(task: phalanx.Task, micro_batches: int = 1) -> Trace:
     randomness = Randomness(task.seed, moment, torch.device("cpu"))
     randomness.answers = Answers(randomness)
     for name, block in getattr(model, "blocks", nn.Module()).named_children():
-        block.forward = randomness.scoped(f"blocks.{name}", block.forward)
+        block.forward = randomness.counted(f"blocks.{name}", randomness.scoped(f"blocks.{name}", block.forward))
     trainable = [p for p in model.parameters() if p.requires_grad]
     optimizer = task.optimizer(trainable)
     rates = [group["lr"] for group in optimizer.param_groups]

@@ -66,7 +66,8 @@ def test_train_leaves_a_run_that_can_be_repeated(tmp_path: Path) -> None:
     assert "parameter float32" in done.stdout
     run = Run(tmp_path / "runs" / "mine-001")
     settings = tomllib.loads(run.settings_path.read_text())
-    assert settings["run"] == {"task": "mine.py", "layout": "fsdp=2,zero=2", "on": "local:2", "device": "cpu"}
+    place = {"task": "mine.py", "layout": "fsdp=2,zero=2", "on": "local:2", "device": "cpu", "timeout": 600.0}
+    assert settings["run"] == place
     assert (settings["settings"]["width"], settings["settings"]["steps"]) == (24, 5)
     events = [list(run.events(rank)) for rank in range(2)]
     for rank, log in enumerate(events):
@@ -88,9 +89,51 @@ def test_train_leaves_a_run_that_can_be_repeated(tmp_path: Path) -> None:
 def test_a_dry_run_says_what_would_run_and_leaves_nothing(tmp_path: Path) -> None:
     done = phalanx("train", "gpt", "--layout", "dp=2,fsdp=2,micro_batch=2", "--dry-run", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    for part in ("gpt (GPT)", "dp=2,fsdp=2,micro_batch=2 on cpux4*1", "2 micro-batches", "compute float32"):
+    for part in ("gpt (GPT)", "dp=2,fsdp=2,micro_batch=2 on cpux4*1", "2 micro-batches", "compute float32", "4 blocks"):
         assert part in done.stdout
     assert not list(tmp_path.iterdir())
+    (tmp_path / "mine.py").write_text(GOOD)
+    done = phalanx("train", "mine.py", "--set", "samples=3", "--dry-run", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "fewer than one batch" in done.stderr
+
+
+CHOICES = """
+import enum
+from dataclasses import dataclass
+from tests.tasks import Digits
+
+class Size(enum.Enum):
+    SMALL = 8
+    LARGE = 24
+
+@dataclass
+class Chosen(Digits):
+    size: Size = Size.SMALL
+    limit: float | None = 2.0
+
+    def model(self):
+        assert self.limit is None
+        self.width = self.size.value
+        return super().model()
+"""
+
+
+def test_fields_of_every_kind_are_repeated(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(CHOICES)
+    done = phalanx("train", "mine.py", "--set", "size=LARGE", "--set", "limit=none", "--steps", "2", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    again = phalanx("train", "--config", "runs/mine-001/run.toml", "--run", "again", cwd=tmp_path)
+    assert again.returncode == 0, again.stderr
+    assert load_file(tmp_path / "again" / "final" / "model.safetensors")["0.weight"].shape == (24, 4)
+
+
+def test_a_run_in_which_every_step_was_skipped_does_not_hold(tmp_path: Path) -> None:
+    task = "from tests.tasks import Digits\nclass Spoilt(Digits):\n    spoil: int = 0\n    samples: int = 8\n"
+    (tmp_path / "mine.py").write_text(task.replace("class", "from dataclasses import dataclass\n@dataclass\nclass"))
+    done = phalanx("train", "mine.py", "--steps", "2", cwd=tmp_path)
+    assert done.returncode == 1
+    assert "learned nothing: every step was skipped" in done.stderr
 
 
 MISTAKES = {

@@ -31,8 +31,10 @@ def train(
     run: Annotated[Path | None, typer.Option(help="the run's folder; by default the next free one under runs/")] = None,
     config: Annotated[Path | None, typer.Option(help="repeat the run whose run.toml this is")] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; by default GPUs if there are any")] = None,
-    timeout: Annotated[float, typer.Option(help="seconds a rank waits for the others before it gives up")] = 600.0,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="check everything, say what would run, and stop")] = False,
+    timeout: Annotated[float | None, typer.Option(help="seconds a rank waits for the others; by default 600")] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="describe the model, open the data, say what would run, and stop")
+    ] = False,
 ) -> None:
     """Train a task."""
     from phalanx.train.job import Job

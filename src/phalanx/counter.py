@@ -72,7 +72,7 @@ def grid_bits(keys: Tensor, shape: Sequence[int]) -> Tensor:
         # the xor keeps torch.compile from folding this into an index of 32 bits, which overflows
         steps = (torch.arange(size, dtype=torch.int64, device=keys.device) ^ 1) * AXES[axis]
         index = index.unsqueeze(-1) + steps
-    return mix(keys.view(*keys.shape, *[1] * len(shape)) + index)
+    return mix(keys.view((*keys.shape, *[1] * len(shape))) + index)
 
 
 def uniform(raw: Tensor) -> Tensor:

@@ -75,7 +75,7 @@ def _operator(name: str) -> Any:
 
 OPERATORS = (
     "add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "matmul", "pow", "neg", "getitem", "len",
-    "iter", "lt", "le", "gt", "ge", "eq", "ne",
+    "iter", "abs", "round", "invert", "lt", "le", "gt", "ge", "eq", "ne",
 )  # fmt: skip
 for _name in OPERATORS:
     setattr(Logits, f"__{_name}__", _operator(f"__{_name}__"))

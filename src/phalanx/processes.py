@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import multiprocessing
 import os
 import signal
 import sys
@@ -14,7 +15,8 @@ PR_SET_PDEATHSIG = 1
 
 def die_with_parent() -> None:
     """End this process when its parent ends, however the parent ends."""
-    parent = os.getppid()
+    started_by = multiprocessing.parent_process()
+    parent = started_by.pid if started_by and started_by.pid else os.getppid()
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:  # it ended before the line above

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import resource
+from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils.parametrizations import weight_norm
 
+import phalanx
 from phalanx import WrongUse
 from phalanx.parallel.blueprint import Blueprint
 from phalanx.parallel.torch_private import FakeTensor
+from tests.tasks import Digits
 
 
 class Everything(nn.Module):
@@ -53,7 +59,7 @@ class Everything(nn.Module):
 
 def values(seed: int) -> dict[str, torch.Tensor]:
     blueprint = Blueprint(Everything, seed)
-    return {name: blueprint.value(weight, name, "cpu") for name, weight in blueprint.model.named_parameters()}
+    return {name: blueprint.value(weight, "cpu") for name, weight in blueprint.model.named_parameters()}
 
 
 def test_the_constructors_initialisation_is_kept() -> None:
@@ -61,7 +67,7 @@ def test_the_constructors_initialisation_is_kept() -> None:
     model = blueprint.model
 
     def value(tensor: torch.Tensor) -> torch.Tensor:
-        return blueprint.value(tensor, "x", "cpu")
+        return blueprint.value(tensor, "cpu")
 
     square = value(model.orthogonal.weight)
     assert torch.allclose(square @ square.T, torch.eye(6), atol=1e-5)
@@ -88,7 +94,7 @@ def test_weights_depend_on_the_seed_and_their_name_alone() -> None:
     for name in random:
         assert not torch.equal(first[name], other[name]), f"{name} ignores the seed"
     blueprint = Blueprint(lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), 0)
-    one, two = (blueprint.value(layer.weight, f"{i}.weight", "cpu") for i, layer in enumerate(blueprint.model))
+    one, two = (blueprint.value(layer.weight, "cpu") for layer in blueprint.model)
     assert not torch.equal(one, two), "two layers got the same weights"
 
 
@@ -97,7 +103,7 @@ def test_a_model_that_would_not_fit_is_described_for_nothing() -> None:
     blueprint = Blueprint(lambda: nn.Sequential(*[nn.Linear(1 << 14, 1 << 14) for _ in range(100)]), 0)
     assert sum(weight.numel() for weight in blueprint.model.parameters()) > 26e9
     assert all(isinstance(weight, FakeTensor) for weight in blueprint.model.parameters())
-    assert blueprint.value(blueprint.model[7].bias, "7.bias", "cpu").abs().max() <= 1 / math.sqrt(1 << 14)
+    assert blueprint.value(blueprint.model[7].bias, "cpu").abs().max() <= 1 / math.sqrt(1 << 14)
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
     assert grown < 200 * 1024, f"describing a model took {grown / 1024:.0f} MiB"
 
@@ -107,3 +113,88 @@ def test_what_is_no_model_is_refused() -> None:
         Blueprint(lambda: 3, 0)
     with pytest.raises(WrongUse, match="not known before the first batch"):
         Blueprint(lambda: nn.LazyLinear(3), 0)
+
+
+class Related(nn.Module):
+    """Values that come from other values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.student = nn.Linear(5, 3)
+        self.teacher = copy.deepcopy(self.student)
+        self.normed = weight_norm(nn.Linear(5, 4))
+        self.spread = self.student.weight.std().item()
+        self.register_buffer("doubled", self.student.weight.detach() * 2)
+        constant = torch.tensor([1.0, 2.0, 3.0])
+        self.given = nn.Parameter(torch.empty(3))
+        with torch.no_grad():
+            self.given.copy_(constant)
+        constant.mul_(0)
+        self.masks = [torch.ones(2), {"second": torch.zeros(3)}]
+
+
+@dataclass
+class RelatedTask(Digits):
+    def model(self) -> nn.Module:
+        made = nn.Sequential(nn.Linear(4, 3))
+        made.related = Related()
+        return made
+
+
+def test_what_was_equal_in_the_constructor_is_equal() -> None:
+    blueprint = Blueprint(Related, 3)
+    model = blueprint.model
+
+    def value(tensor: torch.Tensor) -> torch.Tensor:
+        return blueprint.value(tensor, "cpu")
+
+    student = value(model.student.weight)
+    assert torch.equal(value(model.teacher.weight), student)
+    assert model.spread == pytest.approx(student.std().item())
+    assert torch.equal(value(model.doubled), student * 2)
+    assert value(model.given).tolist() == [1, 2, 3]
+    parts = model.normed.parametrizations.weight
+    direction = value(parts.original1)
+    assert torch.allclose(value(parts.original0), direction.norm(dim=1, keepdim=True))
+
+
+def test_tensors_in_lists_and_dicts_are_filled() -> None:
+    with phalanx.Engine(RelatedTask(), "dp=1", device="cpu") as engine:
+        masks = engine.spread.model.related.masks
+        assert masks[0].tolist() == [1, 1]
+        assert masks[1]["second"].tolist() == [0, 0, 0]
+
+
+def test_what_cannot_be_kept_is_refused() -> None:
+    class Hooked(Digits):
+        def model(self) -> nn.Module:
+            made = nn.Linear(4, 3)
+            made.weight.register_hook(lambda gradient: gradient * 0)
+            return made
+
+    class Hidden(Digits):
+        def model(self) -> nn.Module:
+            made = nn.Linear(4, 3)
+            made.table = SimpleNamespace(values=torch.ones(3))
+            return made
+
+    class Complex(Digits):
+        def model(self) -> nn.Module:
+            made = nn.Linear(4, 3)
+            made.phase = nn.Parameter(torch.zeros(3, dtype=torch.complex64))
+            return made
+
+    for kind, words in ((Hooked, "weight has a hook"), (Hidden, "'table'"), (Complex, "phase is torch.complex64")):
+        with pytest.raises(WrongUse, match=words):
+            phalanx.Engine(kind(), "dp=1", device="cpu")
+
+
+def test_marks_on_a_weight_stay() -> None:
+    class Marked(Digits):
+        def model(self) -> nn.Module:
+            made = nn.Linear(4, 3)
+            made.weight.no_decay = True
+            return made
+
+    with phalanx.Engine(Marked(), "dp=1", device="cpu") as engine:
+        assert [getattr(piece, "no_decay", False) for piece in engine.spread.pieces()] == [True, False]

@@ -13,6 +13,7 @@ from torch.nn.utils.parametrizations import weight_norm
 
 import phalanx
 from phalanx import Layout
+from phalanx.parallel import memory
 from tests.parity import TOLERANCE, Trace, difference, reference, spread_run
 from tests.ranks import Ranks
 
@@ -91,10 +92,11 @@ class Adapters(Stack):
 
 
 class DetachedUse(Block):
-    """Backward needs this weight after its own gradient has come."""
+    """Backward needs these weights after their own gradients have come: what was computed first comes last."""
 
     def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
-        return super().forward(x, scale) + torch.tanh(x @ self.first.weight.detach().T @ self.second.weight.detach().T)
+        beside = torch.tanh(x @ self.first.weight.detach().T @ self.second.weight.detach().T)
+        return super().forward(x, scale) + beside
 
 
 class Detached(Stack):
@@ -148,8 +150,64 @@ class Objects(Stack):
         return self.head(x)
 
 
+@dataclass(slots=True)
+class Narrow:
+    logits: Tensor
+
+
+class SlotsBlock(Block):
+    def forward(self, x: Tensor, scale: float = 1.0) -> Any:  # type: ignore[override]
+        return Narrow(super().forward(x, scale))
+
+
+class Slots(Objects):
+    """Blocks that give objects without a dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(SlotsBlock() for _ in range(3))
+
+
+class PassingBlock(DetachedUse):
+    def forward(self, x: Tensor, scale: float = 1.0) -> Any:  # type: ignore[override]
+        return super().forward(x, scale), x
+
+
+class Passing(Stack):
+    """Blocks that give their input back beside their output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(PassingBlock() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for layer in self.layers:
+            x, before = layer(x)
+            x = x + 0.1 * before
+        return self.head(x)
+
+
+class Early(Stack):
+    """Uses weights before the module that owns them has run."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        penalty = self.layers[1].first.weight.square().sum() + self.head.weight.abs().sum()
+        return super().forward(x) + 0.01 * penalty
+
+
+class Forces(Stack):
+    """Takes a gradient of its own while it computes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            (slope,) = torch.autograd.grad(super().forward(x).sum(), x)
+        return super().forward(x.detach() + slope.detach())
+
+
 class Skips(Stack):
-    """A block whose result does not reach the loss, and one that a sample's contents decide on."""
+    """A block whose result does not reach the loss, and one whose result a sample's contents mask."""
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.stem(x)
@@ -180,9 +238,13 @@ class Recurrent(nn.Module):
 
 
 MODELS = [
-    Stack, CalledTwice, BackToFront, ReachesInside, Adapters, Detached, InPlace, Objects, Skips, Normed, Recurrent,
+    Stack, CalledTwice, BackToFront, ReachesInside, Adapters, Detached, InPlace, Objects, Slots, Passing, Early, Forces,
+    Skips, Normed, Recurrent,
 ]  # fmt: skip
-LAYOUTS = ["fsdp=2", "fsdp=2,zero=2", "dp=2,offload=params", "fsdp=2,offload=optimizer,zero=1", "fsdp=2,recompute=full"]
+LAYOUTS = [
+    "fsdp=2", "fsdp=2,micro_batch=2", "fsdp=2,zero=2", "dp=2,offload=params", "fsdp=2,offload=optimizer,zero=1",
+    "fsdp=2,recompute=full",
+]  # fmt: skip
 
 
 @dataclass
@@ -209,7 +271,9 @@ class Odd(phalanx.Task):
 
 def run_all(kind: type[nn.Module]) -> list[Trace]:
     blocks = kind is not Recurrent
-    return [spread_run(Odd(kind=kind), Layout.parse(text)) for text in LAYOUTS if blocks or "recompute" not in text]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(memory, "LARGE_BYTES", 1)  # as large weights are kept, whose memory reads as zeros once let go
+        return [spread_run(Odd(kind=kind), Layout.parse(text)) for text in LAYOUTS if blocks or "recompute" not in text]
 
 
 @pytest.mark.parametrize("kind", MODELS, ids=lambda kind: kind.__name__)

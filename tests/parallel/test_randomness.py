@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 import torch
@@ -144,3 +147,42 @@ def test_a_generator_of_ones_own_is_left_alone() -> None:
     with keyed.scope("block"):
         first = torch.rand(3, generator=torch.Generator().manual_seed(1))
     assert torch.equal(first, torch.rand(3, generator=torch.Generator().manual_seed(1)))
+
+
+def test_a_draw_like_a_weight_is_the_same_for_all_samples() -> None:
+    weight = nn.Parameter(torch.ones(8, 6))
+    masks = [run(lambda x: F.dropout(weight, 0.5), slots) for slots in ([0, 1, 2, 3, 4, 5, 6, 7], [3], [1, 2])]
+    assert torch.equal(masks[0], masks[1])
+    assert torch.equal(masks[0], masks[2])
+
+
+def test_time_may_be_a_multiple_of_the_batch() -> None:
+    def time_first(x: Tensor) -> Tensor:
+        return F.dropout(x[:, :6].transpose(0, 1), 0.5).transpose(0, 1)
+
+    whole = run(time_first, [0, 1, 2])
+    assert torch.equal(whole, torch.cat([run(time_first, [0]), run(time_first, [1, 2])]))
+
+
+def test_one_number_for_all_is_shared_at_any_batch() -> None:
+    assert torch.equal(run(lambda x: torch.rand(1), [4]), run(lambda x: torch.rand(1), [1, 2, 3]))
+    assert torch.equal(run(lambda x: torch.rand([]), [4]), run(lambda x: torch.rand([]), [1, 2, 3]))
+
+
+def test_a_block_that_runs_twice_draws_anew_and_recomputes_the_same() -> None:
+    keyed = randomness([0, 1])
+    block = keyed.scoped("block", lambda x: F.dropout(x, 0.5))
+    called = keyed.counted("block", block)
+    x = torch.ones(2, 50)
+    for _ in range(2):  # two micro-batches
+        with keyed.scope("task"):
+            first, second = called(x), called(x)
+            assert not torch.equal(first, second)
+            assert torch.equal(block(1, x), second)
+            assert torch.equal(block(0, x), first)
+
+
+@pytest.mark.parametrize("draw", [random.random, np.random.rand, lambda: torch.randperm(3)])
+def test_draws_from_other_generators_are_refused(draw: Callable[[], object]) -> None:
+    with pytest.raises(WrongUse, match="depend on how the job is spread"):
+        run(lambda x: (draw(), x)[1], [0, 1])

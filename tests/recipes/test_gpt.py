@@ -27,7 +27,7 @@ def test_too_little_text_is_refused() -> None:
 
 
 def test_it_learns_more_than_letter_frequencies() -> None:
-    with phalanx.Engine(GPT(steps=100, **SMALL), device="cpu") as engine:
+    with phalanx.Engine(GPT(steps=130, **SMALL), device="cpu") as engine:
         losses = [engine.step(batch).loss for batch in engine.batches()]
         assert losses[0] > 5
         assert losses[-1] < 3.0

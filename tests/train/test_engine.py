@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,11 +24,12 @@ import json
 import phalanx
 from tests.tasks import Digits
 
-engine = phalanx.Engine(Digits(precision="float64"), "fsdp=2", device="cpu")
-losses = [engine.step(batch).loss for batch in engine.batches()]
-if engine.environment.rank == 0:
-    print(json.dumps(losses))
-engine.close()
+for layout in ("dp=2", "fsdp=2"):  # one after another, in one job
+    engine = phalanx.Engine(Digits(precision="float64"), layout, device="cpu")
+    losses = [engine.step(batch).loss for batch in engine.batches()]
+    if engine.environment.rank == 0:
+        print(json.dumps(losses))
+    engine.close()
 """
 
 
@@ -40,11 +42,12 @@ def test_a_loop_of_ones_own_runs_under_torchrun_unchanged(tmp_path: Path) -> Non
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=variables)
     with phalanx.Engine(Digits(precision="float64"), device="cpu") as engine:
         alone = [engine.step(batch).loss for batch in engine.batches()]
-    assert json.loads(done.stdout.splitlines()[-1]) == pytest.approx(alone, rel=1e-9)
+    for line in done.stdout.splitlines()[-2:]:
+        assert json.loads(line) == pytest.approx(alone, rel=1e-9)
 
 
 def test_learning_happens() -> None:
-    with phalanx.Engine(Digits(steps=60), device="cpu") as engine:
+    with phalanx.Engine(Digits(steps=120), device="cpu") as engine:
         losses = [engine.step(batch).loss for batch in engine.batches()]
         assert losses[-1] < 0.5 * losses[0]
         assert engine.evaluate()["accuracy"] > 0.6
@@ -96,13 +99,61 @@ def disagree(what: str) -> None:
         def model(self):
             return torch.nn.Linear(4, 3, bias=bool(rank) or what != "model")
 
-    phalanx.Engine(Task(seed=rank if what == "settings" else 0), Layout(dp=2), device="cpu")
+    layout = Layout(dp=2, zero=rank + 1) if what == "layout" else Layout(dp=2)
+    phalanx.Engine(Task(seed=rank if what == "settings" else 0), layout, device="cpu")
 
 
-@pytest.mark.parametrize("what", ["settings", "data", "model"])
+@pytest.mark.parametrize("what", ["settings", "layout", "data", "model"])
 def test_ranks_that_mean_different_jobs_are_told(ranks: Ranks, what: str) -> None:
     with pytest.raises(RankFailed, match=f"the {what} of rank 1 is not that of rank 0"):
         ranks(2, disagree, what)
+
+
+class Drawn(Digits):
+    """Data that is drawn when it is asked for, nested, with a method of its own that is called ``batch``."""
+
+    def _rows(self, n: int) -> list[dict[str, Any]]:
+        class Rows(list):
+            def batch(self, size: int) -> None:
+                raise AssertionError
+
+        return Rows({"y": i % 3, "deep": {"x": torch.randn(4)}} for i in range(n))
+
+    def data(self):
+        return self._rows(16)
+
+    def held_out(self):
+        return self._rows(5)
+
+    def inputs(self, batch):
+        return batch["deep"]["x"]
+
+    def evaluate(self, output, batch):
+        return {"mean": phalanx.Loss(batch["deep"]["x"].sum(), 4 * len(batch["y"]))}
+
+
+def evaluated(layout: str) -> float:
+    with phalanx.Engine(Drawn(precision="float64", steps=2), Layout.parse(layout), device="cpu") as engine:
+        for batch in engine.batches():
+            engine.step(batch)
+        return engine.evaluate()["mean"]
+
+
+def test_data_that_is_drawn_is_the_same_on_every_rank(ranks: Ranks) -> None:
+    assert ranks(2, evaluated, "dp=2") == pytest.approx([evaluated("dp=1")] * 2, rel=1e-12)
+
+
+def test_counts_may_be_less_than_one() -> None:
+    class Weighted(Digits):
+        def loss(self, output, batch):
+            loss = phalanx.losses.cross_entropy(output, batch["y"])
+            return phalanx.Loss(loss.total * 0.01, loss.count * 0.01)
+
+    def norm(task: phalanx.Task) -> float:
+        with phalanx.Engine(task, device="cpu") as engine:
+            return engine.step(next(engine.batches())).grad_norm
+
+    assert norm(Weighted()) == pytest.approx(norm(Digits()), rel=1e-5)
 
 
 def test_data_without_a_length_is_refused() -> None:

@@ -11,12 +11,25 @@ from typing import BinaryIO
 import torch
 from torch import Tensor
 
+from phalanx.errors import WrongUse
 from phalanx.parallel.spread import Spread
 
 DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
     torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+    torch.uint16: "U16", torch.uint32: "U32", torch.uint64: "U64", torch.complex64: "C64",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
 }  # fmt: skip
+
+
+def check_writable(spread: Spread) -> None:
+    """Refuse now what could not be written after the last step."""
+    for name, dtype, _ in spread.state_description():
+        if dtype not in DTYPES:
+            raise WrongUse(
+                f"{name} is {dtype}, which a safetensors file cannot hold. "
+                "Keep it in another dtype, or register it with persistent=False."
+            )
 
 
 def write_weights(spread: Spread, path: Path, writer: bool) -> None:

@@ -17,6 +17,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from phalanx import counter
+from phalanx.data.arrays import Arrays
 from phalanx.data.order import Order, digest, share
 from phalanx.errors import WrongUse
 from phalanx.processes import die_with_parent
@@ -64,20 +65,20 @@ class Plan:
 class Reader(Dataset):
     """Reads and collates the samples of a plan; each sample's own randomness is seeded by (seed, epoch, sample)."""
 
-    def __init__(self, data: Any, collate: Callable[[Sequence[Any]], dict[str, Any]], seed: int) -> None:
-        self.data, self.collate, self.seed = data, collate, seed
+    def __init__(self, data: Any, collate: Callable[[Sequence[Any]], dict[str, Any]], seed: int, plain: bool) -> None:
+        self.data, self.collate, self.seed, self.plain = data, collate, seed, plain
 
     def __getitem__(self, plan: Plan) -> dict[str, Any] | WrongUse:
         try:
-            if hasattr(self.data, "batch"):
-                return dict(self.data.batch(plan.ids))
+            if isinstance(self.data, Arrays) and self.plain:
+                return self.data.batch(plan.ids)
             return self.collate([self._sample(int(index), plan.epoch) for index in plan.ids])
         except WrongUse as refusal:  # handed over rather than raised, or a worker's traceback would wrap it
             return refusal
 
-    def read_first(self) -> dict[str, Any]:
-        """Sample 0 alone."""
-        return _checked(self[Plan(0, np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.int64), True)])
+    def read(self, index: int) -> dict[str, Any]:
+        """One sample alone, as a batch."""
+        return _checked(self[Plan(0, np.array([index]), np.zeros(1, dtype=np.int64), True)])
 
     def _sample(self, index: int, epoch: int) -> Any:
         seed_globally(self.seed, "sample", epoch, index)
@@ -104,10 +105,12 @@ class Loader:
         rank: int,
         workers: int = 0,
         pin: bool = False,
+        plain: bool = False,
     ) -> None:
+        """``plain``: samples are only stacked, so that arrays may give many rows at once."""
         self.order, self.micro_batches, self.ranks, self.rank = order, micro_batches, ranks, rank
         self.workers, self.pin = workers, pin
-        self.reader = Reader(data, collate, order.seed)
+        self.reader = Reader(data, collate, order.seed, plain)
 
     def plans(self, step: int, ids: np.ndarray) -> list[Plan]:
         """What this rank reads of a step's samples."""

@@ -8,10 +8,13 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
 from phalanx.errors import CannotHere
 
 TIMEOUT = timedelta(minutes=10)
+_stores: list[dist.Store] = []
+"""The job's store, and one a meeting."""
 
 
 @dataclass(frozen=True)
@@ -44,10 +47,17 @@ class Environment:
             return False
         cuda = device.type == "cuda"
         dist.init_process_group(
-            "nccl" if cuda else "gloo", rank=self.rank, world_size=self.world, timeout=timeout,
-            device_id=device if cuda else None,
+            "nccl" if cuda else "gloo", store=self._store(timeout), rank=self.rank, world_size=self.world,
+            timeout=timeout, device_id=device if cuda else None,
         )  # fmt: skip
         return True
+
+    def _store(self, timeout: timedelta) -> dist.Store:
+        """Where ranks leave their addresses; each time they meet under a new name, or they would find old ones."""
+        if not _stores:
+            _stores.append(next(rendezvous("env://", self.rank, self.world, timeout=timeout))[0])
+        _stores.append(dist.PrefixStore(f"meeting {len(_stores)}", _stores[0]))
+        return _stores[-1]
 
     def device(self, kind: str | None = None) -> torch.device:
         """This rank's device: its GPU if the machine has any, unless a kind is asked for."""

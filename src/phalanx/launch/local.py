@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
+import pickle
 import signal
 import socket
 import sys
@@ -110,7 +111,7 @@ def _supervise(processes: list[BaseProcess], pipes: list[Connection]) -> Outcome
         for rank, pipe in list(open_pipes.items()):
             if pipe.poll():
                 try:
-                    reports[rank] = pipe.recv()
+                    reports[rank] = pickle.loads(pipe.recv_bytes())
                 except EOFError:
                     del open_pipes[rank]
         for rank, process in list(running.items()):
@@ -166,10 +167,10 @@ def _rank(program: Callable[[], Any], rank: int, ranks: int, port: int, pipe: Co
     threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, (os.cpu_count() or 1) // ranks))
     torch.set_num_threads(int(threads))
     try:
-        pipe.send(program())
+        pipe.send_bytes(pickle.dumps(program()))
     except Exception as error:
         code = error.exit_code if isinstance(error, (WrongUse, CannotHere)) else 1
-        pipe.send(Failure(rank, time.monotonic(), _reason(error), traceback.format_exc(), code))
+        pipe.send_bytes(pickle.dumps(Failure(rank, time.monotonic(), _reason(error), traceback.format_exc(), code)))
         sys.stdout.flush()
         os._exit(1)  # not through destructors that would wait for the others
     pipe.close()

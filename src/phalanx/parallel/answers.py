@@ -7,10 +7,12 @@ random function in its first step is from then on only watched: `check_unmoved` 
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -134,36 +136,36 @@ def _like(draws: Callable[[Randomness], Callable[..., Tensor]]) -> Callable[...,
 
     def answer(draw: Randomness, func: Any, input: Tensor, **options: Any) -> Tensor:
         empty = torch.empty_like(input, **{n: v for n, v in options.items() if n in ("dtype", "device")})
-        return empty.copy_(draws(draw)(empty.shape))
+        return empty.copy_(draws(draw)(empty.shape, input))
 
     return answer
 
 
 def _bernoulli(draw: Randomness, func: Any, input: Tensor, p: float | None = None) -> Tensor:
     threshold = input.detach() if p is None else p
-    return (draw.uniform(input.shape) < threshold).to(input.dtype)
+    return (draw.uniform(input.shape, input) < threshold).to(input.dtype)
 
 
 def _bernoulli_(draw: Randomness, func: Any, input: Tensor, p: float | Tensor = 0.5) -> Tensor:
-    return input.copy_(draw.uniform(input.shape) < p)
+    return input.copy_(draw.uniform(input.shape, input) < p)
 
 
 def _uniform_(draw: Randomness, func: Any, input: Tensor, low: float = 0.0, high: float = 1.0) -> Tensor:
-    return input.copy_(draw.uniform(input.shape) * (high - low) + low)
+    return input.copy_(draw.uniform(input.shape, input) * (high - low) + low)
 
 
 def _normal_(draw: Randomness, func: Any, input: Tensor, mean: float = 0.0, std: float = 1.0) -> Tensor:
-    return input.copy_(draw.normal(input.shape) * std + mean)
+    return input.copy_(draw.normal(input.shape, input) * std + mean)
 
 
 def _exponential_(draw: Randomness, func: Any, input: Tensor, lambd: float = 1.0) -> Tensor:
-    return input.copy_(-torch.log1p(-draw.uniform(input.shape)) / lambd)
+    return input.copy_(-torch.log1p(-draw.uniform(input.shape, input)) / lambd)
 
 
 def _gumbel_softmax(
     draw: Randomness, func: Any, logits: Tensor, tau: float = 1, hard: bool = False, eps: float = 1e-10, dim: int = -1
 ) -> Tensor:
-    noise = -torch.log(-torch.log(draw.uniform(logits.shape).clamp_min(1e-300)))
+    noise = -torch.log(-torch.log(draw.uniform(logits.shape, logits).clamp_min(1e-300)))
     soft = ((logits + noise.to(logits.dtype)) / tau).softmax(dim)
     if not hard:
         return soft
@@ -172,7 +174,9 @@ def _gumbel_softmax(
 
 
 def _randint(draw: Randomness, func: Any, *args: Any, **options: Any) -> Tensor:
-    low, high, size = args if len(args) == 3 else (0, *args)
+    names = ("low", "high", "size") if len(args) == 3 or (len(args) < 3 and "low" in options) else ("high", "size")
+    given = dict(zip(names, args, strict=False)) | options
+    low, high, size = given.get("low", 0), given["high"], given["size"]
     empty = torch.empty(size, **{"dtype": torch.int64} | {n: v for n, v in options.items() if n in ("dtype", "device")})
     return empty.copy_((draw.uniform(empty.shape) * (high - low)).floor() + low)
 
@@ -208,14 +212,21 @@ DROPOUT_MODULES: dict[type[nn.Module], Any] = {
 }
 
 
-def generator_state(device: torch.device) -> Tensor:
-    """The state of torch's own generator, which nothing may have moved while a model computed."""
-    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.default_generator.get_state()
+Generators = tuple[bytes | int | tuple[Any, ...], ...]
 
 
-def check_unmoved(before: Tensor, device: torch.device) -> None:
-    """Refuse a model that drew from torch's own generator: its numbers would depend on the layout."""
-    if not torch.equal(before, generator_state(device)):
+def generator_state(device: torch.device) -> Generators:
+    """The states of torch's, Python's and numpy's own generators, which nothing may move while a model computes."""
+    states = [torch.default_generator.get_state()]
+    if device.type == "cuda":
+        states.append(torch.cuda.get_rng_state(device))
+    _, keys, *rest = np.random.get_state(legacy=True)
+    return (*(state.numpy().tobytes() for state in states), random.getstate(), np.asarray(keys).tobytes(), *rest)
+
+
+def check_unmoved(before: Generators, device: torch.device) -> None:
+    """Refuse a model that drew from them: its numbers would depend on the layout."""
+    if before != generator_state(device):
         known = ", ".join(sorted({f"{getattr(f, '__name__', f)}" for f in ANSWERS}))
         raise WrongUse(
             "the model drew random numbers whose values would depend on how the job is spread. "

@@ -1,14 +1,15 @@
 """A model built without its weights, and how to fill each of them alone.
 
 The constructor runs as the user wrote it, but tensors it creates are only described (fake): every operation on them is
-noted down. A weight is then made by replaying the operations that lead to it, with randomness keyed by (seed, its
-name). So a constructor's own initialisation is kept, weights do not depend on the layout, and no rank ever holds a
-whole model. torch's meta device forgets what a constructor did, and `nn.init` skips work on it, hence this file.
+noted down. A weight is then made by replaying the operations that lead to it, with randomness keyed by (seed, the
+draw's number). So a constructor's own initialisation is kept, weights do not depend on the layout, and no rank ever
+holds a whole model. torch's meta device forgets what a constructor did, and `nn.init` skips work on it: hence this.
 """
 
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -49,6 +50,15 @@ class Operation:
     args: Any
     kwargs: Any
     results: list[Ref]
+    draw: int
+    """Its number among the constructor's draws, from 1; 0 if it draws nothing."""
+
+
+@dataclass
+class Constant:
+    """A real tensor that a noted operation reads."""
+
+    tensor: Tensor
 
 
 class _Recorder(TorchDispatchMode):
@@ -68,9 +78,11 @@ class Blueprint:
         self._operations: list[Operation] = []
         self._writers: dict[int, list[int]] = {}
         self._alive: dict[int, Tensor] = {}  # so that no storage's identity is reused while it is described
-        self._drawn = 0
+        self._constants: dict[int, list[Constant]] = {}
+        self._drawn, self._random = 0, 0
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
-        with _Recorder(self):
+        with warnings.catch_warnings(), _Recorder(self):
+            warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")  # deepcopy does
             self.model = build()
         if not isinstance(self.model, nn.Module):
             raise WrongUse(f"Task.model returned a {type(self.model).__name__}. Return an nn.Module.")
@@ -83,13 +95,15 @@ class Blueprint:
     def observe(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run or note one operation of the constructor."""
         random = torch.Tag.nondeterministic_seeded in func.tags
+        if self._constants and mutates(func) and isinstance(_target(args, kwargs), Tensor):
+            self._about_to_change(_target(args, kwargs))
         if not any(self._described(t) for t in _tensors((args, kwargs))):
             if (func in FACTORIES and math.prod(args[0])) or (random and not mutates(func)):
                 return self._note(func, args, kwargs)
             return self._draw(func, args, kwargs, self._ad_hoc()) if random else func(*args, **kwargs)
         reads = NEEDS_VALUES.intersection(func.tags) or func is aten._local_scalar_dense.default
         if reads or (mutates(func) and not self._described(_target(args, kwargs))):
-            real = _mapped((args, kwargs), lambda t: self._replay(t, "constructor", "cpu") if self._described(t) else t)
+            real = mapped((args, kwargs), lambda t: self._replay(t, "cpu") if self._described(t) else t)
             return func(*real[0], **real[1])
         return self._note(func, args, kwargs)
 
@@ -109,11 +123,24 @@ class Blueprint:
         for tensor in results:
             self._alive.setdefault(storage_id(tensor), tensor)
         written = results or [_target(args, kwargs)]
-        noted_args, noted_kwargs = _mapped((args, kwargs), lambda t: _ref(t) if self._described(t) else t)
+        noted_args, noted_kwargs = mapped((args, kwargs), lambda t: _ref(t) if self._described(t) else self._keep(t))
         for storage in {storage_id(t) for t in written}:
             self._writers.setdefault(storage, []).append(len(self._operations))
-        self._operations.append(Operation(func, noted_args, noted_kwargs, [_ref(t) for t in results]))
+        random = torch.Tag.nondeterministic_seeded in func.tags
+        self._random += random
+        operation = Operation(func, noted_args, noted_kwargs, [_ref(t) for t in results], self._random if random else 0)
+        self._operations.append(operation)
         return result
+
+    def _keep(self, tensor: Tensor) -> Constant:
+        constant = Constant(tensor.detach())
+        self._constants.setdefault(storage_id(tensor), []).append(constant)
+        return constant
+
+    def _about_to_change(self, tensor: Tensor) -> None:
+        """What was noted keeps the values it had."""
+        for constant in self._constants.pop(storage_id(tensor), ()):
+            constant.tensor = constant.tensor.clone()
 
     def _described(self, tensor: Tensor) -> bool:
         return isinstance(tensor, FakeTensor) and storage_id(tensor) in self._alive
@@ -122,29 +149,27 @@ class Blueprint:
         self._drawn += 1
         return counter.key(self.seed, "init", "constructor", self._drawn)
 
-    def value(self, tensor: Tensor, name: str, device: torch.device | str) -> Tensor:
+    def value(self, tensor: Tensor, device: torch.device | str) -> Tensor:
         """The real tensor for a described one; a tensor the constructor made for real is moved as it is."""
         if not self._described(tensor):
             return tensor.detach().to(device)
-        return self._replay(tensor, name, device)
+        return self._replay(tensor, device)
 
-    def _replay(self, tensor: Tensor, name: str, device: torch.device | str) -> Tensor:
+    def _replay(self, tensor: Tensor, device: torch.device | str) -> Tensor:
         made: dict[int, Tensor] = {}
 
         def real(value: Any) -> Any:
             if isinstance(value, Ref):
                 return made[value.storage].as_strided(value.size, value.stride, value.offset)
-            return value.to(device) if isinstance(value, Tensor) and value.ndim else value
+            return value.tensor.to(device) if value.tensor.ndim else value.tensor
 
-        draws = 0
         with torch.no_grad():
             for operation in self._leading_to(storage_id(tensor)):
-                args, kwargs = _mapped((operation.args, operation.kwargs), real, (Ref, Tensor))
+                args, kwargs = mapped((operation.args, operation.kwargs), real, (Ref, Constant))
                 if "device" in kwargs or not any(True for _ in _tensors(args)):
                     kwargs["device"] = torch.device(device)
-                if torch.Tag.nondeterministic_seeded in operation.func.tags:
-                    draws += 1
-                    result = self._draw(operation.func, args, kwargs, counter.key(self.seed, "init", name, draws))
+                if operation.draw:
+                    result = self._draw(operation.func, args, kwargs, counter.key(self.seed, "init", operation.draw))
                 else:
                     result = operation.func(*args, **kwargs)
                 for ref, out in zip(operation.results, _tensors(result), strict=True):
@@ -161,7 +186,7 @@ class Blueprint:
                 if index not in needed:
                     needed.add(index)
                     operation = self._operations[index]
-                    read = {ref.storage for ref in _leaves((operation.args, operation.kwargs), Ref)}
+                    read = {ref.storage for ref in leaves((operation.args, operation.kwargs), Ref)}
                     wanted += read - seen
                     seen |= read
         return (self._operations[index] for index in sorted(needed))
@@ -206,25 +231,25 @@ def _whole_storage(tensor: Tensor, ref: Ref) -> Tensor:
     return tensor.as_strided((tensor.untyped_storage().nbytes() // tensor.element_size(),), (1,), 0)
 
 
-def _leaves(value: Any, kind: Any) -> Iterator[Any]:
+def leaves(value: Any, kind: Any) -> Iterator[Any]:
     if isinstance(value, kind):
         yield value
     elif isinstance(value, (list, tuple)):
         for item in value:
-            yield from _leaves(item, kind)
+            yield from leaves(item, kind)
     elif isinstance(value, dict):
-        yield from _leaves(list(value.values()), kind)
+        yield from leaves(list(value.values()), kind)
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
-    return _leaves(value, Tensor)
+    return leaves(value, Tensor)
 
 
-def _mapped(value: Any, change: Callable[[Any], Any], kind: Any = Tensor) -> Any:
+def mapped(value: Any, change: Callable[[Any], Any], kind: Any = Tensor) -> Any:
     if isinstance(value, kind):
         return change(value)
     if isinstance(value, (list, tuple)):
-        return type(value)(_mapped(item, change, kind) for item in value)
+        return type(value)(mapped(item, change, kind) for item in value)
     if isinstance(value, dict):
-        return {name: _mapped(item, change, kind) for name, item in value.items()}
+        return {name: mapped(item, change, kind) for name, item in value.items()}
     return value

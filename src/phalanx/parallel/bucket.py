@@ -45,10 +45,10 @@ class Storage:
 class Weight:
     """One weight under its layout-free name: whole to compute with, and the rows of it that this rank owns."""
 
-    def __init__(
-        self, name: str, shape: torch.Size, places: Sequence[tuple[nn.Module, str]], trainable: bool, storage: Storage
-    ) -> None:
-        self.name, self.shape, self.places, self.trainable = name, shape, places, trainable
+    def __init__(self, name: str, described: Tensor, places: Sequence[tuple[nn.Module, str]], storage: Storage) -> None:
+        self.name, self.shape, self.places = name, described.shape, places
+        self.trainable, self.marks = described.requires_grad, dict(vars(described))
+        shape = self.shape
         self.rows = shape[0] if shape else 1
         self.row_size = math.prod(shape[1:])
         self.rows_each = math.ceil(self.rows / storage.ranks)
@@ -83,6 +83,7 @@ class Weight:
 
     def _parameter(self, value: Tensor) -> nn.Parameter:
         parameter = nn.Parameter(value, requires_grad=self.trainable)
+        vars(parameter).update(self.marks)  # what the model's author noted on it
         parameter.logical_name = self.name  # type: ignore[attr-defined]
         return parameter
 

@@ -56,8 +56,10 @@ class Buffers:
             return torch.empty(shape, dtype=dtype, device=self.device)
         count = torch.Size(shape).numel()
         room = self._free_room(count * dtype.itemsize)
-        self._lent[room.tensor.data_ptr()] = room
-        return room.tensor[: count * dtype.itemsize].view(dtype).view(*shape)
+        lent = room.tensor[: count * dtype.itemsize].view(dtype).view(*shape)
+        if count:  # an empty tensor has no address to know it by
+            self._lent[lent.data_ptr()] = room
+        return lent
 
     def _free_room(self, size: int) -> Room:
         """A free room of at most twice the size; if none is large enough, a new one in place of one half as large."""
@@ -70,5 +72,5 @@ class Buffers:
 
     def give(self, tensor: Tensor) -> None:
         """Nobody reads it any more."""
-        if self.device.type == "cpu":
+        if self.device.type == "cpu" and tensor.numel():
             self._free.append(self._lent.pop(tensor.data_ptr()))

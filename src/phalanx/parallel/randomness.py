@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from phalanx import counter
 
@@ -52,13 +52,16 @@ class Randomness:
         """Entered with the outermost scope: what leads torch's own random functions here."""
         self._depth, self._call = 0, 0
         self._name = ""
+        self._visits: dict[str, int] = {}
         self._keys: tuple[Tensor, Tensor] | None = None
 
     @contextmanager
-    def scope(self, name: str) -> Iterator[None]:
-        """Draws inside belong to ``name``."""
+    def scope(self, name: str, visit: int = 0) -> Iterator[None]:
+        """Draws inside belong to ``name``, and to which of its visits in this micro-batch it is."""
+        if not self._depth:
+            self._visits.clear()
         outer = self._name, self._call, self._keys
-        self._name, self._call, self._keys = name, 0, None
+        self._name, self._call, self._keys = f"{name} {visit}" if visit else name, 0, None
         self._depth += 1
         try:
             with self.answers if self.answers and self._depth == 1 else nullcontext():
@@ -68,13 +71,23 @@ class Randomness:
             self._name, self._call, self._keys = outer
 
     def scoped(self, name: str, forward: Callable[..., Any], keys_first: bool = False) -> Callable[..., Any]:
-        """``forward`` with its draws under ``name``. A compiled one needs its keys to be there before it runs."""
+        """``forward(visit, ...)`` with its draws under ``name``. A compiled one needs its keys before it runs."""
 
-        def run(*args: Any, **kwargs: Any) -> Any:
-            with self.scope(name):
+        def run(visit: int, *args: Any, **kwargs: Any) -> Any:
+            with self.scope(name, visit):
                 if keys_first:
                     self.keys()
                 return forward(*args, **kwargs)
+
+        return run
+
+    def counted(self, name: str, scoped: Callable[..., Any]) -> Callable[..., Any]:
+        """What a model calls: each visit is told its number, which recomputing it will use again."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            visit = self._visits.get(name, 0)
+            self._visits[name] = visit + 1
+            return scoped(visit, *args, **kwargs)
 
         return run
 
@@ -86,28 +99,33 @@ class Randomness:
             self._keys = counter.mix(rows), torch.tensor(stream, device=self.device)
         return self._keys
 
-    def draw(self, shape: torch.Size, values: Values) -> Tensor:
+    def draw(self, shape: torch.Size, values: Values, like: Tensor | None = None) -> Tensor:
         """Random values of a shape: ``values(keys, inner)`` gives a grid of shape ``inner`` under each key.
 
-        The batch is the first dim, alone or folded with others (``[batch * time, ...]``), or the second
-        (``[time, batch, ...]``). What has no batch dim is drawn the same on every rank.
+        The batch is the first dim, or the second of three and more (``[time, batch, ...]``). In a draw ``like`` what
+        the model computed it may be folded with others (``[batch * time, ...]``). What has no batch dim, and a draw
+        like a weight, is the same on every rank.
         """
         self._call += 1
         self.asked = True
         rows, shared = self.keys()
         batch, call = rows.shape[0], counter.call_offset(self._call)
-        if shape and shape[0] % batch == 0:
-            inner = shape[1:] if shape[0] == batch else [shape[0] // batch, *shape[1:]]
-            return values(counter.mix(rows + call), inner).view(shape)
-        if len(shape) > 1 and shape[1] == batch:
+        folded = like is not None and bool(shape) and shape[0] % batch == 0
+        if isinstance(like, nn.Parameter) or shape.numel() == 1:
+            return values(counter.mix(shared + call), shape)
+        if shape[0] == batch:
+            return values(counter.mix(rows + call), shape[1:]).view(shape)
+        if len(shape) > 1 and shape[1] == batch and (len(shape) > 2 or not folded):
             return values(counter.mix(rows + call), [shape[0], *shape[2:]]).transpose(0, 1)
+        if folded:
+            return values(counter.mix(rows + call), [shape[0] // batch, *shape[1:]]).view(shape)
         return values(counter.mix(shared + call), shape)
 
-    def uniform(self, shape: torch.Size) -> Tensor:
-        return self.draw(shape, lambda keys, inner: counter.uniform(counter.grid_bits(keys, inner)))
+    def uniform(self, shape: torch.Size, like: Tensor | None = None) -> Tensor:
+        return self.draw(shape, lambda keys, inner: counter.uniform(counter.grid_bits(keys, inner)), like)
 
-    def normal(self, shape: torch.Size) -> Tensor:
-        return self.draw(shape, lambda keys, inner: counter.normal(counter.grid_bits(keys, inner)))
+    def normal(self, shape: torch.Size, like: Tensor | None = None) -> Tensor:
+        return self.draw(shape, lambda keys, inner: counter.normal(counter.grid_bits(keys, inner)), like)
 
     def dropped(self, x: Tensor, p: float, shape: torch.Size | None = None) -> Tensor:
         """``x`` with a fraction ``p`` zeroed and the rest scaled up; ``shape`` broadcasts one decision over dims."""
@@ -115,5 +133,5 @@ class Randomness:
             raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")
         if p == 1:
             return x * 0
-        keep = self.draw(shape or x.shape, lambda keys, inner: counter.keep_mask(keys, inner, p))
+        keep = self.draw(shape or x.shape, lambda keys, inner: counter.keep_mask(keys, inner, p), x)
         return x * keep * (1 / (1 - p))

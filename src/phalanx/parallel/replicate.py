@@ -12,6 +12,7 @@ from functools import partial
 
 from torch import nn
 
+from phalanx.errors import WrongUse
 from phalanx.parallel import collectives
 from phalanx.parallel.bucket import Bucket, Weight
 from phalanx.parallel.collectives import Group, Pending
@@ -48,6 +49,8 @@ class Reduction:
 
     def start_backward(self, last: bool) -> None:
         """A micro-batch begins; after the last one the gradients are the global sums."""
+        if self.gathering is not None:
+            self.gathering.in_step = True
         self._last = last
         self._done: set[int] = set()
         self._missing = {id(b): {w.name for w in b.trainable} for b in self.buckets}
@@ -59,6 +62,11 @@ class Reduction:
         assert self._position[id(bucket)] >= self._turn, (
             f"the gradient of {weight.name} came after its bucket was reduced"
         )
+        if not bucket.is_whole:
+            raise WrongUse(
+                f"backward used {weight.name} after it was let go: a module of its block gives its output in a form "
+                "that cannot be followed. Give tensors, or lists, dicts or dataclasses of them; or use zero=2."
+            )
         bucket.collect(weight)
         self.touched.add(weight.name)
         missing = self._missing[id(bucket)]
@@ -80,6 +88,8 @@ class Reduction:
         self._settle()
         for pending in self._reducing:
             pending.wait()
+        if self.gathering is not None:
+            self.gathering.in_step = False
 
     def _launch(self, bucket: Bucket) -> None:
         if bucket.trainable and (self._last or not bucket.storage.whole_gradients):

@@ -40,6 +40,8 @@ def _awake(value: Any, wake: bool) -> Any:
     if isinstance(value, Resting):
         if wake:
             value.gathered.need()
+            if torch.is_grad_enabled():
+                value.gathered.calls.add(object())  # when its backward is over, only the end of all of it tells
         return value.weight.full
     if isinstance(value, (list, tuple)):
         return type(value)(_awake(item, wake) for item in value)
@@ -56,6 +58,8 @@ class Gathered:
         self.calls: set[object] = set()
         """Forward calls whose backward is not over."""
         self.in_backward = False
+        self.running: list[object] = []
+        """Forward calls that have begun and not ended."""
         self.resting: list[Resting] = []
         for weight in bucket.weights:
             stand_in = Resting(torch.empty(weight.shape, dtype=weight.full.dtype, device="meta"), weight.trainable)
@@ -79,6 +83,7 @@ class Gathered:
     def finish(self) -> None:
         """Its part of this backward is over."""
         self.calls.clear()
+        self.running.clear()
         self.in_backward = False
         self.rest()
 
@@ -91,6 +96,8 @@ class Gathering:
         self.by_bucket = {id(g.bucket): g for g in gathered}
         self.on_done: Callable[[Bucket], None] = self.finish
         """Told when no more gradients will come for a bucket in this backward."""
+        self.in_step = False
+        """Whether a step's own backward runs, and not one that the model runs for itself."""
         for index, item in enumerate(gathered):
             for name in item.unit.modules:
                 module = model.get_submodule(name)
@@ -103,6 +110,7 @@ class Gathering:
         self._fetch(index + 1)
         if torch.is_grad_enabled() and not item.in_backward:
             call = object()
+            item.running.append(call)
             item.calls.add(call)  # open until its inputs' gradients are there, or backward ends
             inputs = [tensor for tensor in tensors((args, kwargs)) if tensor.grad_fn is not None]
             if inputs:
@@ -112,21 +120,24 @@ class Gathering:
         item = self.gathered[index]
         if item.in_backward:
             return
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and item.running:
+            call = item.running.pop()
             # on the nodes: their hooks come after those of whoever took the tensors, whose weights can go first
             for node in {tensor.grad_fn for tensor in tensors(output) if tensor.grad_fn is not None}:
-                node.register_prehook(partial(self._before_backward, index))
+                node.register_prehook(partial(self._before_backward, index, call))
         if not item.keep:
             item.rest()
 
-    def _before_backward(self, index: int, gradients: Any) -> None:
-        self.gathered[index].in_backward = True
+    def _before_backward(self, index: int, call: object, gradients: Any) -> None:
+        if call not in self.gathered[index].calls:
+            return  # over already: an output that was an input too
+        self.gathered[index].in_backward = self.in_step
         self.gathered[index].need()
         self._fetch(index - 1)
 
     def _inputs_done(self, index: int, call: object, gradients: Any) -> None:
         item = self.gathered[index]
-        if call in item.calls:
+        if self.in_step and call in item.calls:
             item.calls.remove(call)
             if not item.calls:
                 self.on_done(item.bucket)
@@ -148,8 +159,9 @@ class Gathering:
             item.finish()
 
 
-def tensors(value: Any, depth: int = 5) -> Iterator[Tensor]:
+def tensors(value: Any, depth: int = 8) -> Iterator[Tensor]:
     """The tensors in what a module takes or gives: nested lists, tuples, dicts and objects with attributes."""
+    slots = [name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())]
     if isinstance(value, Tensor):
         yield value
     elif depth and isinstance(value, (list, tuple)):
@@ -157,5 +169,7 @@ def tensors(value: Any, depth: int = 5) -> Iterator[Tensor]:
             yield from tensors(item, depth - 1)
     elif depth and isinstance(value, dict):
         yield from tensors(list(value.values()), depth)
-    elif depth and hasattr(value, "__dict__") and not isinstance(value, (nn.Module, type)):
-        yield from tensors(vars(value), depth - 2)
+    elif depth and (slots or hasattr(value, "__dict__")) and not isinstance(value, (nn.Module, type)):
+        yield from tensors(
+            [getattr(value, name, None) for name in [*slots, *getattr(value, "__dict__", ())]], depth - 1
+        )

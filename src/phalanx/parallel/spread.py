@@ -20,7 +20,7 @@ from phalanx.errors import WrongUse
 from phalanx.layout import Layout
 from phalanx.parallel.answers import Answers, key_dropout_modules
 from phalanx.parallel.batchnorm import spread_batchnorm
-from phalanx.parallel.blueprint import Blueprint
+from phalanx.parallel.blueprint import Blueprint, leaves, mapped
 from phalanx.parallel.bucket import Bucket, Storage, Weight
 from phalanx.parallel.memory import Buffers
 from phalanx.parallel.mesh import BATCH, Mesh
@@ -28,6 +28,7 @@ from phalanx.parallel.randomness import Moment, Randomness
 from phalanx.parallel.recompute import recomputed
 from phalanx.parallel.replicate import Reduction
 from phalanx.parallel.shard import Gathered, Gathering
+from phalanx.parallel.torch_private import FakeTensor, has_hooks
 from phalanx.precision import Dtypes, cast
 
 BUCKET_BYTES = 25 << 20
@@ -63,26 +64,29 @@ class Spread:
         """Fill weights one at a time; at most one is ever whole here beyond what the layout keeps whole."""
         described = dict(blueprint.model.named_parameters())
         for name, weight in self.weights.items():
-            weight.fill(blueprint.value(described.pop(name), name, self.device), self.storage)
+            weight.fill(blueprint.value(described.pop(name), self.device), self.storage)
         for name, parameter in described.items():  # whole numbers, as of a quantised weight: every rank keeps them
+            if parameter.requires_grad:
+                raise WrongUse(
+                    f"{name} is {parameter.dtype}, which is not trained here. Keep its parts as real weights."
+                )
             owner, _, attribute = name.rpartition(".")
-            value = nn.Parameter(blueprint.value(parameter, name, self.device), requires_grad=False)
+            value = nn.Parameter(blueprint.value(parameter, self.device), requires_grad=False)
             setattr(self.model.get_submodule(owner), attribute, value)
         wide = self.dtypes.compute == torch.float64
+
+        def real(value: Tensor) -> Tensor:
+            made = blueprint.value(value, self.device)
+            return made.double() if wide and made.is_floating_point() else made
+
         for owner, module in self.model.named_modules():
-            for name, value in [*module.named_buffers(recurse=False), *_plain_tensors(module)]:
-                real = blueprint.value(value, f"{owner}.{name}", self.device)
-                setattr(module, name, real.double() if wide and real.is_floating_point() else real)
+            for name, value in [*module.named_buffers(recurse=False), *_plain_attributes(module)]:
+                setattr(module, name, mapped(value, real))
+            _refuse_hidden(module, owner)
 
     def _prepare_blocks(self) -> None:
         layout, anatomy = self.layout, self.anatomy
-        if not anatomy.blocks:
-            for name, wanted in (("recompute", layout.recompute), ("compile", layout.compile)):
-                if wanted != "none":
-                    raise WrongUse(
-                        f"{name}={wanted} works block by block, and no repeated blocks were found in the model. "
-                        f"Name them in Task.anatomy, e.g. Anatomy.of(model, blocks='trunk.*'), or leave {name} out."
-                    )
+        check_blocks(layout, anatomy)
         compiled = layout.compile == "blocks"
         if compiled:
             key_dropout_modules(self.model, self.randomness)
@@ -96,7 +100,7 @@ class Spread:
             forward = self.randomness.scoped(name, forward, keys_first=compiled)
             if layout.recompute != "none":
                 forward = recomputed(forward, self.moment, selective=layout.recompute == "selective")
-            block.forward = forward
+            block.forward = self.randomness.counted(name, forward)
         if self.dtypes.compute != self.dtypes.parameter:
             for name in ("", *anatomy.before, *anatomy.blocks, *anatomy.after):
                 self.model.get_submodule(name).register_forward_pre_hook(self._cast_inputs, with_kwargs=True)
@@ -192,6 +196,16 @@ class Spread:
         yield from self._replicated_state()
 
 
+def check_blocks(layout: Layout, anatomy: Anatomy) -> None:
+    """Refuse what works on blocks where there are none."""
+    for name, wanted in (("recompute", layout.recompute), ("compile", layout.compile)):
+        if wanted != "none" and not anatomy.blocks:
+            raise WrongUse(
+                f"{name}={wanted} works block by block, and no repeated blocks were found in the model. "
+                f"Name them in Task.anatomy, e.g. Anatomy.of(model, blocks='trunk.*'), or leave {name} out."
+            )
+
+
 def _storage(layout: Layout, mesh: Mesh, dtypes: Dtypes, device: torch.device) -> Storage:
     return Storage(
         ranks=mesh.size("fsdp"),
@@ -215,17 +229,34 @@ def _describe(model: nn.Module, anatomy: Anatomy, storage: Storage) -> dict[str,
         owner, _, attribute = name.rpartition(".")
         places.setdefault(anatomy.tied.get(name, name), []).append((model.get_submodule(owner), attribute))
     described = dict(model.named_parameters())
+    for name, weight in described.items():
+        if has_hooks(weight):
+            raise WrongUse(
+                f"{name} has a hook on its gradient, which would see a part of it. "
+                "Do it in the optimizer, or on the model's output, and leave the hook out."
+            )
     return {
-        name: Weight(name, described[name].shape, places[name], described[name].requires_grad, storage)
+        name: Weight(name, described[name], places[name], storage)
         for unit in anatomy.units
         for name in unit.weights
         if described[name].is_floating_point()
     }
 
 
-def _plain_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
-    """Tensors kept as plain attributes, which a constructor may have made too."""
-    return [(name, value) for name, value in vars(module).items() if isinstance(value, Tensor)]
+def _plain_attributes(module: nn.Module) -> list[tuple[str, Any]]:
+    """Tensors kept as plain attributes, alone or in lists and dicts, which a constructor may have made too."""
+    plain = [(name, value) for name, value in vars(module).items() if not name.startswith("_")]
+    return [(name, value) for name, value in plain if any(True for _ in leaves(value, Tensor))]
+
+
+def _refuse_hidden(module: nn.Module, name: str) -> None:
+    for attribute, value in vars(module).items():
+        hidden = vars(value).values() if hasattr(value, "__dict__") and not isinstance(value, nn.Module) else ()
+        if any(isinstance(inner, FakeTensor) for inner in hidden):
+            raise WrongUse(
+                f"{name or 'the model'} keeps a tensor inside its attribute {attribute!r}, where it cannot be filled. "
+                "Register it with register_buffer, or keep it in a list or dict."
+            )
 
 
 def _by_size(weights: Sequence[Weight]) -> list[list[Weight]]:

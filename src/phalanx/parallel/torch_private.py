@@ -9,7 +9,16 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["FakeTensor", "FakeTensorMode", "TorchDispatchMode", "install", "mutates", "preload", "storage_id"]
+__all__ = [
+    "FakeTensor",
+    "FakeTensorMode",
+    "TorchDispatchMode",
+    "has_hooks",
+    "install",
+    "mutates",
+    "preload",
+    "storage_id",
+]
 
 
 def preload() -> None:
@@ -20,6 +29,11 @@ def preload() -> None:
 def storage_id(tensor: Tensor) -> int:
     """The identity of the memory behind a tensor, which views share; a fake tensor has one too, but no address."""
     return tensor.untyped_storage()._cdata
+
+
+def has_hooks(parameter: Tensor) -> bool:
+    """Whether somebody asked to see its gradient."""
+    return bool(parameter._backward_hooks)
 
 
 def install(module: nn.Module, name: str, parameter: nn.Parameter) -> None:

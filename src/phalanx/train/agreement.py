@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from phalanx import counter
@@ -25,15 +27,17 @@ ADVICE = {
 }
 
 
-def check_agreement(engine: Engine) -> None:
-    """Compare fingerprints over all ranks; name what differs and where."""
-    if engine.mesh.world is None:
+def check_agreement(engine: Engine, *names: str) -> None:
+    """Compare fingerprints of these facts over all ranks; name what differs and where."""
+    if engine.environment.world == 1:
         return
-    facts = _facts(engine)
-    own = torch.tensor([counter.key(facts[name]) for name in ADVICE], device=engine.device)
+    facts = {name: FACTS[name](engine) for name in names}
+    own = torch.tensor([counter.key(fact) for fact in facts.values()], device=engine.device)
     every = own.new_empty(engine.environment.world, len(own))
-    collectives.all_gather(every, own, engine.mesh.world).wait()
-    for column, (name, advice) in enumerate(ADVICE.items()):
+    assert dist.group.WORLD is not None
+    collectives.all_gather(every, own, dist.group.WORLD).wait()
+    for column, name in enumerate(names):
+        advice = ADVICE[name]
         different = [rank for rank, value in enumerate(every[:, column].tolist()) if value != every[0, column]]
         if different:
             ranks = ", ".join(map(str, different[:8]))
@@ -43,17 +47,33 @@ def check_agreement(engine: Engine) -> None:
             )
 
 
-def _facts(engine: Engine) -> dict[str, str]:
+def _settings(engine: Engine) -> str:
     task = engine.task
     fields = {f.name: getattr(task, f.name) for f in dataclasses.fields(task)}
     plain = {name: value for name, value in fields.items() if isinstance(value, (bool, int, float, str, tuple))}
-    sample = engine.loader.reader.read_first()
-    return {
-        "settings": f"{type(task).__name__}({', '.join(f'{n}={v}' for n, v in plain.items())})",
-        "layout": str(engine.layout),
-        "data": f"{engine.order.size} samples, the first one {_digest(sample)}",
-        "model": ", ".join(f"{name} {tuple(weight.shape)}" for name, weight in engine.spread.weights.items()),
-    }
+    return f"{type(task).__name__}({', '.join(f'{n}={v}' for n, v in plain.items())})"
+
+
+def _layout(engine: Engine) -> str:
+    return str(engine.layout)
+
+
+def _data(engine: Engine) -> str:
+    size = engine.order.size
+    some = sorted({0, size // 3, 2 * size // 3, size - 1})
+    return f"{size} samples, of which {some} are {_digest([engine.loader.reader.read(index) for index in some])}"
+
+
+def _model(engine: Engine) -> str:
+    return ", ".join(f"{name} {tuple(weight.shape)}" for name, weight in engine.spread.weights.items())
+
+
+FACTS: dict[str, Callable[[Engine], str]] = {
+    "settings": _settings,
+    "layout": _layout,
+    "data": _data,
+    "model": _model,
+}
 
 
 def _digest(value: Any) -> str:
@@ -69,7 +89,7 @@ def _digest(value: Any) -> str:
             for inner in item:
                 add(inner)
         elif isinstance(item, (Tensor, np.ndarray)):
-            found.update(np.ascontiguousarray(torch.as_tensor(item).float().cpu().numpy()).tobytes())
+            found.update(torch.as_tensor(item).detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
         else:
             found.update(repr(item).encode())
 

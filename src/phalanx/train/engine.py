@@ -18,12 +18,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from phalanx.checkpoint.weights import check_writable
 from phalanx.data.loader import Loader, StepBatch, seed_globally
 from phalanx.data.order import Order
 from phalanx.errors import WrongUse
 from phalanx.launch.environment import TIMEOUT, Environment
 from phalanx.layout import Layout
-from phalanx.parallel.blueprint import Blueprint
+from phalanx.parallel.blueprint import Blueprint, mapped
 from phalanx.parallel.mesh import BATCH, Mesh
 from phalanx.parallel.spread import Spread
 from phalanx.precision import DTYPES
@@ -53,7 +54,7 @@ class Engine:
         self.device = self.environment.device(device)
         seed_globally(task.seed, "data")
         data = task.data()
-        self.order = Order(_length(data, "data", task), task.global_batch, task.seed)
+        self.order = Order(length(data, "data", task), task.global_batch, task.seed)
         self.schedule = task.schedule()
         self.loss_scale = LossScale(dynamic=task.precision == "fp16")
         self.clock = Clock(self.device)
@@ -70,6 +71,7 @@ class Engine:
         task = self.task
         if self.environment.join(self.device, timeout):
             undo.callback(dist.destroy_process_group)
+        check_agreement(self, "settings", "layout")
         self.mesh = Mesh(self.layout, self.environment.rank, timeout)
         undo.callback(self.mesh.close)
         blueprint = Blueprint(task.model, task.seed)
@@ -78,13 +80,14 @@ class Engine:
         undo.callback(self.spread.reduction.close)
         self.optimizer = make_optimizer(task, self.spread.pieces(), sharded=self.layout.fsdp > 1)
         self.loader = self._loader(data, self.order)
-        check_agreement(self)
+        check_agreement(self, "data", "model")
+        check_writable(self.spread)
 
     def _loader(self, data: Any, order: Order) -> Loader:
         return Loader(
             data, self.task.collate, order, micro_batches=self.layout.micro_batches(self.task.global_batch),
             ranks=self.mesh.size(*BATCH), rank=self.mesh.index(*BATCH), workers=self.task.workers,
-            pin=self.device.type == "cuda",
+            pin=self.device.type == "cuda", plain=type(self.task).collate is Task.collate,
         )  # fmt: skip
 
     def batches(self) -> Iterator[StepBatch]:
@@ -110,10 +113,11 @@ class Engine:
     @cached_property
     def held_out(self) -> Loader | None:
         """The task's held-out data in order, or None."""
+        seed_globally(self.task.seed, "held out")
         data = self.task.held_out()
         if data is None:
             return None
-        size = _length(data, "held_out", self.task)
+        size = length(data, "held_out", self.task)
         return self._loader(data, Order(size, self.task.global_batch, self.task.seed, shuffle=False))
 
     def evaluate(self) -> dict[str, float]:
@@ -133,14 +137,12 @@ class Engine:
         """A batch on this rank's device; wide floats only where the proof needs them."""
         wide = self.dtypes.compute == torch.float64
 
-        def place(value: Any) -> Any:
-            if not isinstance(value, Tensor):
-                return value
+        def place(value: Tensor) -> Tensor:
             if value.is_floating_point():
                 value = value.double() if wide else value.float() if value.dtype == torch.float64 else value
             return value.to(self.device, non_blocking=True)
 
-        return {name: place(value) for name, value in batch.items()}
+        return {name: mapped(value, place) for name, value in batch.items()}
 
     def whole_gradients(self, factor: float, without: set[str]) -> Gradients:
         """All gradients, whole, times ``factor``; None where no rank has one. All ranks must call it."""
@@ -161,7 +163,8 @@ class Engine:
         self.close()
 
 
-def _length(data: Any, method: str, task: Task) -> int:
+def length(data: Any, method: str, task: Task) -> int:
+    """How many samples a data set of the task's has."""
     try:
         return len(data)
     except TypeError:

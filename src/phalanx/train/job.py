@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,14 +15,19 @@ from typing import Any
 import torch
 
 from phalanx.cluster import Cluster
+from phalanx.data.loader import seed_globally
+from phalanx.data.order import Order
 from phalanx.errors import WrongUse
+from phalanx.launch.environment import TIMEOUT
 from phalanx.launch.local import Failure, Outcome, run_ranks
 from phalanx.layout import Layout
+from phalanx.parallel.blueprint import Blueprint
+from phalanx.parallel.spread import check_blocks
 from phalanx.precision import DTYPES
 from phalanx.run import EventLog, Run, read_settings
 from phalanx.settings import find_task, make_task, parse_assignments
 from phalanx.task import Task
-from phalanx.train.engine import Engine
+from phalanx.train.engine import Engine, length
 from phalanx.train.loop import Summary, train
 from phalanx.verdict import Verdict
 from phalanx.watch.screen import Screen, sparkline
@@ -48,7 +54,7 @@ class Job:
         steps: int | None,
         config: Path | None,
         device: str | None,
-        timeout: float,
+        timeout: float | None,
     ) -> Job:
         """From the command line's words, over those of a ``run.toml`` if one is given."""
         torch.set_num_threads(1)  # a task file may compute while it is imported, and no thread may survive into a fork
@@ -64,31 +70,39 @@ class Job:
         made = make_task(kind, values)
         chosen, ranks = _place(layout or (None if on else ran.get("layout")), on or (None if layout else ran.get("on")))
         chosen.check(made.global_batch, ranks)
-        if timeout <= 0:
-            raise WrongUse(f"--timeout {timeout:g} leaves no time to wait. Give seconds above 0.")
+        seconds = float(ran.get("timeout", TIMEOUT.total_seconds())) if timeout is None else timeout
+        if seconds <= 0:
+            raise WrongUse(f"--timeout {seconds:g} leaves no time to wait. Give seconds above 0.")
         return cls(
-            reference, made, chosen, Cluster.here(ranks, device or ran.get("device")), timedelta(seconds=timeout)
+            reference, made, chosen, Cluster.here(ranks, device or ran.get("device")), timedelta(seconds=seconds)
         )
 
     def describe(self) -> str:
-        """What would run."""
+        """What would run, with the model described and the data opened."""
+        model = Blueprint(self.task.model, self.task.seed).model
+        anatomy = self.task.anatomy(model)
+        check_blocks(self.layout, anatomy)
+        seed_globally(self.task.seed, "data")
+        order = Order(length(self.task.data(), "data", self.task), self.task.global_batch, self.task.seed)
         settings = ", ".join(f"{name}={value}" for name, value in self._settings().items())
         lines = {
             "task": f"{self.reference} ({type(self.task).__name__})",
             "set": settings,
             "layout": f"{self.layout} on {self.cluster}",
+            "model": f"{sum(p.numel() for p in model.parameters()):,} weights, {anatomy.describe()}",
+            "data": f"{order.size:,} samples, {order.steps_per_epoch:,} steps an epoch",
             "micro": f"{self.layout.micro_batches(self.task.global_batch)} micro-batches a step",
             "dtypes": DTYPES[self.task.precision].table(),
         }
         return "\n".join(f"{name:>7}  {text}" for name, text in lines.items())
 
     def _settings(self) -> dict[str, Any]:
-        """The task's fields, as far as a settings file can hold them."""
+        """The task's fields, as far as text can set them."""
         fields = {f.name: getattr(self.task, f.name) for f in dataclasses.fields(self.task) if f.init}
         return {
-            name: value
+            name: value.name if isinstance(value, enum.Enum) else "none" if value is None else value
             for name, value in fields.items()
-            if isinstance(value, (bool, int, float, str, list, tuple, Path))
+            if value is None or isinstance(value, (bool, int, float, str, list, tuple, Path, enum.Enum))
         }
 
     def train(self, path: Path | None) -> Verdict:
@@ -99,6 +113,7 @@ class Job:
             "layout": str(self.layout),
             "on": f"local:{self.cluster.world}",
             "device": self.cluster.device,
+            "timeout": self.timeout.total_seconds(),
         }
         run.write_settings({"run": place, "settings": self._settings()})
         outcome = run_ranks(partial(self._rank, run), self.cluster.world)
@@ -118,15 +133,22 @@ class Job:
             return Verdict(False, "stopped: every rank has ended", [f"what it did is in {run.path}"], code=130)
         if outcome.failures:
             return self._failed(run, outcome.failures)
-        summary: Summary = outcome.result
+        summary: Summary | None = outcome.result
+        if summary is None:
+            return Verdict(False, "a rank left before the end, by sys.exit perhaps", next="Take that out of the task.")
         evidence = []
         if summary.losses:
             evidence.append(f"loss {summary.losses[0]:.4f} {sparkline(summary.losses)} {summary.losses[-1]:.4f}")
         if summary.held_out:
             evidence.append("held out: " + ", ".join(f"{name} {value:.4f}" for name, value in summary.held_out.items()))
         if summary.skipped:
-            evidence.append(f"{summary.skipped} steps were skipped: their gradient was not finite")
+            evidence.append(f"{summary.skipped} steps were skipped: their gradient was not finite, or nothing counted")
         evidence.append(f"weights: {run.weights_path}")
+        if summary.losses and summary.skipped == len(summary.losses):
+            return Verdict(
+                False, f"{type(self.task).__name__} learned nothing: every step was skipped", evidence,
+                next="Look at the first step's loss: is a target out of range, a log of 0, an input not finite?",
+            )  # fmt: skip
         return Verdict(True, f"trained {type(self.task).__name__} for {summary.steps} steps on {self.layout}", evidence)
 
     def _failed(self, run: Run, failures: list[Failure]) -> Verdict:

@@ -38,7 +38,7 @@ class Metrics:
     samples: str
     """A hash of their ids."""
     skipped: bool
-    """The gradient was not finite, so no rank updated."""
+    """The gradient was not finite, or nothing counted, so no rank updated."""
     seconds: dict[str, float]
 
 
@@ -66,14 +66,14 @@ def train_step(engine: Engine, batch: StepBatch) -> Metrics:
     total, count, norm_squared, missing = agreed.tolist()
     without = _nobody_touched(engine) if missing else set()
 
-    divisor = max(count, 1.0) * scale.value
+    divisor = (count if count > 0 else 1.0) * scale.value
     norm = math.sqrt(norm_squared) / divisor if norm_squared >= 0 else math.nan
-    finite = math.isfinite(norm) and math.isfinite(total) and count > 0
+    finite = math.isfinite(norm) and math.isfinite(total)
     if engine.on_gradients is not None:
         engine.on_gradients(engine.whole_gradients(1 / divisor, without))
 
     lr = engine.set_learning_rate(batch.step)
-    if finite:
+    if finite and count > 0:
         clipped = min(1.0, task.clip / (norm + 1e-6))
         spread.give_gradients(clipped / divisor, without)
         engine.optimizer.step()
@@ -87,10 +87,10 @@ def train_step(engine: Engine, batch: StepBatch) -> Metrics:
         loss=total / count if count else math.nan,
         grad_norm=norm,
         lr=lr,
-        count=int(count),
+        count=round(count),
         slots=batch.slots,
         samples=batch.samples,
-        skipped=not finite,
+        skipped=not finite or count <= 0,
         seconds=clock.seconds(),
     )
 
