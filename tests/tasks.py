@@ -12,6 +12,11 @@ from torch import Tensor, nn
 import phalanx
 
 
+class Silent(nn.Linear):
+    def forward(self, x: Tensor) -> None:
+        super().forward(x)
+
+
 @dataclass
 class Digits(phalanx.Task):
     """Separable points; ``spoil`` poisons one sample, ``mistake`` makes one that people make."""
@@ -26,6 +31,8 @@ class Digits(phalanx.Task):
     mistake: str = ""
 
     def model(self) -> nn.Module:
+        if self.mistake == "no output":
+            return Silent(4, 3)
         return nn.Sequential(nn.Linear(4, self.width), nn.ReLU(), nn.Linear(self.width, 3))
 
     def _points(self, n: int, seed: int) -> phalanx.data.Arrays:
@@ -38,7 +45,9 @@ class Digits(phalanx.Task):
     def data(self) -> phalanx.data.Arrays:
         return self._points(self.samples, 0)
 
-    def held_out(self) -> phalanx.data.Arrays:
+    def held_out(self) -> Any:
+        if self.mistake == "empty":
+            return []
         return self._points(13, 1)
 
     def inputs(self, batch: dict[str, Any]) -> Tensor:
@@ -51,10 +60,16 @@ class Digits(phalanx.Task):
             return 3.0
         if self.mistake == "no count":
             return phalanx.Loss(output.sum())
+        if self.mistake == "detached" and output.requires_grad:
+            output = output.detach()
+        if self.mistake == "no column":
+            batch["z"]
         if self.mistake == "rank 1 fails":
             assert os.environ["RANK"] != "1"
         return phalanx.losses.cross_entropy(output, batch["y"])
 
-    def evaluate(self, output: Tensor, batch: dict[str, Any]) -> dict[str, phalanx.Loss]:
+    def evaluate(self, output: Tensor, batch: dict[str, Any]) -> Any:
+        if self.mistake == "measure":
+            return 0.5
         right = (output.argmax(1) == batch["y"]).sum()
         return {"loss": self.loss(output, batch), "accuracy": phalanx.Loss(right, len(batch["y"]))}

@@ -66,7 +66,13 @@ def test_train_leaves_a_run_that_can_be_repeated(tmp_path: Path) -> None:
     assert "parameter float32" in done.stdout
     run = Run(tmp_path / "runs" / "mine-001")
     settings = tomllib.loads(run.settings_path.read_text())
-    place = {"task": "mine.py", "layout": "fsdp=2,zero=2", "on": "local:2", "device": "cpu", "timeout": 600.0}
+    place = {
+        "task": str(tmp_path / "mine.py"),
+        "layout": "fsdp=2,zero=2",
+        "on": "local:2",
+        "device": "cpu",
+        "timeout": 600.0,
+    }
     assert settings["run"] == place
     assert (settings["settings"]["width"], settings["settings"]["steps"]) == (24, 5)
     events = [list(run.events(rank)) for rank in range(2)]
@@ -149,6 +155,14 @@ MISTAKES = {
     "a loss with half of it": (["--set", "mistake=no count"], "without a count of its terms"),
     "a loss that is one number": (["--set", "mistake=a number"], "not a sum and a count"),
     "no time to wait": (["--timeout", "-1"], "Give seconds above 0"),
+    "a learning rate that is none": (["--set", "learning_rate=nan"], "learning_rate=nan is no rate"),
+    "a folder that cannot be": (["--run", "/proc/none"], "Give another folder with --run"),
+    "a file for a folder": (["--run", "mine.py"], "Give another folder with --run"),
+    "a loss without a way back": (["--set", "mistake=detached"], "does not depend on any trainable weight"),
+    "a column that is not there": (["--set", "mistake=no column"], "the batch has no 'z'; choose one of: x, y"),
+    "a model that gives nothing": (["--set", "mistake=no output"], "forward of Silent returned nothing"),
+    "a measure that is a number": (["--set", "mistake=measure"], "evaluate gave a float"),
+    "nothing held out": (["--set", "mistake=empty"], "held_out is empty"),
     "a recompute that is none": (["--layout", "dp=1,recompute=ful"], "did you mean 'full'"),
 }
 BROKEN = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from phalanx import CannotHere, Cluster
+from phalanx import CannotHere, Cluster, WrongUse
 
 
 def test_this_machine_as_a_cluster() -> None:
@@ -18,5 +18,5 @@ def test_this_machine_as_a_cluster() -> None:
 def test_devices_that_are_not_here_are_refused() -> None:
     with pytest.raises(CannotHere, match="this machine has"):
         Cluster.here(1000, "cuda")
-    with pytest.raises(CannotHere, match="not known"):
+    with pytest.raises(WrongUse, match="not known"):
         Cluster.here(1, "tpu")

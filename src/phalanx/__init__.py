@@ -36,3 +36,7 @@ def __getattr__(name: str) -> Any:
     if name in ("data", "losses", "task"):
         return importlib.import_module(f"phalanx.{name}")
     raise AttributeError(f"module 'phalanx' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

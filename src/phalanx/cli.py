@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from pathlib import Path
@@ -11,13 +12,22 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # gloo warns of every con
 
 import typer
 
+from phalanx import __version__ as version
 from phalanx.errors import CannotHere, WrongUse
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False)
 
 
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(version)
+        raise typer.Exit
+
+
 @app.callback()
-def phalanx() -> None:
+def phalanx(
+    _: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="print the version")] = False,
+) -> None:
     """Train PyTorch models on one device or thousands with the same code."""
 
 
@@ -46,12 +56,21 @@ def train(
         print(job.describe())
         return
     verdict = job.train(run)
-    print(verdict, file=sys.stdout if verdict.holds else sys.stderr)
+    try:
+        print(verdict, file=sys.stdout if verdict.holds else sys.stderr, flush=True)
+    except BrokenPipeError:  # whoever read this has left; what was done is done
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     raise SystemExit(verdict.exit_code)
 
 
 def main() -> None:
     """Run a verb; what the user can mend is one message and an exit code, never our traceback."""
+    for number, stream in ((1, sys.stdout), (2, sys.stderr)):
+        if stream is None:  # closed by the caller
+            os.dup2(os.open(os.devnull, os.O_WRONLY), number)
+            setattr(sys, "stdout" if number == 1 else "stderr", os.fdopen(number, "w"))
+        elif isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal that cannot show a character shows another
     try:
         app()
     except (WrongUse, CannotHere) as error:

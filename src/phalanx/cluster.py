@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from phalanx.errors import CannotHere
+from phalanx.errors import CannotHere, WrongUse
 
 
 @dataclass(frozen=True)
@@ -42,11 +42,11 @@ class Cluster:
         gpus = torch.cuda.device_count()
         device = device or ("cuda" if gpus else "cpu")
         if device not in ("cpu", "cuda"):
-            raise CannotHere(f"device {device!r} is not known. Use cpu or cuda.")
+            raise WrongUse(f"device {device!r} is not known. Use cpu or cuda.")
         if device == "cuda" and ranks > gpus:
             raise CannotHere(
                 f"{ranks} ranks were asked for and this machine has {gpus} GPUs. "
-                f"Ask for {gpus or 'none of them'}, or add --device cpu."
+                + (f"Ask for {gpus}, or add --device cpu." if gpus else "Use --device cpu.")
             )
         host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         return cls(device, ranks, memory_bytes=host // ranks if device == "cpu" else 0)

@@ -34,13 +34,13 @@ class Run:
             run = cls(path)
             if run.settings_path.exists():
                 raise WrongUse(f"{run.path} holds a run already. Give another --run, or remove that folder.")
-            run.path.mkdir(parents=True, exist_ok=True)
+            _make(run.path, exist_ok=True)
             return run
         number = 1
         while True:
             try:
                 candidate = Path("runs") / f"{name}-{number:03d}"
-                candidate.mkdir(parents=True)
+                _make(candidate)
                 return cls(candidate)
             except FileExistsError:  # taken, perhaps by another run that starts at this moment
                 number += 1
@@ -71,6 +71,15 @@ class Run:
             for line in lines:
                 if line.endswith("\n"):
                     yield json.loads(line)
+
+
+def _make(path: Path, exist_ok: bool = False) -> None:
+    try:
+        path.mkdir(parents=True, exist_ok=exist_ok)
+    except OSError as error:
+        if isinstance(error, FileExistsError) and not exist_ok:
+            raise
+        raise WrongUse(f"{path} cannot be made: {error.strerror}. Give another folder with --run.") from None
 
 
 def read_settings(path: Path) -> dict[str, dict[str, Any]]:

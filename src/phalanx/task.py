@@ -15,11 +15,23 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.anatomy import Anatomy
-from phalanx.errors import WrongUse
+from phalanx.errors import WrongUse, closest
 from phalanx.losses import Loss
 
 Precision = Literal["fp32", "bf16", "fp16", "float64"]
-Batch = dict[str, Any]
+
+
+class NoSuchColumn(WrongUse, KeyError):
+    """A task asked a batch for what it does not have."""
+
+    __str__ = ValueError.__str__
+
+
+class Batch(dict[str, Any]):
+    """A batch's columns by name."""
+
+    def __missing__(self, name: str) -> Any:
+        raise NoSuchColumn(f"the batch has no {name!r}; {closest(str(name), self)}")
 
 
 @dataclass(kw_only=True)
@@ -52,7 +64,7 @@ class Task:
         """Samples kept aside for `evaluate`, or None."""
         return None
 
-    def collate(self, samples: Sequence[Mapping[str, Any]]) -> Batch:
+    def collate(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Samples to one batch; by default tensors and numbers are stacked."""
         try:
             return dict(torch.utils.data.default_collate(list(samples)))
@@ -62,15 +74,15 @@ class Task:
                 "Make them alike, or give the task a collate(samples)."
             ) from error
 
-    def inputs(self, batch: Batch) -> Any:
+    def inputs(self, batch: dict[str, Any]) -> Any:
         """What ``forward`` gets: a tensor, a tuple or a dict."""
         raise self._missing("inputs", "return what forward gets: a tensor, a tuple or a dict")
 
-    def loss(self, output: Any, batch: Batch) -> Loss:
+    def loss(self, output: Any, batch: dict[str, Any]) -> Loss:
         """The loss of a micro-batch as a sum and a count."""
         raise self._missing("loss", "return a phalanx.Loss(total, count)")
 
-    def evaluate(self, output: Any, batch: Batch) -> dict[str, Loss]:
+    def evaluate(self, output: Any, batch: dict[str, Any]) -> dict[str, Loss]:
         """What to measure on held-out data, each as a sum and a count; by default the loss."""
         return {"loss": self.loss(output, batch)}
 
@@ -106,6 +118,10 @@ class Task:
             value = getattr(self, name)
             if value < least:
                 raise WrongUse(f"{name}={value} is below {least}. Set {name} to {least} or more.")
+        for name in ("learning_rate", "weight_decay"):
+            value = getattr(self, name)
+            if not 0 <= value < math.inf:
+                raise WrongUse(f"{name}={value} is no rate. Set {name} to a number from 0 up, such as 0.001.")
         if not self.clip > 0:
             raise WrongUse(f"clip={self.clip} would stop all learning. Set clip above 0, or clip=inf for no clipping.")
         known = get_args(Precision)
@@ -116,19 +132,17 @@ class Task:
         return WrongUse(f"{type(self).__name__} has no {method}(). Define it: {what}.")
 
 
-def as_loss(value: Any, task: Task) -> Loss:
-    """The task's loss, checked: a scalar sum and how many terms it has."""
-    name = type(task).__name__
+def as_loss(value: Any, task: Task, method: str = "loss") -> Loss:
+    """What a method of the task gave, checked: a scalar sum and how many terms it has."""
+    name = f"{type(task).__name__}.{method}"
     how = "Return phalanx.Loss(total, count), for example phalanx.losses.cross_entropy(output, targets)."
     if isinstance(value, Tensor):
-        raise WrongUse(f"{name}.loss returned a tensor, which has no count to divide by. {how}")
+        raise WrongUse(f"{name} returned a tensor, which has no count to divide by. {how}")
     if not isinstance(value, Loss):
-        raise WrongUse(f"{name}.loss returned a {type(value).__name__}, not a sum and a count. {how}")
+        raise WrongUse(f"{name} returned a {type(value).__name__}, not a sum and a count. {how}")
     if value.count is None or (isinstance(value.count, Tensor) and value.count.numel() != 1):
-        raise WrongUse(f"{name}.loss gave a Loss without a count of its terms, one number. {how}")
-    if not isinstance(value.total, Tensor) or value.total.numel() != 1:
+        raise WrongUse(f"{name} gave a Loss without a count of its terms, one number. {how}")
+    if (method == "loss" and not isinstance(value.total, Tensor)) or torch.as_tensor(value.total).numel() != 1:
         shape = tuple(value.total.shape) if isinstance(value.total, Tensor) else type(value.total).__name__
-        raise WrongUse(
-            f"{name}.loss has a total of shape {shape}; it must be one number, the sum over the batch. {how}"
-        )
+        raise WrongUse(f"{name} has a total of shape {shape}; it must be one number, the sum over the batch. {how}")
     return value

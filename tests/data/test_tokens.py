@@ -9,6 +9,7 @@ import pytest
 
 from phalanx import WrongUse
 from phalanx.data import PackedTokens, TokenFile, write_tokens
+from tests.ranks import Ranks
 
 DOCUMENTS = ["abcde", "", "fg", "h", "ijklmnop"]
 
@@ -34,13 +35,28 @@ def test_every_prediction_inside_a_document_is_there_once(tmp_path: Path, length
     assert pairs == expected
 
 
+def encode_together(folder: Path) -> int:
+    documents = (f"document {i}" for i in range(2000))
+    path = write_tokens(folder / "corpus", documents, lambda text: list(text.encode()))
+    return len(TokenFile(path).tokens)
+
+
+def test_ranks_that_encode_together_write_once(ranks: Ranks, tmp_path: Path) -> None:
+    sizes = ranks(4, encode_together, tmp_path)
+    assert set(sizes) == {sum(len(f"document {i}") for i in range(2000))}
+    assert write_tokens(tmp_path / "corpus", ["other"], lambda text: [1, 2]) == tmp_path / "corpus"
+    assert len(TokenFile(tmp_path / "corpus").tokens) == sizes[0]
+    write_tokens(tmp_path / "corpus", ["other"], lambda text: [1, 2], again=True)
+    assert len(TokenFile(tmp_path / "corpus").tokens) == 2
+
+
 def test_documents_and_positions_are_told(tmp_path: Path) -> None:
     sample = packed(10, tmp_path)[0]
     assert sample["documents"].tolist() == [0, 0, 0, 0, 0, 2, 2, 3, 4, 4]
     assert sample["positions"].tolist() == [0, 1, 2, 3, 4, 0, 1, 0, 0, 1]
     later = packed(10, tmp_path)[1]
     assert later["documents"].tolist() == [0] * 5 + [-1] * 5
-    assert later["positions"].tolist()[:5] == [2, 3, 4, 5, 6]
+    assert later["positions"].tolist()[:5] == [0, 1, 2, 3, 4], "begun before, so counted from the sample's start"
     assert later["targets"].tolist()[5:] == [-100] * 5
     with pytest.raises(IndexError):
         packed(10, tmp_path)[2]

@@ -6,6 +6,8 @@ ends. Both are plain numpy arrays and are memory-mapped, so opening a terabyte c
 
 from __future__ import annotations
 
+import fcntl
+import os
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
@@ -20,11 +22,31 @@ IGNORE = -100
 
 
 def write_tokens(
-    path: str | Path, documents: Iterable[str], encode: Callable[[str], Sequence[int]], dtype: str = "uint16"
+    path: str | Path,
+    documents: Iterable[str],
+    encode: Callable[[str], Sequence[int]],
+    dtype: str = "uint16",
+    *,
+    again: bool = False,
 ) -> Path:
-    """Encode documents one by one into a token file; returns the path to give to `TokenFile`."""
+    """Encode documents one by one into a token file; returns the path to give to `TokenFile`.
+
+    A file that is there is kept, unless it is to be written ``again``. Of several ranks that ask, one writes and the
+    others wait for it.
+    """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        if again or not _ends(path).exists():
+            _write(path, documents, encode, dtype)
+    finally:
+        os.close(folder)
+    return path
+
+
+def _write(path: Path, documents: Iterable[str], encode: Callable[[str], Sequence[int]], dtype: str) -> None:
     raw, ends, total = path.with_name(path.name + ".raw"), [], 0
     largest = np.iinfo(dtype).max
     with raw.open("wb") as file:
@@ -45,8 +67,9 @@ def write_tokens(
     target[:] = np.memmap(raw, dtype=dtype, mode="r")
     target.flush()
     raw.unlink()
-    np.save(_ends(path), np.array(ends, dtype=np.int64))
-    return path
+    unfinished = path.with_name(path.name + ".unfinished.npy")
+    np.save(unfinished, np.array(ends, dtype=np.int64))
+    unfinished.replace(_ends(path))  # last, and at once: where it is, all is
 
 
 def _tokens(path: Path) -> Path:
@@ -75,7 +98,8 @@ class PackedTokens:
     """Documents laid end to end and cut into samples of ``length``, so that no place in a batch is wasted.
 
     A sample has ``tokens``; ``targets``, the next token, or -100 where the next one belongs to another document;
-    ``documents``, which document each token is from; and ``positions``, counted from its document's start.
+    ``documents``, which document each token is from; and ``positions``, counted from its document's start or, in a
+    document that began before, from the sample's.
     """
 
     def __init__(self, tokens: np.ndarray, ends: np.ndarray, length: int, pad: int = 0) -> None:
@@ -101,7 +125,7 @@ class PackedTokens:
         start = index * self.length
         place = np.arange(start, min(start + self.length, len(self.tokens) - 1))
         document = np.searchsorted(self.ends, place, side="right")
-        begins = np.where(document > 0, self.ends[document - 1], 0)
+        begins = np.maximum(np.where(document > 0, self.ends[document - 1], 0), start)
         last = place + 1 == self.ends[document]
         sample = {
             "tokens": self._padded(self.tokens[place], self.pad),

@@ -180,6 +180,8 @@ def _reason(error: Exception) -> str:
     text = str(error)
     if isinstance(error, (WrongUse, CannotHere)):
         return text
+    if "imed out waiting" in text or "Timed out" in text:
+        return f"waited for another rank until its time was up ({text.splitlines()[0][:80]}); look at the others first"
     if "Connection closed by peer" in text or "Connection reset by peer" in text:
         return "lost its connection to a rank that ended"
     return f"{type(error).__name__}: {text.splitlines()[0]}" if text else type(error).__name__

@@ -15,7 +15,6 @@ from functools import cached_property
 from typing import Any, Self
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from phalanx.checkpoint.weights import check_writable
@@ -28,7 +27,7 @@ from phalanx.parallel.blueprint import Blueprint, mapped
 from phalanx.parallel.mesh import BATCH, Mesh
 from phalanx.parallel.spread import Spread
 from phalanx.precision import DTYPES
-from phalanx.task import Task
+from phalanx.task import Batch, Task
 from phalanx.train.agreement import check_agreement
 from phalanx.train.clock import Clock
 from phalanx.train.evaluate import evaluate
@@ -70,7 +69,7 @@ class Engine:
         """Meet the other ranks and take this rank's part of the model, the optimizer and the data."""
         task = self.task
         if self.environment.join(self.device, timeout):
-            undo.callback(dist.destroy_process_group)
+            undo.callback(self.environment.leave)
         check_agreement(self, "settings", "layout")
         self.mesh = Mesh(self.layout, self.environment.rank, timeout)
         undo.callback(self.mesh.close)
@@ -118,13 +117,15 @@ class Engine:
         if data is None:
             return None
         size = length(data, "held_out", self.task)
+        if not size:
+            raise WrongUse(f"{type(self.task).__name__}.held_out is empty. Give it samples, or return None.")
         return self._loader(data, Order(size, self.task.global_batch, self.task.seed, shuffle=False))
 
-    def evaluate(self) -> dict[str, float]:
-        """The task's measures over its held-out data, every sample counted once."""
+    def evaluate(self, batches: int | None = None) -> dict[str, float]:
+        """The task's measures over its held-out data, or so many batches of it, every sample counted once."""
         if self.held_out is None:
             raise WrongUse(f"{type(self.task).__name__} keeps nothing aside to evaluate on. Give it a held_out().")
-        return evaluate(self, self.held_out)
+        return evaluate(self, self.held_out, batches)
 
     def set_learning_rate(self, step: int) -> float:
         """The schedule's rate for a step, set in every group; returns the first group's."""
@@ -142,7 +143,7 @@ class Engine:
                 value = value.double() if wide else value.float() if value.dtype == torch.float64 else value
             return value.to(self.device, non_blocking=True)
 
-        return {name: mapped(value, place) for name, value in batch.items()}
+        return Batch({name: mapped(value, place) for name, value in batch.items()})
 
     def whole_gradients(self, factor: float, without: set[str]) -> Gradients:
         """All gradients, whole, times ``factor``; None where no rank has one. All ranks must call it."""

@@ -8,8 +8,8 @@ import torch
 
 from phalanx.data.loader import Loader
 from phalanx.errors import WrongUse
-from phalanx.losses import Loss
 from phalanx.parallel import collectives
+from phalanx.task import as_loss
 from phalanx.train.step import as_number, call, micro_batch
 
 if TYPE_CHECKING:
@@ -17,22 +17,23 @@ if TYPE_CHECKING:
 
 
 @torch.no_grad()
-def evaluate(engine: Engine, loader: Loader) -> dict[str, float]:
+def evaluate(engine: Engine, loader: Loader, batches: int | None = None) -> dict[str, float]:
     """What ``Task.evaluate`` measures, each as the global sum over the global count."""
     task, model = engine.task, engine.spread.model
     model.eval()
     sums: dict[str, torch.Tensor] = {}
     zero = torch.zeros(2, dtype=torch.float64, device=engine.device)
-    for batch in loader.batches(0, loader.order.steps_per_epoch):
+    for batch in loader.batches(0, min(loader.order.steps_per_epoch, batches or loader.order.steps_per_epoch)):
         for micro in batch.micro_batches:
             with micro_batch(engine, batch.step, micro) as tensors:
                 measures = task.evaluate(call(engine, tensors), tensors)
-            for name, loss in measures.items():
-                if not isinstance(loss, Loss) or loss.count is None:
-                    raise WrongUse(
-                        f"{type(task).__name__}.evaluate gave {name!r} without a sum and a count. "
-                        "Return phalanx.Loss(total, count)."
-                    )
+            if not isinstance(measures, dict):
+                raise WrongUse(
+                    f"{type(task).__name__}.evaluate gave a {type(measures).__name__}. "
+                    'Return a dict of sums and counts, e.g. {"loss": phalanx.Loss(total, count)}.'
+                )
+            for name, value in measures.items():
+                loss = as_loss(value, task, f"evaluate, for {name!r},")
                 own = torch.stack([as_number(loss.total, zero), as_number(loss.count, zero)])
                 sums[name] = sums.get(name, zero) + own * micro.real
     engine.spread.rest()

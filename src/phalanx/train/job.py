@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import os
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ import torch
 from phalanx.cluster import Cluster
 from phalanx.data.loader import seed_globally
 from phalanx.data.order import Order
-from phalanx.errors import WrongUse
+from phalanx.errors import WrongUse, closest
 from phalanx.launch.environment import TIMEOUT
 from phalanx.launch.local import Failure, Outcome, run_ranks
 from phalanx.layout import Layout
@@ -60,6 +61,16 @@ class Job:
         torch.set_num_threads(1)  # a task file may compute while it is imported, and no thread may survive into a fork
         saved = read_settings(config) if config else {}
         ran: Mapping[str, Any] = saved.get("run", {})
+        known = ("task", "layout", "on", "device", "timeout")
+        for table, names in (("table", [n for n in saved if n not in ("run", "settings")]), ("key", ran)):
+            for name in names:
+                if table == "table" or name not in known:
+                    raise WrongUse(f"{config} has a {table} {name!r} that means nothing; {closest(name, known)}")
+        if int(os.environ.get("WORLD_SIZE", 1)) > 1 and "TORCHELASTIC_RUN_ID" in os.environ:
+            raise WrongUse(
+                "phalanx train starts its ranks itself, and torchrun would start one such job a process. Use --on "
+                "local:N without torchrun, or phalanx.Engine in a program of your own with it."
+            )
         reference = task or ran.get("task")
         if reference is None:
             raise WrongUse("there is no task to train. Name one: phalanx train gpt, or phalanx train file.py")
@@ -109,7 +120,7 @@ class Job:
         """Run it to the end."""
         run = Run.create(path, Path(self.reference.partition(":")[0]).stem)
         place = {
-            "task": self.reference,
+            "task": _absolute(self.reference),
             "layout": str(self.layout),
             "on": f"local:{self.cluster.world}",
             "device": self.cluster.device,
@@ -169,6 +180,12 @@ class Job:
             evidence,
             next=f"The job has ended and no rank is left. Mend the cause and start again; what it did is in {run.path}",
         )
+
+
+def _absolute(reference: str) -> str:
+    """A task file by its full path, so that the run can be repeated from anywhere; a recipe by its name."""
+    file, colon, name = reference.partition(":")
+    return f"{Path(file).resolve()}{colon}{name}" if file.endswith(".py") else reference
 
 
 def _place(layout: str | None, on: str | None) -> tuple[Layout, int]:

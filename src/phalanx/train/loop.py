@@ -34,6 +34,8 @@ def train(
         log.write(
             "start", rank=rank, world=engine.environment.world, device=str(engine.device), layout=str(engine.layout)
         )
+        if engine.held_out is not None:
+            engine.evaluate(batches=1)  # so that a mistake there shows now and not after the last step
         for batch in engine.batches():
             metrics = engine.step(batch)
             log.write("step", **asdict(metrics))
@@ -43,12 +45,15 @@ def train(
                 on_step(metrics)
             last = engine.step_number == task.steps
             due = task.evaluate_every and engine.step_number % task.evaluate_every == 0
+            if last:
+                write_weights(engine.spread, run.weights_path, writer=rank == 0)
             if (last or due) and engine.held_out is not None:
                 summary.held_out = engine.evaluate()
                 log.write("evaluation", step=metrics.step, held_out=summary.held_out)
                 if on_evaluation:
                     on_evaluation(metrics.step, summary.held_out)
-        write_weights(engine.spread, run.weights_path, writer=rank == 0)
+        if not task.steps:
+            write_weights(engine.spread, run.weights_path, writer=rank == 0)
         summary.steps = engine.step_number
         log.write(
             "end", steps=summary.steps, loss=summary.losses[-1] if summary.losses else None, held_out=summary.held_out

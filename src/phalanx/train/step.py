@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from phalanx.data.loader import MicroBatch, StepBatch
+from phalanx.errors import WrongUse
 from phalanx.losses import Loss
 from phalanx.parallel import collectives
 from phalanx.parallel.answers import check_unmoved, generator_state
@@ -98,7 +99,13 @@ def train_step(engine: Engine, batch: StepBatch) -> Metrics:
 def forward(engine: Engine, step: int, micro: MicroBatch) -> Loss:
     """A micro-batch's loss, every random number in it keyed by step and sample."""
     with micro_batch(engine, step, micro) as tensors:
-        return as_loss(engine.task.loss(call(engine, tensors), tensors), engine.task)
+        loss = as_loss(engine.task.loss(call(engine, tensors), tensors), engine.task)
+    if not loss.total.requires_grad:
+        raise WrongUse(
+            f"the loss of {type(engine.task).__name__} does not depend on any trainable weight. "
+            "Compute it from the model's output, without detach(), item() or no_grad()."
+        )
+    return loss
 
 
 class micro_batch:
@@ -126,8 +133,12 @@ def call(engine: Engine, tensors: dict[str, Any]) -> Any:
     inputs = cast(engine.task.inputs(tensors), engine.dtypes.compute)
     model = engine.spread.model
     if isinstance(inputs, dict):
-        return model(**inputs)
-    return model(*inputs) if isinstance(inputs, tuple) else model(inputs)
+        output = model(**inputs)
+    else:
+        output = model(*inputs) if isinstance(inputs, tuple) else model(inputs)
+    if output is None:
+        raise WrongUse(f"forward of {type(model).__name__} returned nothing. Return what Task.loss needs.")
+    return output
 
 
 def as_number(value: Any, like: Tensor) -> Tensor:

@@ -25,6 +25,7 @@ class Screen:
     def __init__(self, engine: Engine, out: TextIO | None = None) -> None:
         self.engine, self.out = engine, out or sys.stdout
         self.live = self.out.isatty()
+        self.open = True
         self.began = self.shown = time.monotonic()
         self.first_step = engine.step_number
         self.rate = 0.0
@@ -58,8 +59,7 @@ class Screen:
         line = self._line(metrics, now)
         if self.live:
             width = shutil.get_terminal_size().columns - 1
-            self.out.write("\r" + line[:width].ljust(width) + ("\n" if last else ""))
-            self.out.flush()
+            self._write("\r" + line[:width].ljust(width), end="\n" if last else "")
         else:
             self._write(line)
 
@@ -78,8 +78,13 @@ class Screen:
         text = "  ".join(f"{name} {value:.4f}" for name, value in measures.items())
         self._write(("\r" if self.live else "") + f"held out after step {step + 1}: {text}")
 
-    def _write(self, text: str) -> None:
-        print(text, file=self.out, flush=True)
+    def _write(self, text: str, end: str = "\n") -> None:
+        """A reader that goes away does not end the training."""
+        if self.open:
+            try:
+                print(text, file=self.out, end=end, flush=True)
+            except (BrokenPipeError, ValueError):
+                self.open = False
 
 
 def memory_bytes(device: torch.device) -> int:
