@@ -9,6 +9,7 @@ import os
 import pickle
 import socket
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
@@ -126,5 +127,8 @@ def _serve(rank: int, pipe: Connection, port: int) -> None:
 def _check_clean(threads: int, variables: dict[str, str], world: int) -> None:
     groups = len(dist.distributed_c10d._world.pg_map)
     assert groups <= (world > 1), f"{groups - 1} process groups were left behind"
+    deadline = time.monotonic() + 2
+    while threading.active_count() > threads and time.monotonic() < deadline:
+        time.sleep(0.01)  # a queue's thread ends a moment after the queue
     assert threading.active_count() <= threads, f"threads were left behind: {threading.enumerate()}"
     assert dict(os.environ) == variables, "environment variables were changed"
