@@ -28,9 +28,10 @@ PRIME = 37
 class HostileTransformer(Transformer):
     """Tied embeddings, dropout, grouped queries, prime sizes; frozen, unused and sometimes-used weights."""
 
-    def __init__(self) -> None:
+    def __init__(self, heads: int = 2, kv_heads: int = 1, tied: bool = True) -> None:
         super().__init__(TransformerConfig(
-            vocabulary=PRIME, width=12, layers=2, heads=2, kv_heads=1, hidden=13, dropout=0.1, tied=True,
+            vocabulary=PRIME, width=6 * heads, layers=2, heads=heads, kv_heads=kv_heads, hidden=13, dropout=0.1,
+            tied=tied,
         ))  # fmt: skip
         with torch.no_grad():
             for name, weight in self.named_parameters():
@@ -40,7 +41,7 @@ class HostileTransformer(Transformer):
                     weight.mul_(10)
         self.blocks[0].attention_norm.weight.requires_grad_(False)
         self.unused = nn.Parameter(torch.randn(3))
-        self.rare = nn.Parameter(torch.randn(12))
+        self.rare = nn.Parameter(torch.randn(6 * heads))
         self.scalar = nn.Parameter(torch.tensor(0.5))
 
     def forward(self, tokens: Tensor, **options: Any) -> Any:
@@ -99,6 +100,14 @@ class HostileLanguage(phalanx.Task):
         return phalanx.losses.cross_entropy(output, batch["targets"], label_smoothing=0.1)
 
 
+@dataclass
+class ManyHeads(HostileLanguage):
+    """Enough heads for ``tp=8``, fewer key-value heads than that, and a head of its own."""
+
+    def model(self) -> nn.Module:
+        return HostileTransformer(heads=8, kv_heads=2, tied=False)
+
+
 class HostileResNet(ResNet):
     def __init__(self) -> None:
         super().__init__(classes=5, widths=(5, 7), depth=1, channels=3)
@@ -135,7 +144,7 @@ class HostileVision(phalanx.Task):
         return phalanx.losses.cross_entropy(output, batch["label"])
 
 
-TASKS = {"language": HostileLanguage, "vision": HostileVision}
+TASKS = {"language": HostileLanguage, "many heads": ManyHeads, "vision": HostileVision}
 
 
 @dataclass
@@ -159,8 +168,9 @@ def reference(task: phalanx.Task, micro_batches: int = 1) -> Trace:
     moment = Moment()
     randomness = Randomness(task.seed, moment, torch.device("cpu"))
     randomness.answers = Answers(randomness)
-    for name, block in getattr(model, "blocks", nn.Module()).named_children():
-        block.forward = randomness.counted(f"blocks.{name}", randomness.scoped(f"blocks.{name}", block.forward))
+    for name in task.anatomy(model).blocks:
+        block = model.get_submodule(name)
+        block.forward = randomness.counted(name, randomness.scoped(name, block.forward))
     trainable = [p for p in model.parameters() if p.requires_grad]
     optimizer = task.optimizer(trainable)
     rates = [group["lr"] for group in optimizer.param_groups]

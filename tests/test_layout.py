@@ -64,7 +64,16 @@ def test_bad_text_is_refused(text: str, expected: str) -> None:
         ("dp=2,fsdp=2", 32, 8, "dp=2 x fsdp=2 needs 4 ranks and there are 8", "dp=2,fsdp=4|dp=4,fsdp=2"),
         ("fsdp=8", 4, 8, "global_batch=4 is less than the 8 ranks of dp=1 x fsdp=8", "fsdp=4 on 4 ranks"),
         ("dp=2,micro_batch=40", 32, 2, "micro_batch=40 is more than a rank's share of 16", "dp=2,micro_batch=16"),
-        ("tp=2", 32, 2, "tp=2 is not offered", "dp=2|fsdp=2"),
+        ("cp=2", 32, 2, "cp=2 is not offered", "dp=2|fsdp=2"),
+        (
+            "tp=2,compile=blocks",
+            32,
+            2,
+            "compile=blocks is not offered together with tp=2",
+            "dp=2,compile=blocks|fsdp=2,compile=blocks",
+        ),
+        ("dp=2,tp=2", 32, 8, "needs 4 ranks and there are 8", "dp=4,tp=2|dp=2,fsdp=2,tp=2"),
+        ("dp=4,tp=2", 2, 8, "is less than the 4 ranks", "dp=2,tp=2 on 4 ranks|fsdp=2,tp=2 on 4 ranks"),
     ],
 )
 def test_what_cannot_work_names_the_numbers_and_the_nearest(

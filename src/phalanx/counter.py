@@ -62,17 +62,18 @@ def bits(stream: int, start: int, stop: int, device: torch.device) -> Tensor:
     return mix(torch.arange(start + 1, stop + 1, dtype=torch.int64, device=device).mul_(STRIDE).add_(stream))
 
 
-def grid_bits(keys: Tensor, shape: Sequence[int]) -> Tensor:
-    """64 random bits for each place in a grid under each key: ``keys.shape + shape``.
+def grid_bits(keys: Tensor, grid: Sequence[int | Tensor]) -> Tensor:
+    """64 random bits for each place in a grid under each key: ``keys.shape + grid``.
 
-    A place's bits depend on its coordinates, not on the grid's size, so padding a batch longer changes nothing.
+    A dim of the grid is a size, or the coordinates wanted of it. A place's bits depend on its coordinates, not on the
+    grid's size, so padding a batch longer changes nothing.
     """
     index = torch.full((), STRIDE, dtype=torch.int64, device=keys.device)
-    for axis, size in enumerate(shape):
+    for axis, size in enumerate(grid):
+        places = size if isinstance(size, Tensor) else torch.arange(size, dtype=torch.int64, device=keys.device)
         # the xor keeps torch.compile from folding this into an index of 32 bits, which overflows
-        steps = (torch.arange(size, dtype=torch.int64, device=keys.device) ^ 1) * AXES[axis]
-        index = index.unsqueeze(-1) + steps
-    return mix(keys.view((*keys.shape, *[1] * len(shape))) + index)
+        index = index.unsqueeze(-1) + (places ^ 1) * AXES[axis]
+    return mix(keys.view((*keys.shape, *[1] * len(grid))) + index)
 
 
 def uniform(raw: Tensor) -> Tensor:
@@ -87,12 +88,16 @@ def normal(raw: Tensor) -> Tensor:
     return high.log_().mul_(-2.0).sqrt_().mul_(low.mul_(2 * math.pi).cos_())
 
 
-def keep_mask(keys: Tensor, shape: Sequence[int], drop: float) -> Tensor:
-    """A boolean mask ``keys.shape + shape``, False with probability ``drop``; each 64 bits decide two neighbours."""
-    *outer, last = shape or (1,)
-    lanes = grid_bits(keys, [*outer, (last + 1) // 2]).view(torch.int32)[..., :last]
+def keep_mask(keys: Tensor, grid: Sequence[int | Tensor], drop: float) -> Tensor:
+    """A boolean mask ``keys.shape + grid``, False with probability ``drop``; each 64 bits decide two neighbours."""
+    *outer, last = grid or (1,)
     threshold = min(round(drop * 2**32), 2**32 - 1) - 2**31
-    return (lanes >= threshold).view(*keys.shape, *shape)
+    if isinstance(last, Tensor):
+        lanes = grid_bits(keys, [*outer, last // 2]).unsqueeze(-1).view(torch.int32)
+        chosen = (last % 2).view(-1, 1).expand(*lanes.shape[:-1], 1)
+        return lanes.gather(-1, chosen).squeeze(-1) >= threshold
+    mask = grid_bits(keys, [*outer, (last + 1) // 2]).view(torch.int32)[..., :last] >= threshold
+    return mask if grid else mask.squeeze(-1)
 
 
 def _chunks(count: int) -> Iterator[tuple[int, int]]:

@@ -31,6 +31,7 @@ class Layout:
     fsdp: int = 1
     """Ranks that share one copy of the training state, as ``zero`` says."""
     tp: int = 1
+    """Ranks that share each layer: some heads, some hidden features, some of the vocabulary."""
     cp: int = 1
     pp: int = 1
     ep: int = 1
@@ -114,10 +115,12 @@ class Layout:
         return notes
 
     def _problems(self, global_batch: int, world: int) -> Iterator[str]:
-        for name in ("tp", "cp", "pp", "ep"):
+        for name in ("cp", "pp", "ep"):
             degree = getattr(self, name)
             if degree > 1:
-                yield f"{name}={degree} is not offered by this version, which spreads over dp and fsdp"
+                yield f"{name}={degree} is not offered by this version, which spreads over dp, fsdp and tp"
+        if self.compile != "none" and self.tp > 1:
+            yield f"compile={self.compile} is not offered together with tp={self.tp}: its blocks speak to other ranks"
         if self.world != world:
             degrees = " x ".join(f"{n}={getattr(self, n)}" for n in DEGREES[:5] if getattr(self, n) > 1) or "dp=1"
             yield f"{degrees} needs {self.world} ranks and there are {world}"
@@ -135,12 +138,13 @@ class Layout:
 
     def _nearest(self, global_batch: int, world: int) -> str:
         """The closest valid layout over the same world, or over the largest world that can work."""
-        for size in range(min(world, global_batch), 0, -1):
+        for size in range(world, 0, -1):
             options = [
-                replace(self, dp=dp, fsdp=size // dp, tp=1, cp=1, pp=1, ep=1, micro_batch=micro)
-                for dp in range(1, size + 1)
-                if size % dp == 0
-                for micro in {self.micro_batch, self._fitting(global_batch, size)}
+                replace(self, dp=dp, fsdp=size // tp // dp, tp=tp, cp=1, pp=1, ep=1, micro_batch=micro)
+                for tp in {self.tp, 1}
+                for dp in range(1, size // tp + 1)
+                if size % (tp * dp) == 0
+                for micro in {self.micro_batch, self._fitting(global_batch, size // tp)}
             ]
             valid = [option for option in options if not any(option._problems(global_batch, size))]
             if valid:
@@ -152,7 +156,7 @@ class Layout:
         return self.micro_batch and min(self.micro_batch, math.ceil(global_batch / ranks))
 
     def _distance(self, other: Layout) -> tuple[float, bool]:
-        far = sum(abs(math.log2(getattr(self, n) / getattr(other, n))) for n in ("dp", "fsdp"))
+        far = sum(abs(math.log2(getattr(self, n) / getattr(other, n))) for n in ("dp", "fsdp", "tp"))
         return far, self.micro_batch != other.micro_batch
 
 

@@ -6,6 +6,7 @@ micro-batches and ranks, and the gradient is divided once, by the global count.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,24 +27,45 @@ class Loss:
     count: Tensor | int | float | None = None
 
 
+@dataclass(frozen=True)
+class Vocabulary:
+    """A rank's part of a vocabulary, and how it comes to terms with the ranks that have the others."""
+
+    size: int
+    """Of the whole."""
+    start: int
+    share: Callable[[Tensor], Tensor]
+    gather: Callable[[Tensor], Tensor]
+    add_up: Callable[[Tensor], None]
+    largest: Callable[[Tensor], None]
+
+
 class Logits:
     """A model's last matrix product, not yet done: ``hidden @ weight.T + bias``.
 
     `cross_entropy` computes it in chunks and never holds it whole. Any other torch function, attribute or operator
-    materialises it, so plain torch code on a model's output works unchanged.
+    materialises it, so plain torch code on a model's output works unchanged. With a ``vocabulary``, the weight is a
+    rank's part of it.
     """
 
-    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
-        self.hidden, self.weight, self.bias = hidden, weight, bias
+    def __init__(
+        self, hidden: Tensor, weight: Tensor, bias: Tensor | None = None, vocabulary: Vocabulary | None = None
+    ) -> None:
+        self.hidden, self.weight, self.bias, self.vocabulary = hidden, weight, bias, vocabulary
         self._tensor: Tensor | None = None
 
     @property
     def shape(self) -> torch.Size:
-        return torch.Size([*self.hidden.shape[:-1], self.weight.shape[0]])
+        classes = self.vocabulary.size if self.vocabulary else self.weight.shape[0]
+        return torch.Size([*self.hidden.shape[:-1], classes])
 
     def tensor(self) -> Tensor:
         if self._tensor is None:
-            self._tensor = F.linear(self.hidden, self.weight, self.bias)
+            if self.vocabulary is None:
+                self._tensor = F.linear(self.hidden, self.weight, self.bias)
+            else:
+                own = F.linear(self.vocabulary.share(self.hidden), self.weight, self.bias)
+                self._tensor = self.vocabulary.gather(own)
         return self._tensor
 
     @classmethod
@@ -89,7 +111,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, ignore: int, smoothing: float
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        ignore: int,
+        smoothing: float,
+        vocabulary: Vocabulary | None,
     ) -> Tensor:
         wide = torch.promote_types(hidden.dtype, torch.float32)
         total = torch.zeros((), dtype=wide, device=hidden.device)
@@ -101,7 +130,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for start in range(0, hidden.shape[0], rows):
             part = slice(start, start + rows)
             logits = F.linear(hidden[part], weight, bias).to(wide)
-            loss, grad = _rowwise(logits, targets[part], ignore, smoothing, wanted)
+            loss, grad = _rowwise(logits, targets[part], ignore, smoothing, wanted, vocabulary)
             total += loss
             if grad is not None and grad_hidden is not None and grad_weight is not None:
                 if grad_bias is not None:
@@ -124,27 +153,51 @@ class _LinearCrossEntropy(torch.autograd.Function):
             None,
             None,
             None,
+            None,
         )
 
 
 def _rowwise(
-    logits: Tensor, targets: Tensor, ignore: int, smoothing: float, wanted: bool
+    logits: Tensor, targets: Tensor, ignore: int, smoothing: float, wanted: bool, vocabulary: Vocabulary | None
 ) -> tuple[Tensor, Tensor | None]:
     """The summed loss of these rows and, where wanted, its gradient by the logits (which it overwrites)."""
-    valid = targets != ignore
-    index = targets.clamp_min(0).where(valid, 0).unsqueeze(1)
-    normaliser = logits.logsumexp(1, keepdim=True)
-    loss = normaliser - (1 - smoothing) * logits.gather(1, index)
+    valid = (targets != ignore).unsqueeze(1)
+    index = targets.where(targets != ignore, 0).unsqueeze(1)
+    if vocabulary is None:
+        here, classes = valid, logits.shape[1]
+        normaliser, chosen = logits.logsumexp(1, keepdim=True), logits.gather(1, index)
+        mean = logits.mean(1, keepdim=True)
+    else:
+        index = index - vocabulary.start
+        here, classes = valid & (index >= 0) & (index < logits.shape[1]), vocabulary.size
+        index = index.where(here, 0)
+        normaliser, chosen, mean = _over_vocabulary(logits, index, here, vocabulary)
+    loss = normaliser - (1 - smoothing) * chosen
     if smoothing:
-        loss = loss - smoothing * logits.mean(1, keepdim=True)
-    loss = loss.squeeze(1).where(valid, 0).sum()
+        loss = loss - smoothing * mean
+    loss = loss.where(valid, 0).sum()
     if not wanted:
         return loss, None
     grad = logits.sub_(normaliser).exp_()
     if smoothing:
-        grad -= smoothing / grad.shape[1]
-    grad.scatter_add_(1, index, torch.full_like(index, smoothing - 1, dtype=grad.dtype))
-    return loss, grad.mul_(valid.unsqueeze(1))
+        grad -= smoothing / classes
+    if grad.shape[1]:
+        grad.scatter_add_(1, index, torch.full_like(index, smoothing - 1, dtype=grad.dtype).where(here, 0))
+    return loss, grad.mul_(valid)
+
+
+def _over_vocabulary(
+    logits: Tensor, index: Tensor, here: Tensor, vocabulary: Vocabulary
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Normaliser, chosen logit and mean of each row, over all ranks' parts of the vocabulary."""
+    floor = torch.finfo(logits.dtype).min
+    top = logits.max(1, keepdim=True).values if logits.shape[1] else logits.new_full((len(logits), 1), floor)
+    vocabulary.largest(top)
+    chosen = logits.gather(1, index).where(here, 0) if logits.shape[1] else torch.zeros_like(top)
+    sums = torch.cat([(logits - top).exp().sum(1, keepdim=True), chosen, logits.sum(1, keepdim=True)], 1)
+    vocabulary.add_up(sums)
+    spread, chosen, total = sums.split(1, 1)
+    return top + spread.log(), chosen, total / vocabulary.size
 
 
 def cross_entropy(
@@ -161,8 +214,10 @@ def cross_entropy(
         if output.shape[:-1] != targets.shape:
             raise _mismatch(output.shape, targets.shape)
         hidden = output.hidden.reshape(-1, output.hidden.shape[-1])
+        if output.vocabulary is not None:
+            hidden = output.vocabulary.share(hidden)
         total = _LinearCrossEntropy.apply(
-            hidden, output.weight, output.bias, targets.reshape(-1), ignore, label_smoothing
+            hidden, output.weight, output.bias, targets.reshape(-1), ignore, label_smoothing, output.vocabulary
         )
         return Loss(total, count)
     logits = output.tensor() if isinstance(output, Logits) else output

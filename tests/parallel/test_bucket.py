@@ -22,7 +22,9 @@ def weights(ranks: int, rank: int, shapes: list[tuple[int, ...]]) -> list[Weight
     for index, shape in enumerate(shapes):
         holder = nn.Module()
         holder.register_parameter("w", None)
-        weight = Weight(f"w{index}", nn.Parameter(torch.empty(shape)), [(holder, "w")], storage(ranks, rank))
+        weight = Weight(
+            f"w{index}", nn.Parameter(torch.empty(shape)), torch.Size(shape), [(holder, "w")], storage(ranks, rank)
+        )
         weight.fill(torch.arange(float(torch.Size(shape).numel())).view(shape), storage(ranks, rank))
         made.append(weight)
     return made

@@ -45,10 +45,17 @@ class Storage:
 class Weight:
     """One weight under its layout-free name: whole to compute with, and the rows of it that this rank owns."""
 
-    def __init__(self, name: str, described: Tensor, places: Sequence[tuple[nn.Module, str]], storage: Storage) -> None:
-        self.name, self.shape, self.places = name, described.shape, places
+    def __init__(
+        self,
+        name: str,
+        described: Tensor,
+        shape: torch.Size,
+        places: Sequence[tuple[nn.Module, str]],
+        storage: Storage,
+    ) -> None:
+        """``shape`` is what this rank computes with: all of it, or a part that ``tp`` has cut."""
+        self.name, self.shape, self.places = name, shape, places
         self.trainable, self.marks = described.requires_grad, dict(vars(described))
-        shape = self.shape
         self.rows = shape[0] if shape else 1
         self.row_size = math.prod(shape[1:])
         self.rows_each = math.ceil(self.rows / storage.ranks)
@@ -228,6 +235,11 @@ class Bucket:
                 self.gradient_packing.room(weight, gradients).zero_()
         if self.storage.whole_gradients:
             self.owned = gradients[self.storage.rank]
+
+    def gradient_own(self, weight: Weight) -> Tensor:
+        """The summed gradient of the rows of a weight that this rank owns."""
+        assert self.owned is not None
+        return self.gradient_packing.own(weight, self.owned)
 
     def start_scatter(self) -> Pending:
         """Begin to sum the gradients over the ``fsdp`` group, each rank its own rows, and let the other rows go."""

@@ -42,6 +42,11 @@ def all_reduce(tensor: Tensor, group: Group | None) -> Pending:
     return Pending([work], lambda: _sum_rows(rows, tensor))
 
 
+def largest(tensor: Tensor, group: Group) -> None:
+    """The largest over the group, in place, element by element."""
+    dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group)
+
+
 def all_gather(output: Tensor, part: Tensor, group: Group) -> Pending:
     """Everybody's parts: row r of ``output``, which is ``[ranks, *part]``, is rank r's. ``part`` may be a row of it.
 
@@ -59,7 +64,7 @@ def all_gather(output: Tensor, part: Tensor, group: Group) -> Pending:
     return Pending([dist.broadcast(row, group=group, group_src=rank, async_op=True) for rank, row in enumerate(output)])
 
 
-def reduce_scatter(output: Tensor, parts: Tensor, group: Group, buffers: Buffers) -> Pending:
+def reduce_scatter(output: Tensor, parts: Tensor, group: Group, buffers: Buffers | None = None) -> Pending:
     """The sum over the group of this rank's row of ``parts``, which is ``[ranks, *output]``.
 
     gloo's own sends a whole all-reduce, twice the bytes (here 2x slower at 2 ranks, 1.6x at 8), so on gloo the rows are
@@ -67,11 +72,12 @@ def reduce_scatter(output: Tensor, parts: Tensor, group: Group, buffers: Buffers
     """
     if dist.get_backend(group) != "gloo":
         return Pending([_reduce_scatter(output.view(-1), parts.view(-1), group=group, async_op=True)])
-    rows = buffers.take(*parts.shape, dtype=parts.dtype)
+    rows = buffers.take(*parts.shape, dtype=parts.dtype) if buffers else torch.empty_like(parts)
 
     def finish() -> None:
         _sum_rows(rows, output)
-        buffers.give(rows)
+        if buffers:
+            buffers.give(rows)
 
     return Pending([dist.all_to_all_single(rows, parts, group=group, async_op=True)], finish)
 

@@ -18,7 +18,7 @@ AXES = ("pp", "dp", "fsdp", "cp", "tp")
 """From the outermost, whose members are far apart, to the innermost, who are neighbours."""
 BATCH = ("dp", "fsdp")
 """The axes along which samples differ."""
-GROUPS = (("dp",), ("fsdp",), BATCH, AXES)
+GROUPS = (("dp",), ("fsdp",), ("tp",), BATCH, AXES)
 
 
 def name(axes: tuple[str, ...]) -> str:

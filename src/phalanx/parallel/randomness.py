@@ -17,8 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from phalanx import counter
+from phalanx.errors import WrongUse
 
-Values = Callable[[Tensor, Sequence[int]], Tensor]
+Values = Callable[[Tensor, Sequence[int | Tensor]], Tensor]
 
 
 @dataclass
@@ -31,6 +32,8 @@ class Moment:
     real: bool = True
     """False for a stand-in, whose samples count for nothing."""
     recomputing: bool = False
+    time: int = 0
+    """The length of the sequences, where ranks hold runs of it."""
 
     @contextmanager
     def recompute(self) -> Iterator[None]:
@@ -39,6 +42,29 @@ class Moment:
             yield
         finally:
             self.recomputing = False
+
+
+@dataclass(frozen=True)
+class Region:
+    """Where a model's activations are cut over ranks, and which part of the cut dim is here."""
+
+    dims: dict[int, tuple[int, int]]
+    """By dim of a sample, counted from the front or the back: where this rank's part begins and ends."""
+    heads: tuple[int, int] | None = None
+    """Of attention scores ``[heads, time, time]``."""
+
+    def grid(self, inner: Sequence[int], device: torch.device) -> list[int | Tensor]:
+        """The coordinates in the whole of a grid of this shape here."""
+        dims = {0: self.heads} if self.heads and len(inner) == 3 else self.dims
+        found: list[int | Tensor] = list(inner)
+        for dim, (start, stop) in dims.items():
+            if len(inner) < 2 or inner[dim] != stop - start:
+                raise WrongUse(
+                    f"a draw of {tuple(inner)} for each sample, where {stop - start} of dim {dim} are on this rank: "
+                    "its place in the whole cannot be told. Draw for [batch, time, width], or leave tp out."
+                )
+            found[dim] = torch.arange(start, stop, device=device)
+        return found
 
 
 class Randomness:
@@ -50,6 +76,10 @@ class Randomness:
         """Whether the model has called a random function."""
         self.answers: AbstractContextManager[Any] | None = None
         """Entered with the outermost scope: what leads torch's own random functions here."""
+        self.region: Region | None = None
+        """Where the residual stream is cut, until the scope's end; None where it is whole."""
+        self.inner: Region | None = None
+        """Likewise, between the columns and the rows of tensor parallelism."""
         self._depth, self._call = 0, 0
         self._name = ""
         self._visits: dict[str, int] = {}
@@ -60,15 +90,16 @@ class Randomness:
         """Draws inside belong to ``name``, and to which of its visits in this micro-batch it is."""
         if not self._depth:
             self._visits.clear()
-        outer = self._name, self._call, self._keys
+        outer = self._name, self._call, self._keys, self.region, self.inner
         self._name, self._call, self._keys = f"{name} {visit}" if visit else name, 0, None
+        self.region = self.inner = None
         self._depth += 1
         try:
             with self.answers if self.answers and self._depth == 1 else nullcontext():
                 yield
         finally:
             self._depth -= 1
-            self._name, self._call, self._keys = outer
+            self._name, self._call, self._keys, self.region, self.inner = outer
 
     def scoped(self, name: str, forward: Callable[..., Any], keys_first: bool = False) -> Callable[..., Any]:
         """``forward(visit, ...)`` with its draws under ``name``. A compiled one needs its keys before it runs."""
@@ -114,7 +145,9 @@ class Randomness:
         if isinstance(like, nn.Parameter) or shape.numel() == 1:
             return values(counter.mix(shared + call), shape)
         if shape[0] == batch:
-            return values(counter.mix(rows + call), shape[1:]).view(shape)
+            region = self.inner or self.region
+            grid = shape[1:] if region is None else region.grid(shape[1:], self.device)
+            return values(counter.mix(rows + call), grid).view(shape)
         if len(shape) > 1 and shape[1] == batch and (len(shape) > 2 or not folded):
             return values(counter.mix(rows + call), [shape[0], *shape[2:]]).transpose(0, 1)
         if folded:

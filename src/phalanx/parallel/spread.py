@@ -1,6 +1,7 @@
 """Spreading a model: every parallelism applied in one fixed order.
 
-    describe -> initialise weight by weight, keeping this rank's rows -> batch-norm over the batch axes
+    plan cuts -> describe -> initialise weight by weight, keeping this rank's part and rows
+    -> tensor-parallel modules -> batch-norm over the batch axes
     -> compile, key the randomness of, and recompute each block
     -> shard (gather and let go) -> replicate (sum gradients)
 
@@ -18,16 +19,19 @@ from torch import Tensor, nn
 from phalanx.anatomy import Anatomy
 from phalanx.errors import WrongUse
 from phalanx.layout import Layout
+from phalanx.parallel import collectives
 from phalanx.parallel.answers import Answers, key_dropout_modules
 from phalanx.parallel.batchnorm import spread_batchnorm
 from phalanx.parallel.blueprint import Blueprint, leaves, mapped
 from phalanx.parallel.bucket import Bucket, Storage, Weight
+from phalanx.parallel.cuts import Plan, make_plan
 from phalanx.parallel.memory import Buffers
 from phalanx.parallel.mesh import BATCH, Mesh
 from phalanx.parallel.randomness import Moment, Randomness
 from phalanx.parallel.recompute import recomputed
 from phalanx.parallel.replicate import Reduction
 from phalanx.parallel.shard import Gathered, Gathering
+from phalanx.parallel.tensor import TensorParallel
 from phalanx.parallel.torch_private import FakeTensor, has_hooks
 from phalanx.precision import Dtypes, cast
 
@@ -54,8 +58,13 @@ class Spread:
         self.randomness = Randomness(seed, self.moment, device)
         self.state_names = set(blueprint.model.state_dict())
         self.storage = _storage(layout, mesh, dtypes, device)
-        self.weights = _describe(blueprint.model, anatomy, self.storage)
+        self.plan = make_plan(self.model, anatomy, layout.tp, mesh.index("tp")) if layout.tp > 1 else Plan()
+        self.shapes = {name: weight.shape for name, weight in self.model.named_parameters()}
+        self.weights = _describe(self.model, anatomy, self.plan, mesh.index("tp"), self.storage)
         self._initialise(blueprint)
+        tp = mesh.group("tp")
+        if tp is not None:
+            TensorParallel(self.plan, self.model, anatomy, tp, self.randomness)
         spread_batchnorm(self.model, mesh.group(*BATCH), mesh.size(*BATCH), self.moment)
         self._prepare_blocks()
         self._shard_and_replicate()
@@ -64,7 +73,9 @@ class Spread:
         """Fill weights one at a time; at most one is ever whole here beyond what the layout keeps whole."""
         described = dict(blueprint.model.named_parameters())
         for name, weight in self.weights.items():
-            weight.fill(blueprint.value(described.pop(name), self.device), self.storage)
+            value = blueprint.value(described.pop(name), self.device)
+            cut = self.plan.cuts.get(name)
+            weight.fill(cut.take(value, self.mesh.index("tp")) if cut else value, self.storage)
         for name, parameter in described.items():  # whole numbers, as of a quantised weight: every rank keeps them
             if parameter.requires_grad:
                 raise WrongUse(
@@ -125,11 +136,39 @@ class Spread:
         """What the optimizer updates on this rank: its rows of every trainable weight."""
         return [weight.piece for weight in self.weights.values() if weight.trainable]
 
+    def complete_gradients(self) -> None:
+        """Sum over ``tp`` the gradients of weights that several of its ranks hold and each has a part of."""
+        group = self.mesh.group("tp")
+        parts = [(bucket.gradient_own(w), self._holders(w)) for bucket in self._reduced() for w in bucket.trainable]
+        parts = [(part, holders) for part, holders in parts if len(holders) > 1]
+        if group is None or not parts:
+            return
+        own = torch.cat([part.reshape(-1) for part, _ in parts])
+        every = own.new_empty(group.size(), len(own))
+        collectives.all_gather(every, own, group).wait()
+        for columns, (part, holders) in zip(every.split([part.numel() for part, _ in parts], 1), parts, strict=True):
+            part.copy_(columns[holders].sum(0).view_as(part))
+
+    def _holders(self, weight: Weight) -> list[int]:
+        """The ``tp`` ranks whose gradients of a weight, as it is on this one, add up."""
+        if weight.name in self.plan.partial:
+            return list(range(self.mesh.size("tp")))
+        cut = self.plan.cuts.get(weight.name)
+        return cut.sharers(self.mesh.index("tp")) if cut else [self.mesh.index("tp")]
+
     def gradient_norm_squared(self) -> Tensor:
         """This rank's part of the squared norm of all gradients; the parts of all ranks add up to it."""
-        squares = [torch.linalg.vector_norm(bucket.owned).double().square() for bucket in self._reduced()]
+        owned = [bucket.owned for bucket in self._reduced()]
+        if self.mesh.size("tp") > 1:
+            owned = [b.gradient_own(w) for b in self._reduced() for w in b.trainable if self._counts_here(w)]
+        squares = [torch.linalg.vector_norm(tensor).double().square() for tensor in owned]
         total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64, device=self.device)
         return total / self.mesh.size("dp")
+
+    def _counts_here(self, weight: Weight) -> bool:
+        """Whether this is the first of the ``tp`` ranks that hold the same."""
+        cut, index = self.plan.cuts.get(weight.name), self.mesh.index("tp")
+        return index == (cut.sharers(index)[0] if cut else 0)
 
     def _reduced(self) -> Iterator[Bucket]:
         return (bucket for bucket in self.buckets if bucket.trainable)
@@ -171,11 +210,13 @@ class Spread:
         """The summed gradients, whole, a bucket at a time. All ranks must go through it."""
         for bucket in self._reduced():
             assert bucket.owned is not None
-            yield from bucket.assemble(bucket.gradient_packing, bucket.owned)
+            yield from self._whole(bucket.assemble(bucket.gradient_packing, bucket.owned))
 
     def state_description(self) -> list[tuple[str, torch.dtype, torch.Size]]:
         """Name, dtype and shape of everything `state` will give, in its order."""
-        weights = [(w.name, self.dtypes.parameter, w.shape) for bucket in self.buckets for w in bucket.weights]
+        weights = [
+            (w.name, self.dtypes.parameter, self.shapes[w.name]) for bucket in self.buckets for w in bucket.weights
+        ]
         return weights + [(name, tensor.dtype, tensor.shape) for name, tensor in self._replicated_state()]
 
     def _replicated_state(self) -> list[tuple[str, Tensor]]:
@@ -192,8 +233,25 @@ class Spread:
             row = torch.zeros(bucket.packing.length, dtype=self.dtypes.parameter, device=self.device)
             for weight in bucket.weights:
                 bucket.packing.own(weight, row).copy_(weight.piece.data)
-            yield from bucket.assemble(bucket.packing, row)
+            yield from self._whole(bucket.assemble(bucket.packing, row))
         yield from self._replicated_state()
+
+    def _whole(self, parts: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Weights, or gradients of them, put together from what the ranks of ``tp`` hold."""
+        group = self.mesh.group("tp")
+        for name, part in parts:
+            cut = self.plan.cuts.get(name)
+            if cut is None or group is None:
+                yield name, part
+                continue
+            shapes = [cut.shape(self.shapes[name], rank) for rank in range(group.size())]
+            every = part.new_zeros(group.size(), max(shape.numel() for shape in shapes))
+            every[group.rank(), : part.numel()] = part.reshape(-1)
+            collectives.all_gather(every, every[group.rank()].clone(), group).wait()
+            whole = part.new_empty(self.shapes[name])
+            for rank, shape in enumerate(shapes):
+                cut.put(every[rank, : shape.numel()].view(shape), whole, rank)
+            yield name, whole
 
 
 def check_blocks(layout: Layout, anatomy: Anatomy) -> None:
@@ -222,7 +280,7 @@ def _storage(layout: Layout, mesh: Mesh, dtypes: Dtypes, device: torch.device) -
     )
 
 
-def _describe(model: nn.Module, anatomy: Anatomy, storage: Storage) -> dict[str, Weight]:
+def _describe(model: nn.Module, anatomy: Anatomy, plan: Plan, tp: int, storage: Storage) -> dict[str, Weight]:
     """Every weight of the model in the order of its units, with all places where it is used."""
     places: dict[str, list[tuple[nn.Module, str]]] = {}
     for name, _ in model.named_parameters(remove_duplicate=False):
@@ -235,8 +293,13 @@ def _describe(model: nn.Module, anatomy: Anatomy, storage: Storage) -> dict[str,
                 f"{name} has a hook on its gradient, which would see a part of it. "
                 "Do it in the optimizer, or on the model's output, and leave the hook out."
             )
+
+    def shape(name: str) -> torch.Size:
+        whole = described[name].shape
+        return plan.cuts[name].shape(whole, tp) if name in plan.cuts else whole
+
     return {
-        name: Weight(name, described[name], places[name], storage)
+        name: Weight(name, described[name], shape(name), places[name], storage)
         for unit in anatomy.units
         for name in unit.weights
         if described[name].is_floating_point()

@@ -9,6 +9,7 @@ import torch
 from phalanx.data.loader import Loader
 from phalanx.errors import WrongUse
 from phalanx.parallel import collectives
+from phalanx.parallel.mesh import BATCH
 from phalanx.task import as_loss
 from phalanx.train.step import as_number, call, micro_batch
 
@@ -40,7 +41,7 @@ def evaluate(engine: Engine, loader: Loader, batches: int | None = None) -> dict
     model.train()
     names = sorted(sums)
     table = torch.stack([sums[name] for name in names])
-    collectives.all_reduce(table, engine.mesh.world).wait()
+    collectives.all_reduce(table, engine.mesh.group(*BATCH)).wait()
     return {
         name: total / count if count else float("nan")
         for name, (total, count) in zip(names, table.tolist(), strict=True)

@@ -15,6 +15,7 @@ from phalanx.errors import WrongUse
 from phalanx.losses import Loss
 from phalanx.parallel import collectives
 from phalanx.parallel.answers import check_unmoved, generator_state
+from phalanx.parallel.mesh import BATCH
 from phalanx.precision import cast
 from phalanx.task import as_loss
 
@@ -60,8 +61,11 @@ def train_step(engine: Engine, batch: StepBatch) -> Metrics:
         clock.lap("reduce")
         sums += micro.real * torch.stack([as_number(loss.total, sums), as_number(loss.count, sums)])
 
+    spread.complete_gradients()
+
     # Everything the ranks must agree on, in one small sum: from here on they hold the same numbers.
     untouched = torch.tensor(float(len(spread.untouched())), dtype=torch.float64, device=engine.device)
+    sums *= engine.mesh.index("tp") == 0  # its ranks have the same samples
     agreed = torch.stack([*sums, spread.gradient_norm_squared(), untouched])
     collectives.all_reduce(agreed, engine.mesh.world).wait()
     total, count, norm_squared, missing = agreed.tolist()
@@ -151,7 +155,7 @@ def as_number(value: Any, like: Tensor) -> Tensor:
 def _global_count(engine: Engine, own: Any, batch: StepBatch) -> float:
     """About how many terms the global batch has, from everybody's first micro-batch."""
     count = as_number(own, torch.zeros((), dtype=torch.float64, device=engine.device))
-    collectives.all_reduce(count, engine.mesh.world).wait()
+    collectives.all_reduce(count, engine.mesh.group(*BATCH)).wait()
     return float(count) * len(batch.micro_batches)
 
 

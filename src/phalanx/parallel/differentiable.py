@@ -1,0 +1,118 @@
+"""Collectives that gradients flow back through. Each is named by what it does forward; backward does the reverse.
+
+A dim of n is cut over a group into runs of ``ceil(n / ranks)``; the last ones may be short or empty.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd import Function
+
+from phalanx.parallel import collectives
+from phalanx.parallel.collectives import Group
+
+
+def run(total: int, ranks: int, rank: int) -> tuple[int, int]:
+    """Where a rank's run of a dim begins and ends."""
+    each = -(-total // ranks)
+    return min(rank * each, total), min((rank + 1) * each, total)
+
+
+def gather(x: Tensor, dim: int, total: int, group: Group | None, *, alike: bool) -> Tensor:
+    """Everybody's runs of a dim in one. ``alike``: all ranks do the same with it, so each has the whole gradient."""
+    return x if group is None else _Gather.apply(x, dim % x.ndim, total, group, alike)
+
+
+def scatter(x: Tensor, dim: int, group: Group | None, *, alike: bool) -> Tensor:
+    """This rank's run of a dim. ``alike``: all ranks have the same ``x``; otherwise theirs are summed."""
+    return x if group is None else _Scatter.apply(x, dim % x.ndim, group, alike)
+
+
+def add_up(x: Tensor, group: Group | None) -> Tensor:
+    """The sum over ranks, with which all of them then do the same."""
+    return x if group is None else _AddUp.apply(x, group)
+
+
+def share(x: Tensor, group: Group | None) -> Tensor:
+    """The same ``x`` on all ranks, with which each does something else: their gradients are summed."""
+    return x if group is None else _Share.apply(x, group)
+
+
+class _Gather(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, total: int, group: Group, alike: bool) -> Tensor:
+        ctx.dim, ctx.group, ctx.alike = dim, group, alike
+        return _gathered(x, dim, total, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        pick = _own if ctx.alike else _summed
+        return pick(gradient, ctx.dim, ctx.group), None, None, None, None
+
+
+class _Scatter(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, group: Group, alike: bool) -> Tensor:
+        ctx.dim, ctx.total, ctx.group = dim, x.shape[dim], group
+        return (_own if alike else _summed)(x, dim, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return _gathered(gradient, ctx.dim, ctx.total, ctx.group), None, None, None
+
+
+class _AddUp(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        return _sum(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return gradient, None
+
+
+class _Share(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return _sum(gradient, ctx.group), None
+
+
+def _sum(x: Tensor, group: Group) -> Tensor:
+    total = x.clone().contiguous()
+    collectives.all_reduce(total, group).wait()
+    return total
+
+
+def _own(x: Tensor, dim: int, group: Group) -> Tensor:
+    start, stop = run(x.shape[dim], group.size(), group.rank())
+    return x.narrow(dim, start, stop - start).clone()
+
+
+def _padded(x: Tensor, dim: int, size: int) -> Tensor:
+    missing = size - x.shape[dim]
+    return F.pad(x, [0, 0] * (x.ndim - 1 - dim) + [0, missing]) if missing else x
+
+
+def _gathered(x: Tensor, dim: int, total: int, group: Group) -> Tensor:
+    part = _padded(x, dim, run(total, group.size(), 0)[1]).contiguous()
+    every = part.new_empty(group.size(), *part.shape)
+    collectives.all_gather(every, part, group).wait()
+    return every.movedim(0, dim).flatten(dim, dim + 1).narrow(dim, 0, total).contiguous()
+
+
+def _summed(x: Tensor, dim: int, group: Group) -> Tensor:
+    ranks, total = group.size(), x.shape[dim]
+    each = run(total, ranks, 0)[1]
+    parts = _padded(x, dim, each * ranks).unflatten(dim, (ranks, each)).movedim(dim, 0).contiguous()
+    own = parts.new_empty(parts.shape[1:])
+    collectives.reduce_scatter(own, parts, group).wait()
+    start, stop = run(total, ranks, group.rank())
+    return own.narrow(dim, 0, stop - start).contiguous()
