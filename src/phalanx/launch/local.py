@@ -65,7 +65,9 @@ def run_ranks(program: Callable[[], Any], ranks: int) -> Outcome:
     context = multiprocessing.get_context("fork")
     processes: list[BaseProcess] = []
     pipes: list[Connection] = []
-    previous = signal.signal(signal.SIGTERM, _interrupt)
+    asked, ask = os.pipe()
+    # a note, not an exception: one raised inside a destructor or a weak reference's callback would be lost
+    previous = {number: signal.signal(number, _noting(ask)) for number in (signal.SIGINT, signal.SIGTERM)}
     sys.stdout.flush()
     try:
         for rank in range(ranks):
@@ -80,26 +82,32 @@ def run_ranks(program: Callable[[], Any], ranks: int) -> Outcome:
             store = dist.TCPStore(
                 "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
             )
-        outcome = _supervise(processes, pipes)
+        outcome = _supervise(processes, pipes, asked)
         del store
         return outcome
-    except KeyboardInterrupt:
-        return Outcome(interrupted=True)
     finally:
         _end(processes)
         listening.close()
         for pipe in pipes:
             pipe.close()
-        signal.signal(signal.SIGTERM, previous)
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+        os.close(asked)
+        os.close(ask)
         gc.unfreeze()
 
 
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
+def _noting(ask: int) -> Callable[[int, FrameType | None], None]:
+    """A signal's handler that says so through a pipe."""
+
+    def note(number: int, frame: FrameType | None) -> None:
+        os.write(ask, b"!")
+
+    return note
 
 
-def _supervise(processes: list[BaseProcess], pipes: list[Connection]) -> Outcome:
-    """Wait for every rank; once one has failed, for the others' own reports and no longer."""
+def _supervise(processes: list[BaseProcess], pipes: list[Connection], asked: int) -> Outcome:
+    """Wait for every rank; once one has failed, for the others' own reports and no longer; not if ``asked`` to end."""
     running = dict(enumerate(processes))
     open_pipes = dict(enumerate(pipes))
     reports: dict[int, Any] = {}
@@ -107,7 +115,9 @@ def _supervise(processes: list[BaseProcess], pipes: list[Connection]) -> Outcome
     deadline: float | None = None
     while running and (deadline is None or time.monotonic() < deadline):
         patience = None if deadline is None else max(0.0, deadline - time.monotonic())
-        wait([*(process.sentinel for process in running.values()), *open_pipes.values()], timeout=patience)
+        sentinels = [process.sentinel for process in running.values()]
+        if asked in wait([asked, *sentinels, *open_pipes.values()], timeout=patience):
+            return Outcome(interrupted=True)
         for rank, pipe in list(open_pipes.items()):
             if pipe.poll():
                 try:
