@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
+from itertools import product
 from typing import Any, get_type_hints
 
 from phalanx.errors import WrongUse, closest
@@ -16,6 +17,7 @@ from phalanx.errors import WrongUse, closest
 DEGREES = ("dp", "fsdp", "tp", "cp", "pp", "ep")
 CHOICES: dict[str, tuple[str, ...]] = {
     "schedule": ("gpipe", "1f1b", "interleaved", "zb"),
+    "cp_kind": ("gather", "ulysses"),
     "recompute": ("none", "selective", "full"),
     "offload": ("none", "optimizer", "params"),
     "compile": ("none", "blocks"),
@@ -33,11 +35,14 @@ class Layout:
     tp: int = 1
     """Ranks that share each layer: some heads, some hidden features, some of the vocabulary."""
     cp: int = 1
+    """Ranks that share each sequence: some of its positions."""
     pp: int = 1
     ep: int = 1
     zero: int = 3
     """What an ``fsdp`` group shards: 1 optimizer state, 2 also gradients, 3 also weights."""
     schedule: str = "1f1b"
+    cp_kind: str = "gather"
+    """How ``cp`` computes attention: with everybody's keys and values, or by exchanging heads for time."""
     micro_batch: int | None = None
     """Samples a rank computes at once; None: its whole share of the global batch."""
     recompute: str = "none"
@@ -106,21 +111,25 @@ class Layout:
     def notes(self, device: str) -> list[str]:
         """Settings that have no effect here, each said in a line."""
         notes = []
-        if self.fsdp == 1 and self.zero != Layout.zero:
-            notes.append(f"zero={self.zero} has no effect at fsdp=1: there is nobody to share the state with")
+        if self.fsdp * self.cp == 1 and self.zero != Layout.zero:
+            notes.append(f"zero={self.zero} has no effect at fsdp=1,cp=1: there is nobody to share the state with")
         if self.pp == 1 and self.schedule != Layout.schedule:
             notes.append(f"schedule={self.schedule} has no effect at pp=1")
+        if self.cp == 1 and self.cp_kind != Layout.cp_kind:
+            notes.append(f"cp_kind={self.cp_kind} has no effect at cp=1")
         if self.offload != "none" and device == "cpu":
             notes.append(f"offload={self.offload} saves nothing on a CPU: its memory is the host's already")
         return notes
 
     def _problems(self, global_batch: int, world: int) -> Iterator[str]:
-        for name in ("cp", "pp", "ep"):
+        for name in ("pp", "ep"):
             degree = getattr(self, name)
             if degree > 1:
-                yield f"{name}={degree} is not offered by this version, which spreads over dp, fsdp and tp"
-        if self.compile != "none" and self.tp > 1:
-            yield f"compile={self.compile} is not offered together with tp={self.tp}: its blocks speak to other ranks"
+                yield f"{name}={degree} is not offered by this version, which spreads over dp, fsdp, tp and cp"
+        for name in ("tp", "cp"):
+            degree = getattr(self, name)
+            if self.compile != "none" and degree > 1:
+                yield f"compile={self.compile} is not offered with {name}={degree}: its blocks speak to other ranks"
         if self.world != world:
             degrees = " x ".join(f"{n}={getattr(self, n)}" for n in DEGREES[:5] if getattr(self, n) > 1) or "dp=1"
             yield f"{degrees} needs {self.world} ranks and there are {world}"
@@ -140,11 +149,13 @@ class Layout:
         """The closest valid layout over the same world, or over the largest world that can work."""
         for size in range(world, 0, -1):
             options = [
-                replace(self, dp=dp, fsdp=size // tp // dp, tp=tp, cp=1, pp=1, ep=1, micro_batch=micro)
-                for tp in {self.tp, 1}
-                for dp in range(1, size // tp + 1)
-                if size % (tp * dp) == 0
-                for micro in {self.micro_batch, self._fitting(global_batch, size // tp)}
+                replace(self, dp=dp, fsdp=rest // dp, tp=tp, cp=cp, pp=pp, ep=ep, micro_batch=micro, compile=compiled)
+                for tp, cp, pp, ep in product({self.tp, 1}, {self.cp, 1}, {self.pp, 1}, {self.ep, 1})
+                for rest in [size // (tp * cp * pp)]
+                for dp in range(1, rest + 1)
+                if size % (tp * cp * pp * dp) == 0
+                for micro in {self.micro_batch, self._fitting(global_batch, rest)}
+                for compiled in {self.compile, "none"}
             ]
             valid = [option for option in options if not any(option._problems(global_batch, size))]
             if valid:
@@ -155,9 +166,9 @@ class Layout:
     def _fitting(self, global_batch: int, ranks: int) -> int | None:
         return self.micro_batch and min(self.micro_batch, math.ceil(global_batch / ranks))
 
-    def _distance(self, other: Layout) -> tuple[float, bool]:
-        far = sum(abs(math.log2(getattr(self, n) / getattr(other, n))) for n in ("dp", "fsdp", "tp"))
-        return far, self.micro_batch != other.micro_batch
+    def _distance(self, other: Layout) -> tuple[float, bool, bool]:
+        far = sum(abs(math.log2(getattr(self, n) / getattr(other, n))) for n in DEGREES)
+        return far, self.compile != other.compile, self.micro_batch != other.micro_batch
 
 
 def _whole(name: str, value: str) -> int:

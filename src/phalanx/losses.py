@@ -40,18 +40,27 @@ class Vocabulary:
     largest: Callable[[Tensor], None]
 
 
+@dataclass(frozen=True)
+class Sequence:
+    """Which positions of sequences a rank counts the loss of, where each rank counts some."""
+
+    own: Callable[[Tensor], Tensor]
+    add_up: Callable[[Tensor], Tensor]
+
+
 class Logits:
     """A model's last matrix product, not yet done: ``hidden @ weight.T + bias``.
 
     `cross_entropy` computes it in chunks and never holds it whole. Any other torch function, attribute or operator
     materialises it, so plain torch code on a model's output works unchanged. With a ``vocabulary``, the weight is a
-    rank's part of it.
+    rank's part of it; with a ``sequence``, the loss is computed of some positions.
     """
 
     def __init__(
         self, hidden: Tensor, weight: Tensor, bias: Tensor | None = None, vocabulary: Vocabulary | None = None
     ) -> None:
         self.hidden, self.weight, self.bias, self.vocabulary = hidden, weight, bias, vocabulary
+        self.sequence: Sequence | None = None
         self._tensor: Tensor | None = None
 
     @property
@@ -213,13 +222,16 @@ def cross_entropy(
     ):  # float16 needs its scale before the product
         if output.shape[:-1] != targets.shape:
             raise _mismatch(output.shape, targets.shape)
-        hidden = output.hidden.reshape(-1, output.hidden.shape[-1])
+        hidden = output.hidden
+        if output.sequence is not None:
+            hidden, targets = output.sequence.own(hidden), output.sequence.own(targets)
+        hidden = hidden.reshape(-1, hidden.shape[-1])
         if output.vocabulary is not None:
             hidden = output.vocabulary.share(hidden)
         total = _LinearCrossEntropy.apply(
             hidden, output.weight, output.bias, targets.reshape(-1), ignore, label_smoothing, output.vocabulary
         )
-        return Loss(total, count)
+        return Loss(total if output.sequence is None else output.sequence.add_up(total), count)
     logits = output.tensor() if isinstance(output, Logits) else output
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if logits.shape[:-1] == targets.shape:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -23,15 +23,24 @@ from phalanx.parallel.randomness import Randomness
 
 
 class Answers(TorchFunctionMode):
-    """Leads random functions to a `Randomness`; a call that brings its own generator is left alone."""
+    """Leads random functions to a `Randomness`; a call that brings its own generator is left alone.
 
-    def __init__(self, randomness: Randomness) -> None:
+    ``before`` are functions that a parallelism answers first: each is given what would have answered, and the call.
+    """
+
+    def __init__(self, randomness: Randomness, before: Mapping[Any, Callable[..., Any]] | None = None) -> None:
         super().__init__()
-        self.randomness = randomness
+        self.randomness, self.before = randomness, dict(before or {})
+        randomness.asked |= bool(before)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        answer = ANSWERS.get(func)
         kwargs = kwargs or {}
+        if func in self.before:
+            return self.before[func](partial(self._answer, func), *args, **kwargs)
+        return self._answer(func, *args, **kwargs)
+
+    def _answer(self, func: Any, *args: Any, **kwargs: Any) -> Any:
+        answer = ANSWERS.get(func)
         if answer is None or kwargs.get("generator") is not None:
             return func(*args, **kwargs)
         self.randomness.asked |= func is not F.scaled_dot_product_attention  # which draws only where it says dropout_p

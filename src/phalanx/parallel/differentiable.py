@@ -31,14 +31,19 @@ def scatter(x: Tensor, dim: int, group: Group | None, *, alike: bool) -> Tensor:
     return x if group is None else _Scatter.apply(x, dim % x.ndim, group, alike)
 
 
-def add_up(x: Tensor, group: Group | None) -> Tensor:
-    """The sum over ranks, with which all of them then do the same."""
-    return x if group is None else _AddUp.apply(x, group)
+def add_up(x: Tensor, group: Group | None, *, alike: bool) -> Tensor:
+    """The sum over ranks. ``alike``: all ranks do the same with it, so each has the whole gradient."""
+    return x if group is None else _AddUp.apply(x, group, alike)
 
 
 def share(x: Tensor, group: Group | None) -> Tensor:
     """The same ``x`` on all ranks, with which each does something else: their gradients are summed."""
     return x if group is None else _Share.apply(x, group)
+
+
+def exchange(x: Tensor, group: Group | None) -> Tensor:
+    """Row r goes to rank r, and row r of what comes back is from rank r: ``[ranks, ...]``."""
+    return x if group is None else _Exchange.apply(x, group)
 
 
 class _Gather(Function):
@@ -66,12 +71,13 @@ class _Scatter(Function):
 
 class _AddUp(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+    def forward(ctx: Any, x: Tensor, group: Group, alike: bool) -> Tensor:
+        ctx.group, ctx.alike = group, alike
         return _sum(x, group)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return gradient, None
+        return gradient if ctx.alike else _sum(gradient, ctx.group), None, None
 
 
 class _Share(Function):
@@ -83,6 +89,17 @@ class _Share(Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         return _sum(gradient, ctx.group), None
+
+
+class _Exchange(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return collectives.exchange(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return collectives.exchange(gradient, ctx.group), None
 
 
 def _sum(x: Tensor, group: Group) -> Tensor:

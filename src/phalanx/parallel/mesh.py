@@ -18,7 +18,9 @@ AXES = ("pp", "dp", "fsdp", "cp", "tp")
 """From the outermost, whose members are far apart, to the innermost, who are neighbours."""
 BATCH = ("dp", "fsdp")
 """The axes along which samples differ."""
-GROUPS = (("dp",), ("fsdp",), ("tp",), BATCH, AXES)
+SHARD = ("fsdp", "cp")
+"""The axes over which one copy of the training state is cut; ranks of ``cp`` have the same samples and share it too."""
+GROUPS = (("dp",), SHARD, ("cp",), ("tp",), BATCH, AXES)
 
 
 def name(axes: tuple[str, ...]) -> str:

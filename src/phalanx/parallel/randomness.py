@@ -33,37 +33,51 @@ class Moment:
     """False for a stand-in, whose samples count for nothing."""
     recomputing: bool = False
     time: int = 0
-    """The length of the sequences, where ranks hold runs of it."""
+    """The length of the sequences, where ranks hold parts of it."""
+    here: Tensor | None = None
+    """The positions that this rank of ``cp`` holds, while the model computes with them; None where it has all."""
+
+    @property
+    def length(self) -> int:
+        """How many positions this rank of ``cp`` holds."""
+        return self.time if self.here is None else len(self.here)
 
     @contextmanager
-    def recompute(self) -> Iterator[None]:
-        self.recomputing = True
+    def recompute(self, then: dict[str, Any]) -> Iterator[None]:
+        """What was computed at another moment is computed again."""
+        now = dict(vars(self))
+        vars(self).update(then, recomputing=True)
         try:
             yield
         finally:
-            self.recomputing = False
+            vars(self).update(now)
 
 
 @dataclass(frozen=True)
 class Region:
-    """Where a model's activations are cut over ranks, and which part of the cut dim is here."""
+    """Which part of a sample's activations is here: by coordinates, or None for all.
 
-    dims: dict[int, tuple[int, int]]
-    """By dim of a sample, counted from the front or the back: where this rank's part begins and ends."""
-    heads: tuple[int, int] | None = None
-    """Of attention scores ``[heads, time, time]``."""
+    Activations are ``[time, ..., features]``, attention scores ``[heads, time, time]``.
+    """
 
-    def grid(self, inner: Sequence[int], device: torch.device) -> list[int | Tensor]:
+    time: Tensor | None = None
+    features: Tensor | None = None
+    heads: Tensor | None = None
+
+    def grid(self, inner: Sequence[int]) -> list[int | Tensor]:
         """The coordinates in the whole of a grid of this shape here."""
-        dims = {0: self.heads} if self.heads and len(inner) == 3 else self.dims
+        scores = len(inner) == 3 and (self.heads is not None or len(self.time) == inner[1])  # type: ignore[arg-type]
+        dims = {0: self.heads, 1: self.time} if scores else {0: self.time, -1: self.features}
         found: list[int | Tensor] = list(inner)
-        for dim, (start, stop) in dims.items():
-            if len(inner) < 2 or inner[dim] != stop - start:
+        for dim, places in dims.items():
+            if places is None:
+                continue
+            if len(inner) < 2 or inner[dim] != len(places):
                 raise WrongUse(
-                    f"a draw of {tuple(inner)} for each sample, where {stop - start} of dim {dim} are on this rank: "
-                    "its place in the whole cannot be told. Draw for [batch, time, width], or leave tp out."
+                    f"a draw of {tuple(inner)} for each sample, where {len(places)} of dim {dim} are on this rank: "
+                    "its place in the whole cannot be told. Draw for [batch, time, width], or leave tp and cp out."
                 )
-            found[dim] = torch.arange(start, stop, device=device)
+            found[dim] = places
         return found
 
 
@@ -77,7 +91,7 @@ class Randomness:
         self.answers: AbstractContextManager[Any] | None = None
         """Entered with the outermost scope: what leads torch's own random functions here."""
         self.region: Region | None = None
-        """Where the residual stream is cut, until the scope's end; None where it is whole."""
+        """Where the residual stream is cut, until the scope's end; None where it is as ``cp`` left it."""
         self.inner: Region | None = None
         """Likewise, between the columns and the rows of tensor parallelism."""
         self._depth, self._call = 0, 0
@@ -145,14 +159,19 @@ class Randomness:
         if isinstance(like, nn.Parameter) or shape.numel() == 1:
             return values(counter.mix(shared + call), shape)
         if shape[0] == batch:
-            region = self.inner or self.region
-            grid = shape[1:] if region is None else region.grid(shape[1:], self.device)
-            return values(counter.mix(rows + call), grid).view(shape)
+            return values(counter.mix(rows + call), self._grid(shape[1:])).view(shape)
         if len(shape) > 1 and shape[1] == batch and (len(shape) > 2 or not folded):
-            return values(counter.mix(rows + call), [shape[0], *shape[2:]]).transpose(0, 1)
+            return values(counter.mix(rows + call), self._grid([shape[0], *shape[2:]])).transpose(0, 1)
         if folded:
-            return values(counter.mix(rows + call), [shape[0] // batch, *shape[1:]]).view(shape)
+            return values(counter.mix(rows + call), self._grid([shape[0] // batch, *shape[1:]])).view(shape)
         return values(counter.mix(shared + call), shape)
+
+    def _grid(self, inner: Sequence[int]) -> Sequence[int | Tensor]:
+        """The coordinates of a sample's draws, where ranks hold parts of it."""
+        region = self.inner or self.region
+        if region is None and self.moment.here is not None:
+            region = Region(time=self.moment.here)
+        return inner if region is None else region.grid(inner)
 
     def uniform(self, shape: torch.Size, like: Tensor | None = None) -> Tensor:
         return self.draw(shape, lambda keys, inner: counter.uniform(counter.grid_bits(keys, inner)), like)

@@ -34,10 +34,11 @@ def recomputed(forward: Callable[..., Any], moment: Moment, selective: bool) -> 
     """``forward`` that is run again in backward. Its randomness is keyed, so torch's need not be stored."""
 
     def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        again = moment.recompute(dict(vars(moment)))
         if not selective:
-            return nullcontext(), moment.recompute()
+            return nullcontext(), again
         keep, reuse = create_selective_checkpoint_contexts(_policy)
-        return keep, _both(reuse, moment.recompute())
+        return keep, _both(reuse, again)
 
     return partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
 

@@ -1,7 +1,7 @@
 """Spreading a model: every parallelism applied in one fixed order.
 
     plan cuts -> describe -> initialise weight by weight, keeping this rank's part and rows
-    -> tensor-parallel modules -> batch-norm over the batch axes
+    -> tensor-parallel modules -> blocks on their positions -> batch-norm over the batch axes
     -> compile, key the randomness of, and recompute each block
     -> shard (gather and let go) -> replicate (sum gradients)
 
@@ -14,19 +14,21 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from phalanx.anatomy import Anatomy
 from phalanx.errors import WrongUse
 from phalanx.layout import Layout
-from phalanx.parallel import collectives
+from phalanx.parallel import collectives, hugging_face
 from phalanx.parallel.answers import Answers, key_dropout_modules
 from phalanx.parallel.batchnorm import spread_batchnorm
 from phalanx.parallel.blueprint import Blueprint, leaves, mapped
 from phalanx.parallel.bucket import Bucket, Storage, Weight
+from phalanx.parallel.context import ContextParallel
 from phalanx.parallel.cuts import Plan, make_plan
 from phalanx.parallel.memory import Buffers
-from phalanx.parallel.mesh import BATCH, Mesh
+from phalanx.parallel.mesh import BATCH, SHARD, Mesh
 from phalanx.parallel.randomness import Moment, Randomness
 from phalanx.parallel.recompute import recomputed
 from phalanx.parallel.replicate import Reduction
@@ -62,9 +64,15 @@ class Spread:
         self.shapes = {name: weight.shape for name, weight in self.model.named_parameters()}
         self.weights = _describe(self.model, anatomy, self.plan, mesh.index("tp"), self.storage)
         self._initialise(blueprint)
+        hugging_face.keep_nothing(self.model)
         tp = mesh.group("tp")
         if tp is not None:
             TensorParallel(self.plan, self.model, anatomy, tp, self.randomness)
+        cp = mesh.group("cp")
+        self.context: ContextParallel | None = None
+        if cp is not None:
+            self.context = ContextParallel(self.model, anatomy, cp, layout.cp_kind, self.randomness, tp is None)
+            hugging_face.reach_attention(self.model, self.context)
         spread_batchnorm(self.model, mesh.group(*BATCH), mesh.size(*BATCH), self.moment)
         self._prepare_blocks()
         self._shard_and_replicate()
@@ -102,7 +110,8 @@ class Spread:
         if compiled:
             key_dropout_modules(self.model, self.randomness)
         else:
-            self.randomness.answers = Answers(self.randomness)
+            first = {F.scaled_dot_product_attention: self.context.sdpa} if self.context else {}
+            self.randomness.answers = Answers(self.randomness, first)
         for name in anatomy.blocks:
             block = self.model.get_submodule(name)
             forward = block.forward
@@ -266,17 +275,17 @@ def check_blocks(layout: Layout, anatomy: Anatomy) -> None:
 
 def _storage(layout: Layout, mesh: Mesh, dtypes: Dtypes, device: torch.device) -> Storage:
     return Storage(
-        ranks=mesh.size("fsdp"),
-        rank=mesh.index("fsdp"),
-        group=mesh.group("fsdp"),
+        ranks=mesh.size(*SHARD),
+        rank=mesh.index(*SHARD),
+        group=mesh.group(*SHARD),
         parameter=dtypes.parameter,
         compute=dtypes.compute,
         reduce=dtypes.reduce,
         device=device,
         home=device if layout.offload == "none" else torch.device("cpu"),
         buffers=Buffers(device),
-        always_whole=layout.offload != "params" and (layout.zero < 3 or layout.fsdp == 1),
-        whole_gradients=layout.zero < 2 or layout.fsdp == 1,
+        always_whole=layout.offload != "params" and (layout.zero < 3 or mesh.size(*SHARD) == 1),
+        whole_gradients=layout.zero < 2 or mesh.size(*SHARD) == 1,
     )
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -17,13 +18,11 @@ from phalanx.anatomy import Anatomy
 from phalanx.errors import WrongUse
 from phalanx.losses import Logits, Vocabulary
 from phalanx.parallel import collectives
+from phalanx.parallel.calls import TIME, stream, with_stream
 from phalanx.parallel.collectives import Group
-from phalanx.parallel.cuts import Plan
+from phalanx.parallel.cuts import Container, Plan
 from phalanx.parallel.differentiable import add_up, gather, run, scatter, share
 from phalanx.parallel.randomness import Randomness, Region
-
-TIME = 1
-"""The dim of ``[batch, time, width]`` by which the stream is cut."""
 
 
 class TensorParallel:
@@ -33,9 +32,8 @@ class TensorParallel:
         self.plan, self.group, self.randomness = plan, group, randomness
         self._way_in: tuple[Tensor, Tensor] | None = None
         for name, inside in plan.columns.items():
-            region = Region({-1: plan.containers[inside].features}, heads=plan.containers[inside].heads)
             module: Any = model.get_submodule(name)
-            module.register_forward_pre_hook(partial(self._into_column, region))
+            module.register_forward_pre_hook(partial(self._into_column, plan.containers[inside]))
             if hasattr(module, "nf"):  # Hugging Face's Conv1D shapes its output by it
                 module.nf //= self.group.size()
         for name in plan.rows:
@@ -59,21 +57,23 @@ class TensorParallel:
         """A block on its run of the time; the first cuts the stream, the last makes it whole."""
         moment = self.randomness.moment
         if first:
-            hidden = _stream(args, kwargs, name)
-            moment.time = hidden.shape[TIME]
-            args, kwargs = _with_stream(args, kwargs, scatter(hidden, TIME, self.group, alike=True))
-        self.randomness.region = Region({0: run(moment.time, self.group.size(), self.group.rank())})
+            hidden = stream(args, kwargs, name)
+            if moment.here is None:
+                moment.time = hidden.shape[TIME]
+            args, kwargs = with_stream(args, kwargs, scatter(hidden, TIME, self.group, alike=True))
+        own = slice(*run(moment.length, self.group.size(), self.group.rank()))
+        self.randomness.region = Region(self._positions()[own])
         output = forward(*args, **kwargs)
         if last:
-            whole = partial(gather, dim=TIME, total=moment.time, group=self.group, alike=True)
+            whole = partial(gather, dim=TIME, total=moment.length, group=self.group, alike=True)
             return (whole(output[0]), *output[1:]) if isinstance(output, tuple) else whole(output)
         return output
 
     def _container(self, name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self.plan.by_time:
-            time = self.randomness.moment.time
-            whole = gather(_stream(args, kwargs, name), TIME, time, self.group, alike=False)
-            args, kwargs = _with_stream(args, kwargs, whole)
+            length = self.randomness.moment.length
+            whole = gather(stream(args, kwargs, name), TIME, length, self.group, alike=False)
+            args, kwargs = with_stream(args, kwargs, whole)
         try:
             return forward(*args, **kwargs)
         except RuntimeError as error:
@@ -85,9 +85,16 @@ class TensorParallel:
                 "Anatomy.of(model, splits={...}) with rules for the others."
             ) from error
 
-    def _into_column(self, region: Region, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    def _positions(self) -> Tensor:
+        moment = self.randomness.moment
+        return torch.arange(moment.time, device=self.randomness.device) if moment.here is None else moment.here
+
+    def _into_column(self, container: Container, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """From here to the row, features are this rank's. Columns of one tensor share a way in, and a sum back."""
-        self.randomness.inner = region
+        device = self.randomness.device
+        heads = None if container.heads is None else torch.arange(*container.heads, device=device)
+        features = torch.arange(*container.features, device=device)
+        self.randomness.inner = Region(self.randomness.moment.here, features, heads)
         if self.plan.by_time:
             return args
         if self._way_in is None or self._way_in[0] is not args[0]:
@@ -96,7 +103,11 @@ class TensorParallel:
 
     def _row(self, module: Any, x: Tensor) -> Tensor:
         product = F.linear(x, module.weight) if isinstance(module, nn.Linear) else x @ module.weight
-        out = scatter(product, TIME, self.group, alike=False) if self.plan.by_time else add_up(product, self.group)
+        out = (
+            scatter(product, TIME, self.group, alike=False)
+            if self.plan.by_time
+            else add_up(product, self.group, alike=True)
+        )
         self.randomness.inner = self._way_in = None
         return out if module.bias is None else out + module.bias
 
@@ -111,7 +122,7 @@ class TensorParallel:
                 (tokens - start).where(here, 0), module.weight,
                 padding_idx=module.padding_idx - start if skipped else None,
             ).where(here.unsqueeze(-1), 0)  # fmt: skip
-        return add_up(found, self.group)
+        return add_up(found, self.group, alike=True)
 
     def _head(self, module: Any, x: Tensor) -> Logits:
         size = module.out_features
@@ -126,26 +137,3 @@ class TensorParallel:
 
     def _add_up(self, tensor: Tensor) -> None:
         collectives.all_reduce(tensor, self.group).wait()
-
-
-def _stream(args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Tensor:
-    """The residual stream among what a module is called with: its first tensor."""
-    found = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
-    if found is None or found.ndim != 3:
-        shape = "no tensor" if found is None else f"shape {tuple(found.shape)}"
-        raise WrongUse(
-            f"{name} is called with {shape} where tp needs [batch, time, width]. "
-            "Use fsdp instead of tp, or give the blocks such an input first."
-        )
-    return found
-
-
-def _with_stream(
-    args: tuple[Any, ...], kwargs: dict[str, Any], stream: Tensor
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The same call with another stream."""
-    for index, value in enumerate(args):
-        if isinstance(value, Tensor):
-            return (*args[:index], stream, *args[index + 1 :]), kwargs
-    first = next(name for name, value in kwargs.items() if isinstance(value, Tensor))
-    return args, kwargs | {first: stream}

@@ -77,7 +77,7 @@ class Engine:
         self.anatomy = task.anatomy(blueprint.model)
         self.spread = Spread(blueprint, self.anatomy, self.layout, self.mesh, self.dtypes, self.device, task.seed)
         undo.callback(self.spread.reduction.close)
-        self.optimizer = make_optimizer(task, self.spread.pieces(), sharded=self.layout.fsdp * self.layout.tp > 1)
+        self.optimizer = make_optimizer(task, self.spread.pieces(), sharded=self.mesh.size("fsdp", "cp", "tp") > 1)
         self.loader = self._loader(data, self.order)
         check_agreement(self, "data", "model")
         check_writable(self.spread)

@@ -55,7 +55,7 @@ def train_step(engine: Engine, batch: StepBatch) -> Metrics:
         scale.begin(partial(_global_count, engine, loss.count, batch))
         clock.lap("forward")
         spread.reduction.start_backward(last=index + 1 == len(batch.micro_batches))
-        (loss.total * (scale.value * micro.real)).backward()
+        (loss.total * (scale.value * micro.real / engine.mesh.size("cp"))).backward()
         clock.lap("backward")
         spread.reduction.finish_backward()
         clock.lap("reduce")
@@ -65,7 +65,7 @@ def train_step(engine: Engine, batch: StepBatch) -> Metrics:
 
     # Everything the ranks must agree on, in one small sum: from here on they hold the same numbers.
     untouched = torch.tensor(float(len(spread.untouched())), dtype=torch.float64, device=engine.device)
-    sums *= engine.mesh.index("tp") == 0  # its ranks have the same samples
+    sums *= engine.mesh.index("cp", "tp") == 0  # their ranks have the same samples
     agreed = torch.stack([*sums, spread.gradient_norm_squared(), untouched])
     collectives.all_reduce(agreed, engine.mesh.world).wait()
     total, count, norm_squared, missing = agreed.tolist()
@@ -142,6 +142,8 @@ def call(engine: Engine, tensors: dict[str, Any]) -> Any:
         output = model(*inputs) if isinstance(inputs, tuple) else model(inputs)
     if output is None:
         raise WrongUse(f"forward of {type(model).__name__} returned nothing. Return what Task.loss needs.")
+    if engine.spread.context is not None:
+        engine.spread.context.share_loss(output)
     return output
 
 

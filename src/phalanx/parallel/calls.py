@@ -1,0 +1,35 @@
+"""What a block is called with: the residual stream, and what else goes along."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from phalanx.errors import WrongUse
+
+TIME = 1
+"""The dim of ``[batch, time, width]`` by which the stream is cut."""
+
+
+def stream(args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Tensor:
+    """The residual stream among what a module is called with: its first tensor."""
+    found = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
+    if found is None or found.ndim != 3:
+        shape = "no tensor" if found is None else f"shape {tuple(found.shape)}"
+        raise WrongUse(
+            f"{name} is called with {shape} where tp, cp and pp need [batch, time, width]. "
+            "Use fsdp instead, or give the blocks such an input first."
+        )
+    return found
+
+
+def with_stream(
+    args: tuple[Any, ...], kwargs: dict[str, Any], stream: Tensor
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The same call with another stream."""
+    for index, value in enumerate(args):
+        if isinstance(value, Tensor):
+            return (*args[:index], stream, *args[index + 1 :]), kwargs
+    first = next(name for name, value in kwargs.items() if isinstance(value, Tensor))
+    return args, kwargs | {first: stream}
