@@ -37,6 +37,7 @@ class Layout:
     cp: int = 1
     """Ranks that share each sequence: some of its positions."""
     pp: int = 1
+    """Ranks that share the blocks: each computes some and hands the stream on, as ``schedule`` says."""
     ep: int = 1
     zero: int = 3
     """What an ``fsdp`` group shards: 1 optimizer state, 2 also gradients, 3 also weights."""
@@ -122,10 +123,10 @@ class Layout:
         return notes
 
     def _problems(self, global_batch: int, world: int) -> Iterator[str]:
-        for name in ("pp", "ep"):
+        for name in ("ep",):
             degree = getattr(self, name)
             if degree > 1:
-                yield f"{name}={degree} is not offered by this version, which spreads over dp, fsdp, tp and cp"
+                yield f"{name}={degree} is not offered by this version, which spreads over dp, fsdp, tp, cp and pp"
         for name in ("tp", "cp"):
             degree = getattr(self, name)
             if self.compile != "none" and degree > 1:

@@ -82,11 +82,45 @@ def reduce_scatter(output: Tensor, parts: Tensor, group: Group, buffers: Buffers
     return Pending([dist.all_to_all_single(rows, parts, group=group, async_op=True)], finish)
 
 
+def send(tensor: Tensor, group: Group, to: int) -> Pending:
+    """To one rank of the group."""
+    return Pending([work for work in [dist.isend(tensor, group=group, group_dst=to)] if work is not None])
+
+
+def receive(tensor: Tensor, group: Group, source: int) -> Pending:
+    """From one rank of the group."""
+    return Pending([work for work in [dist.irecv(tensor, group=group, group_src=source)] if work is not None])
+
+
+def broadcast(tensor: Tensor, group: Group, source: int) -> None:
+    """What one rank of the group has, in place."""
+    dist.broadcast(tensor, group=group, group_src=source)
+
+
+def told(words: list[str], group: Group, source: int) -> list[str]:
+    """What one rank of the group says."""
+    said = [words]
+    dist.broadcast_object_list(said, group=group, group_src=source)
+    return said[0]
+
+
 def exchange(rows: Tensor, group: Group) -> Tensor:
     """Row r goes to rank r; what comes back holds row r from rank r."""
     work, received = _exchange(rows, group)
     work.wait()
     return received
+
+
+def exchange_uneven(rows: Sequence[Tensor | None], group: Group) -> list[Tensor]:
+    """Row r, or nothing, goes to rank r, and as much comes back from it."""
+    given = [row for row in rows if row is not None]
+    sizes = [0 if row is None else row.numel() for row in rows]
+    if not given:  # still a part of what the others do
+        given = [torch.empty(0)]
+    sent = torch.cat([row.reshape(-1) for row in given])
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent, sizes, sizes, group=group)
+    return list(received.split(sizes))
 
 
 def _exchanged(part: Tensor, group: Group) -> bool:

@@ -65,7 +65,7 @@ class ContextParallel:
         for name in anatomy.after if lazy_heads else ():
             head: Any = model.get_submodule(name)
             if anatomy.splits.get(name) == "vocabulary" and type(head) is nn.Linear:
-                head.forward = partial(_head, head)
+                head.forward = partial(_head, head)  # type: ignore[method-assign,assignment]
 
     def _block(
         self, name: str, attends: bool, forward: Callable[..., Any], first: bool, last: bool, *args: Any, **kwargs: Any

@@ -13,6 +13,7 @@ from itertools import product
 import torch.distributed as dist
 
 from phalanx.layout import Layout
+from phalanx.parallel.schedules import CHUNKS
 
 AXES = ("pp", "dp", "fsdp", "cp", "tp")
 """From the outermost, whose members are far apart, to the innermost, who are neighbours."""
@@ -20,7 +21,9 @@ BATCH = ("dp", "fsdp")
 """The axes along which samples differ."""
 SHARD = ("fsdp", "cp")
 """The axes over which one copy of the training state is cut; ranks of ``cp`` have the same samples and share it too."""
-GROUPS = (("dp",), SHARD, ("cp",), ("tp",), BATCH, AXES)
+GROUPS = (("dp",), SHARD, ("cp",), ("tp",), ("pp",), BATCH, AXES)
+LANES = {1: ("forward", "backward"), 2: ("forward", "backward", "forward wrap", "backward wrap")}
+"""Groups for messages from stage to stage, by the stages a rank has."""
 
 
 def name(axes: tuple[str, ...]) -> str:
@@ -43,6 +46,13 @@ class Mesh:
                     made[members] = dist.new_group(list(members), timeout=timeout, group_desc=name(axes))
             self._groups[axes] = made.get(self.members(axes))
         self._made = [group for members, group in made.items() if rank in members]
+        self._lanes: dict[str, dist.ProcessGroup] = {}
+        for lane in LANES[CHUNKS.get(layout.schedule, 1)] if layout.pp > 1 else ():
+            for members in self._partition(("pp",)):
+                group = dist.new_group(list(members), timeout=timeout, group_desc=f"pp {lane}")
+                if rank in members:
+                    self._lanes[lane] = group
+        self._made += self._lanes.values()
 
     def _partition(self, axes: tuple[str, ...]) -> list[tuple[int, ...]]:
         """All ranks, in sets that differ along these axes alone."""
@@ -81,6 +91,10 @@ class Mesh:
         """The group along these axes, or None where this rank is alone on them."""
         return self._groups[axes]
 
+    def lane(self, name: str) -> dist.ProcessGroup:
+        """The group for messages that go one way between stages."""
+        return self._lanes[name]
+
     @property
     def world(self) -> dist.ProcessGroup | None:
         return self._groups[AXES]
@@ -91,3 +105,4 @@ class Mesh:
             dist.destroy_process_group(group)
         self._made.clear()
         self._groups.clear()
+        self._lanes.clear()

@@ -7,10 +7,10 @@ disorder when ranks differ in the parameters they used; here such a parameter ju
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
-from torch import nn
+from torch import Tensor, nn
 
 from phalanx.errors import WrongUse
 from phalanx.parallel import collectives
@@ -31,6 +31,7 @@ class Reduction:
         if gathering is not None:
             gathering.on_done = self.done
         self._position = {id(bucket): index for index, bucket in enumerate(buckets)}
+        self._homes = {id(weight.full): (bucket, weight) for bucket in buckets for weight in bucket.trainable}
         self._hooks = [
             weight.full.register_post_accumulate_grad_hook(partial(self._arrived, bucket, weight))
             for bucket in buckets
@@ -47,11 +48,15 @@ class Reduction:
         for bucket in self.buckets:
             bucket.clear()
 
-    def start_backward(self, last: bool) -> None:
-        """A micro-batch begins; after the last one the gradients are the global sums."""
+    def start_backward(self, last: bool, reached: Callable[[str], bool] | None = None, hold: bool = False) -> None:
+        """A micro-batch begins; after the last one the gradients are the global sums.
+
+        ``reached`` tells which weights this backward may reach, where it is one stage's. With ``hold`` nothing is
+        summed at its end: more gradients will be brought by `deposit`.
+        """
         if self.gathering is not None:
-            self.gathering.in_step = True
-        self._last = last
+            self.gathering.start_backward()
+        self._last, self._reached, self._hold = last, reached, hold
         self._done: set[int] = set()
         self._missing = {id(b): {w.name for w in b.trainable} for b in self.buckets}
         self._turn = 0
@@ -59,6 +64,8 @@ class Reduction:
         self._reducing: list[Pending] = []
 
     def _arrived(self, bucket: Bucket, weight: Weight, parameter: nn.Parameter) -> None:
+        if parameter.grad is None:
+            return  # it was left for `deposit`
         assert self._position[id(bucket)] >= self._turn, (
             f"the gradient of {weight.name} came after its bucket was reduced"
         )
@@ -76,6 +83,10 @@ class Reduction:
 
     def done(self, bucket: Bucket) -> None:
         """Nothing more will come for this bucket in this backward."""
+        if self._hold:
+            if self.gathering is not None:
+                self.gathering.finish(bucket)
+            return
         self._done.add(id(bucket))
         while self._turn < len(self.buckets) and id(self.buckets[self._turn]) in self._done:
             self._launch(self.buckets[self._turn])
@@ -91,8 +102,21 @@ class Reduction:
         if self.gathering is not None:
             self.gathering.in_step = False
 
+    def deposit(self, parameter: nn.Parameter, gradient: Tensor) -> None:
+        """Bring a gradient that was left out of its backward."""
+        bucket, weight = self._homes[id(parameter)]
+        weight.full.grad = gradient
+        bucket.collect(weight)
+        self.touched.add(weight.name)
+
+    def _due(self, bucket: Bucket) -> bool:
+        if self._last or not bucket.trainable:
+            return bool(bucket.trainable)
+        reached = self._reached is None or any(self._reached(weight.name) for weight in bucket.trainable)
+        return reached and not bucket.storage.whole_gradients
+
     def _launch(self, bucket: Bucket) -> None:
-        if bucket.trainable and (self._last or not bucket.storage.whole_gradients):
+        if self._due(bucket):
             bucket.complete()
             if bucket.storage.ranks > 1:
                 self._settle()  # one was on its way while the next was being made

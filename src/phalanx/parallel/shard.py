@@ -41,7 +41,7 @@ def _awake(value: Any, wake: bool) -> Any:
         if wake:
             value.gathered.need()
             if torch.is_grad_enabled():
-                value.gathered.calls.add(object())  # when its backward is over, only the end of all of it tells
+                value.gathered.open_call()  # when its backward is over, only the end of all of it tells
         return value.weight.full
     if isinstance(value, (list, tuple)):
         return type(value)(_awake(item, wake) for item in value)
@@ -55,8 +55,10 @@ class Gathered:
         self.bucket, self.unit = bucket, unit
         self.keep = unit.place in ("after", "root", "tied")
         """Stays whole from forward to backward, which is about to need it anyway."""
-        self.calls: set[object] = set()
-        """Forward calls whose backward is not over."""
+        self.calls: dict[object, object] = {}
+        """Forward calls whose backward is not over, each with its part of the step."""
+        self.part: object = None
+        """What is computed just now: a micro-batch at a stage. Several may be on their way."""
         self.in_backward = False
         self.running: list[object] = []
         """Forward calls that have begun and not ended."""
@@ -66,6 +68,12 @@ class Gathered:
             stand_in.gathered, stand_in.weight = self, weight
             self.resting.append(stand_in)
         self.rest()
+
+    def open_call(self) -> object:
+        """A forward call that a backward will follow."""
+        call = object()
+        self.calls[call] = self.part
+        return call
 
     def need(self) -> None:
         """Whole now, and visible to the modules."""
@@ -82,10 +90,15 @@ class Gathered:
 
     def finish(self) -> None:
         """Its part of this backward is over."""
-        self.calls.clear()
+        self.calls = {call: part for call, part in self.calls.items() if part != self.part}
         self.running.clear()
         self.in_backward = False
         self.rest()
+
+    @property
+    def busy(self) -> bool:
+        """Whether this part of the step has calls whose backward is not over."""
+        return self.part in self.calls.values()
 
 
 class Gathering:
@@ -98,35 +111,59 @@ class Gathering:
         """Told when no more gradients will come for a bucket in this backward."""
         self.in_step = False
         """Whether a step's own backward runs, and not one that the model runs for itself."""
+        self.passes: Callable[[str], bool] = lambda name: False
+        """Whether a module is passed by, as by a pipeline's other stages."""
         for index, item in enumerate(gathered):
             for name in item.unit.modules:
                 module = model.get_submodule(name)
-                module.register_forward_pre_hook(partial(self._before, index), prepend=True, with_kwargs=True)
-                module.register_forward_hook(partial(self._after, index), with_kwargs=True)
+                module.register_forward_pre_hook(partial(self._before, index, name), prepend=True, with_kwargs=True)
+                module.register_forward_hook(partial(self._after, index, name), with_kwargs=True)
 
-    def _before(self, index: int, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def begin(self, part: object) -> None:
+        """From here on, this part of the step is computed."""
+        for item in self.gathered:
+            item.part = part
+
+    def _before(self, index: int, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if self.passes(name):
+            return
         item = self.gathered[index]
         item.need()
         self._fetch(index + 1)
         if torch.is_grad_enabled() and not item.in_backward:
-            call = object()
+            call = item.open_call()  # until its inputs' gradients are there, or backward ends
             item.running.append(call)
-            item.calls.add(call)  # open until its inputs' gradients are there, or backward ends
             inputs = [tensor for tensor in tensors((args, kwargs)) if tensor.grad_fn is not None]
             if inputs:
                 register_multi_grad_hook(inputs, partial(self._inputs_done, index, call), mode="all")
 
-    def _after(self, index: int, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    def _after(self, index: int, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         item = self.gathered[index]
-        if item.in_backward:
+        if item.in_backward or self.passes(name):
             return
         if torch.is_grad_enabled() and item.running:
-            call = item.running.pop()
-            # on the nodes: their hooks come after those of whoever took the tensors, whose weights can go first
-            for node in {tensor.grad_fn for tensor in tensors(output) if tensor.grad_fn is not None}:
-                node.register_prehook(partial(self._before_backward, index, call))
+            self._await_backward(index, item.running.pop(), output)
         if not item.keep:
             item.rest()
+
+    def start_backward(self) -> None:
+        """A step's backward begins: what stays whole for it may have been let go by another part's."""
+        self.in_step = True
+        for item in self.gathered:
+            if item.keep and item.busy:
+                item.need()
+
+    def left(self, output: Any) -> None:
+        """A forward was left with this output, before the modules around it came to their end."""
+        for index, item in enumerate(self.gathered):
+            for call in item.running:
+                self._await_backward(index, call, output)
+            item.running.clear()
+
+    def _await_backward(self, index: int, call: object, output: Any) -> None:
+        # on the nodes: their hooks come after those of whoever took the tensors, whose weights can go first
+        for node in {tensor.grad_fn for tensor in tensors(output) if tensor.grad_fn is not None}:
+            node.register_prehook(partial(self._before_backward, index, call))
 
     def _before_backward(self, index: int, call: object, gradients: Any) -> None:
         if call not in self.gathered[index].calls:
@@ -138,8 +175,8 @@ class Gathering:
     def _inputs_done(self, index: int, call: object, gradients: Any) -> None:
         item = self.gathered[index]
         if self.in_step and call in item.calls:
-            item.calls.remove(call)
-            if not item.calls:
+            del item.calls[call]
+            if not item.busy:
                 self.on_done(item.bucket)
 
     def _fetch(self, index: int) -> None:
@@ -148,7 +185,7 @@ class Gathering:
 
     def busy(self, bucket: Bucket) -> bool:
         """Whether a later hook will say that the bucket's backward is over."""
-        return bool(self.by_bucket[id(bucket)].calls)
+        return self.by_bucket[id(bucket)].busy
 
     def finish(self, bucket: Bucket) -> None:
         self.by_bucket[id(bucket)].finish()
@@ -156,12 +193,12 @@ class Gathering:
     def rest(self) -> None:
         """Let every bucket go, as after an evaluation or an update."""
         for item in self.gathered:
+            item.calls.clear()
             item.finish()
 
 
 def tensors(value: Any, depth: int = 8) -> Iterator[Tensor]:
     """The tensors in what a module takes or gives: nested lists, tuples, dicts and objects with attributes."""
-    slots = [name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())]
     if isinstance(value, Tensor):
         yield value
     elif depth and isinstance(value, (list, tuple)):
@@ -169,7 +206,7 @@ def tensors(value: Any, depth: int = 8) -> Iterator[Tensor]:
             yield from tensors(item, depth - 1)
     elif depth and isinstance(value, dict):
         yield from tensors(list(value.values()), depth)
-    elif depth and (slots or hasattr(value, "__dict__")) and not isinstance(value, (nn.Module, type)):
-        yield from tensors(
-            [getattr(value, name, None) for name in [*slots, *getattr(value, "__dict__", ())]], depth - 1
-        )
+    elif depth and not isinstance(value, (nn.Module, type)):
+        slots = [name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())]
+        held = [getattr(value, name, None) for name in [*slots, *getattr(value, "__dict__", ())]]
+        yield from tensors(held, depth - 1)

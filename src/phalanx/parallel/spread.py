@@ -10,7 +10,7 @@ What comes out is a `Spread`: the model to call, and the few operations a traini
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -27,14 +27,18 @@ from phalanx.parallel.blueprint import Blueprint, leaves, mapped
 from phalanx.parallel.bucket import Bucket, Storage, Weight
 from phalanx.parallel.context import ContextParallel
 from phalanx.parallel.cuts import Plan, make_plan
+from phalanx.parallel.holding import Holding
 from phalanx.parallel.memory import Buffers
 from phalanx.parallel.mesh import BATCH, SHARD, Mesh
+from phalanx.parallel.pipeline import Part, Pipeline, weight_gradient
 from phalanx.parallel.randomness import Moment, Randomness
 from phalanx.parallel.recompute import recomputed
 from phalanx.parallel.replicate import Reduction
+from phalanx.parallel.schedules import Action, alone
 from phalanx.parallel.shard import Gathered, Gathering
+from phalanx.parallel.stages import divide
 from phalanx.parallel.tensor import TensorParallel
-from phalanx.parallel.torch_private import FakeTensor, has_hooks
+from phalanx.parallel.torch_private import FakeTensor, has_hooks, install
 from phalanx.precision import Dtypes, cast
 
 BUCKET_BYTES = 25 << 20
@@ -61,8 +65,19 @@ class Spread:
         self.state_names = set(blueprint.model.state_dict())
         self.storage = _storage(layout, mesh, dtypes, device)
         self.plan = make_plan(self.model, anatomy, layout.tp, mesh.index("tp")) if layout.tp > 1 else Plan()
-        self.shapes = {name: weight.shape for name, weight in self.model.named_parameters()}
-        self.weights = _describe(self.model, anatomy, self.plan, mesh.index("tp"), self.storage)
+        shapes = {name: weight.shape for name, weight in self.model.named_parameters()}
+        self.trainable = {n: w.requires_grad for n, w in self.model.named_parameters() if w.is_floating_point()}
+        """Every weight of the model, on any stage, and whether it is trained."""
+        stages = divide(self.model, anatomy, layout.pp, layout.schedule) if layout.pp > 1 else None
+        self.holding = Holding(self.plan, stages, mesh, shapes)
+        self._orders: list[list[str]] | None = None
+        self.parts: dict[tuple[int, int], Part] = {}
+        """By stage and micro-batch: forwards that a backward will follow."""
+        self.pipeline: Pipeline | None = None
+        if stages is not None:
+            self.pipeline = Pipeline(stages, mesh, layout.schedule, self.moment, self.parts, device)
+            self.pipeline.shadows(self.model, dtypes.compute)
+        self.weights = _describe(self.model, anatomy, self.holding, self.storage)
         self._initialise(blueprint)
         hugging_face.keep_nothing(self.model)
         tp = mesh.group("tp")
@@ -76,15 +91,21 @@ class Spread:
         spread_batchnorm(self.model, mesh.group(*BATCH), mesh.size(*BATCH), self.moment)
         self._prepare_blocks()
         self._shard_and_replicate()
+        if self.pipeline is not None:
+            self.pipeline.context = self.context
+            self.pipeline.lead(self.model)
+            if self.gathering is not None:
+                self.gathering.passes = self.pipeline.passes
 
     def _initialise(self, blueprint: Blueprint) -> None:
         """Fill weights one at a time; at most one is ever whole here beyond what the layout keeps whole."""
         described = dict(blueprint.model.named_parameters())
         for name, weight in self.weights.items():
             value = blueprint.value(described.pop(name), self.device)
-            cut = self.plan.cuts.get(name)
-            weight.fill(cut.take(value, self.mesh.index("tp")) if cut else value, self.storage)
+            weight.fill(self.holding.part(name, value), self.storage)
         for name, parameter in described.items():  # whole numbers, as of a quantised weight: every rank keeps them
+            if name in self.trainable:
+                continue  # another stage's
             if parameter.requires_grad:
                 raise WrongUse(
                     f"{name} is {parameter.dtype}, which is not trained here. Keep its parts as real weights."
@@ -110,7 +131,9 @@ class Spread:
         if compiled:
             key_dropout_modules(self.model, self.randomness)
         else:
-            first = {F.scaled_dot_product_attention: self.context.sdpa} if self.context else {}
+            first: dict[Any, Any] = {F.scaled_dot_product_attention: self.context.sdpa} if self.context else {}
+            if self.pipeline is not None and layout.schedule == "zb":
+                first[F.linear] = self.pipeline.linear
             self.randomness.answers = Answers(self.randomness, first)
         for name in anatomy.blocks:
             block = self.model.get_submodule(name)
@@ -141,43 +164,101 @@ class Spread:
             self.buckets = [item.bucket for item in reversed(gathered)]
         self.reduction = Reduction(self.buckets, self.mesh.group("dp"), self.gathering)
 
+    def actions(self, micro_batches: int) -> Sequence[Action]:
+        """What this rank does in a step, in order."""
+        return alone(micro_batches) if self.pipeline is None else self.pipeline.actions(micro_batches)
+
+    def forwards(self, micro_batches: int) -> Sequence[Action]:
+        """What this rank does in an evaluation, in order."""
+        stages = range(1) if self.pipeline is None else self.pipeline.stages.of(self.mesh.index("pp"))
+        return [Action("forward", stage, micro) for micro in range(micro_batches) for stage in stages]
+
+    def gives_loss(self, action: Action) -> bool:
+        return self.pipeline is None or action.stage == self.pipeline.stages.last
+
+    def from_last_stage(self, words: list[str]) -> list[str]:
+        """What the last stage has to say, on all stages."""
+        group = self.mesh.group("pp")
+        return words if group is None else collectives.told(words, group, group.size() - 1)
+
+    def start(self, micro_batches: Sequence[Any], actions: Sequence[Action]) -> None:
+        """Before the first action of a step, or of an evaluation."""
+        if self.pipeline is not None:
+            self.pipeline.start(micro_batches, actions)
+
+    def begin(self, action: Action) -> Part:
+        """Begin a forward: a stage's part of a micro-batch."""
+        self._turn_to(action)
+        part = Part(action.stage, action.micro)
+        if torch.is_grad_enabled():
+            self.parts[action.stage, action.micro] = part
+        if self.pipeline is not None:
+            self.pipeline.enter(part, action)
+        return part
+
+    def leave(self, part: Part, output: Any) -> None:
+        """End a forward before the last stage."""
+        assert self.pipeline is not None
+        self.pipeline.leave(part, output)
+        if self.gathering is not None:
+            self.gathering.left(output)
+
+    def _turn_to(self, action: Action) -> None:
+        if self.gathering is not None:
+            self.gathering.begin((action.stage, action.micro))
+
+    def nears_loss(self, action: Action) -> bool:
+        """Whether a rank's last stage computes, after which the loss is known before any backward."""
+        return self.pipeline is None or action.stage + self.pipeline.stages.ranks > self.pipeline.stages.last
+
+    def backward(self, action: Action, factor: float, last: bool) -> None:
+        """Backward of what a forward made; the gradients of its weights join the step's."""
+        self._turn_to(action)
+        part = self.parts.pop((action.stage, action.micro))
+        split = self.pipeline is not None and self.pipeline.name == "zb"
+        self.reduction.start_backward(last, self._reached(action), hold=split)
+        if self.pipeline is None:
+            (part.result.total * factor).backward()
+        else:
+            self.pipeline.backward(part, action, factor)
+
+    @torch.no_grad()
+    def backward_weights(self, action: Action, last: bool) -> None:
+        """What a schedule has left of a backward: the gradients of weights alone."""
+        assert self.pipeline is not None
+        self._turn_to(action)
+        for weight, input, gradient in self.pipeline.deferred(action):
+            self.reduction.deposit(weight, weight_gradient(input, gradient))
+        self.reduction.start_backward(last, self._reached(action))
+
+    def _reached(self, action: Action) -> Callable[[str], bool] | None:
+        """Which weights a stage's backward may reach."""
+        if self.pipeline is None:
+            return None
+        blocks, every = self.pipeline.stages.blocks[action.stage], self.anatomy.blocks
+        return lambda name: (
+            any(name.startswith(b + ".") for b in blocks) or not any(name.startswith(b + ".") for b in every)
+        )
+
     def pieces(self) -> list[nn.Parameter]:
         """What the optimizer updates on this rank: its rows of every trainable weight."""
         return [weight.piece for weight in self.weights.values() if weight.trainable]
 
     def complete_gradients(self) -> None:
-        """Sum over ``tp`` the gradients of weights that several of its ranks hold and each has a part of."""
-        group = self.mesh.group("tp")
-        parts = [(bucket.gradient_own(w), self._holders(w)) for bucket in self._reduced() for w in bucket.trainable]
-        parts = [(part, holders) for part, holders in parts if len(holders) > 1]
-        if group is None or not parts:
-            return
-        own = torch.cat([part.reshape(-1) for part, _ in parts])
-        every = own.new_empty(group.size(), len(own))
-        collectives.all_gather(every, own, group).wait()
-        for columns, (part, holders) in zip(every.split([part.numel() for part, _ in parts], 1), parts, strict=True):
-            part.copy_(columns[holders].sum(0).view_as(part))
-
-    def _holders(self, weight: Weight) -> list[int]:
-        """The ``tp`` ranks whose gradients of a weight, as it is on this one, add up."""
-        if weight.name in self.plan.partial:
-            return list(range(self.mesh.size("tp")))
-        cut = self.plan.cuts.get(weight.name)
-        return cut.sharers(self.mesh.index("tp")) if cut else [self.mesh.index("tp")]
+        """After the last action: sum gradients of weights that ranks of ``tp`` or ``pp`` hold and have parts of."""
+        if self.pipeline is not None:
+            self.pipeline.finish()
+        own = [(weight.name, bucket.gradient_own(weight)) for bucket in self._reduced() for weight in bucket.trainable]
+        self.holding.complete(own)
 
     def gradient_norm_squared(self) -> Tensor:
         """This rank's part of the squared norm of all gradients; the parts of all ranks add up to it."""
         owned = [bucket.owned for bucket in self._reduced()]
-        if self.mesh.size("tp") > 1:
-            owned = [b.gradient_own(w) for b in self._reduced() for w in b.trainable if self._counts_here(w)]
+        if self.mesh.size("tp", "pp") > 1:
+            owned = [b.gradient_own(w) for b in self._reduced() for w in b.trainable if self.holding.counts(w.name)]
         squares = [torch.linalg.vector_norm(tensor).double().square() for tensor in owned]
         total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64, device=self.device)
         return total / self.mesh.size("dp")
-
-    def _counts_here(self, weight: Weight) -> bool:
-        """Whether this is the first of the ``tp`` ranks that hold the same."""
-        cut, index = self.plan.cuts.get(weight.name), self.mesh.index("tp")
-        return index == (cut.sharers(index)[0] if cut else 0)
 
     def _reduced(self) -> Iterator[Bucket]:
         return (bucket for bucket in self.buckets if bucket.trainable)
@@ -211,56 +292,73 @@ class Spread:
                 bucket.finish_gather()
 
     def rest(self) -> None:
-        """Let go of weights that an evaluation left whole."""
+        """After an evaluation: let go of weights that it left whole."""
+        if self.pipeline is not None:
+            self.pipeline.finish()
         if self.gathering is not None:
             self.gathering.rest()
 
     def whole_gradients(self) -> Iterator[tuple[str, Tensor]]:
         """The summed gradients, whole, a bucket at a time. All ranks must go through it."""
+        order = [[name for name in names if self.trainable[name]] for names in self._order()]
+        yield from self.holding.from_stages(self._own_gradients(), order, self.dtypes.reduce, self.device)
+
+    def _own_gradients(self) -> Iterator[tuple[str, Tensor]]:
         for bucket in self._reduced():
             assert bucket.owned is not None
-            yield from self._whole(bucket.assemble(bucket.gradient_packing, bucket.owned))
+            yield from self.holding.joined(bucket.assemble(bucket.gradient_packing, bucket.owned))
 
     def state_description(self) -> list[tuple[str, torch.dtype, torch.Size]]:
         """Name, dtype and shape of everything `state` will give, in its order."""
-        weights = [
-            (w.name, self.dtypes.parameter, self.shapes[w.name]) for bucket in self.buckets for w in bucket.weights
+        names = [
+            name
+            for rank, names in enumerate(self._order())
+            for name in names
+            if self.holding.stage_ranks(name)[0] == rank
         ]
+        weights = [(name, self.dtypes.parameter, self.holding.shapes[name]) for name in names]
         return weights + [(name, tensor.dtype, tensor.shape) for name, tensor in self._replicated_state()]
 
+    def _order(self) -> list[list[str]]:
+        """By stage, its weights as `state` gives them. All ranks must ask the first time."""
+        if self._orders is None:
+            own, group, names = (
+                [w.name for b in self.buckets for w in b.weights],
+                self.mesh.group("pp"),
+                list(self.trainable),
+            )
+            self._orders = [own]
+            if group is not None:
+                row = torch.full((len(names),), -1, device=self.device)
+                row[: len(own)] = torch.tensor([names.index(name) for name in own], device=self.device)
+                every = row.new_empty(group.size(), len(names))
+                collectives.all_gather(every, row, group).wait()
+                self._orders = [[names[index] for index in numbers if index >= 0] for numbers in every.tolist()]
+        return self._orders
+
     def _replicated_state(self) -> list[tuple[str, Tensor]]:
-        """What every rank has whole: buffers, and parameters that are no weights."""
+        """What a stage has whole: buffers, and parameters that are no weights."""
         tensors = [*self.model.named_parameters(), *self.model.named_buffers()]
-        return [(name, t) for name, t in tensors if name in self.state_names and name not in self.weights]
+        return [(name, t) for name, t in tensors if name in self.state_names and name not in self.trainable]
 
     def state(self) -> Iterator[tuple[str, Tensor]]:
         """Whole weights and buffers under the model's own names, a bucket at a time; shared ones under their first.
 
         All ranks must go through it.
         """
+        yield from self.holding.from_stages(self._own_state(), self._order(), self.dtypes.parameter, self.device)
+        group = self.mesh.group("pp")
+        for name, tensor in self._replicated_state():
+            if group is not None:
+                collectives.broadcast(tensor, group, self.holding.stage_ranks(name)[0])
+            yield name, tensor
+
+    def _own_state(self) -> Iterator[tuple[str, Tensor]]:
         for bucket in self.buckets:
             row = torch.zeros(bucket.packing.length, dtype=self.dtypes.parameter, device=self.device)
             for weight in bucket.weights:
                 bucket.packing.own(weight, row).copy_(weight.piece.data)
-            yield from self._whole(bucket.assemble(bucket.packing, row))
-        yield from self._replicated_state()
-
-    def _whole(self, parts: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Weights, or gradients of them, put together from what the ranks of ``tp`` hold."""
-        group = self.mesh.group("tp")
-        for name, part in parts:
-            cut = self.plan.cuts.get(name)
-            if cut is None or group is None:
-                yield name, part
-                continue
-            shapes = [cut.shape(self.shapes[name], rank) for rank in range(group.size())]
-            every = part.new_zeros(group.size(), max(shape.numel() for shape in shapes))
-            every[group.rank(), : part.numel()] = part.reshape(-1)
-            collectives.all_gather(every, every[group.rank()].clone(), group).wait()
-            whole = part.new_empty(self.shapes[name])
-            for rank, shape in enumerate(shapes):
-                cut.put(every[rank, : shape.numel()].view(shape), whole, rank)
-            yield name, whole
+            yield from self.holding.joined(bucket.assemble(bucket.packing, row))
 
 
 def check_blocks(layout: Layout, anatomy: Anatomy) -> None:
@@ -289,8 +387,8 @@ def _storage(layout: Layout, mesh: Mesh, dtypes: Dtypes, device: torch.device) -
     )
 
 
-def _describe(model: nn.Module, anatomy: Anatomy, plan: Plan, tp: int, storage: Storage) -> dict[str, Weight]:
-    """Every weight of the model in the order of its units, with all places where it is used."""
+def _describe(model: nn.Module, anatomy: Anatomy, holding: Holding, storage: Storage) -> dict[str, Weight]:
+    """Every weight of this stage in the order of its units, with all places where it is used."""
     places: dict[str, list[tuple[nn.Module, str]]] = {}
     for name, _ in model.named_parameters(remove_duplicate=False):
         owner, _, attribute = name.rpartition(".")
@@ -303,15 +401,16 @@ def _describe(model: nn.Module, anatomy: Anatomy, plan: Plan, tp: int, storage: 
                 "Do it in the optimizer, or on the model's output, and leave the hook out."
             )
 
-    def shape(name: str) -> torch.Size:
-        whole = described[name].shape
-        return plan.cuts[name].shape(whole, tp) if name in plan.cuts else whole
-
+    for name, weight in described.items():
+        if not holding.here(name):  # nothing is kept of what other stages have
+            for module, attribute in places[name]:
+                nothing = torch.empty(weight.shape, dtype=weight.dtype, device="meta")
+                install(module, attribute, nn.Parameter(nothing, requires_grad=False))
     return {
-        name: Weight(name, described[name], shape(name), places[name], storage)
+        name: Weight(name, described[name], holding.shape(name), places[name], storage)
         for unit in anatomy.units
         for name in unit.weights
-        if described[name].is_floating_point()
+        if described[name].is_floating_point() and holding.here(name)
     }
 
 

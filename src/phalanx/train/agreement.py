@@ -65,7 +65,7 @@ def _data(engine: Engine) -> str:
 
 
 def _model(engine: Engine) -> str:
-    return ", ".join(f"{name} {tuple(shape)}" for name, shape in engine.spread.shapes.items())
+    return ", ".join(f"{name} {tuple(shape)}" for name, shape in engine.spread.holding.shapes.items())
 
 
 FACTS: dict[str, Callable[[Engine], str]] = {

@@ -9,9 +9,8 @@ import torch
 from phalanx.data.loader import Loader
 from phalanx.errors import WrongUse
 from phalanx.parallel import collectives
-from phalanx.parallel.mesh import BATCH
 from phalanx.task import as_loss
-from phalanx.train.step import as_number, call, micro_batch
+from phalanx.train.step import as_number, compute
 
 if TYPE_CHECKING:
     from phalanx.train.engine import Engine
@@ -25,9 +24,13 @@ def evaluate(engine: Engine, loader: Loader, batches: int | None = None) -> dict
     sums: dict[str, torch.Tensor] = {}
     zero = torch.zeros(2, dtype=torch.float64, device=engine.device)
     for batch in loader.batches(0, min(loader.order.steps_per_epoch, batches or loader.order.steps_per_epoch)):
-        for micro in batch.micro_batches:
-            with micro_batch(engine, batch.step, micro) as tensors:
-                measures = task.evaluate(call(engine, tensors), tensors)
+        actions = engine.spread.forwards(len(batch.micro_batches))
+        engine.spread.start(batch.micro_batches, actions)
+        for action in actions:
+            micro = batch.micro_batches[action.micro]
+            measures = compute(engine, batch.step, micro, action, task.evaluate)
+            if measures is None and not engine.spread.gives_loss(action):
+                continue
             if not isinstance(measures, dict):
                 raise WrongUse(
                     f"{type(task).__name__}.evaluate gave a {type(measures).__name__}. "
@@ -39,9 +42,10 @@ def evaluate(engine: Engine, loader: Loader, batches: int | None = None) -> dict
                 sums[name] = sums.get(name, zero) + own * micro.real
     engine.spread.rest()
     model.train()
-    names = sorted(sums)
-    table = torch.stack([sums[name] for name in names])
-    collectives.all_reduce(table, engine.mesh.group(*BATCH)).wait()
+    names = engine.spread.from_last_stage(sorted(sums))
+    table = torch.stack([sums.get(name, zero) for name in names])
+    table *= engine.mesh.index("cp", "tp") == 0  # their ranks have the same samples
+    collectives.all_reduce(table, engine.mesh.world).wait()
     return {
         name: total / count if count else float("nan")
         for name, (total, count) in zip(names, table.tolist(), strict=True)

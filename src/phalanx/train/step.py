@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,8 @@ from phalanx.errors import WrongUse
 from phalanx.losses import Loss
 from phalanx.parallel import collectives
 from phalanx.parallel.answers import check_unmoved, generator_state
-from phalanx.parallel.mesh import BATCH
+from phalanx.parallel.pipeline import StageEnds
+from phalanx.parallel.schedules import Action
 from phalanx.precision import cast
 from phalanx.task import as_loss
 
@@ -50,16 +52,25 @@ def train_step(engine: Engine, batch: StepBatch) -> Metrics:
     spread.reduction.start_step()
     sums = torch.zeros(2, dtype=torch.float64, device=engine.device)
 
-    for index, micro in enumerate(batch.micro_batches):
-        loss = forward(engine, batch.step, micro)
-        scale.begin(partial(_global_count, engine, loss.count, batch))
-        clock.lap("forward")
-        spread.reduction.start_backward(last=index + 1 == len(batch.micro_batches))
-        (loss.total * (scale.value * micro.real / engine.mesh.size("cp"))).backward()
+    actions = spread.actions(len(batch.micro_batches))
+    spread.start(batch.micro_batches, actions)
+    for index, action in enumerate(actions):
+        micro = batch.micro_batches[action.micro]
+        last = index + 1 == len(actions)
+        if action.kind == "forward":
+            loss = forward(engine, batch.step, micro, action)
+            sums += micro.real * _counted(loss, sums)
+            if spread.nears_loss(action):
+                scale.begin(partial(_global_count, engine, loss, batch))
+            clock.lap("forward")
+            continue
+        if action.kind == "backward":
+            spread.backward(action, scale.value * micro.real / engine.mesh.size("cp"), last)
+        else:
+            spread.backward_weights(action, last)
         clock.lap("backward")
         spread.reduction.finish_backward()
         clock.lap("reduce")
-        sums += micro.real * torch.stack([as_number(loss.total, sums), as_number(loss.count, sums)])
 
     spread.complete_gradients()
 
@@ -100,16 +111,34 @@ def train_step(engine: Engine, batch: StepBatch) -> Metrics:
     )
 
 
-def forward(engine: Engine, step: int, micro: MicroBatch) -> Loss:
-    """A micro-batch's loss, every random number in it keyed by step and sample."""
+def forward(engine: Engine, step: int, micro: MicroBatch, action: Action) -> Loss | None:
+    """A stage's part of a micro-batch, and at the last stage its loss."""
+
+    def finish(output: Any, tensors: dict[str, Any]) -> Loss:
+        loss = as_loss(engine.task.loss(output, tensors), engine.task)
+        if not loss.total.requires_grad:
+            raise WrongUse(
+                f"the loss of {type(engine.task).__name__} does not depend on any trainable weight. "
+                "Compute it from the model's output, without detach(), item() or no_grad()."
+            )
+        return loss
+
+    return compute(engine, step, micro, action, finish)
+
+
+def compute(engine: Engine, step: int, micro: MicroBatch, action: Action, finish: Callable[..., Any]) -> Any:
+    """A stage's forward, every random number in it keyed by step and sample; what ``finish`` makes of the output.
+
+    A stage before the last gives the stream to the next one, and None.
+    """
+    part = engine.spread.begin(action)
+    engine.clock.lap("wait")
     with micro_batch(engine, step, micro) as tensors:
-        loss = as_loss(engine.task.loss(call(engine, tensors), tensors), engine.task)
-    if not loss.total.requires_grad:
-        raise WrongUse(
-            f"the loss of {type(engine.task).__name__} does not depend on any trainable weight. "
-            "Compute it from the model's output, without detach(), item() or no_grad()."
-        )
-    return loss
+        try:
+            part.result = finish(call(engine, tensors), tensors)
+        except StageEnds as end:
+            engine.spread.leave(part, end.output)
+    return part.result
 
 
 class micro_batch:
@@ -120,7 +149,7 @@ class micro_batch:
 
     def __enter__(self) -> dict[str, Any]:
         moment = self.engine.spread.moment
-        moment.step, moment.slots, moment.real = self.step, self.micro.slots, self.micro.real
+        moment.step, moment.slots, moment.real, moment.here = self.step, self.micro.slots, self.micro.real, None
         self._generator = generator_state(self.engine.device)
         self._scope = self.engine.spread.randomness.scope("task")
         self._scope.__enter__()
@@ -154,17 +183,27 @@ def as_number(value: Any, like: Tensor) -> Tensor:
     return torch.tensor(float(value), dtype=like.dtype, device=like.device)
 
 
-def _global_count(engine: Engine, own: Any, batch: StepBatch) -> float:
+def _counted(loss: Loss | None, like: Tensor) -> Tensor:
+    """A loss's total and count; nothing, before the last stage."""
+    if loss is None:
+        return torch.zeros_like(like)
+    return torch.stack([as_number(loss.total, like), as_number(loss.count, like)])
+
+
+def _global_count(engine: Engine, own: Loss | None, batch: StepBatch) -> float:
     """About how many terms the global batch has, from everybody's first micro-batch."""
-    count = as_number(own, torch.zeros((), dtype=torch.float64, device=engine.device))
-    collectives.all_reduce(count, engine.mesh.group(*BATCH)).wait()
+    count = _counted(own, torch.zeros(2, dtype=torch.float64, device=engine.device))[1]
+    count *= engine.mesh.index("cp", "tp") == 0
+    collectives.all_reduce(count, engine.mesh.world).wait()
     return float(count) * len(batch.micro_batches)
 
 
 def _nobody_touched(engine: Engine) -> set[str]:
     """Weights that got a gradient on no rank: the optimizer must leave them alone, as it would on one device."""
     own = set(engine.spread.untouched())
-    names = [name for name, weight in engine.spread.weights.items() if weight.trainable]
-    touched = torch.tensor([float(name not in own) for name in names], dtype=torch.float64, device=engine.device)
+    names = [name for name, trainable in engine.spread.trainable.items() if trainable]
+    held = engine.spread.weights
+    touched = torch.tensor([float(n in held and n not in own) for n in names], dtype=torch.float64)
+    touched = touched.to(engine.device)
     collectives.all_reduce(touched, engine.mesh.world).wait()
     return {name for name, hits in zip(names, touched.tolist(), strict=True) if not hits}

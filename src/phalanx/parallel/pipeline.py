@@ -1,0 +1,360 @@
+"""Pipeline parallelism: every rank of ``pp`` computes some blocks, and hands the stream on to the next.
+
+Every stage runs the model's own forward. Blocks and modules of other stages are passed by: before a stage's first block
+nothing real flows, that block takes what was received, and after the last one the forward is left. So positions, masks
+and whatever else a model prepares for its blocks are there on every stage, and models need no edit.
+
+torch.distributed.pipelining wants each stage as a module of its own and shapes that do not change, and divides the loss
+by the number of micro-batches; hence this.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+
+from phalanx.errors import WrongUse
+from phalanx.losses import Loss
+from phalanx.parallel import collectives
+from phalanx.parallel.blueprint import leaves, mapped
+from phalanx.parallel.calls import TIME, with_stream
+from phalanx.parallel.collectives import Pending
+from phalanx.parallel.context import ContextParallel
+from phalanx.parallel.mesh import Mesh
+from phalanx.parallel.randomness import Moment
+from phalanx.parallel.schedules import Action, schedule
+from phalanx.parallel.stages import Stages
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+HEADER = 8
+Deferred = list[tuple[nn.Parameter, Tensor, Tensor]]
+"""Weights of linears, with their inputs and the gradients of their outputs."""
+
+
+class StageEnds(Exception):
+    """Leaves a model's forward after a stage's last block."""
+
+    def __init__(self, output: Any) -> None:
+        super().__init__()
+        self.output = output
+
+
+@dataclass
+class Part:
+    """A micro-batch at a stage, from its forward to its backward."""
+
+    stage: int = 0
+    micro: int = 0
+    entry: Tensor | None = None
+    """What was received; its gradient goes back."""
+    exit: Tensor | None = None
+    """What was sent on; its gradient comes back. None at the last stage, which has the ``result``."""
+    result: Any = None
+    """What was made of the model's output."""
+
+
+@dataclass(frozen=True)
+class Stream:
+    """What travels between two stages."""
+
+    items: int
+    """0 where blocks give a tensor, else the length of the tuple they give."""
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    def encoded(self, device: torch.device) -> Tensor:
+        numbers = [self.items, DTYPES.index(self.dtype), len(self.shape), *self.shape]
+        return torch.tensor(numbers + [0] * (HEADER - len(numbers)), device=device)
+
+    @classmethod
+    def decoded(cls, header: Tensor) -> Stream:
+        items, dtype, dims, *shape = header.tolist()
+        return cls(items, DTYPES[dtype], tuple(shape[:dims]))
+
+
+class Pipeline:
+    """One rank's stages and its neighbours."""
+
+    def __init__(
+        self,
+        stages: Stages,
+        mesh: Mesh,
+        name: str,
+        moment: Moment,
+        parts: Mapping[tuple[int, int], Part],
+        device: torch.device,
+    ) -> None:
+        self.stages, self.mesh, self.name, self.moment, self.device = stages, mesh, name, moment, device
+        self._parts = parts
+        self.rank = mesh.index("pp")
+        self.context: ContextParallel | None = None
+        self.active = 0
+        """The stage that computes just now."""
+        self._part = Part()
+        self._ended = False
+        """Whether its last block has been computed."""
+        self._order = {block: index for index, block in enumerate(b for blocks in stages.blocks for b in blocks)}
+        self._streams: dict[tuple[int, Any], Stream] = {}
+        """By stage that receives, and by the shapes of a micro-batch."""
+        self._posted: dict[Action, tuple[Pending, Tensor]] = {}
+        self._sending: list[tuple[Pending, Tensor]] = []
+        self._upcoming: list[Action] = []
+        self._signatures: Sequence[Any] = ()
+        self._deferred: dict[tuple[int, int], Deferred] = {}
+        self._current: Deferred | None = None
+        self._checked: set[Any] = set()
+
+    # What modules do
+
+    def shadows(self, model: nn.Module, dtype: torch.dtype) -> None:
+        """Before the weights are filled: remember what shape each module outside of the blocks gives."""
+        self._shadows = {}
+        for name in self.stages.places:
+            if name in self._order or name not in dict(model.named_modules()):
+                continue
+            module = model.get_submodule(name)
+            tensors = [*module.parameters(), *module.buffers()]
+            if any(True for _ in module.parameters()):
+                memo: dict[int, Any] = {id(t): _shapeless(t, dtype) for t in tensors}
+                self._shadows[name] = copy.deepcopy(module, memo)
+
+    def lead(self, model: nn.Module) -> None:
+        """Last of all: make every block and module stop, pass by or compute as the active stage says."""
+        for name, shadow in self._shadows.items():
+            module = model.get_submodule(name)
+            module.forward = partial(self._outside, name, shadow, module.forward)
+        for name in self._order:
+            block = model.get_submodule(name)
+            block.forward = partial(self._block, name, block.forward)
+            block.register_forward_hook(partial(self._after_block, name))  # the last of its hooks
+
+    def passes(self, name: str) -> bool:
+        """Whether the active stage passes a module by."""
+        if name in self._order:
+            return name not in self.stages.blocks[self.active]
+        if name not in self._shadows:
+            return False
+        before = self.stages.holders(name) == [0]
+        return self.active != (0 if before else self.stages.last)
+
+    def _outside(self, name: str, shadow: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if not self.passes(name):
+            return forward(*args, **kwargs)
+        if self._ended:
+            raise WrongUse(
+                f"{name} is used after the blocks and registered before them, so pp={self.stages.ranks} put it on the "
+                "first stage. Register it after the blocks."
+            )
+        args, kwargs = mapped((args, kwargs), lambda t: t.to("meta"))
+        return mapped(shadow(*args, **kwargs), self._nothing)
+
+    def _nothing(self, shape: Tensor) -> Tensor:
+        """Stands for what another stage has: of the right shape, and seen at once if it is used."""
+        value = float("nan") if shape.is_floating_point() else 0
+        return torch.full((), value, dtype=shape.dtype, device=self.device).expand(shape.shape)
+
+    def _block(self, name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        own, place = self.stages.blocks[self.active], self._order[name]
+        first, last = self._order[own[0]], self._order[own[-1]]
+        hidden = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
+        if hidden is None:
+            raise WrongUse(f"{name} is called without a tensor, and pp must hand one on. Give it the stream first.")
+        if place < first:
+            items = self._streams[self.active, self._signatures[self._part.micro]].items
+            return hidden if not items else (hidden, *[None] * (items - 1))
+        if self._ended or place > last:
+            raise WrongUse(
+                f"{name} is called out of order, so pp={self.stages.ranks} cannot cut the model there. Call blocks one "
+                "after another, each once, or use fsdp instead of pp."
+            )
+        if place == first and self.active:
+            self._check_others(name, hidden, args, kwargs)
+            if hidden.ndim > TIME:
+                self.moment.time = hidden.shape[TIME]
+                if self.context is not None:
+                    self.context.begin(self.moment.time)
+            assert self._part.entry is not None
+            args, kwargs = with_stream(args, kwargs, self._part.entry.view_as(self._part.entry))
+        output = forward(*args, **kwargs)
+        self._ended = place == last
+        return output
+
+    def _after_block(self, name: str, block: nn.Module, args: Any, output: Any) -> None:
+        if self._ended and self.active < self.stages.last:
+            raise StageEnds(output)
+
+    def _check_others(self, name: str, hidden: Tensor, args: Any, kwargs: Any) -> None:
+        """Nothing but the stream may depend on what another stage has."""
+        if (self.active, self._signatures[self._part.micro]) in self._checked:
+            return
+        self._checked.add((self.active, self._signatures[self._part.micro]))
+        for other in leaves((args, kwargs), Tensor):
+            if other is not hidden and other.is_floating_point() and bool(other.isnan().any()):
+                raise WrongUse(
+                    f"{name} is called with a tensor of shape {tuple(other.shape)} that depends on modules before the "
+                    f"blocks, and pp={self.stages.ranks} hands on the stream alone. Use fsdp instead of pp."
+                )
+
+    # What travels
+
+    def start(self, micro_batches: Sequence[Any], actions: Sequence[Action]) -> None:
+        """Before a step: what will be computed, and of what shapes."""
+        self._signatures = [tuple(t.shape for t in leaves(micro.tensors, Tensor)) for micro in micro_batches]
+        self._upcoming = list(actions)
+
+    def actions(self, micro_batches: int) -> Sequence[Action]:
+        return schedule(self.name, self.stages.ranks, micro_batches)[self.rank]
+
+    def enter(self, part: Part, action: Action) -> None:
+        """Begin a forward: receive what it works on."""
+        self._part = part
+        self.active, self._ended = action.stage, False
+        if action.stage:
+            signature = self._signatures[action.micro]
+            if (action.stage, signature) not in self._streams:
+                header = torch.empty(HEADER, dtype=torch.int64, device=self.device)
+                self._post(action, header)
+                self._streams[action.stage, signature] = Stream.decoded(self._received(action))
+            entry = self._received(action)
+            part.entry = entry.requires_grad_(torch.is_grad_enabled())
+        self._look_ahead(action)
+
+    def leave(self, part: Part, output: Any) -> None:
+        """End a forward: send on what it gave."""
+        items = len(output) if isinstance(output, tuple) else 0
+        exit = output[0] if items else output
+        if not isinstance(exit, Tensor) or any(isinstance(item, Tensor) for item in (output[1:] if items else ())):
+            raise WrongUse(
+                f"{self.stages.blocks[part.stage][-1]} gives more than the stream, and pp={self.stages.ranks} hands on "
+                "the stream alone. Let it give one tensor, or use fsdp instead of pp."
+            )
+        part.exit = exit
+        known = Stream(items, exit.dtype, tuple(exit.shape))
+        key = part.stage + 1, self._signatures[part.micro]
+        if key not in self._streams:
+            self._streams[key] = known
+            self._send(known.encoded(self.device), part.stage + 1, "forward")
+        elif self._streams[key] != known:
+            raise WrongUse(
+                f"the stream after {self.stages.blocks[part.stage][-1]} has shape {known.shape} where it had "
+                f"{self._streams[key].shape} for the same batch: pp needs shapes that follow from the batch's. "
+                "Use fsdp instead of pp."
+            )
+        self._send(exit.detach().contiguous(), part.stage + 1, "forward")
+
+    def backward(self, part: Part, action: Action, factor: float) -> None:
+        """A stage's backward: from the loss, times ``factor``, or from the gradient that came back."""
+        self.active = action.stage
+        self._current = self._deferred.setdefault((action.stage, action.micro), [])
+        if part.exit is None:
+            loss: Loss = part.result
+            (loss.total * factor).backward()
+        else:
+            gradient = self._received(action, part.exit)
+            if part.exit.requires_grad:
+                part.exit.backward(gradient)
+        self._current = None
+        if part.entry is not None:
+            back = part.entry.grad
+            self._send(torch.zeros_like(part.entry) if back is None else back, part.stage - 1, "backward")
+        self._look_ahead(action)
+
+    def deferred(self, action: Action) -> Deferred:
+        """The weights' part of a backward."""
+        self.active = action.stage
+        return self._deferred.pop((action.stage, action.micro))
+
+    def finish(self) -> None:
+        """All that was sent has arrived."""
+        for pending, _ in self._sending:
+            pending.wait()
+        self._sending.clear()
+
+    def linear(self, func: Callable[..., Tensor], input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """``F.linear``, whose weight's gradient is left for later."""
+        if not (torch.is_grad_enabled() and type(weight) is nn.Parameter and weight.requires_grad):
+            return func(input, weight, bias)
+        return _Linear.apply(input, weight, bias, self)
+
+    def defer(self, weight: nn.Parameter, input: Tensor, gradient: Tensor) -> None:
+        assert self._current is not None
+        self._current.append((weight, input, gradient))
+
+    def _send(self, tensor: Tensor, stage: int, way: str) -> None:
+        pending = collectives.send(tensor, self._lane(stage, way), stage % self.stages.ranks)
+        self._sending.append((pending, tensor))
+
+    def _post(self, action: Action, tensor: Tensor) -> None:
+        source = action.stage - 1 if action.kind == "forward" else action.stage + 1
+        lane = self._lane(action.stage, action.kind)
+        self._posted[action] = collectives.receive(tensor, lane, source % self.stages.ranks), tensor
+
+    def _received(self, action: Action, like: Tensor | None = None) -> Tensor:
+        if action not in self._posted:
+            tensor = self._room(action) if like is None else torch.empty_like(like).contiguous()
+            assert tensor is not None
+            self._post(action, tensor)
+        pending, tensor = self._posted.pop(action)
+        pending.wait()
+        return tensor
+
+    def _room(self, action: Action) -> Tensor | None:
+        """Memory for what an action waits for, or None if it waits for nothing or for what is not known yet."""
+        if action.kind == "forward" and action.stage:
+            known = self._streams.get((action.stage, self._signatures[action.micro]))
+            return None if known is None else torch.empty(known.shape, dtype=known.dtype, device=self.device)
+        part = self._parts.get((action.stage, action.micro))
+        if action.kind == "backward" and part is not None and part.exit is not None:
+            return torch.empty_like(part.exit, memory_format=torch.contiguous_format)
+        return None
+
+    def _look_ahead(self, done: Action) -> None:
+        """Be ready to receive what the next action needs while this one computes."""
+        if done in self._upcoming:
+            del self._upcoming[: self._upcoming.index(done) + 1]
+        following = next((action for action in self._upcoming if action.kind != "weights"), None)
+        if following is not None and following not in self._posted:
+            room = self._room(following)
+            if room is not None:
+                self._post(following, room)
+
+    def _lane(self, stage: int, way: str) -> Any:
+        """The group for messages to a stage: a group a direction, so that no two wait for each other."""
+        wraps = stage % self.stages.ranks == (0 if way == "forward" else self.stages.ranks - 1)
+        return self.mesh.lane(f"{way} wrap" if wraps else way)
+
+
+class _Linear(Function):
+    """A linear whose weight gets its gradient later."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, weight: nn.Parameter, bias: Tensor | None, pipeline: Pipeline) -> Tensor:
+        ctx.save_for_backward(input, weight)
+        ctx.weight, ctx.pipeline, ctx.biased = weight, pipeline, bias is not None
+        return nn.functional.linear(input, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        input, weight = ctx.saved_tensors
+        ctx.pipeline.defer(ctx.weight, input, gradient)
+        back = gradient @ weight if ctx.needs_input_grad[0] else None
+        wanted = ctx.biased and ctx.needs_input_grad[2]
+        return back, None, gradient.reshape(-1, gradient.shape[-1]).sum(0) if wanted else None, None
+
+
+def weight_gradient(input: Tensor, gradient: Tensor) -> Tensor:
+    """The part of a linear's backward that was left."""
+    return gradient.reshape(-1, gradient.shape[-1]).T @ input.reshape(-1, input.shape[-1])
+
+
+def _shapeless(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    kept = dtype if tensor.is_floating_point() else tensor.dtype
+    bare = torch.empty(tensor.shape, dtype=kept, device="meta")
+    return nn.Parameter(bare, requires_grad=False) if isinstance(tensor, nn.Parameter) else bare
