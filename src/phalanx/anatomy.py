@@ -45,6 +45,8 @@ class Anatomy:
     """How a module's weight splits over ``tp``: by output (column), by input (row), by vocabulary."""
     cuts: tuple[str, ...] = ()
     """Blocks at which a pipeline stage may begin."""
+    experts: tuple[str, ...] = ()
+    """Modules that hold weights stacked by expert, which ``ep`` divides."""
     units: tuple[Unit, ...] = ()
     sources: Mapping[str, str] = field(default_factory=dict)
     """Where blocks, splits and cuts come from: ``task``, ``hugging face`` or ``detection``."""
@@ -57,6 +59,7 @@ class Anatomy:
         blocks: str | Iterable[str] | None = None,
         splits: Mapping[str, Split] | None = None,
         cuts: str | Iterable[str] | None = None,
+        experts: str | Iterable[str] | None = None,
     ) -> Anatomy:
         """Read a model. Rules are patterns over module names: ``blocks="trunk.*"``, ``splits={"*.up": "column"}``."""
         names = [name for name, _ in model.named_modules()]
@@ -75,9 +78,14 @@ class Anatomy:
             ("task", () if cuts is None else _matching(names, cuts, "cuts")),
             ("detection", _chain(model, found)),
         )
+        stacked, sources["experts"] = _first(
+            ("task", () if experts is None else _matching(names, experts, "experts")),
+            ("detection", _stacked(model)),
+        )
         before, after = _around(model, found)
         tied = _tied(model)
-        return cls(found, before, after, tied, split, cut, _units(model, found, before, after, tied), sources)
+        units = _units(model, found, before, after, tied)
+        return cls(found, before, after, tied, split, cut, stacked, units, sources)
 
     def describe(self) -> str:
         """One line for people."""
@@ -209,6 +217,17 @@ def _detected_splits(model: nn.Module, blocks: tuple[str, ...]) -> dict[str, Spl
         if outside and isinstance(module, (nn.Embedding, nn.Linear)) and size in sizes:
             found[name] = "vocabulary"
     return found
+
+
+def _stacked(model: nn.Module) -> tuple[str, ...]:
+    """Modules whose own weights all have a first dim of ``num_experts``."""
+    found = []
+    for name, module in model.named_modules():
+        own = list(module.parameters(recurse=False))
+        count = getattr(module, "num_experts", None)
+        if isinstance(count, int) and any(w.ndim == 3 for w in own) and all(w.shape[0] == count for w in own):
+            found.append(name)
+    return tuple(found)
 
 
 def _chain(model: nn.Module, blocks: tuple[str, ...]) -> tuple[str, ...]:

@@ -39,6 +39,7 @@ class Layout:
     pp: int = 1
     """Ranks that share the blocks: each computes some and hands the stream on, as ``schedule`` says."""
     ep: int = 1
+    """Ranks within ``fsdp x cp`` that share the experts: each has some, and tokens travel to them."""
     zero: int = 3
     """What an ``fsdp`` group shards: 1 optimizer state, 2 also gradients, 3 also weights."""
     schedule: str = "1f1b"
@@ -123,10 +124,8 @@ class Layout:
         return notes
 
     def _problems(self, global_batch: int, world: int) -> Iterator[str]:
-        for name in ("ep",):
-            degree = getattr(self, name)
-            if degree > 1:
-                yield f"{name}={degree} is not offered by this version, which spreads over dp, fsdp, tp, cp and pp"
+        if (self.fsdp * self.cp) % self.ep:
+            yield f"ep={self.ep} does not divide fsdp={self.fsdp} x cp={self.cp}, within which experts are spread"
         for name in ("tp", "cp"):
             degree = getattr(self, name)
             if self.compile != "none" and degree > 1:

@@ -54,7 +54,7 @@ class Weight:
         storage: Storage,
     ) -> None:
         """``shape`` is what this rank computes with: all of it, or a part that ``tp`` has cut."""
-        self.name, self.shape, self.places = name, shape, places
+        self.name, self.shape, self.places, self.storage = name, shape, places, storage
         self.trainable, self.marks = described.requires_grad, dict(vars(described))
         self.rows = shape[0] if shape else 1
         self.row_size = math.prod(shape[1:])

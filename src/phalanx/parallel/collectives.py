@@ -115,12 +115,15 @@ def exchange_uneven(rows: Sequence[Tensor | None], group: Group) -> list[Tensor]
     """Row r, or nothing, goes to rank r, and as much comes back from it."""
     given = [row for row in rows if row is not None]
     sizes = [0 if row is None else row.numel() for row in rows]
-    if not given:  # still a part of what the others do
-        given = [torch.empty(0)]
-    sent = torch.cat([row.reshape(-1) for row in given])
-    received = torch.empty_like(sent)
-    dist.all_to_all_single(received, sent, sizes, sizes, group=group)
-    return list(received.split(sizes))
+    sent = torch.cat([row.reshape(-1) for row in given]) if given else torch.empty(0)
+    return list(exchange_rows(sent, sizes, sizes, group).split(sizes))
+
+
+def exchange_rows(rows: Tensor, out: Sequence[int], back: Sequence[int], group: Group) -> Tensor:
+    """So many rows go ``out`` to each rank in turn, and so many come ``back`` from each."""
+    received = rows.new_empty(sum(back), *rows.shape[1:])
+    dist.all_to_all_single(received, rows.contiguous(), list(back), list(out), group=group)
+    return received
 
 
 def _exchanged(part: Tensor, group: Group) -> bool:

@@ -38,6 +38,8 @@ class Cut:
 
     dim: int
     spans: tuple[tuple[Span, ...], ...]
+    axis: str = "tp"
+    """The axis whose ranks it is divided between."""
 
     def shape(self, whole: torch.Size, rank: int) -> torch.Size:
         size = sum(stop - start for start, stop in self.spans[rank])

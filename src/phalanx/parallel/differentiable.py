@@ -5,6 +5,7 @@ A dim of n is cut over a group into runs of ``ceil(n / ranks)``; the last ones m
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch.nn.functional as F
@@ -44,6 +45,11 @@ def share(x: Tensor, group: Group | None) -> Tensor:
 def exchange(x: Tensor, group: Group | None) -> Tensor:
     """Row r goes to rank r, and row r of what comes back is from rank r: ``[ranks, ...]``."""
     return x if group is None else _Exchange.apply(x, group)
+
+
+def exchange_rows(x: Tensor, out: Sequence[int], back: Sequence[int], group: Group | None) -> Tensor:
+    """The first ``out[0]`` rows go to rank 0, the next ``out[1]`` to rank 1; ``back[r]`` rows come from rank r."""
+    return x if group is None else _ExchangeRows.apply(x, out, back, group)
 
 
 class _Gather(Function):
@@ -100,6 +106,17 @@ class _Exchange(Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         return collectives.exchange(gradient, ctx.group), None
+
+
+class _ExchangeRows(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, out: Sequence[int], back: Sequence[int], group: Group) -> Tensor:
+        ctx.out, ctx.back, ctx.group = out, back, group
+        return collectives.exchange_rows(x, out, back, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return collectives.exchange_rows(gradient, ctx.back, ctx.out, ctx.group), None, None, None
 
 
 def _sum(x: Tensor, group: Group) -> Tensor:

@@ -37,20 +37,22 @@ class Holding:
     def shape(self, name: str) -> torch.Size:
         """Of the part that this rank computes with."""
         cut = self.cut(name)
-        return cut.shape(self.shapes[name], self.mesh.index("tp")) if cut else self.shapes[name]
+        return cut.shape(self.shapes[name], self.mesh.index(cut.axis)) if cut else self.shapes[name]
 
     def part(self, name: str, whole: Tensor) -> Tensor:
         cut = self.cut(name)
-        return cut.take(whole, self.mesh.index("tp")) if cut else whole
+        return cut.take(whole, self.mesh.index(cut.axis)) if cut else whole
 
     def _alike(self, name: str) -> list[int]:
         """The ranks of ``tp`` that hold the same as this one."""
         cut, index = self.cut(name), self.mesh.index("tp")
-        return cut.sharers(index) if cut else list(range(self.mesh.size("tp")))
+        return cut.sharers(index) if cut and cut.axis == "tp" else list(range(self.mesh.size("tp")))
 
     def _adding(self, name: str) -> list[int]:
         """The ranks of ``tp`` whose gradients add up: those that hold the same and each computed something else."""
-        return self._alike(name) if self.cut(name) or name in self.plan.partial else [self.mesh.index("tp")]
+        cut = self.cut(name)
+        divided = cut is not None and cut.axis == "tp"
+        return self._alike(name) if divided or name in self.plan.partial else [self.mesh.index("tp")]
 
     def counts(self, name: str) -> bool:
         """Whether this is the first of all ranks that hold the same rows, so that each counts once."""
@@ -65,10 +67,10 @@ class Holding:
             _sum_among([(part, self.stage_ranks(name)) for name, part in gradients], pp)
 
     def joined(self, parts: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Weights, or gradients of them, put together from what the ranks of ``tp`` hold."""
-        group = self.mesh.group("tp")
+        """Weights, or gradients of them, put together from what the ranks of ``tp`` or ``ep`` hold."""
         for name, part in parts:
             cut = self.cut(name)
+            group = self.mesh.group(cut.axis) if cut else None
             yield name, part if cut is None or group is None else self._whole(cut, self.shapes[name], part, group)
 
     @staticmethod

@@ -21,7 +21,10 @@ BATCH = ("dp", "fsdp")
 """The axes along which samples differ."""
 SHARD = ("fsdp", "cp")
 """The axes over which one copy of the training state is cut; ranks of ``cp`` have the same samples and share it too."""
-GROUPS = (("dp",), SHARD, ("cp",), ("tp",), ("pp",), BATCH, AXES)
+EXPERTS = ("ep",)
+EXPERT_SHARD = ("fsdp", "cp", "without ep")
+"""Within ``fsdp x cp``, neighbours hold different experts, and those ``ep`` apart share one copy of the same."""
+GROUPS = (("dp",), SHARD, ("cp",), ("tp",), ("pp",), BATCH, AXES, EXPERTS, EXPERT_SHARD)
 LANES = {1: ("forward", "backward"), 2: ("forward", "backward", "forward wrap", "backward wrap")}
 """Groups for messages from stage to stage, by the stages a rank has."""
 
@@ -36,6 +39,7 @@ class Mesh:
 
     def __init__(self, layout: Layout, rank: int, timeout: timedelta) -> None:
         self.degrees = {axis: getattr(layout, axis) for axis in AXES}
+        self.ep = layout.ep
         self.rank = rank
         self.coordinates = dict(zip(AXES, self._place(rank), strict=True))
         self._groups: dict[tuple[str, ...], dist.ProcessGroup | None] = {}
@@ -71,6 +75,11 @@ class Mesh:
         return self._along(axes, tuple(self.coordinates[axis] for axis in AXES))
 
     def _along(self, axes: tuple[str, ...], place: tuple[int, ...]) -> tuple[int, ...]:
+        if axes in (EXPERTS, EXPERT_SHARD):
+            sharing = self._along(SHARD, place)
+            index = sharing.index(self._number(place))
+            start = index - index % self.ep
+            return sharing[start : start + self.ep] if axes == EXPERTS else sharing[index % self.ep :: self.ep]
         spans = [range(self.degrees[a]) if a in axes else [at] for a, at in zip(AXES, place, strict=True)]
         return tuple(self._number(found) for found in product(*spans))
 
@@ -81,7 +90,7 @@ class Mesh:
         return number
 
     def size(self, *axes: str) -> int:
-        return math.prod(self.degrees[axis] for axis in axes)
+        return len(self.members(axes)) if axes in (EXPERTS, EXPERT_SHARD) else math.prod(self.degrees[a] for a in axes)
 
     def index(self, *axes: str) -> int:
         """This rank's place among the members of these axes."""

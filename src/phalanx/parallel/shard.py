@@ -185,10 +185,11 @@ class Gathering:
 
     def busy(self, bucket: Bucket) -> bool:
         """Whether a later hook will say that the bucket's backward is over."""
-        return self.by_bucket[id(bucket)].busy
+        return id(bucket) in self.by_bucket and self.by_bucket[id(bucket)].busy
 
     def finish(self, bucket: Bucket) -> None:
-        self.by_bucket[id(bucket)].finish()
+        if id(bucket) in self.by_bucket:  # others are always whole
+            self.by_bucket[id(bucket)].finish()
 
     def rest(self) -> None:
         """Let every bucket go, as after an evaluation or an update."""

@@ -27,9 +27,10 @@ from phalanx.parallel.blueprint import Blueprint, leaves, mapped
 from phalanx.parallel.bucket import Bucket, Storage, Weight
 from phalanx.parallel.context import ContextParallel
 from phalanx.parallel.cuts import Plan, make_plan
+from phalanx.parallel.expert import ExpertParallel, cut_experts
 from phalanx.parallel.holding import Holding
 from phalanx.parallel.memory import Buffers
-from phalanx.parallel.mesh import BATCH, SHARD, Mesh
+from phalanx.parallel.mesh import BATCH, EXPERT_SHARD, EXPERTS, SHARD, Mesh
 from phalanx.parallel.pipeline import Part, Pipeline, weight_gradient
 from phalanx.parallel.randomness import Moment, Randomness
 from phalanx.parallel.recompute import recomputed
@@ -63,8 +64,12 @@ class Spread:
         self.moment = Moment()
         self.randomness = Randomness(seed, self.moment, device)
         self.state_names = set(blueprint.model.state_dict())
-        self.storage = _storage(layout, mesh, dtypes, device)
+        buffers = Buffers(device)
+        self.storage = _storage(SHARD, layout, mesh, dtypes, device, buffers)
+        self.expert_storage = _storage(EXPERT_SHARD, layout, mesh, dtypes, device, buffers)
         self.plan = make_plan(self.model, anatomy, layout.tp, mesh.index("tp")) if layout.tp > 1 else Plan()
+        if layout.ep > 1:
+            cut_experts(self.plan, self.model, anatomy, layout.ep)
         shapes = {name: weight.shape for name, weight in self.model.named_parameters()}
         self.trainable = {n: w.requires_grad for n, w in self.model.named_parameters() if w.is_floating_point()}
         """Every weight of the model, on any stage, and whether it is trained."""
@@ -77,12 +82,15 @@ class Spread:
         if stages is not None:
             self.pipeline = Pipeline(stages, mesh, layout.schedule, self.moment, self.parts, device)
             self.pipeline.shadows(self.model, dtypes.compute)
-        self.weights = _describe(self.model, anatomy, self.holding, self.storage)
+        self.weights = _describe(self.model, anatomy, self.holding, self._storage_of)
         self._initialise(blueprint)
         hugging_face.keep_nothing(self.model)
         tp = mesh.group("tp")
         if tp is not None:
             TensorParallel(self.plan, self.model, anatomy, tp, self.randomness)
+        ep = mesh.group(*EXPERTS)
+        if ep is not None:
+            ExpertParallel(self.model, anatomy, ep)
         cp = mesh.group("cp")
         self.context: ContextParallel | None = None
         if cp is not None:
@@ -97,12 +105,16 @@ class Spread:
             if self.gathering is not None:
                 self.gathering.passes = self.pipeline.passes
 
+    def _storage_of(self, name: str) -> Storage:
+        cut = self.holding.cut(name)
+        return self.expert_storage if cut is not None and cut.axis == "ep" else self.storage
+
     def _initialise(self, blueprint: Blueprint) -> None:
         """Fill weights one at a time; at most one is ever whole here beyond what the layout keeps whole."""
         described = dict(blueprint.model.named_parameters())
         for name, weight in self.weights.items():
             value = blueprint.value(described.pop(name), self.device)
-            weight.fill(self.holding.part(name, value), self.storage)
+            weight.fill(self.holding.part(name, value), weight.storage)
         for name, parameter in described.items():  # whole numbers, as of a quantised weight: every rank keeps them
             if name in self.trainable:
                 continue  # another stage's
@@ -153,15 +165,22 @@ class Spread:
 
     def _shard_and_replicate(self) -> None:
         self.gathering: Gathering | None = None
-        units = [(u, [self.weights[name] for name in u.weights if name in self.weights]) for u in self.anatomy.units]
-        units = [(unit, members) for unit, members in units if members]
-        if self.storage.always_whole:
-            weights = [weight for _, members in units for weight in members]
-            self.buckets = [Bucket(f"bucket {i}", part, self.storage) for i, part in enumerate(_by_size(weights))]
-        else:
-            gathered = [Gathered(Bucket(unit.name, members, self.storage), unit) for unit, members in units]
+        self.buckets: list[Bucket] = []
+        gathered, kinds = (
+            [],
+            [self.storage] if self.expert_storage is self.storage else [self.storage, self.expert_storage],
+        )
+        for unit in self.anatomy.units:
+            for storage in kinds:
+                members = [w for name in unit.weights if (w := self.weights.get(name)) and w.storage is storage]
+                if members and not storage.always_whole:
+                    gathered.append(Gathered(Bucket(unit.name, members, storage), unit))
+        if gathered:
             self.gathering = Gathering(self.model, gathered)
             self.buckets = [item.bucket for item in reversed(gathered)]
+        for storage in kinds:
+            whole = [weight for weight in self.weights.values() if weight.storage is storage and storage.always_whole]
+            self.buckets += [Bucket(f"bucket {i}", part, storage) for i, part in enumerate(_by_size(whole)) if part]
         self.reduction = Reduction(self.buckets, self.mesh.group("dp"), self.gathering)
 
     def actions(self, micro_batches: int) -> Sequence[Action]:
@@ -282,10 +301,11 @@ class Spread:
             weight.piece.grad = None
         if self.gathering is not None:
             self.gathering.rest()
-        elif any(weight.piece is not weight.full for weight in self.weights.values()):
-            for bucket in self.buckets:
+        stale = [b for b in self.buckets if b.storage.always_whole and any(w.piece is not w.full for w in b.weights)]
+        if stale:
+            for bucket in stale:
                 bucket.is_whole = False
-            for bucket, following in zip(self.buckets, [*self.buckets[1:], None], strict=True):
+            for bucket, following in zip(stale, [*stale[1:], None], strict=True):
                 bucket.start_gather()
                 if following is not None:
                     following.start_gather()  # on its way while this one is unpacked
@@ -371,23 +391,28 @@ def check_blocks(layout: Layout, anatomy: Anatomy) -> None:
             )
 
 
-def _storage(layout: Layout, mesh: Mesh, dtypes: Dtypes, device: torch.device) -> Storage:
+def _storage(
+    axes: tuple[str, ...], layout: Layout, mesh: Mesh, dtypes: Dtypes, device: torch.device, buffers: Buffers
+) -> Storage:
+    ranks = mesh.size(*axes)
     return Storage(
-        ranks=mesh.size(*SHARD),
-        rank=mesh.index(*SHARD),
-        group=mesh.group(*SHARD),
+        ranks=ranks,
+        rank=mesh.index(*axes),
+        group=mesh.group(*axes),
         parameter=dtypes.parameter,
         compute=dtypes.compute,
         reduce=dtypes.reduce,
         device=device,
         home=device if layout.offload == "none" else torch.device("cpu"),
-        buffers=Buffers(device),
-        always_whole=layout.offload != "params" and (layout.zero < 3 or mesh.size(*SHARD) == 1),
-        whole_gradients=layout.zero < 2 or mesh.size(*SHARD) == 1,
+        buffers=buffers,
+        always_whole=layout.offload != "params" and (layout.zero < 3 or ranks == 1),
+        whole_gradients=layout.zero < 2 or ranks == 1,
     )
 
 
-def _describe(model: nn.Module, anatomy: Anatomy, holding: Holding, storage: Storage) -> dict[str, Weight]:
+def _describe(
+    model: nn.Module, anatomy: Anatomy, holding: Holding, storage: Callable[[str], Storage]
+) -> dict[str, Weight]:
     """Every weight of this stage in the order of its units, with all places where it is used."""
     places: dict[str, list[tuple[nn.Module, str]]] = {}
     for name, _ in model.named_parameters(remove_duplicate=False):
@@ -407,7 +432,7 @@ def _describe(model: nn.Module, anatomy: Anatomy, holding: Holding, storage: Sto
                 nothing = torch.empty(weight.shape, dtype=weight.dtype, device="meta")
                 install(module, attribute, nn.Parameter(nothing, requires_grad=False))
     return {
-        name: Weight(name, described[name], holding.shape(name), places[name], storage)
+        name: Weight(name, described[name], holding.shape(name), places[name], storage(name))
         for unit in anatomy.units
         for name in unit.weights
         if described[name].is_floating_point() and holding.here(name)
