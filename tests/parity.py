@@ -28,20 +28,21 @@ PRIME = 37
 class HostileTransformer(Transformer):
     """Tied embeddings, dropout, grouped queries, prime sizes; frozen, unused and sometimes-used weights."""
 
-    def __init__(self, heads: int = 2, kv_heads: int = 1, tied: bool = True) -> None:
+    def __init__(self, layers: int, heads: int, kv_heads: int, **options: Any) -> None:
+        width = 12 if heads == 2 else 2 * heads
         super().__init__(TransformerConfig(
-            vocabulary=PRIME, width=6 * heads, layers=2, heads=heads, kv_heads=kv_heads, hidden=13, dropout=0.1,
-            tied=tied,
+            vocabulary=PRIME, width=width, layers=layers, heads=heads, kv_heads=kv_heads, hidden=13, dropout=0.1,
+            tied=heads == 2, **options,
         ))  # fmt: skip
         with torch.no_grad():
             for name, weight in self.named_parameters():
                 if "norm" in name:
                     weight.add_(torch.randn_like(weight) * 0.1)
-                elif weight.ndim == 2:
+                elif weight.ndim >= 2:
                     weight.mul_(10)
         self.blocks[0].attention_norm.weight.requires_grad_(False)
         self.unused = nn.Parameter(torch.randn(3))
-        self.rare = nn.Parameter(torch.randn(6 * heads))
+        self.rare = nn.Parameter(torch.randn(width))
         self.scalar = nn.Parameter(torch.tensor(0.5))
 
     def forward(self, tokens: Tensor, **options: Any) -> Any:
@@ -79,8 +80,12 @@ class HostileLanguage(phalanx.Task):
     learning_rate: float = 1e-2
     warmup_steps: int = 2
 
+    layers: int = 2
+    heads: int = 2
+    kv_heads: int = 1
+
     def model(self) -> nn.Module:
-        return HostileTransformer()
+        return HostileTransformer(self.layers, self.heads, self.kv_heads)
 
     def data(self) -> Sentences:
         return Sentences(self.samples)
@@ -101,11 +106,45 @@ class HostileLanguage(phalanx.Task):
 
 
 @dataclass
-class ManyHeads(HostileLanguage):
-    """Enough heads for ``tp=8``, fewer key-value heads than that, and a head of its own."""
+class Mixture(HostileLanguage):
+    """Experts, more than most samples have tokens for, with strong penalties."""
+
+    capacity: float | None = None
 
     def model(self) -> nn.Module:
-        return HostileTransformer(heads=8, kv_heads=2, tied=False)
+        return HostileTransformer(
+            self.layers,
+            self.heads,
+            self.kv_heads,
+            experts=8,
+            capacity=self.capacity,
+            balance=0.5,
+            flatness=0.1,
+            experts_chosen=2,
+        )
+
+    def inputs(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {"tokens": batch["tokens"], "valid": batch["valid"]}
+
+    def collate(self, samples: Any) -> dict[str, Tensor]:
+        batch = super().collate(samples)
+        lengths = torch.tensor([len(s["tokens"]) for s in samples])
+        return batch | {"valid": torch.arange(batch["tokens"].shape[1]) < lengths.unsqueeze(1)}
+
+
+@dataclass
+class Packed(HostileLanguage):
+    """Several documents in a row: masks, and positions that begin anew."""
+
+    def inputs(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        time = batch["tokens"].shape[1]
+        starts = (torch.arange(time) % 4 == 0).expand_as(batch["tokens"])
+        place = torch.arange(time) % 4
+        return {
+            "tokens": batch["tokens"],
+            "positions": place.expand_as(batch["tokens"]),
+            "documents": starts.long().cumsum(1) - 1,
+        }
 
 
 class HostileResNet(ResNet):
@@ -144,7 +183,12 @@ class HostileVision(phalanx.Task):
         return phalanx.losses.cross_entropy(output, batch["label"])
 
 
-TASKS = {"language": HostileLanguage, "many heads": ManyHeads, "vision": HostileVision}
+TASKS = {
+    "language": HostileLanguage,
+    "mixture": Mixture,
+    "packed": Packed,
+    "vision": HostileVision,
+}
 
 
 @dataclass

@@ -6,7 +6,8 @@ micro-batches and ranks, and the gradient is divided once, by the global count.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -110,6 +111,43 @@ OPERATORS = (
 )  # fmt: skip
 for _name in OPERATORS:
     setattr(Logits, f"__{_name}__", _operator(f"__{_name}__"))
+
+
+class _Penalised(torch.autograd.Function):
+    """Passes ``x`` on, and gives the penalty the gradient that the loss's total has."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, penalty: Tensor) -> Tensor:
+        ctx.save_for_backward(penalty)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        (penalty,) = ctx.saved_tensors
+        return gradient, torch.full_like(penalty, _penalty_factor)
+
+
+_penalty_factor = 1.0
+
+
+@contextmanager
+def penalty_factor(factor: float) -> Iterator[None]:
+    """While a backward runs: what the loss's total is multiplied by, and penalties with it."""
+    global _penalty_factor
+    outer, _penalty_factor = _penalty_factor, factor
+    try:
+        yield
+    finally:
+        _penalty_factor = outer
+
+
+def penalised(x: Tensor, penalty: Tensor) -> Tensor:
+    """``x``, with a penalty bound to it that is minimised along with the loss.
+
+    The penalty is a sum over a batch's terms, like a loss's total, and must not depend on which samples are computed
+    together. It shows in the gradients, not in the loss that is reported.
+    """
+    return _Penalised.apply(x, penalty)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from phalanx.errors import WrongUse
 from phalanx.losses import Logits
+from phalanx.models.experts import MixtureOfExperts
 
 Rotation = tuple[Tensor, Tensor]
 
@@ -28,6 +29,15 @@ class TransformerConfig:
     dropout: float = 0.0
     tied: bool = False
     rope_base: float = 10_000.0
+    experts: int = 0
+    """Of each block's feed-forward; 0: one feed-forward for all tokens."""
+    experts_chosen: int = 2
+    """Experts that each token goes to."""
+    capacity: float | None = None
+    """How many times its even share of a sequence's tokens an expert takes at most; None: all that choose it."""
+    balance: float = 0.01
+    flatness: float = 0.001
+    """Weights of the penalties for uneven load and for large logits of the router."""
 
     def __post_init__(self) -> None:
         if self.width % self.heads:
@@ -42,6 +52,13 @@ class TransformerConfig:
             raise WrongUse(
                 f"heads={self.heads} does not divide into kv_heads={self.kv_heads}. Make heads a multiple of kv_heads."
             )
+        if self.experts and not 1 <= self.experts_chosen <= self.experts:
+            raise WrongUse(
+                f"experts_chosen={self.experts_chosen} of experts={self.experts} cannot be. "
+                f"Choose from 1 to {self.experts}."
+            )
+        if self.capacity is not None and not self.capacity > 0:
+            raise WrongUse(f"capacity={self.capacity} leaves experts no room. Set it above 0, or leave it out.")
 
 
 class Attention(nn.Module):
@@ -68,12 +85,16 @@ class Attention(nn.Module):
         return self.o_proj(out_BHTC.transpose(1, 2).flatten(2))
 
 
+def hidden_width(config: TransformerConfig) -> int:
+    return config.hidden or (8 * config.width // 3 + 15) // 16 * 16
+
+
 class FeedForward(nn.Module):
     """SwiGLU: one branch gates the other."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
-        hidden = config.hidden or (8 * config.width // 3 + 15) // 16 * 16
+        hidden = hidden_width(config)
         self.gate_proj = nn.Linear(config.width, hidden, bias=False)
         self.up_proj = nn.Linear(config.width, hidden, bias=False)
         self.down_proj = nn.Linear(hidden, config.width, bias=False)
@@ -90,12 +111,24 @@ class Block(nn.Module):
         self.attention_norm = nn.RMSNorm(config.width, eps=1e-5)
         self.attention = Attention(config)
         self.feed_forward_norm = nn.RMSNorm(config.width, eps=1e-5)
-        self.feed_forward = FeedForward(config)
+        self.feed_forward = (
+            MixtureOfExperts(
+                config.width, hidden_width(config), config.experts, config.experts_chosen, config.capacity,
+                config.balance, config.flatness,
+            )
+            if config.experts
+            else FeedForward(config)
+        )  # fmt: skip
         self.dropout = nn.Dropout(config.dropout) if config.dropout else nn.Identity()
 
-    def forward(self, x_BTD: Tensor, rotation: Rotation, mask: Tensor | None) -> Tensor:
+    def forward(
+        self, x_BTD: Tensor, rotation: Rotation, mask: Tensor | None, valid_BT1: Tensor | None = None
+    ) -> Tensor:
         x_BTD = x_BTD + self.dropout(self.attention(self.attention_norm(x_BTD), rotation, mask))
-        return x_BTD + self.dropout(self.feed_forward(self.feed_forward_norm(x_BTD)))
+        normed_BTD = self.feed_forward_norm(x_BTD)
+        if isinstance(self.feed_forward, MixtureOfExperts):
+            return x_BTD + self.dropout(self.feed_forward(normed_BTD, valid_BT1))
+        return x_BTD + self.dropout(self.feed_forward(normed_BTD))
 
 
 class Head(nn.Linear):
@@ -106,7 +139,10 @@ class Head(nn.Linear):
 
 
 class Transformer(nn.Module):
-    """Tokens in, lazy logits out. With ``documents``, attention and positions stay inside each packed document."""
+    """Tokens in, lazy logits out. With ``documents``, attention and positions stay inside each packed document.
+
+    ``valid`` says which tokens count, for a mixture's penalties and capacity; with ``documents`` those of a document do.
+    """
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
@@ -126,19 +162,26 @@ class Transformer(nn.Module):
 
     def _initialise(self) -> None:
         for name, weight in self.named_parameters():
-            if weight.ndim == 2:
-                last = name.endswith(("o_proj.weight", "down_proj.weight"))
+            if weight.ndim >= 2:
+                last = name.endswith(("o_proj.weight", "down_proj.weight", "down_proj"))
                 nn.init.normal_(weight, std=0.02 / (2 * self.config.layers) ** 0.5 if last else 0.02)
 
-    def forward(self, tokens: Tensor, positions: Tensor | None = None, documents: Tensor | None = None) -> Logits:
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor | None = None,
+        documents: Tensor | None = None,
+        valid: Tensor | None = None,
+    ) -> Logits:
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
         angles_BTC = positions.unsqueeze(-1) * self.rates
         x_BTD = self.dropout(self.embedding(tokens))
         rotation = angles_BTC.cos().unsqueeze(1).to(x_BTD.dtype), angles_BTC.sin().unsqueeze(1).to(x_BTD.dtype)
         mask = None if documents is None else document_mask(documents)
+        valid = documents >= 0 if valid is None and documents is not None else valid
         for block in self.blocks:
-            x_BTD = block(x_BTD, rotation, mask)
+            x_BTD = block(x_BTD, rotation, mask, None if valid is None else valid.unsqueeze(-1))
         return self.head(self.norm(x_BTD))
 
 

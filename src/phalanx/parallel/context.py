@@ -60,6 +60,8 @@ class ContextParallel:
                         f"{inner} is a {type(module).__name__}, which mixes positions where cp={self.ranks} cannot "
                         f"reach it. {NO_ATTENTION}"
                     )
+                if hasattr(module, "whole_time"):
+                    module.whole_time, module.own_time = self._whole_time, self._own_time
             ends = name == anatomy.blocks[0], name == anatomy.blocks[-1]
             block.forward = partial(self._block, name, _attends(block), block.forward, *ends)
         for name in anatomy.after if lazy_heads else ():
@@ -132,6 +134,12 @@ class ContextParallel:
         padded = F.pad(x, [0, 0] * (x.ndim - 1 - dim) + [0, each - x.shape[dim]])
         every = gather(padded, dim, each * self.ranks, self.group, alike=False)
         return every.index_select(dim, self._order(time, each))
+
+    def _whole_time(self, x: Tensor) -> Tensor:
+        return x if self.randomness.moment.here is None else self._whole(x, TIME)
+
+    def _own_time(self, x: Tensor) -> Tensor:
+        return x if self.randomness.moment.here is None else self._own(x, TIME)
 
     def _order(self, time: int, each: int) -> Tensor:
         """Where each position lies in what all ranks hold, each padded to the same length."""

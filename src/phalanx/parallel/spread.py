@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from phalanx.anatomy import Anatomy
 from phalanx.errors import WrongUse
 from phalanx.layout import Layout
+from phalanx.losses import penalty_factor
 from phalanx.parallel import collectives, hugging_face
 from phalanx.parallel.answers import Answers, key_dropout_modules
 from phalanx.parallel.batchnorm import spread_batchnorm
@@ -236,10 +237,11 @@ class Spread:
         part = self.parts.pop((action.stage, action.micro))
         split = self.pipeline is not None and self.pipeline.name == "zb"
         self.reduction.start_backward(last, self._reached(action), hold=split)
-        if self.pipeline is None:
-            (part.result.total * factor).backward()
-        else:
-            self.pipeline.backward(part, action, factor)
+        with penalty_factor(factor):
+            if self.pipeline is None:
+                (part.result.total * factor).backward()
+            else:
+                self.pipeline.backward(part, action, factor)
 
     @torch.no_grad()
     def backward_weights(self, action: Action, last: bool) -> None:
@@ -428,9 +430,10 @@ def _describe(
 
     for name, weight in described.items():
         if not holding.here(name):  # nothing is kept of what other stages have
+            nothing = torch.empty(weight.shape, dtype=weight.dtype, device="meta")
+            placeholder = nn.Parameter(nothing, requires_grad=False)
             for module, attribute in places[name]:
-                nothing = torch.empty(weight.shape, dtype=weight.dtype, device="meta")
-                install(module, attribute, nn.Parameter(nothing, requires_grad=False))
+                install(module, attribute, placeholder)
     return {
         name: Weight(name, described[name], holding.shape(name), places[name], storage(name))
         for unit in anatomy.units
