@@ -18,6 +18,10 @@ torch.set_num_threads(1)  # this process is forked from, and OpenMP's threads do
 preload()  # torch sets an environment variable when it first imports its compiler
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--every-layout", action="store_true", help="try all layouts of 8 ranks (about half an hour)")
+
+
 @pytest.fixture(scope="session")
 def _pool() -> Iterator[Ranks]:
     pool = Ranks()

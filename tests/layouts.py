@@ -52,3 +52,17 @@ def task_for(layout: Layout) -> Task:
     layers = max(2, layout.pp * CHUNKS.get(layout.schedule if layout.pp > 1 else "", 1))
     kind = Mixture if layout.ep > 1 else HostileLanguage
     return kind(layers=layers, heads=8 if many else 2, kv_heads=2 if many else 1)
+
+
+def covering(layouts: list[Layout]) -> list[Layout]:
+    """Some of them, in which every two settings that meet in any layout meet: most mistakes need no more than two."""
+
+    def pairs(layout: Layout) -> set[tuple[tuple[str, object], ...]]:
+        return set(itertools.combinations(sorted(vars(layout).items(), key=str), 2))
+
+    left = set().union(*map(pairs, layouts))
+    chosen = []
+    while left:
+        chosen.append(max(layouts, key=lambda layout: len(pairs(layout) & left)))
+        left -= pairs(chosen[-1])
+    return chosen

@@ -29,7 +29,7 @@ def test_a_transformer_is_read_by_structure() -> None:
     assert anatomy.after == ("norm", "head")
     assert anatomy.tied == {"head.weight": "embedding.weight"}
     assert anatomy.cuts == anatomy.blocks
-    assert anatomy.sources == {"blocks": "detection", "splits": "detection", "cuts": "detection"}
+    assert anatomy.sources == {"blocks": "detection", "splits": "detection", "cuts": "detection", "experts": "none"}
     assert anatomy.splits["blocks.0.attention.q_proj"] == "column"
     assert anatomy.splits["blocks.2.feed_forward.down_proj"] == "row"
     assert anatomy.splits["embedding"] == anatomy.splits["head"] == "vocabulary"
@@ -74,7 +74,7 @@ def test_plain_layers_in_a_list_are_blocks_and_a_lone_layer_is_none() -> None:
 
 def test_rules_of_the_task_come_first() -> None:
     model = EncoderDecoder()
-    anatomy = Anatomy.of(model, blocks="encoder.*", splits={"*.linear1": "column"}, cuts="encoder.1")
+    anatomy = Anatomy.of(model, blocks="encoder.*", splits={"*.linear1": "column"}, cuts="encoder.1", experts="decoder")
     assert anatomy.blocks == ("encoder.0", "encoder.1")
     assert anatomy.cuts == ("encoder.1",)
     assert set(anatomy.splits) == {f"{stack}.{i}.linear1" for stack in ("encoder", "decoder") for i in (0, 1)}

@@ -110,9 +110,15 @@ class Layout:
             near = self._nearest(global_batch, world)
             raise WrongUse(f"{problem}. The nearest layout that works: {near}")
 
-    def notes(self, device: str) -> list[str]:
-        """Settings that have no effect here, each said in a line."""
+    def notes(self, device: str, micro_batches: int = 1) -> list[str]:
+        """Settings that have no effect here, or cost more than they need, each said in a line."""
         notes = []
+        if self.pp > 1:
+            idle = self.idle(micro_batches)
+            advice = "; a smaller micro_batch leaves less" if idle > 0.2 else ""
+            notes.append(
+                f"pp={self.pp} with {micro_batches} micro-batches leaves ranks idle {idle:.0%} of the time{advice}"
+            )
         if self.fsdp * self.cp == 1 and self.zero != Layout.zero:
             notes.append(f"zero={self.zero} has no effect at fsdp=1,cp=1: there is nobody to share the state with")
         if self.pp == 1 and self.schedule != Layout.schedule:
@@ -122,6 +128,11 @@ class Layout:
         if self.offload != "none" and device == "cpu":
             notes.append(f"offload={self.offload} saves nothing on a CPU: its memory is the host's already")
         return notes
+
+    def idle(self, micro_batches: int) -> float:
+        """The share of the time that a pipeline's ranks wait: to fill it, and to drain it."""
+        filling = (self.pp - 1) / {"interleaved": 2, "zb": 3}.get(self.schedule, 1)
+        return filling / (micro_batches + filling)
 
     def _problems(self, global_batch: int, world: int) -> Iterator[str]:
         if (self.fsdp * self.cp) % self.ep:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar, Literal, get_args
 
 import torch
@@ -55,6 +56,10 @@ class Task:
     def model(self) -> nn.Module:
         """The model, built as for one device; its constructor's own initialisation is kept."""
         raise self._missing("model", "return an nn.Module")
+
+    def pretrained(self) -> str | Path | None:
+        """Where to begin: a folder of safetensors files with the model's own names, or None for its own weights."""
+        return None
 
     def data(self) -> Any:
         """The training samples: anything with ``len()`` and ``[i]`` -> dict of tensors or numbers."""

@@ -15,7 +15,7 @@ from tests.ranks import Ranks
 def facts() -> dict[str, object]:
     mesh = Mesh(Layout(dp=2, fsdp=2), dist.get_rank(), timedelta(seconds=17))
     found: dict[str, object] = {"place": (mesh.coordinates["dp"], mesh.coordinates["fsdp"])}
-    for axes in (("dp",), ("fsdp",), ("dp", "fsdp")):
+    for axes in (("dp",), ("fsdp", "cp"), ("dp", "fsdp")):
         group = mesh.group(*axes)
         total = torch.tensor([float(dist.get_rank())])
         dist.all_reduce(total, group=group)
@@ -31,7 +31,7 @@ def test_groups_have_names_timeouts_and_the_right_members(ranks: Ranks) -> None:
     assert [answer["place"] for answer in answers] == [(0, 0), (0, 1), (1, 0), (1, 1)]
     timeout = timedelta(seconds=17)
     assert answers[3]["dp"] == ((1, 3), 1, 4.0, "dp", timeout)
-    assert answers[3]["fsdp"] == ((2, 3), 1, 5.0, "fsdp", timeout)
+    assert answers[3]["fsdpxcp"] == ((2, 3), 1, 5.0, "fsdp", timeout)
     assert answers[2]["dpxfsdp"] == ((0, 1, 2, 3), 2, 6.0, "dpxfsdp", timeout)
     assert all(answer["world is the batch"] for answer in answers)
 

@@ -15,10 +15,10 @@ from tests.tasks import Digits
 
 def initial(task: phalanx.Task, layout: str) -> dict[str, torch.Tensor]:
     with phalanx.Engine(task, Layout.parse(layout), device="cpu") as engine:
-        names = [name for name, _, _ in engine.spread.state_description()]
+        names = [name for name, _, _ in engine.spread.whole.description()]
         weights = engine.whole_weights()
         assert names == list(weights)
-        for (name, dtype, shape), tensor in zip(engine.spread.state_description(), weights.values(), strict=True):
+        for (name, dtype, shape), tensor in zip(engine.spread.whole.description(), weights.values(), strict=True):
             assert (tensor.dtype, tensor.shape) == (dtype, shape), name
         return weights
 

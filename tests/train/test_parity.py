@@ -1,79 +1,124 @@
-"""Every layout over dp, fsdp and tp trains like one device, in float64, on hostile data: the promise itself."""
+"""Every layout trains like one device, in float64, on hostile data: the promise itself.
+
+Of the many layouts of 8 ranks, and of those with experts, the suite takes some in which every two settings meet;
+``pytest tests/train/test_parity.py --every-layout`` takes all.
+"""
 
 from __future__ import annotations
 
-import functools
 import gc
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 import torch.distributed as dist
 
-from phalanx import Layout
-from tests.parity import TASKS, TOLERANCE, Trace, difference, reference, spread_run
+from phalanx import Layout, Task
+from tests.layouts import covering, every_layout, task_for
+from tests.parity import TASKS, TOLERANCE, HostileVision, Packed, Trace, difference, reference, spread_run
 from tests.ranks import Ranks
 
-MICRO_BATCHES = (1, 4)
+Case = tuple[Task, Layout]
+AT_ONCE = 8
 
 
-TENSOR = {"language": (1, 2), "many heads": (4,), "vision": (1,)}
-"""The degrees of ``tp`` that a task is tried with, on up to 4 ranks."""
-
-
-def layouts(name: str, world: int, micro_batches: int) -> Iterator[Layout]:
-    """All factorizations of the world over dp, fsdp and tp, all ZeRO stages, recompute on and off.
-
-    With tp, recompute goes with accumulation, to keep the suite short.
-    """
-    for tp, fsdp, recompute in itertools.product(TENSOR[name], (1, 2, 4, 8), ("none", "full")):
-        if world % (fsdp * tp) == 0 and (tp == 1 or (world <= 4 and (recompute == "full") == (micro_batches > 1))):
-            share = -(-TASKS[name]().global_batch // (world // tp))
-            micro = None if micro_batches == 1 else -(-share // micro_batches)
-            for zero in (1, 2, 3) if fsdp > 1 else (3,):
-                dp = world // fsdp // tp
-                yield Layout(dp=dp, fsdp=fsdp, tp=tp, zero=zero, recompute=recompute, micro_batch=micro)
-
-
-@functools.cache
-def one_device(name: str, micro_batches: int) -> Trace:
-    return reference(TASKS[name](), micro_batches)
-
-
-def run_all(name: str, chosen: list[Layout]) -> list[Trace]:
-    """Every layout in turn; ranks but the first keep only what is small."""
+def run_all(cases: Sequence[Case]) -> list[Trace]:
+    """Every case in turn; ranks but the first keep only what is small."""
     traces = []
-    for layout in chosen:
-        traces.append(spread_run(TASKS[name](), layout))
+    for task, layout in cases:
+        traces.append(spread_run(task, layout))
         gc.collect()
     if dist.is_initialized() and dist.get_rank():
         return [Trace(trace.losses, trace.norms) for trace in traces]
     return traces
 
 
-@pytest.mark.parametrize("micro_batches", MICRO_BATCHES)
-@pytest.mark.parametrize(("name", "world"), [(n, w) for n in TASKS for w in (1, 2, 4, 8) if min(TENSOR[n]) in (1, w)])
-def test_every_layout_trains_like_one_device(ranks: Ranks, name: str, world: int, micro_batches: int) -> None:
-    batch = TASKS[name]().global_batch
-    chosen = list(layouts(name, world, micro_batches))
-    answers = ranks(world, run_all, name, chosen)
+KNOWN: dict[tuple[str, int], Trace] = {}
+
+
+def one_device(task: Task, micro_batches: int) -> Trace:
+    key = repr(task), micro_batches
+    if key not in KNOWN:
+        KNOWN[key] = reference(task, micro_batches)
+    return KNOWN[key]
+
+
+def compare(ranks: Ranks, world: int, cases: list[Case]) -> None:
     wrong = []
-    for index, layout in enumerate(chosen):
+    for start in range(0, len(cases), AT_ONCE):
+        wrong += _wrong(ranks, world, cases[start : start + AT_ONCE])
+    assert not wrong, "\n".join(wrong)
+
+
+def _wrong(ranks: Ranks, world: int, cases: list[Case]) -> Iterator[str]:
+    answers = ranks(world, run_all, cases)
+    for index, (task, layout) in enumerate(cases):
         traces = [answer[index] for answer in answers]
-        expected = one_device(name, layout.micro_batches(batch))
-        error, where = difference(traces[0], expected)
+        error, where = difference(traces[0], one_device(task, layout.micro_batches(task.global_batch)))
         if not error < TOLERANCE:
-            wrong.append(f"{layout}: {error:.2e} in {where}")
+            yield f"{type(task).__name__} {layout}: {error:.2e} in {where}"
         for trace in traces[1:]:
             assert (trace.losses, trace.norms) == (traces[0].losses, traces[0].norms), f"{layout}: ranks disagree"
-    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("part", range(4))
+@pytest.mark.parametrize("experts", [False, True])
+@pytest.mark.parametrize("world", [1, 2, 4, 8])
+def test_every_layout_trains_like_one_device(
+    ranks: Ranks, world: int, experts: bool, part: int, request: pytest.FixtureRequest
+) -> None:
+    layouts = list(every_layout(world, experts=experts))
+    if not request.config.getoption("--every-layout") and (world == 8 or (world == 4 and experts)):
+        layouts = covering(layouts)
+    compare(ranks, world, [(task_for(layout), layout) for layout in layouts[part::4]])
+
+
+@pytest.mark.parametrize("layout", ["fsdp=2,tp=2,cp=2,pp=2,micro_batch=4", "fsdp=2,tp=2,cp=2,pp=2,ep=4,micro_batch=4"])
+def test_sixteen_ranks(layout: str) -> None:
+    pool = Ranks(16)
+    try:
+        parsed = Layout.parse(layout)
+        compare(pool, 16, [(task_for(parsed), parsed)])
+    finally:
+        pool.close()
+
+
+def accumulating(task: type[Task], world: int, micro_batches: int) -> Iterator[Case]:
+    """dp and fsdp, all ZeRO stages, recompute on and off, one micro-batch or several."""
+    for fsdp, recompute in itertools.product((1, 2, 4, 8), ("none", "full")):
+        if world % fsdp == 0:
+            share = -(-task.global_batch // world)
+            micro = None if micro_batches == 1 else -(-share // micro_batches)
+            for zero in (1, 2, 3) if fsdp > 1 else (3,):
+                yield task(), Layout(dp=world // fsdp, fsdp=fsdp, zero=zero, recompute=recompute, micro_batch=micro)
+
+
+@pytest.mark.parametrize(("name", "micro_batches"), [("language", 4), ("vision", 1), ("vision", 4)])
+@pytest.mark.parametrize("world", [1, 2, 4, 8])
+def test_accumulation_changes_nothing(ranks: Ranks, name: str, world: int, micro_batches: int) -> None:
+    compare(ranks, world, list(accumulating(TASKS[name], world, micro_batches)))
+
+
+def test_packed_documents_stay_apart(ranks: Ranks) -> None:
+    layouts = ["cp=4", "cp=4,cp_kind=ulysses", "cp=2,tp=2,recompute=full", "cp=2,pp=2,cp_kind=ulysses,micro_batch=8"]
+    compare(ranks, 4, [(Packed(heads=8, kv_heads=2), Layout.parse(layout)) for layout in layouts])
+
+
+def test_experts_with_limited_room(ranks: Ranks) -> None:
+    layouts = ["fsdp=2,cp=2,ep=4", "tp=2,cp=2,ep=2", "fsdp=2,ep=2,pp=2,micro_batch=4"]
+    compare(ranks, 4, [(TASKS["mixture"](capacity=0.6), Layout.parse(layout)) for layout in layouts])
+
+
+def test_models_without_time_go_through_a_pipeline(ranks: Ranks) -> None:
+    layouts = ["pp=2,micro_batch=8", "pp=2,schedule=zb,micro_batch=8,recompute=full"]
+    compare(ranks, 2, [(HostileVision(), Layout.parse(layout)) for layout in layouts])
 
 
 def test_the_data_is_hostile() -> None:
     """Clipping is active, the last batch is short, and some weights have no gradient."""
-    for name in TASKS:
-        task = TASKS[name]()
-        trace = one_device(name, 1)
+    for kind in TASKS.values():
+        task = kind()
+        trace = one_device(task, 1)
         assert all(norm > 2 * task.clip for norm in trace.norms)
         assert len(task.data()) % task.global_batch
         assert any(gradient is None for gradient in trace.gradients[0].values())

@@ -24,7 +24,7 @@ DTYPES = {
 
 def check_writable(spread: Spread) -> None:
     """Refuse now what could not be written after the last step."""
-    for name, dtype, _ in spread.state_description():
+    for name, dtype, _ in spread.whole.description():
         if dtype not in DTYPES:
             raise WrongUse(
                 f"{name} is {dtype}, which a safetensors file cannot hold. "
@@ -38,14 +38,14 @@ def write_weights(spread: Spread, path: Path, writer: bool) -> None:
     A shared weight stands once, under its first name; its other names are in the metadata under ``tied``.
     """
     if not writer:
-        for _ in spread.state():
+        for _ in spread.whole.state():
             pass
         return
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(path.name + ".unfinished")
     with unfinished.open("wb") as file:
         _write_header(file, spread)
-        for _, tensor in spread.state():
+        for _, tensor in spread.whole.state():
             file.write(_bytes(tensor))
         file.flush()
         os.fsync(file.fileno())
@@ -56,7 +56,7 @@ def _write_header(file: BinaryIO, spread: Spread) -> None:
     """A length, then JSON with each tensor's dtype, shape and place; padded so that tensors lie aligned."""
     header: dict[str, object] = {"__metadata__": {"format": "pt", "tied": json.dumps(dict(spread.anatomy.tied))}}
     offset = 0
-    for name, dtype, shape in spread.state_description():
+    for name, dtype, shape in spread.whole.description():
         size = math.prod(shape) * dtype.itemsize
         header[name] = {"dtype": DTYPES[dtype], "shape": list(shape), "data_offsets": [offset, offset + size]}
         offset += size

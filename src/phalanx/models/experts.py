@@ -21,8 +21,8 @@ from phalanx.losses import penalised
 class Router(nn.Linear):
     """Chooses experts for each token, and how much each of them counts.
 
-    With ``capacity``, an expert takes at most that many times its even share of a sequence's tokens, the first ones; who
-    comes later goes without it. By default nobody does.
+    With ``capacity``, an expert takes at most that many times its even share of a sequence's tokens, the first ones;
+    who comes later goes without it. By default nobody does.
     """
 
     def __init__(
@@ -42,15 +42,15 @@ class Router(nn.Linear):
         shares_BTK, chosen_BTK = probabilities_BTE.topk(self.chosen, -1)
         shares_BTK = shares_BTK / shares_BTK.sum(-1, keepdim=True)
         if self.training or self.capacity is not None:
-            valid_BT1 = torch.ones_like(logits_BTE[..., :1]) if valid_BT1 is None else valid_BT1.to(logits_BTE.dtype)
-            valid_BT1 = self.whole_time(valid_BT1)
-            taken_BTKE = F.one_hot(self.whole_time(chosen_BTK), self.out_features) * valid_BT1.long().unsqueeze(-1)
-        if self.training:
-            penalty = self._penalty(self.whole_time(logits_BTE), taken_BTKE.sum(2), valid_BT1)
-            x_BTD = penalised(x_BTD, penalty)
-        if self.capacity is not None:
-            fits_BTK = self.own_time(self._fits(taken_BTKE, valid_BT1))
-            chosen_BTK = chosen_BTK.where(fits_BTK, self.out_features)
+            counted_BT1 = torch.ones_like(logits_BTE[..., :1]) if valid_BT1 is None else valid_BT1.to(logits_BTE.dtype)
+            counted_BT1 = self.whole_time(counted_BT1)
+            taken_BTKE = F.one_hot(self.whole_time(chosen_BTK), self.out_features) * counted_BT1.long().unsqueeze(-1)
+            if self.training:
+                penalty = self._penalty(self.whole_time(logits_BTE), taken_BTKE.sum(2), counted_BT1)
+                x_BTD = penalised(x_BTD, penalty)
+            if self.capacity is not None:
+                fits_BTK = self.own_time(self._fits(taken_BTKE, counted_BT1))
+                chosen_BTK = chosen_BTK.where(fits_BTK, self.out_features)
         return x_BTD, chosen_BTK, shares_BTK.to(x_BTD.dtype)
 
     def _penalty(self, logits_BTE: Tensor, taken_BTE: Tensor, valid_BT1: Tensor) -> Tensor:

@@ -141,7 +141,7 @@ class Head(nn.Linear):
 class Transformer(nn.Module):
     """Tokens in, lazy logits out. With ``documents``, attention and positions stay inside each packed document.
 
-    ``valid`` says which tokens count, for a mixture's penalties and capacity; with ``documents`` those of a document do.
+    ``valid`` says which tokens count for a mixture's penalties and capacity; with ``documents``, those that are in one.
     """
 
     def __init__(self, config: TransformerConfig) -> None:

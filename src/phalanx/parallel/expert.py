@@ -27,8 +27,8 @@ def cut_experts(plan: Plan, model: nn.Module, anatomy: Anatomy, ranks: int) -> N
     """Give every rank of ``ep`` its run of the experts."""
     if not anatomy.experts:
         raise WrongUse(
-            f"ep={ranks} finds no experts in {type(model).__name__}: no module holds weights stacked by expert and says "
-            "num_experts. Name it in Task.anatomy, e.g. Anatomy.of(model, experts='*.experts'), or leave ep out."
+            f"ep={ranks} finds no experts in {type(model).__name__}: no module holds weights stacked by expert and "
+            "says num_experts. Name it in Task.anatomy, e.g. Anatomy.of(model, experts='*.experts'), or leave ep out."
         )
     for name in anatomy.experts:
         module: Any = model.get_submodule(name)

@@ -40,6 +40,7 @@ class Holding:
         return cut.shape(self.shapes[name], self.mesh.index(cut.axis)) if cut else self.shapes[name]
 
     def part(self, name: str, whole: Tensor) -> Tensor:
+        """What this rank computes with."""
         cut = self.cut(name)
         return cut.take(whole, self.mesh.index(cut.axis)) if cut else whole
 
@@ -61,7 +62,7 @@ class Holding:
     def complete(self, gradients: Sequence[tuple[str, Tensor]]) -> None:
         """Sum what several ranks have parts of, in place."""
         tp, pp = self.mesh.group("tp"), self.mesh.group("pp")
-        if tp is not None:
+        if tp is not None and gradients:
             _sum_among([(part, self._adding(name)) for name, part in gradients], tp)
         if pp is not None and any(len(self.stage_ranks(name)) > 1 for name in self.shapes):
             _sum_among([(part, self.stage_ranks(name)) for name, part in gradients], pp)
@@ -113,11 +114,9 @@ class Holding:
 def _sum_among(parts: Sequence[tuple[Tensor, list[int]]], group: Group) -> None:
     """Sum each part over the ranks that hold it, in the order of the ranks."""
     shared = [(part, holders) for part, holders in parts if len(holders) > 1]
-    rows = [
-        [part.reshape(-1) for part, holders in shared if rank in holders and rank != group.rank()]
-        for rank in range(group.size())
-    ]
-    received = collectives.exchange_uneven([torch.cat(row) if row else None for row in rows], group)
+    others = [rank for rank in range(group.size()) if rank != group.rank()]
+    lists = [[part for part, holders in shared if rank in holders and rank in others] for rank in range(group.size())]
+    received = collectives.exchange_lists(lists, parts[0][0], group)
     offsets = [0] * group.size()
     for part, holders in shared:
         total = torch.zeros_like(part)

@@ -29,11 +29,6 @@ LANES = {1: ("forward", "backward"), 2: ("forward", "backward", "forward wrap", 
 """Groups for messages from stage to stage, by the stages a rank has."""
 
 
-def name(axes: tuple[str, ...]) -> str:
-    """What a group along these axes is called in logs and errors."""
-    return "world" if axes == AXES else "x".join(axes)
-
-
 class Mesh:
     """Where this rank stands on each axis, and whom it speaks to along it."""
 
@@ -47,7 +42,7 @@ class Mesh:
         for axes in GROUPS:
             for members in self._partition(axes):  # every rank makes every group, in one order: torch numbers them
                 if len(members) > 1 and members not in made:
-                    made[members] = dist.new_group(list(members), timeout=timeout, group_desc=name(axes))
+                    made[members] = dist.new_group(list(members), timeout=timeout, group_desc=self._called(axes))
             self._groups[axes] = made.get(self.members(axes))
         self._made = [group for members, group in made.items() if rank in members]
         self._lanes: dict[str, dist.ProcessGroup] = {}
@@ -57,6 +52,12 @@ class Mesh:
                 if rank in members:
                     self._lanes[lane] = group
         self._made += self._lanes.values()
+
+    def _called(self, axes: tuple[str, ...]) -> str:
+        """What a group along these axes is called in logs and errors: by those that matter."""
+        if axes == EXPERT_SHARD:
+            return "experts' fsdp"
+        return "world" if axes == AXES else "x".join(a for a in axes if self.degrees.get(a, 2) > 1)
 
     def _partition(self, axes: tuple[str, ...]) -> list[tuple[int, ...]]:
         """All ranks, in sets that differ along these axes alone."""

@@ -56,6 +56,8 @@ class Part:
     """What was received; its gradient goes back."""
     exit: Tensor | None = None
     """What was sent on; its gradient comes back. None at the last stage, which has the ``result``."""
+    gradient: Tensor | None = None
+    """Of what was sent on."""
     result: Any = None
     """What was made of the model's output."""
 
@@ -249,6 +251,13 @@ class Pipeline:
             )
         self._send(exit.detach().contiguous(), part.stage + 1, "forward")
 
+    def await_gradient(self, action: Action) -> None:
+        """Before a backward: receive what it begins with."""
+        part = self._parts[action.stage, action.micro]
+        if part.exit is not None:
+            part.gradient = self._received(action, part.exit)
+        self._look_ahead(action)
+
     def backward(self, part: Part, action: Action, factor: float) -> None:
         """A stage's backward: from the loss, times ``factor``, or from the gradient that came back."""
         self.active = action.stage
@@ -257,14 +266,13 @@ class Pipeline:
             loss: Loss = part.result
             (loss.total * factor).backward()
         else:
-            gradient = self._received(action, part.exit)
+            gradient, part.gradient = part.gradient, None
             if part.exit.requires_grad:
                 part.exit.backward(gradient)
         self._current = None
         if part.entry is not None:
             back = part.entry.grad
             self._send(torch.zeros_like(part.entry) if back is None else back, part.stage - 1, "backward")
-        self._look_ahead(action)
 
     def deferred(self, action: Action) -> Deferred:
         """The weights' part of a backward."""

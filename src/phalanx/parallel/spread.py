@@ -24,7 +24,7 @@ from phalanx.losses import penalty_factor
 from phalanx.parallel import collectives, hugging_face
 from phalanx.parallel.answers import Answers, key_dropout_modules
 from phalanx.parallel.batchnorm import spread_batchnorm
-from phalanx.parallel.blueprint import Blueprint, leaves, mapped
+from phalanx.parallel.blueprint import Blueprint
 from phalanx.parallel.bucket import Bucket, Storage, Weight
 from phalanx.parallel.context import ContextParallel
 from phalanx.parallel.cuts import Plan, make_plan
@@ -40,7 +40,8 @@ from phalanx.parallel.schedules import Action, alone
 from phalanx.parallel.shard import Gathered, Gathering
 from phalanx.parallel.stages import divide
 from phalanx.parallel.tensor import TensorParallel
-from phalanx.parallel.torch_private import FakeTensor, has_hooks, install
+from phalanx.parallel.weights import Saved, describe, fill
+from phalanx.parallel.whole import Whole
 from phalanx.precision import Dtypes, cast
 
 BUCKET_BYTES = 25 << 20
@@ -58,13 +59,15 @@ class Spread:
         dtypes: Dtypes,
         device: torch.device,
         seed: int,
+        saved: Saved | None = None,
     ) -> None:
+        """Weights begin as ``saved``, or as the model's constructor made them."""
         self.model, self.anatomy, self.layout, self.mesh, self.dtypes, self.device = (
             blueprint.model, anatomy, layout, mesh, dtypes, device,
         )  # fmt: skip
         self.moment = Moment()
         self.randomness = Randomness(seed, self.moment, device)
-        self.state_names = set(blueprint.model.state_dict())
+        self.state_names = set(self.model.state_dict())
         buffers = Buffers(device)
         self.storage = _storage(SHARD, layout, mesh, dtypes, device, buffers)
         self.expert_storage = _storage(EXPERT_SHARD, layout, mesh, dtypes, device, buffers)
@@ -76,15 +79,14 @@ class Spread:
         """Every weight of the model, on any stage, and whether it is trained."""
         stages = divide(self.model, anatomy, layout.pp, layout.schedule) if layout.pp > 1 else None
         self.holding = Holding(self.plan, stages, mesh, shapes)
-        self._orders: list[list[str]] | None = None
         self.parts: dict[tuple[int, int], Part] = {}
         """By stage and micro-batch: forwards that a backward will follow."""
         self.pipeline: Pipeline | None = None
         if stages is not None:
             self.pipeline = Pipeline(stages, mesh, layout.schedule, self.moment, self.parts, device)
             self.pipeline.shadows(self.model, dtypes.compute)
-        self.weights = _describe(self.model, anatomy, self.holding, self._storage_of)
-        self._initialise(blueprint)
+        self.weights = describe(self.model, anatomy, self.holding, self._storage_of)
+        fill(self.weights, blueprint, saved, self.holding, device, wide=dtypes.compute == torch.float64)
         hugging_face.keep_nothing(self.model)
         tp = mesh.group("tp")
         if tp is not None:
@@ -109,33 +111,6 @@ class Spread:
     def _storage_of(self, name: str) -> Storage:
         cut = self.holding.cut(name)
         return self.expert_storage if cut is not None and cut.axis == "ep" else self.storage
-
-    def _initialise(self, blueprint: Blueprint) -> None:
-        """Fill weights one at a time; at most one is ever whole here beyond what the layout keeps whole."""
-        described = dict(blueprint.model.named_parameters())
-        for name, weight in self.weights.items():
-            value = blueprint.value(described.pop(name), self.device)
-            weight.fill(self.holding.part(name, value), weight.storage)
-        for name, parameter in described.items():  # whole numbers, as of a quantised weight: every rank keeps them
-            if name in self.trainable:
-                continue  # another stage's
-            if parameter.requires_grad:
-                raise WrongUse(
-                    f"{name} is {parameter.dtype}, which is not trained here. Keep its parts as real weights."
-                )
-            owner, _, attribute = name.rpartition(".")
-            value = nn.Parameter(blueprint.value(parameter, self.device), requires_grad=False)
-            setattr(self.model.get_submodule(owner), attribute, value)
-        wide = self.dtypes.compute == torch.float64
-
-        def real(value: Tensor) -> Tensor:
-            made = blueprint.value(value, self.device)
-            return made.double() if wide and made.is_floating_point() else made
-
-        for owner, module in self.model.named_modules():
-            for name, value in [*module.named_buffers(recurse=False), *_plain_attributes(module)]:
-                setattr(module, name, mapped(value, real))
-            _refuse_hidden(module, owner)
 
     def _prepare_blocks(self) -> None:
         layout, anatomy = self.layout, self.anatomy
@@ -182,6 +157,9 @@ class Spread:
         for storage in kinds:
             whole = [weight for weight in self.weights.values() if weight.storage is storage and storage.always_whole]
             self.buckets += [Bucket(f"bucket {i}", part, storage) for i, part in enumerate(_by_size(whole)) if part]
+        self.whole = Whole(
+            self.model, self.buckets, self.holding, self.trainable, self.dtypes, self.device, self.state_names
+        )
         self.reduction = Reduction(self.buckets, self.mesh.group("dp"), self.gathering)
 
     def actions(self, micro_batches: int) -> Sequence[Action]:
@@ -320,68 +298,6 @@ class Spread:
         if self.gathering is not None:
             self.gathering.rest()
 
-    def whole_gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """The summed gradients, whole, a bucket at a time. All ranks must go through it."""
-        order = [[name for name in names if self.trainable[name]] for names in self._order()]
-        yield from self.holding.from_stages(self._own_gradients(), order, self.dtypes.reduce, self.device)
-
-    def _own_gradients(self) -> Iterator[tuple[str, Tensor]]:
-        for bucket in self._reduced():
-            assert bucket.owned is not None
-            yield from self.holding.joined(bucket.assemble(bucket.gradient_packing, bucket.owned))
-
-    def state_description(self) -> list[tuple[str, torch.dtype, torch.Size]]:
-        """Name, dtype and shape of everything `state` will give, in its order."""
-        names = [
-            name
-            for rank, names in enumerate(self._order())
-            for name in names
-            if self.holding.stage_ranks(name)[0] == rank
-        ]
-        weights = [(name, self.dtypes.parameter, self.holding.shapes[name]) for name in names]
-        return weights + [(name, tensor.dtype, tensor.shape) for name, tensor in self._replicated_state()]
-
-    def _order(self) -> list[list[str]]:
-        """By stage, its weights as `state` gives them. All ranks must ask the first time."""
-        if self._orders is None:
-            own, group, names = (
-                [w.name for b in self.buckets for w in b.weights],
-                self.mesh.group("pp"),
-                list(self.trainable),
-            )
-            self._orders = [own]
-            if group is not None:
-                row = torch.full((len(names),), -1, device=self.device)
-                row[: len(own)] = torch.tensor([names.index(name) for name in own], device=self.device)
-                every = row.new_empty(group.size(), len(names))
-                collectives.all_gather(every, row, group).wait()
-                self._orders = [[names[index] for index in numbers if index >= 0] for numbers in every.tolist()]
-        return self._orders
-
-    def _replicated_state(self) -> list[tuple[str, Tensor]]:
-        """What a stage has whole: buffers, and parameters that are no weights."""
-        tensors = [*self.model.named_parameters(), *self.model.named_buffers()]
-        return [(name, t) for name, t in tensors if name in self.state_names and name not in self.trainable]
-
-    def state(self) -> Iterator[tuple[str, Tensor]]:
-        """Whole weights and buffers under the model's own names, a bucket at a time; shared ones under their first.
-
-        All ranks must go through it.
-        """
-        yield from self.holding.from_stages(self._own_state(), self._order(), self.dtypes.parameter, self.device)
-        group = self.mesh.group("pp")
-        for name, tensor in self._replicated_state():
-            if group is not None:
-                collectives.broadcast(tensor, group, self.holding.stage_ranks(name)[0])
-            yield name, tensor
-
-    def _own_state(self) -> Iterator[tuple[str, Tensor]]:
-        for bucket in self.buckets:
-            row = torch.zeros(bucket.packing.length, dtype=self.dtypes.parameter, device=self.device)
-            for weight in bucket.weights:
-                bucket.packing.own(weight, row).copy_(weight.piece.data)
-            yield from self.holding.joined(bucket.assemble(bucket.packing, row))
-
 
 def check_blocks(layout: Layout, anatomy: Anatomy) -> None:
     """Refuse what works on blocks where there are none."""
@@ -410,52 +326,6 @@ def _storage(
         always_whole=layout.offload != "params" and (layout.zero < 3 or ranks == 1),
         whole_gradients=layout.zero < 2 or ranks == 1,
     )
-
-
-def _describe(
-    model: nn.Module, anatomy: Anatomy, holding: Holding, storage: Callable[[str], Storage]
-) -> dict[str, Weight]:
-    """Every weight of this stage in the order of its units, with all places where it is used."""
-    places: dict[str, list[tuple[nn.Module, str]]] = {}
-    for name, _ in model.named_parameters(remove_duplicate=False):
-        owner, _, attribute = name.rpartition(".")
-        places.setdefault(anatomy.tied.get(name, name), []).append((model.get_submodule(owner), attribute))
-    described = dict(model.named_parameters())
-    for name, weight in described.items():
-        if has_hooks(weight):
-            raise WrongUse(
-                f"{name} has a hook on its gradient, which would see a part of it. "
-                "Do it in the optimizer, or on the model's output, and leave the hook out."
-            )
-
-    for name, weight in described.items():
-        if not holding.here(name):  # nothing is kept of what other stages have
-            nothing = torch.empty(weight.shape, dtype=weight.dtype, device="meta")
-            placeholder = nn.Parameter(nothing, requires_grad=False)
-            for module, attribute in places[name]:
-                install(module, attribute, placeholder)
-    return {
-        name: Weight(name, described[name], holding.shape(name), places[name], storage(name))
-        for unit in anatomy.units
-        for name in unit.weights
-        if described[name].is_floating_point() and holding.here(name)
-    }
-
-
-def _plain_attributes(module: nn.Module) -> list[tuple[str, Any]]:
-    """Tensors kept as plain attributes, alone or in lists and dicts, which a constructor may have made too."""
-    plain = [(name, value) for name, value in vars(module).items() if not name.startswith("_")]
-    return [(name, value) for name, value in plain if any(True for _ in leaves(value, Tensor))]
-
-
-def _refuse_hidden(module: nn.Module, name: str) -> None:
-    for attribute, value in vars(module).items():
-        hidden = vars(value).values() if hasattr(value, "__dict__") and not isinstance(value, nn.Module) else ()
-        if any(isinstance(inner, FakeTensor) for inner in hidden):
-            raise WrongUse(
-                f"{name or 'the model'} keeps a tensor inside its attribute {attribute!r}, where it cannot be filled. "
-                "Register it with register_buffer, or keep it in a list or dict."
-            )
 
 
 def _by_size(weights: Sequence[Weight]) -> list[list[Weight]]:

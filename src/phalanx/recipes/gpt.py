@@ -28,6 +28,7 @@ class GPT(phalanx.Task):
     kv_heads: int = 2
     dropout: float = 0.0
     tied: bool = False
+    experts: int = 0
     length: int = 128
     megabytes: float = 4.0
     global_batch: int = 16
@@ -40,7 +41,7 @@ class GPT(phalanx.Task):
     def model(self) -> nn.Module:
         return Transformer(TransformerConfig(
             vocabulary=256, width=self.width, layers=self.layers, heads=self.heads, kv_heads=self.kv_heads,
-            dropout=self.dropout, tied=self.tied,
+            dropout=self.dropout, tied=self.tied, experts=self.experts,
         ))  # fmt: skip
 
     @cached_property

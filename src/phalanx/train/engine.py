@@ -15,8 +15,9 @@ from functools import cached_property
 from typing import Any, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from phalanx.checkpoint.pretrained import Pretrained
 from phalanx.checkpoint.weights import check_writable
 from phalanx.data.loader import Loader, StepBatch, seed_globally
 from phalanx.data.order import Order
@@ -26,6 +27,7 @@ from phalanx.layout import Layout
 from phalanx.parallel.blueprint import Blueprint, mapped
 from phalanx.parallel.mesh import BATCH, Mesh
 from phalanx.parallel.spread import Spread
+from phalanx.parallel.weights import Saved
 from phalanx.precision import DTYPES
 from phalanx.task import Batch, Task
 from phalanx.train.agreement import check_agreement
@@ -75,12 +77,23 @@ class Engine:
         undo.callback(self.mesh.close)
         blueprint = Blueprint(task.model, task.seed)
         self.anatomy = task.anatomy(blueprint.model)
-        self.spread = Spread(blueprint, self.anatomy, self.layout, self.mesh, self.dtypes, self.device, task.seed)
+        self.spread = Spread(
+            blueprint, self.anatomy, self.layout, self.mesh, self.dtypes, self.device, task.seed,
+            self._saved(blueprint.model),
+        )  # fmt: skip
         undo.callback(self.spread.reduction.close)
         self.optimizer = make_optimizer(task, self.spread.pieces(), sharded=self.mesh.size("fsdp", "cp", "tp") > 1)
         self.loader = self._loader(data, self.order)
         check_agreement(self, "data", "model")
         check_writable(self.spread)
+
+    def _saved(self, model: nn.Module) -> Saved | None:
+        """Where the task's weights begin, if not as its model's constructor makes them."""
+        path = self.task.pretrained()
+        if path is None:
+            return None
+        shapes = {name: w.shape for name, w in model.named_parameters() if w.is_floating_point()}
+        return Pretrained(path, shapes, self.anatomy.tied).part
 
     def _loader(self, data: Any, order: Order) -> Loader:
         return Loader(
@@ -147,11 +160,11 @@ class Engine:
 
     def whole_gradients(self, factor: float, without: set[str]) -> Gradients:
         """All gradients, whole, times ``factor``; None where no rank has one. All ranks must call it."""
-        return {name: None if name in without else g * factor for name, g in self.spread.whole_gradients()}
+        return {name: None if name in without else g * factor for name, g in self.spread.whole.gradients()}
 
     def whole_weights(self) -> dict[str, Tensor]:
         """Weights and buffers, whole, under the model's own names. All ranks must call it."""
-        return dict(self.spread.state())
+        return dict(self.spread.whole.state())
 
     def close(self) -> None:
         """Take the process groups apart."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -44,12 +45,15 @@ class Metrics:
     skipped: bool
     """The gradient was not finite, or nothing counted, so no rank updated."""
     seconds: dict[str, float]
+    sent: dict[str, int]
+    """Bytes this rank sent, by axis."""
 
 
 def train_step(engine: Engine, batch: StepBatch) -> Metrics:
     """Forward and backward of each micro-batch, one division by the global count, one clip, one update."""
     task, spread, scale, clock = engine.task, engine.spread, engine.loss_scale, engine.clock
     spread.reduction.start_step()
+    before = collectives.sent.copy()
     sums = torch.zeros(2, dtype=torch.float64, device=engine.device)
 
     actions = spread.actions(len(batch.micro_batches))
@@ -65,6 +69,9 @@ def train_step(engine: Engine, batch: StepBatch) -> Metrics:
             clock.lap("forward")
             continue
         if action.kind == "backward":
+            if spread.pipeline is not None:
+                spread.pipeline.await_gradient(action)
+                clock.lap("wait")
             spread.backward(action, scale.value * micro.real / engine.mesh.size("cp"), last)
         else:
             spread.backward_weights(action, last)
@@ -108,6 +115,7 @@ def train_step(engine: Engine, batch: StepBatch) -> Metrics:
         samples=batch.samples,
         skipped=not finite or count <= 0,
         seconds=clock.seconds(),
+        sent=_by_axis(collectives.sent - before),
     )
 
 
@@ -132,7 +140,8 @@ def compute(engine: Engine, step: int, micro: MicroBatch, action: Action, finish
     A stage before the last gives the stream to the next one, and None.
     """
     part = engine.spread.begin(action)
-    engine.clock.lap("wait")
+    if engine.spread.pipeline is not None:
+        engine.clock.lap("wait")
     with micro_batch(engine, step, micro) as tensors:
         try:
             part.result = finish(call(engine, tensors), tensors)
@@ -181,6 +190,13 @@ def as_number(value: Any, like: Tensor) -> Tensor:
     if isinstance(value, Tensor):
         return value.detach().to(like).reshape(())
     return torch.tensor(float(value), dtype=like.dtype, device=like.device)
+
+
+def _by_axis(sent: Counter[tuple[str, str]]) -> dict[str, int]:
+    found: Counter[str] = Counter()
+    for (axis, _), count in sent.items():
+        found[axis] += count
+    return dict(found)
 
 
 def _counted(loss: Loss | None, like: Tensor) -> Tensor:

@@ -33,7 +33,8 @@ class Screen:
 
     def start(self) -> None:
         engine = self.engine
-        weights = sum(torch.Size(w.shape).numel() for w in engine.spread.weights.values())
+        shapes = engine.spread.holding.shapes
+        weights = sum(shapes[name].numel() for name in engine.spread.trainable)
         facts = {
             "layout": f"{engine.layout} on {engine.environment.world} x {engine.device.type}",
             "model": f"{weights:,} weights, {engine.anatomy.describe()}",
@@ -43,7 +44,7 @@ class Screen:
         }
         for name, text in facts.items():
             self._write(f"{name:>7}  {text}")
-        for note in engine.layout.notes(engine.device.type):
+        for note in engine.layout.notes(engine.device.type, engine.loader.micro_batches):
             self._write(f"   note  {note}")
 
     def step(self, metrics: Metrics) -> None:

@@ -1,0 +1,90 @@
+"""Weights to start from: a folder of safetensors files, of which a rank reads its part of one weight at a time."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from phalanx.errors import WrongUse, closest
+from phalanx.parallel.cuts import Cut
+
+STACKED = {"gate_up_proj": ("gate_proj|w1", "up_proj|w3"), "down_proj": ("down_proj|w2",)}
+"""What experts' stacked weights are called, and the files' names for what one expert has of them."""
+RENAMED = (("mlp.", "block_sparse_moe."),)
+
+
+class Pretrained:
+    """Tensors by the model's own names, spread over one file or several."""
+
+    def __init__(self, path: str | Path, shapes: Mapping[str, torch.Size], tied: Mapping[str, str]) -> None:
+        """``shapes`` are the weights that must be there; a shared one may stand under any of its names."""
+        self.path, self.shapes = Path(path), shapes
+        files = [self.path] if self.path.is_file() else sorted(self.path.glob("*.safetensors"))
+        if not files:
+            raise WrongUse(f"there is no .safetensors file in {path}. Give the folder of a saved model, or its file.")
+        self._files: dict[str, Path] = {}
+        for file in files:
+            try:
+                with safe_open(file, framework="pt") as opened:
+                    self._files |= dict.fromkeys(opened.keys(), file)
+            except SafetensorError as error:
+                raise WrongUse(f"{file} is not a whole safetensors file ({error}). Save or copy it again.") from error
+        self._names = {name: self._find(name, [n for n, first in tied.items() if first == name]) for name in shapes}
+        for name, shape in shapes.items():
+            found = self._shape(self._names[name])
+            if found != shape:
+                raise WrongUse(
+                    f"{name} has shape {tuple(found)} in {path} and {tuple(shape)} in the model. "
+                    "Build the model as the saved one was."
+                )
+
+    def _find(self, name: str, others: list[str]) -> str | list[list[str]]:
+        """Its name in the files; of a stacked weight, by expert the names of what is laid one after another."""
+        for wanted in (name, *others):
+            renamed = [wanted.replace(here, there) for here, there in RENAMED]
+            for known in (wanted, *renamed, wanted.partition(".")[2]):  # a body may have been saved without its head
+                if known in self._files:
+                    return known
+        owner, _, last = name.rpartition(".")
+        for prefix in (owner, *(owner.replace(here, there) for here, there in RENAMED)):
+            parts = [self._experts(prefix, part) for part in STACKED.get(last, ())]
+            if parts and all(len(part) == self.shapes[name][0] for part in parts):
+                return [list(expert) for expert in zip(*parts, strict=True)]
+        raise WrongUse(f"{self.path} has no {name}; {closest(name, self._files)}")
+
+    def _experts(self, prefix: str, part: str) -> list[str]:
+        found = [
+            (m, name)
+            for name in self._files
+            if (m := re.fullmatch(rf"{re.escape(prefix)}\.(\d+)\.({part})\.weight", name))
+        ]
+        return [name for _, name in sorted((int(match[1]), name) for match, name in found)]
+
+    def _shape(self, name: str | Sequence[Sequence[str]]) -> torch.Size:
+        if not isinstance(name, str):
+            rows = sum(self._shape(part)[0] for part in name[0])
+            return torch.Size([len(name), rows, *self._shape(name[0][0])[1:]])
+        with safe_open(self._files[name], framework="pt") as opened:
+            return torch.Size(opened.get_slice(name).get_shape())
+
+    def part(self, name: str, cut: Cut | None, rank: int) -> Tensor:
+        """A rank's part of a weight, of which no more is read."""
+        stored = self._names[name]
+        if isinstance(stored, str):
+            return self._read(stored, cut, rank)
+        experts = range(len(stored)) if cut is None else [e for a, b in cut.spans[rank] for e in range(a, b)]
+        return torch.stack([torch.cat([self._read(part, None, 0) for part in stored[expert]]) for expert in experts])
+
+    def _read(self, name: str, cut: Cut | None, rank: int) -> Tensor:
+        with safe_open(self._files[name], framework="pt") as opened:
+            if cut is None:
+                return opened.get_tensor(name)
+            stored = opened.get_slice(name)
+            every = [slice(None)] * len(stored.get_shape())
+            spans = [(*every[: cut.dim], slice(a, b), *every[cut.dim + 1 :]) for a, b in cut.spans[rank]]
+            return torch.cat([stored[span] for span in spans], cut.dim)

@@ -1,0 +1,103 @@
+"""A model's weights on this rank: described with all places where they are used, then filled one at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from phalanx.anatomy import Anatomy
+from phalanx.errors import WrongUse
+from phalanx.parallel.blueprint import Blueprint, leaves, mapped
+from phalanx.parallel.bucket import Storage, Weight
+from phalanx.parallel.cuts import Cut
+from phalanx.parallel.holding import Holding
+from phalanx.parallel.torch_private import FakeTensor, has_hooks, install
+
+Saved = Callable[[str, Cut | None, int], Tensor]
+"""A rank's part of a weight, by name, from where it is kept."""
+
+
+def describe(
+    model: nn.Module, anatomy: Anatomy, holding: Holding, storage: Callable[[str], Storage]
+) -> dict[str, Weight]:
+    """Every weight of this stage in the order of its units, with all places where it is used."""
+    places: dict[str, list[tuple[nn.Module, str]]] = {}
+    for name, _ in model.named_parameters(remove_duplicate=False):
+        owner, _, attribute = name.rpartition(".")
+        places.setdefault(anatomy.tied.get(name, name), []).append((model.get_submodule(owner), attribute))
+    described = dict(model.named_parameters())
+    for name, weight in described.items():
+        if has_hooks(weight):
+            raise WrongUse(
+                f"{name} has a hook on its gradient, which would see a part of it. "
+                "Do it in the optimizer, or on the model's output, and leave the hook out."
+            )
+
+    for name, weight in described.items():
+        if not holding.here(name):  # nothing is kept of what other stages have
+            nothing = torch.empty(weight.shape, dtype=weight.dtype, device="meta")
+            placeholder = nn.Parameter(nothing, requires_grad=False)
+            for module, attribute in places[name]:
+                install(module, attribute, placeholder)
+    return {
+        name: Weight(name, described[name], holding.shape(name), places[name], storage(name))
+        for unit in anatomy.units
+        for name in unit.weights
+        if described[name].is_floating_point() and holding.here(name)
+    }
+
+
+def fill(
+    weights: Mapping[str, Weight],
+    blueprint: Blueprint,
+    saved: Saved | None,
+    holding: Holding,
+    device: torch.device,
+    wide: bool,
+) -> None:
+    """Fill weights one at a time; at most one is ever whole here beyond what the layout keeps whole."""
+    described = dict(blueprint.model.named_parameters())
+    for name, weight in weights.items():
+        described_one = described.pop(name)
+        if saved is None:
+            part = holding.part(name, blueprint.value(described_one, device))
+        else:
+            cut = holding.cut(name)
+            part = saved(name, cut, holding.mesh.index(cut.axis) if cut else 0)
+        weight.fill(part, weight.storage)
+    for name, parameter in described.items():  # whole numbers, as of a quantised weight: every rank keeps them
+        if parameter.is_floating_point():
+            continue  # another stage's
+        if parameter.requires_grad:
+            raise WrongUse(f"{name} is {parameter.dtype}, which is not trained here. Keep its parts as real weights.")
+        owner, _, attribute = name.rpartition(".")
+        value = nn.Parameter(blueprint.value(parameter, device), requires_grad=False)
+        setattr(blueprint.model.get_submodule(owner), attribute, value)
+
+    def real(value: Tensor) -> Tensor:
+        made = blueprint.value(value, device)
+        return made.double() if wide and made.is_floating_point() else made
+
+    for owner, module in blueprint.model.named_modules():
+        for name, value in [*module.named_buffers(recurse=False), *_plain_attributes(module)]:
+            setattr(module, name, mapped(value, real))
+        _refuse_hidden(module, owner)
+
+
+def _plain_attributes(module: nn.Module) -> list[tuple[str, Any]]:
+    """Tensors kept as plain attributes, alone or in lists and dicts, which a constructor may have made too."""
+    plain = [(name, value) for name, value in vars(module).items() if not name.startswith("_")]
+    return [(name, value) for name, value in plain if any(True for _ in leaves(value, Tensor))]
+
+
+def _refuse_hidden(module: nn.Module, name: str) -> None:
+    for attribute, value in vars(module).items():
+        hidden = vars(value).values() if hasattr(value, "__dict__") and not isinstance(value, nn.Module) else ()
+        if any(isinstance(inner, FakeTensor) for inner in hidden):
+            raise WrongUse(
+                f"{name or 'the model'} keeps a tensor inside its attribute {attribute!r}, where it cannot be filled. "
+                "Register it with register_buffer, or keep it in a list or dict."
+            )

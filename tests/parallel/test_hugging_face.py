@@ -1,0 +1,63 @@
+"""Hugging Face's causal language models, unmodified, on every axis and every two of them."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from phalanx import Layout
+from tests.hugging_face import CausalLanguageModel
+from tests.parity import TOLERANCE, Trace, difference, reference, spread_run
+from tests.ranks import RankFailed, Ranks
+
+DENSE = ("llama", "qwen2", "qwen3", "gpt2", "mistral", "gemma2", "gpt-neox")
+AXES = ("dp=2", "fsdp=2", "tp=2", "cp=2", "pp=2,micro_batch=6")
+PAIRS = [",".join(pair) for pair in itertools.combinations(AXES, 2)]
+KINDS = ["cp=2,cp_kind=ulysses,tp=2", "fsdp=2,pp=2,schedule=zb,micro_batch=6", "tp=4"]
+EXPERTS = [
+    "fsdp=2,tp=2,ep=2",
+    "fsdp=4,ep=4,zero=2",
+    "fsdp=2,cp=2,ep=2",
+    "cp=2,pp=2,ep=2,micro_batch=6",
+    "dp=2,fsdp=2,ep=2",
+]
+
+
+def run_all(kind: str, layouts: list[str]) -> list[Trace]:
+    return [spread_run(CausalLanguageModel(kind=kind, steps=2), Layout.parse(layout)) for layout in layouts]
+
+
+def compare(ranks: Ranks, world: int, kind: str, layouts: list[str]) -> None:
+    wrong = []
+    for layout, trace in zip(layouts, ranks(world, run_all, kind, layouts)[0], strict=True):
+        task = CausalLanguageModel(kind=kind, steps=2)
+        expected = reference(task, Layout.parse(layout).micro_batches(task.global_batch))
+        error, where = difference(trace, expected)
+        if not error < TOLERANCE:
+            wrong.append(f"{layout}: {error:.1e} in {where}")
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("kind", [*DENSE, "mixtral"])
+def test_each_axis(ranks: Ranks, kind: str) -> None:
+    compare(ranks, 2, kind, [*AXES, *(["fsdp=2,ep=2"] if kind == "mixtral" else [])])
+
+
+@pytest.mark.parametrize("kind", [*DENSE, "mixtral"])
+def test_every_two_axes(ranks: Ranks, kind: str) -> None:
+    compare(ranks, 4, kind, [*PAIRS, *(EXPERTS if kind == "mixtral" else KINDS)])
+
+
+@pytest.mark.parametrize(("kind", "layout", "words"), [
+    ("bloom", "tp=2", "self_attention cannot work with its part under tp=2: its code fixes sizes"),
+    ("falcon", "tp=2", "query_key_value gives 36 features, not query, key and value of 4 heads of 6"),
+    ("llama", "pp=4", "pp=4 makes 4 stages, and LlamaForCausalLM can be cut into 2 at most"),
+    ("llama", "fsdp=2,ep=2", "ep=2 finds no experts in LlamaForCausalLM"),
+    ("llama", "tp=8", "has 4 heads, which do not divide by tp=8"),
+    ("llama", "cp=8,cp_kind=ulysses", "has 4 heads on each rank, which do not divide by cp=8"),
+])  # fmt: skip
+def test_what_cannot_be_is_refused(ranks: Ranks, kind: str, layout: str, words: str) -> None:
+    parsed = Layout.parse(layout)
+    with pytest.raises(RankFailed, match=words):
+        ranks(parsed.world, spread_run, CausalLanguageModel(kind=kind), parsed)
