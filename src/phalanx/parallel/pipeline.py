@@ -177,13 +177,14 @@ class Pipeline:
                 "after another, each once, or use fsdp instead of pp."
             )
         if place == first and self.active:
-            self._check_others(name, hidden, args, kwargs)
             if hidden.ndim > TIME:
                 self.moment.time = hidden.shape[TIME]
                 if self.context is not None:
                     self.context.begin(self.moment.time)
             assert self._part.entry is not None
-            args, kwargs = with_stream(args, kwargs, self._part.entry.view_as(self._part.entry))
+            entry = self._part.entry.view_as(self._part.entry)
+            args, kwargs = with_stream(args, kwargs, entry)
+            self._check_others(name, entry, args, kwargs)
         output = forward(*args, **kwargs)
         self._ended = place == last
         return output
@@ -192,13 +193,13 @@ class Pipeline:
         if self._ended and self.active < self.stages.last:
             raise StageEnds(output)
 
-    def _check_others(self, name: str, hidden: Tensor, args: Any, kwargs: Any) -> None:
+    def _check_others(self, name: str, entry: Tensor, args: Any, kwargs: Any) -> None:
         """Nothing but the stream may depend on what another stage has."""
         if (self.active, self._signatures[self._part.micro]) in self._checked:
             return
         self._checked.add((self.active, self._signatures[self._part.micro]))
         for other in leaves((args, kwargs), Tensor):
-            if other is not hidden and other.is_floating_point() and bool(other.isnan().any()):
+            if other is not entry and other.is_floating_point() and bool(other.isnan().any()):
                 raise WrongUse(
                     f"{name} is called with a tensor of shape {tuple(other.shape)} that depends on modules before the "
                     f"blocks, and pp={self.stages.ranks} hands on the stream alone. Use fsdp instead of pp."

@@ -1,0 +1,70 @@
+"""Beginning from saved weights: every rank reads its part, and what does not fit is named."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM
+
+import phalanx
+from phalanx import Layout, WrongUse
+from phalanx.checkpoint.pretrained import Pretrained
+from tests.hugging_face import CausalLanguageModel, config
+from tests.ranks import Ranks
+
+
+@dataclass
+class FineTuning(CausalLanguageModel):
+    folder: str = ""
+
+    def pretrained(self) -> str:
+        return self.folder
+
+
+def weights(task: phalanx.Task, layout: str) -> dict[str, Tensor]:
+    with phalanx.Engine(task, Layout.parse(layout), device="cpu") as engine:
+        return {name: tensor.clone() for name, tensor in engine.whole_weights().items()}
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "mixtral"])
+def test_a_saved_model_is_read_in_parts(
+    ranks: Ranks, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tqdm, "monitor_interval", 0)  # or its bar leaves a thread behind
+    torch.manual_seed(3)
+    model = AutoModelForCausalLM.from_config(config(kind))
+    model.save_pretrained(tmp_path, max_shard_size="10KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    expected = dict(model.named_parameters())
+    layouts = ["fsdp=2,tp=2", "tp=2,pp=2", *(["fsdp=4,ep=4"] if kind == "mixtral" else [])]
+    for layout in layouts:
+        found = ranks(4, weights, FineTuning(kind=kind, folder=str(tmp_path), precision="fp32"), layout)[0]
+        for name, tensor in expected.items():
+            assert torch.equal(found[name], tensor), f"{layout}: {name}"
+
+
+def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
+    shapes = {"body.weight": torch.Size([3, 2])}
+    with pytest.raises(WrongUse, match=r"there is no \.safetensors file"):
+        Pretrained(tmp_path, shapes, {})
+    save_file({"body.weights": torch.zeros(3, 2)}, tmp_path / "a.safetensors")
+    with pytest.raises(WrongUse, match=r"has no body\.weight; did you mean 'body\.weights'"):
+        Pretrained(tmp_path, shapes, {})
+    save_file({"body.weight": torch.zeros(3, 3)}, tmp_path / "a.safetensors")
+    with pytest.raises(WrongUse, match=r"body\.weight has shape \(3, 3\) .* and \(3, 2\) in the model"):
+        Pretrained(tmp_path, shapes, {})
+    (tmp_path / "a.safetensors").write_bytes((tmp_path / "a.safetensors").read_bytes()[:-5])
+    with pytest.raises(WrongUse, match="is not a whole safetensors file"):
+        Pretrained(tmp_path, shapes, {})
+
+
+def test_a_body_may_have_been_saved_without_its_head(tmp_path: Path) -> None:
+    save_file({"layers.0.weight": torch.arange(6.0).view(3, 2)}, tmp_path / "a.safetensors")
+    found = Pretrained(tmp_path, {"model.layers.0.weight": torch.Size([3, 2])}, {})
+    assert torch.equal(found.part("model.layers.0.weight", None, 0), torch.arange(6.0).view(3, 2))
