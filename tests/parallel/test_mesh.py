@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from phalanx import Layout
-from phalanx.parallel.mesh import Mesh
+from phalanx.parallel.mesh import AXES, EXPERT_SHARD, EXPERTS, SHARD, Mesh
 from tests.ranks import Ranks
 
 
@@ -34,6 +34,19 @@ def test_groups_have_names_timeouts_and_the_right_members(ranks: Ranks) -> None:
     assert answers[3]["fsdpxcp"] == ((2, 3), 1, 5.0, "fsdp", timeout)
     assert answers[2]["dpxfsdp"] == ((0, 1, 2, 3), 2, 6.0, "dpxfsdp", timeout)
     assert all(answer["world is the batch"] for answer in answers)
+
+
+def names(layout: Layout) -> list[str | None]:
+    mesh = Mesh(layout, dist.get_rank(), timedelta(seconds=17))
+    groups = [mesh.group(*axes) for axes in (SHARD, ("cp",), EXPERTS, EXPERT_SHARD, AXES)]
+    mesh.close()
+    return [group.group_desc if group else None for group in groups]
+
+
+def test_groups_of_the_same_ranks_are_told_apart_by_what_they_are_for(ranks: Ranks) -> None:
+    assert ranks(4, names, Layout(cp=4, ep=2))[0] == ["fsdpxcp", "cp", "ep", "fsdpxcp of experts", "fsdpxcp"]
+    assert ranks(4, names, Layout(fsdp=4))[0] == ["fsdp", None, None, "fsdp", "fsdp"]
+    assert ranks(4, names, Layout(fsdp=2, cp=2, ep=4))[0] == ["fsdpxcp", "cp", "ep", None, "fsdpxcp"]
 
 
 def test_a_rank_alone_has_no_groups() -> None:

@@ -38,13 +38,16 @@ class Mesh:
         self.rank = rank
         self.coordinates = dict(zip(AXES, self._place(rank), strict=True))
         self._groups: dict[tuple[str, ...], dist.ProcessGroup | None] = {}
-        made: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        made: dict[tuple[int, ...], dict[str, dist.ProcessGroup]] = {}
         for axes in GROUPS:
+            called = self._called(axes)
             for members in self._partition(axes):  # every rank makes every group, in one order: torch numbers them
-                if len(members) > 1 and members not in made:
-                    made[members] = dist.new_group(list(members), timeout=timeout, group_desc=self._called(axes))
-            self._groups[axes] = made.get(self.members(axes))
-        self._made = [group for members, group in made.items() if rank in members]
+                known = made.setdefault(members, {})
+                if len(members) > 1 and called not in known and not (known and axes in (BATCH, AXES)):
+                    known[called] = dist.new_group(list(members), timeout=timeout, group_desc=called)
+            own = made[self.members(axes)]
+            self._groups[axes] = own.get(called) or next(iter(own.values()), None)
+        self._made = [group for members, known in made.items() if rank in members for group in known.values()]
         self._lanes: dict[str, dist.ProcessGroup] = {}
         for lane in LANES[CHUNKS.get(layout.schedule, 1)] if layout.pp > 1 else ():
             for members in self._partition(("pp",)):
@@ -55,8 +58,9 @@ class Mesh:
 
     def _called(self, axes: tuple[str, ...]) -> str:
         """What a group along these axes is called in logs and errors: by those that matter."""
-        if axes == EXPERT_SHARD:
-            return "experts' fsdp"
+        if axes in (SHARD, EXPERT_SHARD):
+            shards = "fsdpxcp" if self.degrees["cp"] > 1 else "fsdp"
+            return shards if axes == SHARD or self.ep == 1 else f"{shards} of experts"
         return "world" if axes == AXES else "x".join(a for a in axes if self.degrees.get(a, 2) > 1)
 
     def _partition(self, axes: tuple[str, ...]) -> list[tuple[int, ...]]:

@@ -1,0 +1,127 @@
+"""How long the ranks of a pipeline wait, against (p-1)/(m+p-1) for p ranks and m micro-batches.
+
+On 2 ranks blocks really compute, a rank on each core. On 4 ranks there are not cores enough, so blocks sleep: as long
+for a forward as for each half of a backward. Waiting is what a step's own clock says, over all but the update.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+
+import phalanx
+from phalanx.launch.local import run_ranks
+from phalanx.parallel import spread
+from phalanx.recipes.gpt import GPT
+from report import Figure
+
+SECONDS = 0.02
+BAR = 0.10
+
+
+class _Nap(Function):
+    """Passes on, and takes its time both ways."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, forward: float, backward: float) -> Tensor:
+        ctx.backward_seconds = backward
+        time.sleep(forward)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        time.sleep(ctx.backward_seconds)
+        return gradient, None, None
+
+
+class Sleeper(nn.Module):
+    """A block of one linear that takes ``SECONDS`` forward, for its input's gradient and for its weight's."""
+
+    def __init__(self, split: bool) -> None:
+        super().__init__()
+        self.linear, self.split = nn.Linear(8, 8, bias=False), split
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.linear.weight if self.split else _Nap.apply(self.linear.weight, 0.0, SECONDS)
+        return nn.functional.linear(_Nap.apply(x, SECONDS, SECONDS), weight)
+
+
+@dataclass
+class Sleepers(phalanx.Task):
+    blocks: int = 4
+    split: bool = False
+    global_batch: int = 8
+    steps: int = 4
+    x: Tensor = field(default_factory=lambda: torch.randn(64, 8))
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(*(Sleeper(self.split) for _ in range(self.blocks)))
+
+    def data(self) -> phalanx.data.Arrays:
+        return phalanx.data.Arrays(x=self.x)
+
+    def inputs(self, batch: dict[str, Any]) -> Tensor:
+        return batch["x"]
+
+    def loss(self, output: Tensor, batch: dict[str, Any]) -> phalanx.Loss:
+        return phalanx.losses.mean_squared_error(output, torch.zeros_like(output))
+
+
+def waited(task: phalanx.Task, layout: str) -> float:
+    """On a rank: the share of a step that all ranks waited, the median of steps."""
+    torch.set_num_threads(1)
+    if isinstance(task, Sleepers) and task.split:
+        original = spread.weight_gradient
+
+        def slow(input: Tensor, gradient: Tensor) -> Tensor:
+            time.sleep(SECONDS)
+            return original(input, gradient)
+
+        spread.weight_gradient = slow
+    shares = []
+    with phalanx.Engine(task, layout, device="cpu") as engine:
+        for batch in engine.batches():
+            seconds = engine.step(batch).seconds
+            working = sum(seconds.get(name, 0.0) for name in ("forward", "backward", "reduce"))
+            both = torch.tensor([seconds["wait"], seconds["wait"] + working], dtype=torch.float64)
+            torch.distributed.all_reduce(both)
+            shares.append(float(both[0] / both[1]))
+    return statistics.median(shares[1:])
+
+
+def figures(quick: bool) -> Iterator[Figure]:
+    steps = 6 if quick else 16
+    for ranks, micro_batches, schedule in (
+        (2, 4, "1f1b"), (2, 8, "1f1b"), (2, 4, "zb"), (2, 8, "zb"),
+        (4, 8, "1f1b"), (4, 8, "gpipe"), (4, 8, "interleaved"), (4, 8, "zb"), (4, 16, "1f1b"), (4, 16, "zb"),
+    ):  # fmt: skip
+        task: phalanx.Task
+        if ranks == 2:
+            task = GPT(
+                width=256, layers=8, heads=4, kv_heads=4, length=256, global_batch=2 * micro_batches, megabytes=0.5,
+                steps=steps,
+            )  # fmt: skip
+            layout = f"pp=2,micro_batch=2,schedule={schedule}"
+        else:
+            blocks = 8 if schedule == "interleaved" else 4
+            task = Sleepers(blocks=blocks, split=schedule == "zb", global_batch=micro_batches, steps=steps // 3 + 1)
+            layout = f"pp=4,micro_batch=1,schedule={schedule}"
+        outcome = run_ranks(partial(waited, task, layout), ranks)
+        assert outcome.result is not None, outcome.failures
+        formula = (ranks - 1) / (micro_batches + ranks - 1)
+        own = phalanx.Layout.parse(layout).idle(micro_batches)
+        kind = "computing" if ranks == 2 else "sleeping"
+        note = f"{outcome.result:.1%} waited, {own:.1%} by its formula, {formula:.1%} by 1f1b's; blocks {kind}"
+        name = f"bubble, {schedule}, p={ranks}, m={micro_batches}"
+        if schedule in ("zb", "interleaved"):
+            yield Figure(f"{name}, to 1f1b's", outcome.result / formula, 1.0, note)
+        else:
+            yield Figure(f"{name}, off the formula by", abs(outcome.result / formula - 1), BAR, note)
