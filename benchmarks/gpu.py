@@ -26,10 +26,11 @@ Gradients = dict[str, Tensor]
 SMALL: dict[str, Any] = {"width": 96, "layers": 3, "dropout": 0.1, "tied": True, "global_batch": 8, "megabytes": 0.3}
 
 
-def gradients(layout: str, device: str, precision: str = "fp32") -> Gradients:
+def gradients(layout: str, device: str, precision: str = "fp32", experts: int = 0) -> Gradients:
     """The first step's, whole and before clipping."""
     found: Gradients = {}
-    with phalanx.Engine(GPT(**SMALL, precision=precision), layout, device=device) as engine:  # type: ignore[arg-type]
+    task = GPT(**SMALL, precision=precision, experts=experts)  # type: ignore[arg-type]
+    with phalanx.Engine(task, layout, device=device) as engine:
         engine.on_gradients = lambda all_of_them: found.update({n: g for n, g in all_of_them.items() if g is not None})
         engine.step(next(engine.batches()))
     return {name: gradient.double().cpu() for name, gradient in found.items()}
@@ -55,6 +56,12 @@ def agreement() -> Iterator[Figure]:
     for precision, bar in (("bf16", 0.1), ("fp16", 0.02)):
         off = apart(gradients("dp=1", "cuda", precision), on_cpu)
         yield Figure(f"{precision} step on the GPU to float32", off, bar, "likewise")
+    exact = gradients("dp=1", "cpu", "float64", experts=8)
+    off = apart(gradients("dp=1", "cuda", "float64", experts=8), exact)
+    yield Figure("float64 step, 8 experts, GPU to CPU", off, 1e-9, "likewise")
+    grouped = {n: g for n, g in gradients("dp=1", "cuda", "bf16", experts=8).items() if "experts" in n}
+    off = apart(grouped, {n: exact[n] for n in grouped})
+    yield Figure("bf16 step, 8 experts by grouped products, to float64", off, 0.2, "worst weight of experts, relative")
 
 
 def learning() -> Iterator[Figure]:

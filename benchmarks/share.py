@@ -1,8 +1,8 @@
 """Memory: how the peak of a rank falls with tp, pp and cp, against what arithmetic says.
 
 tp and pp divide weights, gradients and moments: 16 bytes in float32 with AdamW for each weight that a rank holds.
-Sequences are short there, so that little else counts. cp divides what blocks keep for their backward; sequences are long
-there, and what one device keeps is measured on one device. What ``cp_kind=gather`` does not divide: keys and values.
+Sequences are short there, so that little else counts. cp divides what blocks keep for their backward; sequences are
+long there, and what one device keeps is measured on one. What ``cp_kind=gather`` does not divide: keys and values.
 """
 
 from __future__ import annotations

@@ -141,6 +141,8 @@ class Layout:
             degree = getattr(self, name)
             if self.compile != "none" and degree > 1:
                 yield f"compile={self.compile} is not offered with {name}={degree}: its blocks speak to other ranks"
+        if self.compile != "none" and self.pp > 1 and self.schedule == "zb":
+            yield f"compile={self.compile} is not offered with schedule=zb, which takes linears' backward in two"
         if self.world != world:
             degrees = " x ".join(f"{n}={getattr(self, n)}" for n in DEGREES[:5] if getattr(self, n) > 1) or "dp=1"
             yield f"{degrees} needs {self.world} ranks and there are {world}"

@@ -33,6 +33,11 @@ class Pending:
     def __init__(self, works: Sequence[dist.Work], finish: Callable[[], object] | None = None) -> None:
         self._works, self._finish = works, finish
 
+    @property
+    def over(self) -> bool:
+        """Whether `wait` would return at once."""
+        return self._finish is None and all(work.is_completed() for work in self._works)
+
     def wait(self) -> None:
         works, self._works = self._works, ()
         for work in works:

@@ -33,7 +33,8 @@ from phalanx.parallel.schedules import Action, schedule
 from phalanx.parallel.stages import Stages
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-HEADER = 8
+HEADER = 16
+"""Numbers that describe a stream."""
 Deferred = list[tuple[nn.Parameter, Tensor, Tensor]]
 """Weights of linears, with their inputs and the gradients of their outputs."""
 
@@ -297,6 +298,7 @@ class Pipeline:
         self._current.append((weight, input, gradient))
 
     def _send(self, tensor: Tensor, stage: int, way: str) -> None:
+        self._sending = [(pending, held) for pending, held in self._sending if not pending.over]
         pending = collectives.send(tensor, self._lane(stage, way), stage % self.stages.ranks)
         self._sending.append((pending, tensor))
 

@@ -82,7 +82,9 @@ class Engine:
             self._saved(blueprint.model),
         )  # fmt: skip
         undo.callback(self.spread.reduction.close)
-        self.optimizer = make_optimizer(task, self.spread.pieces(), sharded=self.mesh.size("fsdp", "cp", "tp") > 1)
+        self.optimizer = make_optimizer(
+            task, self.spread.pieces(), any(self.spread.trainable.values()), self.mesh.size("fsdp", "cp", "tp") > 1
+        )
         self.loader = self._loader(data, self.order)
         check_agreement(self, "data", "model")
         check_writable(self.spread)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import nn, optim
 
 from phalanx.errors import WrongUse
@@ -16,11 +17,18 @@ ELEMENTWISE = (
 """Each element's update depends on that element alone, so rows can be updated where they live."""
 
 
-def make_optimizer(task: Task, pieces: Sequence[nn.Parameter], sharded: bool) -> optim.Optimizer:
-    """The task's optimizer over this rank's pieces, refused where it would not give what one device gives."""
+def make_optimizer(task: Task, pieces: Sequence[nn.Parameter], trained: bool, sharded: bool) -> optim.Optimizer:
+    """The task's optimizer over this rank's pieces, refused where it would not give what one device gives.
+
+    ``trained`` says whether any rank has one: a stage of a pipeline may be all frozen.
+    """
     name = type(task).__name__
-    if not pieces:
+    if not trained:
         raise WrongUse(f"the model of {name} has no trainable weight. Check requires_grad.")
+    if not pieces:
+        nothing = nn.Parameter(torch.zeros(1, 1))
+        nothing.logical_name = "nothing"  # type: ignore[attr-defined]
+        pieces = [nothing]
     optimizer = task.optimizer(pieces)
     if not isinstance(optimizer, optim.Optimizer):
         raise WrongUse(f"{name}.optimizer returned a {type(optimizer).__name__}. Return a torch.optim.Optimizer.")
