@@ -178,13 +178,14 @@ WORDS: Mapping[str, Split] = {
 
 def _hugging_face_splits(model: nn.Module, names: list[str]) -> dict[str, Split]:
     plan = getattr(model, "_tp_plan", None) or {}
-    return {
+    found = {
         name: WORDS[word]
         for pattern, word in plan.items()
         if word in WORDS
         for name in names
         if fnmatchcase(name, pattern)
     }
+    return found if {"column", "row"} <= set(found.values()) else {}  # some plans gather after every layer
 
 
 COLUMN = frozenset([

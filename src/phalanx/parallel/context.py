@@ -81,6 +81,14 @@ class ContextParallel:
         self.inside = name
         try:
             output = forward(*args, **kwargs)
+        except RuntimeError as error:
+            if not any(word in str(error) for word in ("shape", "size", "dimension")):
+                raise
+            advice = "Use cp_kind=gather, fsdp or tp." if name in self._reached else NO_ATTENTION
+            raise WrongUse(
+                f"{name} cannot work with its positions under cp={self.ranks},cp_kind={self.kind}: its code fixes "
+                f"sizes that cp cuts ({str(error).splitlines()[0]}). {advice}"
+            ) from error
         finally:
             self.inside = ""
             self._wholes.clear()

@@ -1,8 +1,9 @@
 """Pipeline parallelism: every rank of ``pp`` computes some blocks, and hands the stream on to the next.
 
 Every stage runs the model's own forward. Blocks and modules of other stages are passed by: before a stage's first block
-nothing real flows, that block takes what was received, and after the last one the forward is left. So positions, masks
-and whatever else a model prepares for its blocks are there on every stage, and models need no edit.
+nothing real flows, that block takes what was received, and where the next stage's first block would be called the
+forward is left. So positions, masks and whatever else a model prepares for its blocks are there on every stage, what it
+does between blocks is done once, and models need no edit.
 
 torch.distributed.pipelining wants each stage as a module of its own and shapes that do not change, and divides the loss
 by the number of micro-batches; hence this.
@@ -40,11 +41,11 @@ Deferred = list[tuple[nn.Parameter, Tensor, Tensor]]
 
 
 class StageEnds(Exception):
-    """Leaves a model's forward after a stage's last block."""
+    """Leaves a model's forward where the next stage begins."""
 
-    def __init__(self, output: Any) -> None:
+    def __init__(self, stream: Tensor) -> None:
         super().__init__()
-        self.output = output
+        self.stream = stream
 
 
 @dataclass
@@ -101,8 +102,12 @@ class Pipeline:
         self.active = 0
         """The stage that computes just now."""
         self._part = Part()
-        self._ended = False
-        """Whether its last block has been computed."""
+        self._next = 0
+        """Which block must be called next."""
+        self._items = 0
+        """0 where blocks give a tensor, else the length of the tuple they give."""
+        self._given: list[Any] = []
+        """What the active stage's blocks gave beside the stream."""
         self._order = {block: index for index, block in enumerate(b for blocks in stages.blocks for b in blocks)}
         self._streams: dict[tuple[int, Any], Stream] = {}
         """By stage that receives, and by the shapes of a micro-batch."""
@@ -136,7 +141,6 @@ class Pipeline:
         for name in self._order:
             block = model.get_submodule(name)
             block.forward = partial(self._block, name, block.forward)
-            block.register_forward_hook(partial(self._after_block, name))  # the last of its hooks
 
     def passes(self, name: str) -> bool:
         """Whether the active stage passes a module by."""
@@ -150,7 +154,7 @@ class Pipeline:
     def _outside(self, name: str, shadow: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not self.passes(name):
             return forward(*args, **kwargs)
-        if self._ended:
+        if self._next > self._order[self.stages.blocks[self.active][-1]]:
             raise WrongUse(
                 f"{name} is used after the blocks and registered before them, so pp={self.stages.ranks} put it on the "
                 "first stage. Register it after the blocks."
@@ -172,11 +176,14 @@ class Pipeline:
         if place < first:
             items = self._streams[self.active, self._signatures[self._part.micro]].items
             return hidden if not items else (hidden, *[None] * (items - 1))
-        if self._ended or place > last:
+        if place != self._next:
             raise WrongUse(
                 f"{name} is called out of order, so pp={self.stages.ranks} cannot cut the model there. Call blocks one "
                 "after another, each once, or use fsdp instead of pp."
             )
+        if place > last:
+            self._check_given(name, args, kwargs)
+            raise StageEnds(hidden)
         if place == first and self.active:
             if hidden.ndim > TIME:
                 self.moment.time = hidden.shape[TIME]
@@ -187,12 +194,19 @@ class Pipeline:
             args, kwargs = with_stream(args, kwargs, entry)
             self._check_others(name, entry, args, kwargs)
         output = forward(*args, **kwargs)
-        self._ended = place == last
+        self._next = place + 1
+        self._items = len(output) if isinstance(output, tuple) else 0
+        self._given += output[1:] if isinstance(output, tuple) else []
         return output
 
-    def _after_block(self, name: str, block: nn.Module, args: Any, output: Any) -> None:
-        if self._ended and self.active < self.stages.last:
-            raise StageEnds(output)
+    def _check_given(self, name: str, args: Any, kwargs: Any) -> None:
+        """Of what this stage's blocks gave, only the stream may go on to the next."""
+        for other in leaves((args, kwargs), Tensor):
+            if any(other is given for given in self._given):
+                raise WrongUse(
+                    f"{name} is called with a tensor of shape {tuple(other.shape)} that blocks before it gave beside "
+                    f"the stream, and pp={self.stages.ranks} hands on the stream alone. Use fsdp instead of pp."
+                )
 
     def _check_others(self, name: str, entry: Tensor, args: Any, kwargs: Any) -> None:
         """Nothing but the stream may depend on what another stage has."""
@@ -218,8 +232,8 @@ class Pipeline:
 
     def enter(self, part: Part, action: Action) -> None:
         """Begin a forward: receive what it works on."""
-        self._part = part
-        self.active, self._ended = action.stage, False
+        self._part, self.active = part, action.stage
+        self._next, self._given = self._order[self.stages.blocks[action.stage][0]], []
         if action.stage:
             signature = self._signatures[action.micro]
             if (action.stage, signature) not in self._streams:
@@ -230,17 +244,10 @@ class Pipeline:
             part.entry = entry.requires_grad_(torch.is_grad_enabled())
         self._look_ahead(action)
 
-    def leave(self, part: Part, output: Any) -> None:
-        """End a forward: send on what it gave."""
-        items = len(output) if isinstance(output, tuple) else 0
-        exit = output[0] if items else output
-        if not isinstance(exit, Tensor) or any(isinstance(item, Tensor) for item in (output[1:] if items else ())):
-            raise WrongUse(
-                f"{self.stages.blocks[part.stage][-1]} gives more than the stream, and pp={self.stages.ranks} hands on "
-                "the stream alone. Let it give one tensor, or use fsdp instead of pp."
-            )
-        part.exit = exit
-        known = Stream(items, exit.dtype, tuple(exit.shape))
+    def leave(self, part: Part, exit: Tensor) -> None:
+        """End a forward: send on the stream."""
+        part.exit, self._given = exit, []
+        known = Stream(self._items, exit.dtype, tuple(exit.shape))
         key = part.stage + 1, self._signatures[part.micro]
         if key not in self._streams:
             self._streams[key] = known

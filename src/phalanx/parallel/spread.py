@@ -194,12 +194,12 @@ class Spread:
             self.pipeline.enter(part, action)
         return part
 
-    def leave(self, part: Part, output: Any) -> None:
+    def leave(self, part: Part, stream: Tensor) -> None:
         """End a forward before the last stage."""
         assert self.pipeline is not None
-        self.pipeline.leave(part, output)
+        self.pipeline.leave(part, stream)
         if self.gathering is not None:
-            self.gathering.left(output)
+            self.gathering.left(stream)
 
     def _turn_to(self, action: Action) -> None:
         if self.gathering is not None:

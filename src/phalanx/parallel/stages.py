@@ -61,6 +61,9 @@ def divide(model: nn.Module, anatomy: Anatomy, ranks: int, schedule: str) -> Sta
     stages = tuple(tuple(b for piece in pieces[start:stop] for b in piece) for start, stop in runs(costs, parts))
     places = {block: frozenset([index % ranks]) for index, blocks in enumerate(stages) for block in blocks}
     places |= dict.fromkeys(anatomy.before, frozenset([0])) | dict.fromkeys(anatomy.after, frozenset([ranks - 1]))
+    for name in anatomy.before:
+        if all(weight.ndim < 2 for weight in model.get_submodule(name).parameters()):
+            del places[name]  # a norm may be used before the blocks or after them: all stages have it
     for unit in anatomy.units:
         if unit.place == "tied":
             everywhere = frozenset(range(ranks))

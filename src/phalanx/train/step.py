@@ -146,7 +146,7 @@ def compute(engine: Engine, step: int, micro: MicroBatch, action: Action, finish
         try:
             part.result = finish(call(engine, tensors), tensors)
         except StageEnds as end:
-            engine.spread.leave(part, end.output)
+            engine.spread.leave(part, end.stream)
     return part.result
 
 
