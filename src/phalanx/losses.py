@@ -40,6 +40,15 @@ class Vocabulary:
     add_up: Callable[[Tensor], None]
     largest: Callable[[Tensor], None]
 
+    def check(self, ids: Tensor, what: str) -> None:
+        check_ids(ids, self.size, what)
+
+
+def check_ids(ids: Tensor, size: int, what: str) -> None:
+    """Refuse ids that no rank's part of a vocabulary has; on a GPU the CPU would have to wait for the answer."""
+    if not ids.is_cuda and ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < size:
+        raise IndexError(f"a {what} of {int(ids.min())} to {int(ids.max())} is outside of the vocabulary of {size}")
+
 
 @dataclass(frozen=True)
 class Sequence:
@@ -63,6 +72,11 @@ class Logits:
         self.hidden, self.weight, self.bias, self.vocabulary = hidden, weight, bias, vocabulary
         self.sequence: Sequence | None = None
         self._tensor: Tensor | None = None
+
+    @property
+    def lazy(self) -> bool:
+        """Whether a loss may compute it in chunks: it has not been made and changed; float16 needs its scale first."""
+        return self._tensor is None and self.hidden.dtype is not torch.float16
 
     @property
     def shape(self) -> torch.Size:
@@ -106,8 +120,8 @@ def _operator(name: str) -> Any:
 
 
 OPERATORS = (
-    "add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "matmul", "pow", "neg", "getitem", "len",
-    "iter", "abs", "round", "invert", "lt", "le", "gt", "ge", "eq", "ne",
+    "add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "matmul", "pow", "neg", "getitem", "setitem",
+    "len", "iter", "abs", "round", "invert", "lt", "le", "gt", "ge", "eq", "ne",
 )  # fmt: skip
 for _name in OPERATORS:
     setattr(Logits, f"__{_name}__", _operator(f"__{_name}__"))
@@ -255,9 +269,9 @@ def cross_entropy(
     Classes are the last dim of ``output``, ``[batch, time, classes]``, or its second, ``[batch, classes, y, x]``.
     """
     count = (targets != ignore).sum()
-    if (
-        isinstance(output, Logits) and output.hidden.dtype is not torch.float16
-    ):  # float16 needs its scale before the product
+    if isinstance(output, Logits) and output.vocabulary is not None:
+        output.vocabulary.check(targets.where(targets != ignore, 0), "target")
+    if isinstance(output, Logits) and output.lazy:
         if output.shape[:-1] != targets.shape:
             raise _mismatch(output.shape, targets.shape)
         hidden = output.hidden

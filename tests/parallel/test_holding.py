@@ -19,7 +19,7 @@ def sums() -> list[list[float]]:
     parts = [(everybody, [0, 1, 2, 3]), (own, [rank])]
     if rank in (0, 2):
         parts.insert(1, (some, [0, 2]))
-    _sum_among(parts, group)
+    _sum_among(parts, own, group)
     return [everybody.tolist(), some.tolist(), own.tolist()]
 
 

@@ -117,7 +117,8 @@ class MixtureOfExperts(nn.Module):
 
 def grouped_linear(x_ND: Tensor, weights_EHD: Tensor, counts_E: Tensor) -> Tensor:
     """The first ``counts[0]`` rows through the first weight, the next through the second, and so on."""
-    if x_ND.is_cuda and x_ND.dtype == torch.bfloat16:  # one kernel, and the counts stay on the device
+    aligned = x_ND.shape[-1] % 8 == 0 == weights_EHD.shape[1] % 8
+    if x_ND.is_cuda and x_ND.dtype == torch.bfloat16 and aligned:  # one kernel, and the counts stay on the device
         return F.grouped_mm(x_ND, weights_EHD.transpose(1, 2), offs=counts_E.cumsum(0).to(torch.int32))
     parts = x_ND.split(counts_E.tolist())
     return torch.cat([F.linear(part, weight) for part, weight in zip(parts, weights_EHD.unbind(0), strict=True)])

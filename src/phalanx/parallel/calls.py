@@ -4,12 +4,24 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from phalanx.errors import WrongUse
 
 TIME = 1
 """The dim of ``[batch, time, width]`` by which the stream is cut."""
+
+
+def shapeless(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """A tensor of the same shape without values; in another dtype, if it has a floating one."""
+    kept = dtype if tensor.is_floating_point() else tensor.dtype
+    bare = torch.empty(tensor.shape, dtype=kept, device="meta")
+    return nn.Parameter(bare, requires_grad=False) if isinstance(tensor, nn.Parameter) else bare
+
+
+def first_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    return next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
 
 
 def stream(args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Tensor:

@@ -102,14 +102,14 @@ def reduce_scatter(output: Tensor, parts: Tensor, group: Group, buffers: Buffers
 
 
 def send(tensor: Tensor, group: Group, to: int) -> Pending:
-    """To one rank of the group."""
+    """To a rank of the world that is in the group."""
     _count(group, "send", tensor, 1)
-    return Pending([work for work in [dist.isend(tensor, group=group, group_dst=to)] if work is not None])
+    return Pending([work for work in [dist.isend(tensor, to, group=group)] if work is not None])
 
 
 def receive(tensor: Tensor, group: Group, source: int) -> Pending:
-    """From one rank of the group."""
-    return Pending([work for work in [dist.irecv(tensor, group=group, group_src=source)] if work is not None])
+    """From a rank of the world that is in the group."""
+    return Pending([work for work in [dist.irecv(tensor, source, group=group)] if work is not None])
 
 
 def broadcast(tensor: Tensor, group: Group, source: int) -> None:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from phalanx.anatomy import Anatomy
 from phalanx.errors import WrongUse
 from phalanx.losses import Logits, Sequence
+from phalanx.parallel import batchnorm
 from phalanx.parallel.blueprint import leaves, mapped
 from phalanx.parallel.calls import TIME, stream, with_stream
 from phalanx.parallel.collectives import Group
@@ -30,7 +31,10 @@ from phalanx.parallel.randomness import Randomness, Region
 
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None, bool], Any]
 """Attention over queries, keys and values ``[batch, heads, time, width]`` with a mask, or causal."""
-MIXING = (nn.modules.conv._ConvNd, nn.RNNBase, nn.modules.batchnorm._BatchNorm, nn.MultiheadAttention)
+MIXING = (
+    nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.RNNBase, nn.GroupNorm,
+    nn.InstanceNorm1d, nn.InstanceNorm2d, nn.MultiheadAttention, *batchnorm.KINDS,
+)  # fmt: skip
 """Modules that mix positions in a way that is not reached here."""
 NO_ATTENTION = "Write attention with torch.nn.functional.scaled_dot_product_attention, or use fsdp or tp instead of cp."
 
@@ -47,6 +51,8 @@ class ContextParallel:
         """The block that computes just now."""
         self._reached: set[str] = set()
         self._wholes: list[tuple[Tensor, Tensor]] = []
+        self._known_places: dict[tuple[int, int], Tensor] = {}
+        self._known_orders: dict[int, Tensor] = {}
         if not anatomy.cuts:
             raise WrongUse(
                 f"cp={self.ranks} needs a model whose blocks follow each other in one list, and none was found in "
@@ -73,6 +79,11 @@ class ContextParallel:
         self, name: str, attends: bool, forward: Callable[..., Any], first: bool, last: bool, *args: Any, **kwargs: Any
     ) -> Any:
         """A block on this rank's positions; the first takes them, the last makes the stream whole."""
+        if not first and self.randomness.moment.here is None:
+            raise WrongUse(
+                f"{name} is called out of order, so cp={self.ranks} cannot tell which positions it has. Call blocks "
+                "one after another, each once, or use fsdp instead of cp."
+            )
         if first:
             hidden = stream(args, kwargs, name)
             self.begin(hidden.shape[TIME])
@@ -97,7 +108,7 @@ class ContextParallel:
         if not last:
             return output
         rest = output[1:] if isinstance(output, tuple) else None
-        whole = self._whole(output if rest is None else output[0], TIME)
+        whole = self.whole(output if rest is None else output[0], TIME)
         self.randomness.moment.here = None
         return whole if rest is None else (whole, *rest)
 
@@ -107,6 +118,11 @@ class ContextParallel:
         moment.time, moment.here = time, self._places(time, self.rank)
 
     def _places(self, time: int, rank: int) -> Tensor:
+        if (time, rank) not in self._known_places:
+            self._known_places[time, rank] = self._make_places(time, rank)
+        return self._known_places[time, rank]
+
+    def _make_places(self, time: int, rank: int) -> Tensor:
         chunks = [torch.arange(*self._chunk(time, i), device=self.randomness.device) for i in self._pair(rank)]
         return torch.cat(chunks)
 
@@ -134,7 +150,7 @@ class ContextParallel:
         self._wholes.append((cut, x))
         return cut
 
-    def _whole(self, x: Tensor, dim: int) -> Tensor:
+    def whole(self, x: Tensor, dim: int) -> Tensor:
         """Everybody's positions, in order."""
         time = self.randomness.moment.time
         each = 2 * self._chunk(time, 0)[1]
@@ -144,17 +160,20 @@ class ContextParallel:
         return every.index_select(dim, self._order(time, each))
 
     def _whole_time(self, x: Tensor) -> Tensor:
-        return x if self.randomness.moment.here is None else self._whole(x, TIME)
+        return x if self.randomness.moment.here is None else self.whole(x, TIME)
 
     def _own_time(self, x: Tensor) -> Tensor:
         return x if self.randomness.moment.here is None else self._own(x, TIME)
 
     def _order(self, time: int, each: int) -> Tensor:
         """Where each position lies in what all ranks hold, each padded to the same length."""
+        if time in self._known_orders:
+            return self._known_orders[time]
         order = torch.empty(time, dtype=torch.int64, device=self.randomness.device)
         for rank in range(self.ranks):
             places = self._places(time, rank)
             order[places] = rank * each + torch.arange(len(places), device=order.device)
+        self._known_orders[time] = order
         return order
 
     def sdpa(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -198,7 +217,10 @@ class ContextParallel:
         self, name: str, attend: Attend, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool,
         time: int,
     ) -> Any:  # fmt: skip
-        key, value = self._whole(key, -2), self._whole(value, -2)
+        if key.shape == value.shape:
+            key, value = self.whole(torch.stack([key, value]), -2)
+        else:
+            key, value = self.whole(key, -2), self.whole(value, -2)
         if not causal:
             return attend(query, key, value, mask, False)
         if mask is not None:
@@ -231,7 +253,7 @@ class ContextParallel:
         if mask is not None:
             mask = next((whole for cut, whole in self._wholes if cut is mask), mask)
             if mask.shape[-2] not in (1, self.randomness.moment.time):
-                mask = self._whole(mask, -2)
+                mask = self.whole(mask, -2)
             if mask.ndim > 2 and mask.shape[-3] == heads:
                 mask = mask.narrow(-3, self.rank * heads // self.ranks, heads // self.ranks)
         outer = self.randomness.inner
@@ -269,6 +291,8 @@ class ContextParallel:
     def share_loss(self, output: Any) -> None:
         """Of lazy logits, let the loss compute this rank's positions alone."""
         for logits in leaves(output, Logits):
+            if logits.hidden.ndim != 3:
+                continue  # folded: every rank computes all of its loss
             places = self._places(logits.hidden.shape[TIME], self.rank)
             logits.sequence = Sequence(
                 partial(torch.index_select, dim=TIME, index=places), partial(add_up, group=self.group, alike=False)

@@ -7,7 +7,7 @@ made of such containers and norms, the stream between them is cut by time; other
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,9 +16,12 @@ from torch import Tensor, nn
 
 from phalanx.anatomy import Anatomy
 from phalanx.errors import WrongUse
+from phalanx.parallel import batchnorm
 from phalanx.parallel.differentiable import run
 
 Span = tuple[int, int]
+MIXING_NORMS = (*batchnorm.KINDS, nn.GroupNorm, nn.InstanceNorm1d, nn.InstanceNorm2d)
+"""Norms over more than one token's features."""
 HEAD_WIDTHS = ("head_dim", "head_width", "head_size", "attention_head_size", "d_head")
 KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "kv_heads")
 QUERIES = frozenset(["q_proj", "query", "wq", "q"])
@@ -136,7 +139,9 @@ def _cut_container(plan: Plan, model: nn.Module, name: str, rules: dict[str, Any
             f"tp={ranks} must cut {name} between heads, and the module does not say how wide they are. "
             f"Give it an attribute head_dim, or leave it whole by rules of your own in Task.anatomy."
         )
-    heads = _head_count(model, container, rules, width) if attends and width else None
+    heads = _head_count(model, rules, width) if attends and width else None
+    if not attends:
+        _check_sizes(model, name, rules, ranks)
     if heads is not None and heads % ranks:
         raise WrongUse(
             f"{name} has {heads} heads, which do not divide by tp={ranks}. "
@@ -144,6 +149,11 @@ def _cut_container(plan: Plan, model: nn.Module, name: str, rules: dict[str, Any
         )
     for member, way in rules.items():
         module: Any = model.get_submodule(member)
+        if way == "row" and not _plain(module):
+            raise WrongUse(
+                f"{member} is a {type(module).__name__} with a forward of its own, of which tp={ranks} can compute no "
+                "part. Leave its container whole by rules of your own in Task.anatomy, or use fsdp instead of tp."
+            )
         transposed = not isinstance(module, nn.Linear)  # as of Hugging Face's Conv1D: [in, out]
         columns = way == "column"
         dim = int(columns == transposed)
@@ -176,16 +186,37 @@ def _cut_container(plan: Plan, model: nn.Module, name: str, rules: dict[str, Any
     )
 
 
+def _plain(module: nn.Module) -> bool:
+    """Whether it computes what a linear does: nothing but ``x @ weight + bias``."""
+    return type(module).forward is nn.Linear.forward or type(module).__name__ == "Conv1D"
+
+
+def _check_sizes(model: nn.Module, name: str, rules: dict[str, Any], ranks: int) -> None:
+    """In a feed-forward, what columns give must be what the rows take, feature by feature."""
+    sizes = {member: _features(model.get_submodule(member), out=way == "column") for member, way in rules.items()}
+    taken = {sizes[member] for member, way in rules.items() if way == "row"}
+    for member, size in sizes.items():
+        given = size // 2 if member.rpartition(".")[2] in HALVES else size
+        if given not in taken:
+            raise WrongUse(
+                f"{member} gives {size} features and the rows of {name} take {sorted(taken)}, so tp={ranks} cannot "
+                "tell which belong together. Name a projection of two halves gate_up_proj, or use fsdp instead of tp."
+            )
+
+
+def _features(module: Any, out: bool) -> int:
+    return int(module.weight.shape[(not out) == isinstance(module, nn.Linear)])
+
+
 def _run(total: int, ranks: int, rank: int, offset: int = 0, width: int = 1) -> Span:
     start, stop = run(total, ranks, rank)
     return offset + start * width, offset + stop * width
 
 
-def _head_count(model: nn.Module, container: nn.Module, rules: Iterable[str], width: int) -> int:
+def _head_count(model: nn.Module, rules: dict[str, Any], width: int) -> int:
     """Query heads: from the rows, whose input is all of them."""
-    (row,) = [n for n in rules if n.rpartition(".")[2] not in QUERIES | KEYS | FUSED | BY_HEAD][:1]
-    module: Any = model.get_submodule(row)
-    return int(module.weight.shape[isinstance(module, nn.Linear)]) // width
+    row = next(name for name, way in rules.items() if way == "row")
+    return _features(model.get_submodule(row), out=False) // width
 
 
 def _head_spans(
@@ -204,14 +235,14 @@ def _head_spans(
         keys = (size // width - heads) // 2
         starts = [0, heads * width, (heads + keys) * width]
         parts = [
-            _kv_spans(name, count, width, ranks, start)
+            _spans_of_heads(name, count, width, ranks, start)
             for count, start in zip((heads, keys, keys), starts, strict=True)
         ]
         return [tuple(part[r] for part in parts) for r in range(ranks)]
-    return [(span,) for span in _kv_spans(name, size // width, width, ranks, 0)]
+    return [(span,) for span in _spans_of_heads(name, size // width, width, ranks, 0)]
 
 
-def _kv_spans(name: str, heads: int, width: int, ranks: int, offset: int) -> list[Span]:
+def _spans_of_heads(name: str, heads: int, width: int, ranks: int, offset: int) -> list[Span]:
     """Heads dealt to ranks; where there are fewer, several ranks hold the same one."""
     if heads % ranks == 0:
         return [_run(heads, ranks, r, offset, width) for r in range(ranks)]
@@ -238,8 +269,11 @@ def _attribute(module: nn.Module, names: Sequence[str]) -> int | None:
 
 def _beliefs(container: nn.Module, heads: int, ranks: int) -> dict[str, int]:
     """Counts of heads and the like, as they are for one rank."""
+    counted = [n for n, value in vars(container).items() if type(value) is int and "head" in n and value == heads]
     found = {
-        name: getattr(container, name) // ranks for name in COUNTS if isinstance(getattr(container, name, None), int)
+        name: getattr(container, name) // ranks
+        for name in {*COUNTS, *counted}
+        if isinstance(getattr(container, name, None), int)
     }
     groups = getattr(container, "num_key_value_groups", None)
     keys = [name for name in KV_HEADS if isinstance(getattr(container, name, None), int)]
@@ -256,9 +290,9 @@ def _tokenwise(model: nn.Module, block: str, plan: Plan) -> bool:
         own = list(module.parameters(recurse=False))
         if not own or f"{name}.weight" in plan.cuts:
             continue
-        norm = "norm" in type(module).__name__.lower()
+        norm = "norm" in type(module).__name__.lower() and not isinstance(module, MIXING_NORMS)
         if inside is None:
-            if not norm:
+            if not norm or any(p.ndim != 1 for p in own):
                 return False
         else:
             heads = plan.containers[inside].heads
@@ -282,6 +316,23 @@ def _find_partial(plan: Plan, model: nn.Module, anatomy: Anatomy) -> None:
             )
             if plan.by_time or per_head:
                 plan.partial.add(name)
+            elif inside is not None and weight.requires_grad and not _on_stream(plan, model, name, weight):
+                raise WrongUse(
+                    f"{name} is inside {inside.name}, whose features are divided, and tp cannot tell which ranks' "
+                    "gradients of it add up. Leave that container whole by rules of your own in Task.anatomy, or use "
+                    "fsdp instead of tp."
+                )
+
+
+def _on_stream(plan: Plan, model: nn.Module, name: str, weight: Tensor) -> bool:
+    """Whether a weight of a container is used where the stream is whole: a row's bias, or a norm as wide as that."""
+    owner, _, attribute = name.rpartition(".")
+    if owner in plan.rows and attribute == "bias":
+        return True
+    widths = {_features(model.get_submodule(row), out=True) for row in plan.rows}
+    inner = {_features(model.get_submodule(row), out=False) for row in plan.rows}
+    norm = "norm" in type(model.get_submodule(owner)).__name__.lower()
+    return norm and weight.ndim == 1 and weight.shape[0] in widths - inner
 
 
 def _cut_vocabulary(plan: Plan, model: nn.Module, anatomy: Anatomy, ranks: int) -> None:
@@ -310,5 +361,6 @@ def _cut_vocabulary(plan: Plan, model: nn.Module, anatomy: Anatomy, ranks: int) 
 
 def _cuts_by_vocabulary(module: nn.Module) -> bool:
     if isinstance(module, nn.Embedding):
-        return type(module).forward is nn.Embedding.forward and module.max_norm is None
-    return isinstance(module, nn.Linear)
+        usual = type(module).forward is nn.Embedding.forward
+        return usual and module.max_norm is None and not module.scale_grad_by_freq
+    return isinstance(module, nn.Linear) and (_plain(module) or type(module).__name__ == "Head")

@@ -59,13 +59,13 @@ class Holding:
         """Whether this is the first of all ranks that hold the same rows, so that each counts once."""
         return (self.mesh.index("tp"), self.mesh.index("pp")) == (self._alike(name)[0], self.stage_ranks(name)[0])
 
-    def complete(self, gradients: Sequence[tuple[str, Tensor]]) -> None:
-        """Sum what several ranks have parts of, in place."""
+    def complete(self, gradients: Sequence[tuple[str, Tensor]], like: Tensor) -> None:
+        """Sum what several ranks have parts of, in place. All of them must call it, also those that have none."""
         tp, pp = self.mesh.group("tp"), self.mesh.group("pp")
-        if tp is not None and gradients:
-            _sum_among([(part, self._adding(name)) for name, part in gradients], tp)
+        if tp is not None:
+            _sum_among([(part, self._adding(name)) for name, part in gradients], like, tp)
         if pp is not None and any(len(self.stage_ranks(name)) > 1 for name in self.shapes):
-            _sum_among([(part, self.stage_ranks(name)) for name, part in gradients], pp)
+            _sum_among([(part, self.stage_ranks(name)) for name, part in gradients], like, pp)
 
     def joined(self, parts: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Weights, or gradients of them, put together from what the ranks of ``tp`` or ``ep`` hold."""
@@ -111,12 +111,12 @@ class Holding:
                     yield name, tensor
 
 
-def _sum_among(parts: Sequence[tuple[Tensor, list[int]]], group: Group) -> None:
+def _sum_among(parts: Sequence[tuple[Tensor, list[int]]], like: Tensor, group: Group) -> None:
     """Sum each part over the ranks that hold it, in the order of the ranks."""
     shared = [(part, holders) for part, holders in parts if len(holders) > 1]
     others = [rank for rank in range(group.size()) if rank != group.rank()]
     lists = [[part for part, holders in shared if rank in holders and rank in others] for rank in range(group.size())]
-    received = collectives.exchange_lists(lists, parts[0][0], group)
+    received = collectives.exchange_lists(lists, like, group)
     offsets = [0] * group.size()
     for part, holders in shared:
         total = torch.zeros_like(part)

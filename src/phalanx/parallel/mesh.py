@@ -25,8 +25,6 @@ EXPERTS = ("ep",)
 EXPERT_SHARD = ("fsdp", "cp", "without ep")
 """Within ``fsdp x cp``, neighbours hold different experts, and those ``ep`` apart share one copy of the same."""
 GROUPS = (("dp",), SHARD, ("cp",), ("tp",), ("pp",), BATCH, AXES, EXPERTS, EXPERT_SHARD)
-LANES = {1: ("forward", "backward"), 2: ("forward", "backward", "forward wrap", "backward wrap")}
-"""Groups for messages from stage to stage, by the stages a rank has."""
 
 
 class Mesh:
@@ -48,12 +46,16 @@ class Mesh:
             own = made[self.members(axes)]
             self._groups[axes] = own.get(called) or next(iter(own.values()), None)
         self._made = [group for members, known in made.items() if rank in members for group in known.values()]
-        self._lanes: dict[str, dist.ProcessGroup] = {}
-        for lane in LANES[CHUNKS.get(layout.schedule, 1)] if layout.pp > 1 else ():
-            for members in self._partition(("pp",)):
-                group = dist.new_group(list(members), timeout=timeout, group_desc=f"pp {lane}")
-                if rank in members:
-                    self._lanes[lane] = group
+        self._lanes: dict[tuple[str, int], dist.ProcessGroup] = {}
+        rings = CHUNKS.get(layout.schedule, 1) > 1
+        for members in self._partition(("pp",)):
+            for way, step in (("forward", 1), ("backward", -1)):
+                for to, receiver in enumerate(members if layout.pp > 1 else ()):
+                    if rings or 0 <= to - step < layout.pp:
+                        pair = [members[(to - step) % layout.pp], receiver]
+                        group = dist.new_group(pair, timeout=timeout, group_desc=f"pp {way}")
+                        if rank in pair:
+                            self._lanes[way, to] = group
         self._made += self._lanes.values()
 
     def _called(self, axes: tuple[str, ...]) -> str:
@@ -105,9 +107,9 @@ class Mesh:
         """The group along these axes, or None where this rank is alone on them."""
         return self._groups[axes]
 
-    def lane(self, name: str) -> dist.ProcessGroup:
-        """The group for messages that go one way between stages."""
-        return self._lanes[name]
+    def lane(self, way: str, to: int) -> dist.ProcessGroup:
+        """The group for messages ``forward`` or ``backward`` to a neighbour along ``pp``."""
+        return self._lanes[way, to]
 
     @property
     def world(self) -> dist.ProcessGroup | None:

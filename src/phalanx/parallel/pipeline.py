@@ -25,7 +25,7 @@ from phalanx.errors import WrongUse
 from phalanx.losses import Loss
 from phalanx.parallel import collectives
 from phalanx.parallel.blueprint import leaves, mapped
-from phalanx.parallel.calls import TIME, with_stream
+from phalanx.parallel.calls import TIME, shapeless, with_stream
 from phalanx.parallel.collectives import Pending
 from phalanx.parallel.context import ContextParallel
 from phalanx.parallel.mesh import Mesh
@@ -40,8 +40,8 @@ Deferred = list[tuple[nn.Parameter, Tensor, Tensor]]
 """Weights of linears, with their inputs and the gradients of their outputs."""
 
 
-class StageEnds(Exception):
-    """Leaves a model's forward where the next stage begins."""
+class StageEnds(BaseException):
+    """Leaves a model's forward where the next stage begins. No handler of a model's own may catch it."""
 
     def __init__(self, stream: Tensor) -> None:
         super().__init__()
@@ -130,7 +130,7 @@ class Pipeline:
             module = model.get_submodule(name)
             tensors = [*module.parameters(), *module.buffers()]
             if any(True for _ in module.parameters()):
-                memo: dict[int, Any] = {id(t): _shapeless(t, dtype) for t in tensors}
+                memo: dict[int, Any] = {id(t): shapeless(t, dtype) for t in tensors}
                 self._shadows[name] = copy.deepcopy(module, memo)
 
     def lead(self, model: nn.Module) -> None:
@@ -163,7 +163,7 @@ class Pipeline:
         return mapped(shadow(*args, **kwargs), self._nothing)
 
     def _nothing(self, shape: Tensor) -> Tensor:
-        """Stands for what another stage has: of the right shape, and seen at once if it is used."""
+        """Stands for what another stage has: of the right shape, and not a number wherever it is used."""
         value = float("nan") if shape.is_floating_point() else 0
         return torch.full((), value, dtype=shape.dtype, device=self.device).expand(shape.shape)
 
@@ -173,14 +173,15 @@ class Pipeline:
         hidden = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
         if hidden is None:
             raise WrongUse(f"{name} is called without a tensor, and pp must hand one on. Give it the stream first.")
-        if place < first:
-            items = self._streams[self.active, self._signatures[self._part.micro]].items
-            return hidden if not items else (hidden, *[None] * (items - 1))
         if place != self._next:
             raise WrongUse(
                 f"{name} is called out of order, so pp={self.stages.ranks} cannot cut the model there. Call blocks one "
                 "after another, each once, or use fsdp instead of pp."
             )
+        self._next += 1
+        if place < first:
+            items = self._streams[self.active, self._signatures[self._part.micro]].items
+            return hidden if not items else (hidden, *[None] * (items - 1))
         if place > last:
             self._check_given(name, args, kwargs)
             raise StageEnds(hidden)
@@ -190,11 +191,10 @@ class Pipeline:
                 if self.context is not None:
                     self.context.begin(self.moment.time)
             assert self._part.entry is not None
-            entry = self._part.entry.view_as(self._part.entry)
+            entry = self._part.entry.clone()  # which a block may change in place
             args, kwargs = with_stream(args, kwargs, entry)
             self._check_others(name, entry, args, kwargs)
         output = forward(*args, **kwargs)
-        self._next = place + 1
         self._items = len(output) if isinstance(output, tuple) else 0
         self._given += output[1:] if isinstance(output, tuple) else []
         return output
@@ -223,7 +223,9 @@ class Pipeline:
     # What travels
 
     def start(self, micro_batches: Sequence[Any], actions: Sequence[Action]) -> None:
-        """Before a step: what will be computed, and of what shapes."""
+        """Before a step: what will be computed, and of what shapes. Nothing is left of one that failed."""
+        self._posted.clear()
+        self._deferred.clear()
         self._signatures = [tuple(t.shape for t in leaves(micro.tensors, Tensor)) for micro in micro_batches]
         self._upcoming = list(actions)
 
@@ -233,7 +235,7 @@ class Pipeline:
     def enter(self, part: Part, action: Action) -> None:
         """Begin a forward: receive what it works on."""
         self._part, self.active = part, action.stage
-        self._next, self._given = self._order[self.stages.blocks[action.stage][0]], []
+        self._next, self._given = 0, []
         if action.stage:
             signature = self._signatures[action.micro]
             if (action.stage, signature) not in self._streams:
@@ -306,13 +308,13 @@ class Pipeline:
 
     def _send(self, tensor: Tensor, stage: int, way: str) -> None:
         self._sending = [(pending, held) for pending, held in self._sending if not pending.over]
-        pending = collectives.send(tensor, self._lane(stage, way), stage % self.stages.ranks)
+        pending = collectives.send(tensor, self._lane(stage, way), self._rank_of(stage))
         self._sending.append((pending, tensor))
 
     def _post(self, action: Action, tensor: Tensor) -> None:
         source = action.stage - 1 if action.kind == "forward" else action.stage + 1
         lane = self._lane(action.stage, action.kind)
-        self._posted[action] = collectives.receive(tensor, lane, source % self.stages.ranks), tensor
+        self._posted[action] = collectives.receive(tensor, lane, self._rank_of(source)), tensor
 
     def _received(self, action: Action, like: Tensor | None = None) -> Tensor:
         if action not in self._posted:
@@ -343,10 +345,12 @@ class Pipeline:
             if room is not None:
                 self._post(following, room)
 
-    def _lane(self, stage: int, way: str) -> Any:
-        """The group for messages to a stage: a group a direction, so that no two wait for each other."""
-        wraps = stage % self.stages.ranks == (0 if way == "forward" else self.stages.ranks - 1)
-        return self.mesh.lane(f"{way} wrap" if wraps else way)
+    def _rank_of(self, stage: int) -> int:
+        return self.mesh.members(("pp",))[stage % self.stages.ranks]
+
+    def _lane(self, stage: int, way: str) -> collectives.Group:
+        """The group for messages to a stage: two ranks, one direction, so that no message waits for another's turn."""
+        return self.mesh.lane(way, stage % self.stages.ranks)
 
 
 class _Linear(Function):
@@ -370,9 +374,3 @@ class _Linear(Function):
 def weight_gradient(input: Tensor, gradient: Tensor) -> Tensor:
     """The part of a linear's backward that was left."""
     return gradient.reshape(-1, gradient.shape[-1]).T @ input.reshape(-1, input.shape[-1])
-
-
-def _shapeless(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    kept = dtype if tensor.is_floating_point() else tensor.dtype
-    bare = torch.empty(tensor.shape, dtype=kept, device="meta")
-    return nn.Parameter(bare, requires_grad=False) if isinstance(tensor, nn.Parameter) else bare

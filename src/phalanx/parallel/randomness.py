@@ -66,12 +66,15 @@ class Region:
 
     def grid(self, inner: Sequence[int]) -> list[int | Tensor]:
         """The coordinates in the whole of a grid of this shape here."""
-        scores = len(inner) == 3 and (self.heads is not None or len(self.time) == inner[1])  # type: ignore[arg-type]
+        if all(size == 1 for size in inner):
+            return list(inner)  # one for a sample
+        in_time = self.time is not None and [len(self.time)] == list(inner[1:2])
+        scores = len(inner) == 3 and (self.heads is not None or in_time)
         dims = {0: self.heads, 1: self.time} if scores else {0: self.time, -1: self.features}
         found: list[int | Tensor] = list(inner)
         for dim, places in dims.items():
-            if places is None:
-                continue
+            if places is None or (len(inner) > 1 and inner[dim] == 1 != len(places)):
+                continue  # whole here, or one for all of them
             if len(inner) < 2 or inner[dim] != len(places):
                 raise WrongUse(
                     f"a draw of {tuple(inner)} for each sample, where {len(places)} of dim {dim} are on this rank: "
@@ -115,6 +118,21 @@ class Randomness:
             self._depth -= 1
             self._name, self._call, self._keys, self.region, self.inner = outer
 
+    @property
+    def calls(self) -> int:
+        """Draws in this scope so far."""
+        return self._call
+
+    @contextmanager
+    def again(self, calls: int) -> Iterator[None]:
+        """Draw once more what was drawn in this scope from a call on, for a whole sample."""
+        outer = self._call, self.region, self.inner, self.moment.here
+        self._call, self.region, self.inner, self.moment.here = calls, None, None, None
+        try:
+            yield
+        finally:
+            self._call, self.region, self.inner, self.moment.here = outer
+
     def scoped(self, name: str, forward: Callable[..., Any], keys_first: bool = False) -> Callable[..., Any]:
         """``forward(visit, ...)`` with its draws under ``name``. A compiled one needs its keys before it runs."""
 
@@ -153,10 +171,12 @@ class Randomness:
         """
         self._call += 1
         self.asked = True
+        if like is not None and like.is_meta:
+            return torch.empty(shape, device="meta")  # another stage draws the values; here they only count
         rows, shared = self.keys()
         batch, call = rows.shape[0], counter.call_offset(self._call)
         folded = like is not None and bool(shape) and shape[0] % batch == 0
-        if isinstance(like, nn.Parameter) or shape.numel() == 1:
+        if isinstance(like, nn.Parameter) or not shape or (len(shape) == 1 and shape[0] == 1):
             return values(counter.mix(shared + call), shape)
         if shape[0] == batch:
             return values(counter.mix(rows + call), self._grid(shape[1:])).view(shape)

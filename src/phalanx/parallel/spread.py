@@ -33,6 +33,7 @@ from phalanx.parallel.holding import Holding
 from phalanx.parallel.memory import Buffers
 from phalanx.parallel.mesh import BATCH, EXPERT_SHARD, EXPERTS, SHARD, Mesh
 from phalanx.parallel.pipeline import Part, Pipeline, weight_gradient
+from phalanx.parallel.probe import Probe
 from phalanx.parallel.randomness import Moment, Randomness
 from phalanx.parallel.recompute import recomputed
 from phalanx.parallel.replicate import Reduction
@@ -85,6 +86,7 @@ class Spread:
         if stages is not None:
             self.pipeline = Pipeline(stages, mesh, layout.schedule, self.moment, self.parts, device)
             self.pipeline.shadows(self.model, dtypes.compute)
+        probe = Probe(self.model, anatomy, layout, dtypes.compute)
         self.weights = describe(self.model, anatomy, self.holding, self._storage_of)
         fill(self.weights, blueprint, saved, self.holding, device, wide=dtypes.compute == torch.float64)
         hugging_face.keep_nothing(self.model)
@@ -100,7 +102,8 @@ class Spread:
             self.context = ContextParallel(self.model, anatomy, cp, layout.cp_kind, self.randomness, tp is None)
             hugging_face.reach_attention(self.model, self.context)
         spread_batchnorm(self.model, mesh.group(*BATCH), mesh.size(*BATCH), self.moment)
-        self._prepare_blocks()
+        probe.start(self.model, self.weights, self.holding, self.randomness, self.context, self.plan.by_time)
+        self._prepare_blocks(probe)
         self._shard_and_replicate()
         if self.pipeline is not None:
             self.pipeline.context = self.context
@@ -112,7 +115,7 @@ class Spread:
         cut = self.holding.cut(name)
         return self.expert_storage if cut is not None and cut.axis == "ep" else self.storage
 
-    def _prepare_blocks(self) -> None:
+    def _prepare_blocks(self, probe: Probe) -> None:
         layout, anatomy = self.layout, self.anatomy
         check_blocks(layout, anatomy)
         compiled = layout.compile == "blocks"
@@ -126,6 +129,8 @@ class Spread:
         for name in anatomy.blocks:
             block = self.model.get_submodule(name)
             forward = block.forward
+            if layout.tp * layout.cp * layout.pp * layout.ep > 1:
+                forward = probe.watched(name, forward)
             if compiled:
                 forward = torch.compile(forward)
             forward = self.randomness.scoped(name, forward, keys_first=compiled)
@@ -248,7 +253,7 @@ class Spread:
         if self.pipeline is not None:
             self.pipeline.finish()
         own = [(weight.name, bucket.gradient_own(weight)) for bucket in self._reduced() for weight in bucket.trainable]
-        self.holding.complete(own)
+        self.holding.complete(own, torch.empty(0, dtype=self.dtypes.reduce, device=self.device))
 
     def gradient_norm_squared(self) -> Tensor:
         """This rank's part of the squared norm of all gradients; the parts of all ranks add up to it."""

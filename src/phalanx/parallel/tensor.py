@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from phalanx.anatomy import Anatomy
 from phalanx.errors import WrongUse
-from phalanx.losses import Logits, Vocabulary
+from phalanx.losses import Logits, Vocabulary, check_ids
 from phalanx.parallel import collectives
 from phalanx.parallel.calls import TIME, stream, with_stream
 from phalanx.parallel.collectives import Group
@@ -112,6 +112,7 @@ class TensorParallel:
         return out if module.bias is None else out + module.bias
 
     def _embedding(self, module: Any, tokens: Tensor) -> Tensor:
+        check_ids(tokens, module.num_embeddings, "token")
         start, stop = run(module.num_embeddings, self.group.size(), self.group.rank())
         here = (tokens >= start) & (tokens < stop)
         skipped = module.padding_idx is not None and start <= module.padding_idx < stop

@@ -85,6 +85,7 @@ class Whole:
         group = self.holding.mesh.group("pp")
         for name, tensor in self._replicated_state():
             if group is not None:
+                tensor = tensor.contiguous()
                 collectives.broadcast(tensor, group, self.holding.stage_ranks(name)[0])
             yield name, tensor
 
