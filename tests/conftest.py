@@ -58,7 +58,7 @@ def nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     threads, processes = set(threading.enumerate()), children()
     yield
     assert not dist.is_initialized(), "the test left a process group behind"
-    renewed = {process.pid for process in pool.processes} if pool else set()  # as it is after a rank has failed
+    renewed = {process.pid for process in pool.processes} if isinstance(pool, Ranks) else set()  # after a failure
     assert children() <= processes | renewed, "the test left a process behind"
     left = [t for t in set(threading.enumerate()) - threads if t.is_alive()]
     assert not left, f"the test left threads behind: {left}"

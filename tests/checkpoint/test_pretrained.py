@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM
@@ -15,7 +15,9 @@ from transformers import AutoModelForCausalLM
 import phalanx
 from phalanx import Layout, WrongUse
 from phalanx.checkpoint.pretrained import Pretrained
+from phalanx.checkpoint.weights import write_weights
 from tests.hugging_face import CausalLanguageModel, config
+from tests.parity import HostileVision
 from tests.ranks import Ranks
 
 
@@ -47,6 +49,36 @@ def test_a_saved_model_is_read_in_parts(
         found = ranks(4, weights, FineTuning(kind=kind, folder=str(tmp_path), precision="fp32"), layout)[0]
         for name, tensor in expected.items():
             assert torch.equal(found[name], tensor), f"{layout}: {name}"
+
+
+@dataclass
+class Again(HostileVision):
+    folder: str = ""
+
+    def pretrained(self) -> str | None:
+        return self.folder or None
+
+
+def trained(folder: str) -> None:
+    with phalanx.Engine(Again(), Layout(dp=2), device="cpu") as engine:
+        for batch in engine.batches():
+            engine.step(batch)
+        write_weights(engine.spread, Path(folder) / "model.safetensors", writer=engine.environment.rank == 0)
+
+
+def test_buffers_are_read_too(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(2, trained, str(tmp_path))
+    saved = load_file(tmp_path / "model.safetensors")
+    assert any("running_mean" in name for name in saved)
+    for found in ranks(2, weights, Again(folder=str(tmp_path)), "pp=2"):
+        assert found.keys() == saved.keys()
+        assert all(torch.equal(found[name], tensor) for name, tensor in saved.items())
+
+
+def test_what_the_model_has_no_place_for_is_said(tmp_path: Path) -> None:
+    save_file({"a": torch.zeros(2), "b": torch.zeros(3)}, tmp_path / "a.safetensors")
+    with pytest.warns(UserWarning, match="also holds 1 tensors that the model has no place for: b"):
+        Pretrained(tmp_path, {"a": torch.Size([2])}, {})
 
 
 def test_what_does_not_fit_is_named(tmp_path: Path) -> None:

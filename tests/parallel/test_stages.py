@@ -6,7 +6,7 @@ import pytest
 
 from phalanx import Anatomy, WrongUse
 from phalanx.models.transformer import Transformer, TransformerConfig
-from phalanx.parallel.stages import Stages, divide
+from phalanx.parallel.stages import Stages, divide, runs
 
 
 def stages(ranks: int, schedule: str = "1f1b", **options: object) -> Stages:
@@ -48,3 +48,13 @@ def test_cuts_of_the_task_are_kept() -> None:
     model = Transformer(TransformerConfig(layers=4))
     anatomy = Anatomy.of(model, cuts=["blocks.0", "blocks.3"])
     assert [len(blocks) for blocks in divide(model, anatomy, 2, "1f1b").blocks] == [3, 1]
+
+
+@pytest.mark.parametrize(("costs", "parts", "expected"), [
+    ([1, 1, 1, 1], 2, [(0, 2), (2, 4)]),
+    ([1, 1, 1, 1, 3], 2, [(0, 3), (3, 5)]),
+    ([5, 1, 1, 1], 2, [(0, 1), (1, 4)]),
+    ([1, 2, 3], 3, [(0, 1), (1, 2), (2, 3)]),
+])  # fmt: skip
+def test_runs_are_balanced_by_cost(costs: list[float], parts: int, expected: list[tuple[int, int]]) -> None:
+    assert list(runs(costs, parts)) == expected

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -22,7 +23,7 @@ class Pretrained:
     """Tensors by the model's own names, spread over one file or several."""
 
     def __init__(self, path: str | Path, shapes: Mapping[str, torch.Size], tied: Mapping[str, str]) -> None:
-        """``shapes`` are the weights that must be there; a shared one may stand under any of its names."""
+        """``shapes`` are the weights and buffers that must be there; shared ones may stand under any of their names."""
         self.path, self.shapes = Path(path), shapes
         files = [self.path] if self.path.is_file() else sorted(self.path.glob("*.safetensors"))
         if not files:
@@ -42,6 +43,13 @@ class Pretrained:
                     f"{name} has shape {tuple(found)} in {path} and {tuple(shape)} in the model. "
                     "Build the model as the saved one was."
                 )
+        used = {n for found in self._names.values() for n in ([found] if isinstance(found, str) else sum(found, []))}
+        left = sorted(self._files.keys() - used - set(tied))
+        if left:
+            warnings.warn(
+                f"{path} also holds {len(left)} tensors that the model has no place for: {', '.join(left[:3])}",
+                stacklevel=2,
+            )
 
     def _find(self, name: str, others: list[str]) -> str | list[list[str]]:
         """Its name in the files; of a stacked weight, by expert the names of what is laid one after another."""

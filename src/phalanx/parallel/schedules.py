@@ -11,7 +11,6 @@ was played without a rank ever stuck cannot deadlock, for any number of micro-ba
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from typing import Literal
@@ -44,13 +43,6 @@ def schedule(name: str, ranks: int, micro_batches: int) -> tuple[tuple[Action, .
     return tuple(tuple(own) for own in played)
 
 
-def idle(name: str, ranks: int, micro_batches: int) -> float:
-    """The share of all ranks' time that a schedule leaves unused, a forward as long as each half of a backward."""
-    play = _Play(name, ranks, micro_batches, 0)
-    play.actions()
-    return 1 - 3 * play.chunks * micro_batches / max(play.free)
-
-
 class _Play:
     """Ranks in front of the same clock."""
 
@@ -76,13 +68,15 @@ class _Play:
         total = self.ranks * self.chunks * self.micro_batches * (3 if self.split else 2)
         now = 0
         while sum(map(len, done)) < total:
+            acted = False
             for rank in range(self.ranks):
                 kind = self._choice(rank, now) if self.free[rank] <= now else None
                 if kind is not None:
                     done[rank].append(self._act(kind, rank, now))
-            now += 1
-            if now > 6 * total + 6 * self.ranks:
+                    acted = True
+            if not acted and all(free <= now for free in self.free):
                 return None
+            now += 1
         return done
 
     def _choice(self, rank: int, now: int) -> Kind | None:
@@ -119,23 +113,3 @@ class _Play:
         self.free[rank] = now + (2 if kind == "backward" and not self.split else 1)
         self.ready[kind, stage, micro] = self.free[rank]
         return Action(kind, stage, micro)
-
-
-def runs(costs: list[float], parts: int) -> Iterator[tuple[int, int]]:
-    """Neighbours in so many runs, none empty, the dearest of them as cheap as can be."""
-
-    @cache
-    def best(start: int, left: int) -> tuple[float, int]:
-        if left == 1:
-            return sum(costs[start:]), len(costs)
-        options = [
-            (max(sum(costs[start:stop]), best(stop, left - 1)[0]), stop)
-            for stop in range(start + 1, len(costs) - left + 2)
-        ]
-        return min(options)
-
-    start = 0
-    for left in range(parts, 0, -1):
-        stop = best(start, left)[1]
-        yield start, stop
-        start = stop

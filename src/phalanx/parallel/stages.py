@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 
 from torch import nn
 
 from phalanx.anatomy import Anatomy
 from phalanx.errors import WrongUse
-from phalanx.parallel.schedules import CHUNKS, runs
+from phalanx.parallel.schedules import CHUNKS
 
 
 @dataclass(frozen=True)
@@ -80,3 +81,23 @@ def _cost(module: nn.Module) -> int:
         for weight in inner.parameters(recurse=False)
         if weight.ndim > 1
     )
+
+
+def runs(costs: list[float], parts: int) -> Iterator[tuple[int, int]]:
+    """Neighbours in so many runs, none empty, the dearest of them as cheap as can be."""
+
+    @cache
+    def best(start: int, left: int) -> tuple[float, int]:
+        if left == 1:
+            return sum(costs[start:]), len(costs)
+        options = [
+            (max(sum(costs[start:stop]), best(stop, left - 1)[0]), stop)
+            for stop in range(start + 1, len(costs) - left + 2)
+        ]
+        return min(options)
+
+    start = 0
+    for left in range(parts, 0, -1):
+        stop = best(start, left)[1]
+        yield start, stop
+        start = stop

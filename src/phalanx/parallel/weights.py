@@ -74,16 +74,23 @@ def fill(
         if parameter.requires_grad:
             raise WrongUse(f"{name} is {parameter.dtype}, which is not trained here. Keep its parts as real weights.")
         owner, _, attribute = name.rpartition(".")
-        value = nn.Parameter(blueprint.value(parameter, device), requires_grad=False)
-        setattr(blueprint.model.get_submodule(owner), attribute, value)
+        made = blueprint.value(parameter, device) if saved is None else saved(name, None, 0).to(device)
+        setattr(blueprint.model.get_submodule(owner), attribute, nn.Parameter(made, requires_grad=False))
+
+    def widened(value: Tensor) -> Tensor:
+        return value.double() if wide and value.is_floating_point() else value
 
     def real(value: Tensor) -> Tensor:
-        made = blueprint.value(value, device)
-        return made.double() if wide and made.is_floating_point() else made
+        return widened(blueprint.value(value, device))
 
+    kept = set(blueprint.model.state_dict(keep_vars=True)) if saved is not None else set()
     for owner, module in blueprint.model.named_modules():
         for name, value in [*module.named_buffers(recurse=False), *_plain_attributes(module)]:
-            setattr(module, name, mapped(value, real))
+            full = f"{owner}.{name}" if owner else name
+            if saved is not None and full in kept:
+                setattr(module, name, widened(saved(full, None, 0).to(device)))
+            else:
+                setattr(module, name, mapped(value, real))
         _refuse_hidden(module, owner)
 
 

@@ -94,8 +94,9 @@ class Engine:
         path = self.task.pretrained()
         if path is None:
             return None
-        shapes = {name: w.shape for name, w in model.named_parameters() if w.is_floating_point()}
-        return Pretrained(path, shapes, self.anatomy.tied).part
+        kept = set(model.state_dict(keep_vars=True))
+        tensors = [*model.named_parameters(), *model.named_buffers()]
+        return Pretrained(path, {name: t.shape for name, t in tensors if name in kept}, self.anatomy.tied).part
 
     def _loader(self, data: Any, order: Order) -> Loader:
         return Loader(
