@@ -42,7 +42,7 @@ def moves(total: int) -> None:
     assert torch.allclose(x.grad, weights[0])
 
     x = every[rank].clone().requires_grad_()
-    (add_up(x, group) * weights[0]).sum().backward()
+    (add_up(x, group, alike=True) * weights[0]).sum().backward()
     assert torch.allclose(x.grad, weights[0])
     x = same.clone().requires_grad_()
     (share(x, group) * weights[rank]).sum().backward()

@@ -12,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from phalanx.errors import WrongUse, closest
+from phalanx.parallel.blueprint import leaves
 from phalanx.parallel.cuts import Cut
 
 STACKED = {"gate_up_proj": ("gate_proj|w1", "up_proj|w3"), "down_proj": ("down_proj|w2",)}
@@ -43,8 +44,7 @@ class Pretrained:
                     f"{name} has shape {tuple(found)} in {path} and {tuple(shape)} in the model. "
                     "Build the model as the saved one was."
                 )
-        used = {n for found in self._names.values() for n in ([found] if isinstance(found, str) else sum(found, []))}
-        left = sorted(self._files.keys() - used - set(tied))
+        left = sorted(self._files.keys() - set(leaves(self._names, str)) - set(tied))
         if left:
             warnings.warn(
                 f"{path} also holds {len(left)} tensors that the model has no place for: {', '.join(left[:3])}",
