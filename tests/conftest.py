@@ -19,9 +19,7 @@ preload()  # torch sets an environment variable when it first imports its compil
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--every-layout", action="store_true", help="try all layouts of 4 and 8 ranks (about half an hour)"
-    )
+    parser.addoption("--every-layout", action="store_true", help="try all layouts of 4 and 8 ranks")
 
 
 @pytest.fixture(scope="session")

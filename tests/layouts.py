@@ -55,11 +55,12 @@ def task_for(layout: Layout) -> Task:
 
 
 def covering(layouts: list[Layout]) -> list[Layout]:
-    """Some of them, in which every two settings that meet in any layout meet: most mistakes need no more than two."""
+    """Some of them, in which every two settings that meet in any layout meet, if neither is what it is anyway."""
 
     def pairs(layout: Layout) -> set[tuple[tuple[str, object], ...]]:
-        settings = {name: value for name, value in vars(layout).items() if name not in ("micro_batch", "recompute")}
-        return set(itertools.combinations(sorted(settings.items()), 2))
+        derived = {"micro_batch": layout.micro_batch, "recompute": layout.recompute}
+        settings = sorted(vars(layout).items() - vars(Layout()).items() - derived.items())
+        return {*itertools.combinations(settings, 2), *itertools.combinations(settings, 1)}
 
     left = set().union(*map(pairs, layouts))
     chosen = []
