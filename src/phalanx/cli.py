@@ -34,7 +34,9 @@ def phalanx(
 @app.command()
 def train(
     task: Annotated[str | None, typer.Argument(help="file.py, file.py:Class, or a recipe's name")] = None,
-    layout: Annotated[str | None, typer.Option(help="how to spread it, e.g. dp=2,fsdp=4; by default replicas")] = None,
+    layout: Annotated[
+        str | None, typer.Option(help="how to spread it, e.g. fsdp=4,tp=2,pp=2; by default replicas")
+    ] = None,
     on: Annotated[str | None, typer.Option(help="where: local:N, so many ranks on this machine")] = None,
     set_: Annotated[list[str], typer.Option("--set", metavar="NAME=VALUE", help="set a field of the task")] = [],  # noqa: B006
     steps: Annotated[int | None, typer.Option(help="how many steps; short for --set steps=N")] = None,

@@ -137,7 +137,7 @@ class Layout:
     def _problems(self, global_batch: int, world: int) -> Iterator[str]:
         if (self.fsdp * self.cp) % self.ep:
             yield f"ep={self.ep} does not divide fsdp={self.fsdp} x cp={self.cp}, within which experts are spread"
-        for name in ("tp", "cp"):
+        for name in ("tp", "cp", "ep"):
             degree = getattr(self, name)
             if self.compile != "none" and degree > 1:
                 yield f"compile={self.compile} is not offered with {name}={degree}: its blocks speak to other ranks"

@@ -1,9 +1,9 @@
 """Spreading a model: every parallelism applied in one fixed order.
 
-    plan cuts -> describe -> initialise weight by weight, keeping this rank's part and rows
-    -> tensor-parallel modules -> blocks on their positions -> batch-norm over the batch axes
-    -> compile, key the randomness of, and recompute each block
-    -> shard (gather and let go) -> replicate (sum gradients)
+    plan cuts and stages -> describe -> initialise weight by weight, keeping this rank's part and rows
+    -> tensor-parallel modules -> experts -> blocks on their positions -> batch-norm over the batch axes
+    -> compile, try once, key the randomness of, and recompute each block
+    -> shard (gather and let go) -> replicate (sum gradients) -> pass by what other stages have
 
 What comes out is a `Spread`: the model to call, and the few operations a training step needs around it.
 """
@@ -129,10 +129,10 @@ class Spread:
         for name in anatomy.blocks:
             block = self.model.get_submodule(name)
             forward = block.forward
-            if layout.tp * layout.cp * layout.pp * layout.ep > 1:
-                forward = probe.watched(name, forward)
             if compiled:
                 forward = torch.compile(forward)
+            if layout.tp * layout.cp * layout.pp * layout.ep > 1:
+                forward = probe.watched(name, forward)
             forward = self.randomness.scoped(name, forward, keys_first=compiled)
             if layout.recompute != "none":
                 forward = recomputed(forward, self.moment, selective=layout.recompute == "selective")
