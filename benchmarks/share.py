@@ -2,7 +2,8 @@
 
 tp and pp divide weights, gradients and moments: 16 bytes in float32 with AdamW for each weight that a rank holds.
 Sequences are short there, so that little else counts. cp divides what blocks keep for their backward; sequences are
-long there, and what one device keeps is measured on one. What ``cp_kind=gather`` does not divide: keys and values.
+long there, and what one device keeps is measured on one. What cp does not divide: the stream around the blocks; with
+``gather`` keys and values, and a mask for the chunk from the back, which all blocks share.
 """
 
 from __future__ import annotations
@@ -22,11 +23,15 @@ from phalanx.recipes.gpt import GPT
 from report import Figure
 
 BAR = 0.10
+ENDS = 5
+"""Streams kept whole around the blocks: what the first takes, what the last gives, its norm's, and two gradients."""
 WIDE: dict[str, Any] = {
     "width": 768, "layers": 16, "heads": 8, "kv_heads": 8, "length": 8, "global_batch": 4, "megabytes": 0.3, "steps": 3,
     "warmup_steps": 1,
 }  # fmt: skip
-LONG: dict[str, Any] = WIDE | {"width": 128, "layers": 8, "kv_heads": 1, "length": 4096, "global_batch": 2}
+LONG: dict[str, Any] = WIDE | {
+    "width": 128, "layers": 16, "kv_heads": 1, "length": 4096, "global_batch": 2, "steps": 2,
+}  # fmt: skip
 
 
 def peak(shape: dict[str, Any], layout: str) -> tuple[int, int]:
@@ -68,9 +73,13 @@ def figures(quick: bool) -> Iterator[Figure]:
     for layout in ("cp=2,zero=1",) if quick else ("cp=2,zero=1", "cp=4,zero=1", "cp=4,zero=1,cp_kind=ulysses"):
         parsed = phalanx.Layout.parse(layout)
         measured, _ = _on_ranks(LONG, layout)
-        whole = keys if parsed.cp_kind == "gather" else 0
+        divided = kept - ENDS * stream
+        whole = ENDS * stream
+        if parsed.cp_kind == "gather":
+            mask = LONG["length"] // (2 * parsed.cp) * LONG["length"] * 4
+            divided, whole = divided - keys, whole + keys + mask
         states = 8 * weights + 8 * weights // parsed.cp
-        expected = states + whole + (kept - whole) / parsed.cp
+        expected = states + whole + divided / parsed.cp
         yield _figure(layout, measured, expected, f", {alone / 2**20:.0f} MiB on one rank")
 
 

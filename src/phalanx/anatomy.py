@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import Literal, TypeVar
+from typing import Literal, TypeVar, get_args
 
 from torch import Tensor, nn
 
@@ -124,8 +124,10 @@ def _matching(names: list[str], patterns: str | Iterable[str], what: str) -> tup
 
 
 def _split_rules(names: list[str], rules: Mapping[str, Split]) -> dict[str, Split]:
-    for pattern in rules:
+    for pattern, way in rules.items():
         _matching(names, pattern, "splits")
+        if way not in get_args(Split):
+            raise WrongUse(f"splits={{{pattern!r}: {way!r}}} is no way to split; {closest(str(way), get_args(Split))}")
     return {name: way for pattern, way in rules.items() for name in names if fnmatchcase(name, pattern)}
 
 

@@ -117,7 +117,8 @@ class Layout:
             idle = self.idle(micro_batches)
             advice = "; a smaller micro_batch leaves less" if idle > 0.2 else ""
             notes.append(
-                f"pp={self.pp} with {micro_batches} micro-batches leaves ranks idle {idle:.0%} of the time{advice}"
+                f"pp={self.pp} leaves ranks idle at least {idle:.0%} of the time, the micro-batches being "
+                f"{micro_batches}{advice}"
             )
         if self.fsdp * self.cp == 1 and self.zero != Layout.zero:
             notes.append(f"zero={self.zero} has no effect at fsdp=1,cp=1: there is nobody to share the state with")
@@ -180,7 +181,8 @@ class Layout:
         return self.micro_batch and min(self.micro_batch, math.ceil(global_batch / ranks))
 
     def _distance(self, other: Layout) -> tuple[float, bool, bool]:
-        far = sum(abs(math.log2(getattr(self, n) / getattr(other, n))) for n in DEGREES)
+        weights = dict.fromkeys(DEGREES[2:], 3)  # dp and fsdp stand in for each other, the others are wanted
+        far = sum(weights.get(n, 1) * abs(math.log2(getattr(self, n) / getattr(other, n))) for n in DEGREES)
         return far, self.compile != other.compile, self.micro_batch != other.micro_batch
 
 

@@ -20,12 +20,19 @@ STACKED = {"gate_up_proj": ("gate_proj|w1", "up_proj|w3"), "down_proj": ("down_p
 RENAMED = (("mlp.", "block_sparse_moe."),)
 
 
+def _unnumbered(name: str) -> str:
+    """A name without its numbers, which layers of one kind share."""
+    return re.sub(r"\d+", "*", name)
+
+
 class Pretrained:
     """Tensors by the model's own names, spread over one file or several."""
 
     def __init__(self, path: str | Path, shapes: Mapping[str, torch.Size], tied: Mapping[str, str]) -> None:
         """``shapes`` are the weights and buffers that must be there; shared ones may stand under any of their names."""
         self.path, self.shapes = Path(path), shapes
+        if not self.path.exists():
+            raise WrongUse(f"there is no {path} to begin from. Check Task.pretrained.")
         files = [self.path] if self.path.is_file() else sorted(self.path.glob("*.safetensors"))
         if not files:
             raise WrongUse(f"there is no .safetensors file in {path}. Give the folder of a saved model, or its file.")
@@ -45,6 +52,10 @@ class Pretrained:
                     "Build the model as the saved one was."
                 )
         left = sorted(self._files.keys() - set(leaves(self._names, str)) - set(tied))
+        numbered = {_unnumbered(name) for name in self._names}
+        beyond = next((name for name in left if _unnumbered(name) in numbered), None)
+        if beyond is not None:
+            raise WrongUse(f"{path} holds {beyond}, and the model ends before it. Build it as the saved one was.")
         if left:
             warnings.warn(
                 f"{path} also holds {len(left)} tensors that the model has no place for: {', '.join(left[:3])}",

@@ -53,6 +53,7 @@ class ContextParallel:
         self._wholes: list[tuple[Tensor, Tensor]] = []
         self._known_places: dict[tuple[int, int], Tensor] = {}
         self._known_orders: dict[int, Tensor] = {}
+        self._known_mask: tuple[tuple[int, int, torch.dtype] | None, Tensor] = (None, torch.empty(0))
         if not anatomy.cuts:
             raise WrongUse(
                 f"cp={self.ranks} needs a model whose blocks follow each other in one list, and none was found in "
@@ -230,13 +231,20 @@ class ContextParallel:
             start, stop = self._chunk(self.randomness.moment.time, index)
             if start == stop:
                 continue
-            seen = torch.ones(stop - start, stop, dtype=torch.bool, device=query.device).tril(start)
             rows = query.narrow(-2, offset, stop - start)
             offset += stop - start
-            parts.append(attend(rows, key[..., :stop, :], value[..., :stop, :], seen if start else None, not start))
+            seen = self._mask(start, stop, query.dtype) if start else None
+            parts.append(attend(rows, key[..., :stop, :], value[..., :stop, :], seen, not start))
         if not parts:  # no position is here: nothing comes out, but the keys' gradients must be asked for
             return attend(query, key, value, None, False)
         return _joined(parts, time)
+
+    def _mask(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
+        """What positions of a chunk may not see, as attention adds it. One for all blocks: each would keep its own."""
+        if self._known_mask[0] != (start, stop, dtype):
+            ahead = torch.full((stop - start, stop), float("-inf"), dtype=dtype, device=self.randomness.device)
+            self._known_mask = (start, stop, dtype), ahead.triu(start + 1)
+        return self._known_mask[1]
 
     def _exchanged(
         self, name: str, attend: Attend, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool,

@@ -330,9 +330,8 @@ def _on_stream(plan: Plan, model: nn.Module, name: str, weight: Tensor) -> bool:
     if owner in plan.rows and attribute == "bias":
         return True
     widths = {_features(model.get_submodule(row), out=True) for row in plan.rows}
-    inner = {_features(model.get_submodule(row), out=False) for row in plan.rows}
     norm = "norm" in type(model.get_submodule(owner)).__name__.lower()
-    return norm and weight.ndim == 1 and weight.shape[0] in widths - inner
+    return norm and weight.ndim == 1 and weight.shape[0] in widths  # over divided features it would not fit
 
 
 def _cut_vocabulary(plan: Plan, model: nn.Module, anatomy: Anatomy, ranks: int) -> None:

@@ -9,6 +9,7 @@ import sys
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from phalanx.errors import WrongUse
@@ -24,9 +25,14 @@ def configs(model: nn.Module) -> list[Any]:
     return list(found.values())
 
 
-def keep_nothing(model: nn.Module) -> None:
-    """Keys of earlier calls are for generating text: in training they would only be kept, or appended to twice."""
+def prepare(model: nn.Module, dtype: torch.dtype) -> None:
+    """Keys of earlier calls are for generating text: in training they would only be kept, or appended to twice.
+
+    Grouped products have no float64, so experts are computed one by one there.
+    """
     for config in configs(model):
+        if dtype == torch.float64 and hasattr(config, "_experts_implementation"):
+            config._experts_implementation = "eager"
         if getattr(config, "use_cache", False):
             config.use_cache = False
 

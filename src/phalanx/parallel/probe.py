@@ -1,14 +1,15 @@
 """A probe: the first time a block trains, it also runs as one device would run it, and must give the same.
 
 tp and cp read off a model's names and structure what its blocks do. What cannot be read, such as positions that a block
-makes for itself or tokens that it mixes by hand, would be wrong and say nothing; so it is tried, once, with the very
-batch, weights and draws of the first step, and refused.
+makes for itself or tokens that it mixes by hand, would be wrong and say nothing; so it is tried, once, with a batch,
+the weights and the draws of the first step, and refused. Nothing is kept of it for a backward.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -59,28 +60,44 @@ class Probe:
         """What it needs to know of the model as it has been spread."""
         self.model, self.weights, self.holding, self.randomness = model, weights, holding, randomness
         self.context, self.by_time = context, by_time
-        self.untried = set(self.anatomy.blocks)
+        self.untried, self.unseen = set(self.shadows), set(self.anatomy.blocks)
+        self.trying = False
 
     def watched(self, name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
         """``forward`` of a block, tried the first time."""
 
         def run_block(*args: Any, **kwargs: Any) -> Any:
-            if name not in self.untried or not self.model.training:
-                return forward(*args, **kwargs)
-            self.untried.remove(name)
-            whole = self._whole_stream(name, first_tensor(args, kwargs)) if name in self.shadows else None
-            here, self._first_draw = self.randomness.moment.here, self.randomness.calls
+            if self.trying and name in self.untried:
+                self.untried.remove(name)
+                return self._try(name, forward, args, kwargs)
             output = forward(*args, **kwargs)
-            self._refuse_hidden_outputs(name)
-            if whole is not None:
-                after = self.randomness.moment.here
-                self.randomness.moment.here = here if after is None and name != self.anatomy.blocks[-1] else after
-                expected = self._alone(name, *with_stream(args, kwargs, whole))
-                self._compare(name, _stream_of(output), self._rows(name, expected))
-                self.randomness.moment.here = after
+            if name in self.unseen and torch.is_grad_enabled():
+                self.unseen.remove(name)
+                self._refuse_hidden_outputs(name)
             return output
 
         return run_block
+
+    @contextmanager
+    def trial(self) -> Iterator[None]:
+        """While a batch goes through the model for blocks to be tried; it counts for nothing else."""
+        self.trying = True
+        with torch.no_grad(), self.randomness.moment.recompute(dict(vars(self.randomness.moment))):
+            yield
+        self.trying = False
+        self.untried.clear()
+        self.shadows.clear()
+
+    def _try(self, name: str, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        moment = self.randomness.moment
+        whole, here, draws = self._whole_stream(name, first_tensor(args, kwargs)), moment.here, self.randomness.calls
+        output = forward(*args, **kwargs)
+        here, after = moment.here if name == self.anatomy.blocks[0] else here, moment.here
+        expected = self._alone(name, draws, *with_stream(args, kwargs, whole))
+        moment.here = here
+        self._compare(name, _stream_of(output), self._rows(name, expected))
+        moment.here = after
+        return output
 
     def _whole_stream(self, name: str, hidden: Tensor) -> Tensor:
         if name == self.anatomy.blocks[0]:
@@ -90,8 +107,7 @@ class Probe:
             hidden = gather(hidden.detach(), TIME, self.randomness.moment.length, group, alike=True)
         return hidden if self.context is None else self.context.whole(hidden.detach(), TIME)
 
-    @torch.no_grad()
-    def _alone(self, name: str, args: Any, kwargs: Any) -> Tensor:
+    def _alone(self, name: str, draws: int, args: Any, kwargs: Any) -> Tensor:
         """What the block gives on one device, in the same scope and with the same draws."""
         shadow, block = self.shadows.pop(name).train(), self.model.get_submodule(name)
         for inner, own in shadow.named_modules():
@@ -104,7 +120,7 @@ class Probe:
             for attribute, value in vars(own).items():
                 if isinstance(value, FakeTensor):
                     vars(own)[attribute] = getattr(real, attribute)
-        with self.randomness.again(self._first_draw):
+        with self.randomness.again(draws):
             return _stream_of(shadow(*args, **kwargs))
 
     def _weight(self, name: str) -> Tensor:

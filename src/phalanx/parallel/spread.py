@@ -86,10 +86,10 @@ class Spread:
         if stages is not None:
             self.pipeline = Pipeline(stages, mesh, layout.schedule, self.moment, self.parts, device)
             self.pipeline.shadows(self.model, dtypes.compute)
-        probe = Probe(self.model, anatomy, layout, dtypes.compute)
+        self.probe = Probe(self.model, anatomy, layout, dtypes.compute)
         self.weights = describe(self.model, anatomy, self.holding, self._storage_of)
         fill(self.weights, blueprint, saved, self.holding, device, wide=dtypes.compute == torch.float64)
-        hugging_face.keep_nothing(self.model)
+        hugging_face.prepare(self.model, dtypes.compute)
         tp = mesh.group("tp")
         if tp is not None:
             TensorParallel(self.plan, self.model, anatomy, tp, self.randomness)
@@ -102,8 +102,8 @@ class Spread:
             self.context = ContextParallel(self.model, anatomy, cp, layout.cp_kind, self.randomness, tp is None)
             hugging_face.reach_attention(self.model, self.context)
         spread_batchnorm(self.model, mesh.group(*BATCH), mesh.size(*BATCH), self.moment)
-        probe.start(self.model, self.weights, self.holding, self.randomness, self.context, self.plan.by_time)
-        self._prepare_blocks(probe)
+        self.probe.start(self.model, self.weights, self.holding, self.randomness, self.context, self.plan.by_time)
+        self._prepare_blocks()
         self._shard_and_replicate()
         if self.pipeline is not None:
             self.pipeline.context = self.context
@@ -115,7 +115,7 @@ class Spread:
         cut = self.holding.cut(name)
         return self.expert_storage if cut is not None and cut.axis == "ep" else self.storage
 
-    def _prepare_blocks(self, probe: Probe) -> None:
+    def _prepare_blocks(self) -> None:
         layout, anatomy = self.layout, self.anatomy
         check_blocks(layout, anatomy)
         compiled = layout.compile == "blocks"
@@ -132,7 +132,7 @@ class Spread:
             if compiled:
                 forward = torch.compile(forward)
             if layout.tp * layout.cp * layout.pp * layout.ep > 1:
-                forward = probe.watched(name, forward)
+                forward = self.probe.watched(name, forward)
             forward = self.randomness.scoped(name, forward, keys_first=compiled)
             if layout.recompute != "none":
                 forward = recomputed(forward, self.moment, selective=layout.recompute == "selective")
@@ -302,6 +302,16 @@ class Spread:
             self.pipeline.finish()
         if self.gathering is not None:
             self.gathering.rest()
+
+
+def check_model(layout: Layout, model: nn.Module, anatomy: Anatomy) -> None:
+    """Refuse a model that cannot be cut as a layout says, before any rank is there."""
+    check_blocks(layout, anatomy)
+    plan = make_plan(model, anatomy, layout.tp, 0) if layout.tp > 1 else Plan()
+    if layout.ep > 1:
+        cut_experts(plan, model, anatomy, layout.ep)
+    if layout.pp > 1:
+        divide(model, anatomy, layout.pp, layout.schedule)
 
 
 def check_blocks(layout: Layout, anatomy: Anatomy) -> None:

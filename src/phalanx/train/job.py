@@ -23,7 +23,7 @@ from phalanx.launch.environment import TIMEOUT
 from phalanx.launch.local import Failure, Outcome, run_ranks
 from phalanx.layout import Layout
 from phalanx.parallel.blueprint import Blueprint
-from phalanx.parallel.spread import check_blocks
+from phalanx.parallel.spread import check_model
 from phalanx.precision import DTYPES
 from phalanx.run import EventLog, Run, read_settings
 from phalanx.settings import find_task, make_task, parse_assignments
@@ -92,7 +92,7 @@ class Job:
         """What would run, with the model described and the data opened."""
         model = Blueprint(self.task.model, self.task.seed).model
         anatomy = self.task.anatomy(model)
-        check_blocks(self.layout, anatomy)
+        check_model(self.layout, model, anatomy)
         seed_globally(self.task.seed, "data")
         order = Order(length(self.task.data(), "data", self.task), self.task.global_batch, self.task.seed)
         settings = ", ".join(f"{name}={value}" for name, value in self._settings().items())
@@ -105,7 +105,9 @@ class Job:
             "micro": f"{self.layout.micro_batches(self.task.global_batch)} micro-batches a step",
             "dtypes": DTYPES[self.task.precision].table(),
         }
-        return "\n".join(f"{name:>7}  {text}" for name, text in lines.items())
+        told = [f"{name:>7}  {text}" for name, text in lines.items()]
+        notes = self.layout.notes(self.cluster.device, self.layout.micro_batches(self.task.global_batch))
+        return "\n".join([*told, *(f"   note  {note}" for note in notes)])
 
     def _settings(self) -> dict[str, Any]:
         """The task's fields, as far as text can set them."""

@@ -52,6 +52,8 @@ class Metrics:
 def train_step(engine: Engine, batch: StepBatch) -> Metrics:
     """Forward and backward of each micro-batch, one division by the global count, one clip, one update."""
     task, spread, scale, clock = engine.task, engine.spread, engine.loss_scale, engine.clock
+    if spread.probe.untried:
+        try_blocks(engine, batch)
     spread.reduction.start_step()
     before = collectives.sent.copy()
     sums = torch.zeros(2, dtype=torch.float64, device=engine.device)
@@ -132,6 +134,16 @@ def forward(engine: Engine, step: int, micro: MicroBatch, action: Action) -> Los
         return loss
 
     return compute(engine, step, micro, action, finish)
+
+
+def try_blocks(engine: Engine, batch: StepBatch) -> None:
+    """Before the first step: its first micro-batch goes through the model once for blocks to be tried."""
+    actions = engine.spread.forwards(1)
+    engine.spread.start(batch.micro_batches[:1], actions)
+    with engine.spread.probe.trial():
+        for action in actions:
+            compute(engine, batch.step, batch.micro_batches[0], action, lambda output, tensors: None)
+    engine.spread.rest()
 
 
 def compute(engine: Engine, step: int, micro: MicroBatch, action: Action, finish: Callable[..., Any]) -> Any:

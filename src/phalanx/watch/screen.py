@@ -38,6 +38,7 @@ class Screen:
         facts = {
             "layout": f"{engine.layout} on {engine.environment.world} x {engine.device.type}",
             "model": f"{weights:,} weights, {engine.anatomy.describe()}",
+            **self._here(),
             "batch": f"{engine.task.global_batch} samples as {engine.loader.micro_batches} micro-batches a step, "
             f"{engine.order.size:,} samples an epoch",
             "dtypes": engine.dtypes.table(),
@@ -46,6 +47,18 @@ class Screen:
             self._write(f"{name:>7}  {text}")
         for note in engine.layout.notes(engine.device.type, engine.loader.micro_batches):
             self._write(f"   note  {note}")
+
+    def _here(self) -> dict[str, str]:
+        """What this rank has of the model, where ranks have parts."""
+        spread, layout = self.engine.spread, self.engine.layout
+        if layout.fsdp * layout.tp * layout.cp * layout.pp == 1:
+            return {}
+        own = sum(weight.piece.numel() for weight in spread.weights.values())
+        text = f"{own:,} of them updated by rank 0"
+        if spread.pipeline is not None:
+            stages = " | ".join(f"{blocks[0]} to {blocks[-1]}" for blocks in spread.pipeline.stages.blocks)
+            text += f"; stages: {stages}"
+        return {"here": text}
 
     def step(self, metrics: Metrics) -> None:
         now = time.monotonic()
