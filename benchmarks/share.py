@@ -75,9 +75,9 @@ def figures(quick: bool) -> Iterator[Figure]:
         measured, _ = _on_ranks(LONG, layout)
         divided = kept - ENDS * stream
         whole = ENDS * stream
+        divided, whole = divided - keys, whole + keys  # of one head, which every rank has at least
         if parsed.cp_kind == "gather":
-            mask = LONG["length"] // (2 * parsed.cp) * LONG["length"] * 4
-            divided, whole = divided - keys, whole + keys + mask
+            whole += LONG["length"] // (2 * parsed.cp) * LONG["length"] * 4
         states = 8 * weights + 8 * weights // parsed.cp
         expected = states + whole + divided / parsed.cp
         yield _figure(layout, measured, expected, f", {alone / 2**20:.0f} MiB on one rank")

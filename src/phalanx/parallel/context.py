@@ -256,8 +256,9 @@ class ContextParallel:
                 f"{name} has {heads} heads on each rank, which do not divide by cp={self.ranks} as cp_kind=ulysses "
                 "needs. Use cp_kind=gather, or a cp that divides them."
             )
-        if shared % self.ranks:
-            key, value = (x.repeat_interleave(heads // shared, -3) for x in (key, value))
+        times = next(n for n in range(1, heads + 1) if shared * n % self.ranks == 0 == heads % (shared * n))
+        if times > 1:  # so that every rank has whole key-value heads
+            key, value = (x.repeat_interleave(times, -3) for x in (key, value))
         if mask is not None:
             mask = next((whole for cut, whole in self._wholes if cut is mask), mask)
             if mask.shape[-2] not in (1, self.randomness.moment.time):
