@@ -1,7 +1,8 @@
 """How long the ranks of a pipeline wait, against (p-1)/(m+p-1) for p ranks and m micro-batches.
 
 On 2 ranks blocks really compute, a rank on each core. On 4 ranks there are not cores enough, so blocks sleep: as long
-for a forward as for each half of a backward. Waiting is what a step's own clock says, over all but the update.
+for a forward as for each half of a backward. Idle is what is left of p times the span from the first action to the end
+of the last, when all ranks' own work is taken off, by the steps' own clocks.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from phalanx.parallel import spread
 from phalanx.recipes.gpt import GPT
 from report import Figure
 
-SECONDS = 0.02
+SECONDS = 0.05
 BAR = 0.10
 
 
@@ -40,6 +41,17 @@ class _Nap(Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         time.sleep(ctx.backward_seconds)
         return gradient, None, None
+
+
+class Scale(nn.Module):
+    """So that the first block's input wants a gradient, as every other's does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
 
 
 class Sleeper(nn.Module):
@@ -63,7 +75,7 @@ class Sleepers(phalanx.Task):
     x: Tensor = field(default_factory=lambda: torch.randn(64, 8))
 
     def model(self) -> nn.Module:
-        return nn.Sequential(*(Sleeper(self.split) for _ in range(self.blocks)))
+        return nn.Sequential(Scale(), *(Sleeper(self.split) for _ in range(self.blocks)))
 
     def data(self) -> phalanx.data.Arrays:
         return phalanx.data.Arrays(x=self.x)
@@ -76,7 +88,7 @@ class Sleepers(phalanx.Task):
 
 
 def waited(task: phalanx.Task, layout: str) -> float:
-    """On a rank: the share of a step that all ranks waited, the median of steps."""
+    """On a rank: the share of all ranks' time that was idle, the median of steps."""
     torch.set_num_threads(1)
     if isinstance(task, Sleepers) and task.split:
         original = spread.weight_gradient
@@ -91,35 +103,37 @@ def waited(task: phalanx.Task, layout: str) -> float:
         for batch in engine.batches():
             seconds = engine.step(batch).seconds
             working = sum(seconds.get(name, 0.0) for name in ("forward", "backward", "reduce"))
-            both = torch.tensor([seconds["wait"], seconds["wait"] + working], dtype=torch.float64)
-            torch.distributed.all_reduce(both)
-            shares.append(float(both[0] / both[1]))
+            own = torch.tensor([working, seconds["wait"] + working], dtype=torch.float64)
+            every = [torch.empty_like(own) for _ in range(engine.layout.pp)]
+            torch.distributed.all_gather(every, own)
+            work, span = torch.stack(every).unbind(1)
+            shares.append(1 - float(work.sum() / (len(every) * span.max())))
     return statistics.median(shares[1:])
 
 
 def figures(quick: bool) -> Iterator[Figure]:
-    steps = 6 if quick else 16
+    steps = 5 if quick else 10
     for ranks, micro_batches, schedule in (
-        (2, 4, "1f1b"), (2, 8, "1f1b"), (2, 4, "zb"), (2, 8, "zb"),
+        (2, 8, "1f1b"), (2, 8, "zb"), (2, 4, "1f1b"), (2, 4, "zb"),
         (4, 8, "1f1b"), (4, 8, "gpipe"), (4, 8, "interleaved"), (4, 8, "zb"), (4, 16, "1f1b"), (4, 16, "zb"),
     ):  # fmt: skip
         task: phalanx.Task
         if ranks == 2:
             task = GPT(
-                width=256, layers=8, heads=4, kv_heads=4, length=256, global_batch=2 * micro_batches, megabytes=0.5,
+                width=256, layers=16, heads=4, kv_heads=4, length=128, global_batch=2 * micro_batches, megabytes=0.5,
                 steps=steps,
             )  # fmt: skip
             layout = f"pp=2,micro_batch=2,schedule={schedule}"
         else:
             blocks = 8 if schedule == "interleaved" else 4
-            task = Sleepers(blocks=blocks, split=schedule == "zb", global_batch=micro_batches, steps=steps // 3 + 1)
+            task = Sleepers(blocks=blocks, split=schedule == "zb", global_batch=micro_batches, steps=4)
             layout = f"pp=4,micro_batch=1,schedule={schedule}"
         outcome = run_ranks(partial(waited, task, layout), ranks)
         assert outcome.result is not None, outcome.failures
         formula = (ranks - 1) / (micro_batches + ranks - 1)
         own = phalanx.Layout.parse(layout).idle(micro_batches)
         kind = "computing" if ranks == 2 else "sleeping"
-        note = f"{outcome.result:.1%} waited, {own:.1%} by its formula, {formula:.1%} by 1f1b's; blocks {kind}"
+        note = f"{outcome.result:.1%} idle, {own:.1%} by its formula, {formula:.1%} by 1f1b's; blocks {kind}"
         name = f"bubble, {schedule}, p={ranks}, m={micro_batches}"
         if schedule in ("zb", "interleaved"):
             yield Figure(f"{name}, to 1f1b's", outcome.result / formula, 1.0, note)
