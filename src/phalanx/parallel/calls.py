@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -18,6 +19,17 @@ def shapeless(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     kept = dtype if tensor.is_floating_point() else tensor.dtype
     bare = torch.empty(tensor.shape, dtype=kept, device="meta")
     return nn.Parameter(bare, requires_grad=False) if isinstance(tensor, nn.Parameter) else bare
+
+
+def shadow(module: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """A copy of a module whose weights and buffers are shapes alone."""
+    memo: dict[int, Any] = {id(t): shapeless(t, dtype) for t in [*module.parameters(), *module.buffers()]}
+    return copy.deepcopy(module, memo)
+
+
+def about_sizes(error: RuntimeError) -> bool:
+    """Whether torch complains that tensors do not fit together."""
+    return any(word in str(error) for word in ("shape", "size", "dimension"))
 
 
 def first_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:

@@ -24,7 +24,7 @@ from phalanx.errors import WrongUse
 from phalanx.losses import Logits, Sequence
 from phalanx.parallel import batchnorm
 from phalanx.parallel.blueprint import leaves, mapped
-from phalanx.parallel.calls import TIME, stream, with_stream
+from phalanx.parallel.calls import TIME, about_sizes, stream, with_stream
 from phalanx.parallel.collectives import Group
 from phalanx.parallel.differentiable import add_up, exchange, gather, run
 from phalanx.parallel.randomness import Randomness, Region
@@ -94,7 +94,7 @@ class ContextParallel:
         try:
             output = forward(*args, **kwargs)
         except RuntimeError as error:
-            if not any(word in str(error) for word in ("shape", "size", "dimension")):
+            if not about_sizes(error):
                 raise
             advice = "Use cp_kind=gather, fsdp or tp." if name in self._reached else NO_ATTENTION
             raise WrongUse(

@@ -23,10 +23,13 @@ class Holding:
 
     def __init__(self, plan: Plan, stages: Stages | None, mesh: Mesh, shapes: dict[str, torch.Size]) -> None:
         self.plan, self.stages, self.mesh, self.shapes = plan, stages, mesh, shapes
+        self._stage_ranks: dict[str, list[int]] = {}
 
     def stage_ranks(self, name: str) -> list[int]:
         """The ranks of ``pp`` that have a weight, a buffer or a module."""
-        return [0] if self.stages is None else self.stages.holders(name)
+        if name not in self._stage_ranks:  # asked for every weight in every step
+            self._stage_ranks[name] = [0] if self.stages is None else self.stages.holders(name)
+        return self._stage_ranks[name]
 
     def here(self, name: str) -> bool:
         return self.mesh.index("pp") in self.stage_ranks(name)

@@ -11,7 +11,6 @@ by the number of micro-batches; hence this.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -25,7 +24,7 @@ from phalanx.errors import WrongUse
 from phalanx.losses import Loss
 from phalanx.parallel import collectives
 from phalanx.parallel.blueprint import leaves, mapped
-from phalanx.parallel.calls import TIME, shapeless, with_stream
+from phalanx.parallel.calls import TIME, shadow, with_stream
 from phalanx.parallel.collectives import Pending
 from phalanx.parallel.context import ContextParallel
 from phalanx.parallel.mesh import Mesh
@@ -123,21 +122,14 @@ class Pipeline:
 
     def shadows(self, model: nn.Module, dtype: torch.dtype) -> None:
         """Before the weights are filled: remember what shape each module outside of the blocks gives."""
-        self._shadows = {}
-        for name in self.stages.places:
-            if name in self._order or name not in dict(model.named_modules()):
-                continue
-            module = model.get_submodule(name)
-            tensors = [*module.parameters(), *module.buffers()]
-            if any(True for _ in module.parameters()):
-                memo: dict[int, Any] = {id(t): shapeless(t, dtype) for t in tensors}
-                self._shadows[name] = copy.deepcopy(module, memo)
+        outside = [(n, m) for n, m in model.named_modules() if n in self.stages.places and n not in self._order]
+        self._shadows = {n: shadow(m, dtype) for n, m in outside if any(True for _ in m.parameters())}
 
     def lead(self, model: nn.Module) -> None:
         """Last of all: make every block and module stop, pass by or compute as the active stage says."""
-        for name, shadow in self._shadows.items():
+        for name, shapes in self._shadows.items():
             module = model.get_submodule(name)
-            module.forward = partial(self._outside, name, shadow, module.forward)
+            module.forward = partial(self._outside, name, shapes, module.forward)
         for name in self._order:
             block = model.get_submodule(name)
             block.forward = partial(self._block, name, block.forward)
@@ -151,7 +143,7 @@ class Pipeline:
         before = self.stages.holders(name) == [0]
         return self.active != (0 if before else self.stages.last)
 
-    def _outside(self, name: str, shadow: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _outside(self, name: str, shapes: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not self.passes(name):
             return forward(*args, **kwargs)
         if self._next > self._order[self.stages.blocks[self.active][-1]]:
@@ -160,7 +152,7 @@ class Pipeline:
                 "first stage. Register it after the blocks."
             )
         args, kwargs = mapped((args, kwargs), lambda t: t.to("meta"))
-        return mapped(shadow(*args, **kwargs), self._nothing)
+        return mapped(shapes(*args, **kwargs), self._nothing)
 
     def _nothing(self, shape: Tensor) -> Tensor:
         """Stands for what another stage has: of the right shape, and not a number wherever it is used."""

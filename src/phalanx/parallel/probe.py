@@ -7,7 +7,6 @@ the weights and the draws of the first step, and refused. Nothing is kept of it 
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -20,7 +19,7 @@ from phalanx.errors import WrongUse
 from phalanx.layout import Layout
 from phalanx.parallel import batchnorm
 from phalanx.parallel.bucket import Weight
-from phalanx.parallel.calls import TIME, first_tensor, shapeless, with_stream
+from phalanx.parallel.calls import TIME, first_tensor, shadow, with_stream
 from phalanx.parallel.context import ContextParallel
 from phalanx.parallel.differentiable import gather, run
 from phalanx.parallel.holding import Holding
@@ -45,8 +44,7 @@ class Probe:
             block = model.get_submodule(name)
             if any(isinstance(module, batchnorm.KINDS) for module in block.modules()):
                 continue  # it sees other ranks' samples
-            memo: dict[int, Any] = {id(t): shapeless(t, dtype) for t in [*block.parameters(), *block.buffers()]}
-            self.shadows[name] = copy.deepcopy(block, memo)
+            self.shadows[name] = shadow(block, dtype)
 
     def start(
         self,
@@ -109,8 +107,8 @@ class Probe:
 
     def _alone(self, name: str, draws: int, args: Any, kwargs: Any) -> Tensor:
         """What the block gives on one device, in the same scope and with the same draws."""
-        shadow, block = self.shadows.pop(name).train(), self.model.get_submodule(name)
-        for inner, own in shadow.named_modules():
+        alone, block = self.shadows.pop(name).train(), self.model.get_submodule(name)
+        for inner, own in alone.named_modules():
             real = block.get_submodule(inner)
             for attribute, _ in list(own.named_parameters(recurse=False, remove_duplicate=False)):
                 full = f"{name}.{inner}.{attribute}" if inner else f"{name}.{attribute}"
@@ -121,7 +119,7 @@ class Probe:
                 if isinstance(value, FakeTensor):
                     vars(own)[attribute] = getattr(real, attribute)
         with self.randomness.again(draws):
-            return _stream_of(shadow(*args, **kwargs))
+            return _stream_of(alone(*args, **kwargs))
 
     def _weight(self, name: str) -> Tensor:
         name = self.anatomy.tied.get(name, name)

@@ -147,10 +147,7 @@ class Spread:
     def _shard_and_replicate(self) -> None:
         self.gathering: Gathering | None = None
         self.buckets: list[Bucket] = []
-        gathered, kinds = (
-            [],
-            [self.storage] if self.expert_storage is self.storage else [self.storage, self.expert_storage],
-        )
+        gathered, kinds = [], (self.storage, self.expert_storage)
         for unit in self.anatomy.units:
             for storage in kinds:
                 members = [w for name in unit.weights if (w := self.weights.get(name)) and w.storage is storage]
@@ -252,6 +249,8 @@ class Spread:
         """After the last action: sum gradients of weights that ranks of ``tp`` or ``pp`` hold and have parts of."""
         if self.pipeline is not None:
             self.pipeline.finish()
+        if self.mesh.size("tp", "pp") == 1:
+            return
         own = [(weight.name, bucket.gradient_own(weight)) for bucket in self._reduced() for weight in bucket.trainable]
         self.holding.complete(own, torch.empty(0, dtype=self.dtypes.reduce, device=self.device))
 

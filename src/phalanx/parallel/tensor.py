@@ -18,7 +18,7 @@ from phalanx.anatomy import Anatomy
 from phalanx.errors import WrongUse
 from phalanx.losses import Logits, Vocabulary, check_ids
 from phalanx.parallel import collectives
-from phalanx.parallel.calls import TIME, stream, with_stream
+from phalanx.parallel.calls import TIME, about_sizes, stream, with_stream
 from phalanx.parallel.collectives import Group
 from phalanx.parallel.cuts import Container, Plan
 from phalanx.parallel.differentiable import add_up, gather, run, scatter, share
@@ -77,7 +77,7 @@ class TensorParallel:
         try:
             return forward(*args, **kwargs)
         except RuntimeError as error:
-            if not any(word in str(error) for word in ("shape", "size", "dimension")):
+            if not about_sizes(error):
                 raise
             raise WrongUse(
                 f"{name} cannot work with its part under tp={self.group.size()}: its code fixes sizes that tp cuts "

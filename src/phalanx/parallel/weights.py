@@ -12,6 +12,7 @@ from phalanx.anatomy import Anatomy
 from phalanx.errors import WrongUse
 from phalanx.parallel.blueprint import Blueprint, leaves, mapped
 from phalanx.parallel.bucket import Storage, Weight
+from phalanx.parallel.calls import shapeless
 from phalanx.parallel.cuts import Cut
 from phalanx.parallel.holding import Holding
 from phalanx.parallel.torch_private import FakeTensor, has_hooks, install
@@ -38,8 +39,7 @@ def describe(
 
     for name, weight in described.items():
         if not holding.here(name):  # nothing is kept of what other stages have
-            nothing = torch.empty(weight.shape, dtype=weight.dtype, device="meta")
-            placeholder = nn.Parameter(nothing, requires_grad=False)
+            placeholder = nn.Parameter(shapeless(weight, weight.dtype), requires_grad=False)
             for module, attribute in places[name]:
                 install(module, attribute, placeholder)
     return {

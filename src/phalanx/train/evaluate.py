@@ -10,7 +10,7 @@ from phalanx.data.loader import Loader
 from phalanx.errors import WrongUse
 from phalanx.parallel import collectives
 from phalanx.task import as_loss
-from phalanx.train.step import as_number, compute
+from phalanx.train.step import compute, counted
 
 if TYPE_CHECKING:
     from phalanx.train.engine import Engine
@@ -38,8 +38,7 @@ def evaluate(engine: Engine, loader: Loader, batches: int | None = None) -> dict
                 )
             for name, value in measures.items():
                 loss = as_loss(value, task, f"evaluate, for {name!r},")
-                own = torch.stack([as_number(loss.total, zero), as_number(loss.count, zero)])
-                sums[name] = sums.get(name, zero) + own * micro.real
+                sums[name] = sums.get(name, zero) + counted(loss, zero) * micro.real
     engine.spread.rest()
     model.train()
     names = engine.spread.from_last_stage(sorted(sums))

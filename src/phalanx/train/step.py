@@ -65,7 +65,7 @@ def train_step(engine: Engine, batch: StepBatch) -> Metrics:
         last = index + 1 == len(actions)
         if action.kind == "forward":
             loss = forward(engine, batch.step, micro, action)
-            sums += micro.real * _counted(loss, sums)
+            sums += micro.real * counted(loss, sums)
             if spread.nears_loss(action):
                 scale.begin(partial(_global_count, engine, loss, batch))
             clock.lap("forward")
@@ -211,7 +211,7 @@ def _by_axis(sent: Counter[tuple[str, str]]) -> dict[str, int]:
     return dict(found)
 
 
-def _counted(loss: Loss | None, like: Tensor) -> Tensor:
+def counted(loss: Loss | None, like: Tensor) -> Tensor:
     """A loss's total and count; nothing, before the last stage."""
     if loss is None:
         return torch.zeros_like(like)
@@ -220,7 +220,7 @@ def _counted(loss: Loss | None, like: Tensor) -> Tensor:
 
 def _global_count(engine: Engine, own: Loss | None, batch: StepBatch) -> float:
     """About how many terms the global batch has, from everybody's first micro-batch."""
-    count = _counted(own, torch.zeros(2, dtype=torch.float64, device=engine.device))[1]
+    count = counted(own, torch.zeros(2, dtype=torch.float64, device=engine.device))[1]
     count *= engine.mesh.index("cp", "tp") == 0
     collectives.all_reduce(count, engine.mesh.world).wait()
     return float(count) * len(batch.micro_batches)
