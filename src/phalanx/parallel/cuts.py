@@ -355,7 +355,7 @@ def _cut_vocabulary(plan: Plan, model: nn.Module, anatomy: Anatomy, ranks: int) 
                 spans = tuple((_run(module.weight.shape[0], ranks, r),) for r in range(ranks))
                 plan.cuts[weight] = Cut(0, spans)
                 if getattr(module, "bias", None) is not None:
-                    plan.cuts[f"{owner}.bias"] = Cut(0, spans)
+                    plan.cuts[anatomy.tied.get(f"{owner}.bias", f"{owner}.bias")] = Cut(0, spans)
 
 
 def _cuts_by_vocabulary(module: nn.Module) -> bool:
