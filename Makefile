@@ -9,13 +9,15 @@ BIN := .venv/bin
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	touch .venv/ready
 
-train: .venv/ready  ## train a small language model on 2 ranks of this machine
+train: .venv/ready  ## prove that two ranks train like one, then train a small language model on them
+	$(BIN)/phalanx prove gpt --layouts dp=2 fsdp=2 tp=2 pp=2
 	$(BIN)/phalanx train gpt --on local:2
 	@echo
 	@echo "Try next:"
 	@echo "  $(BIN)/phalanx train gpt --layout fsdp=2,recompute=full       the same, with the state sharded"
 	@echo "  $(BIN)/phalanx train gpt --on local:4 --set width=192         wider, on four ranks"
 	@echo "  $(BIN)/phalanx train examples/spirals.py --on local:2         a task of one's own in 25 lines"
+	@echo "  $(BIN)/phalanx prove --inject norms_not_summed_over_tp        plant a known bug and see it caught"
 	@echo "  $(BIN)/phalanx train --help"
 
 test: .venv/ready lint  ## lint, then all tests

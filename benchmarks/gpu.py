@@ -31,7 +31,9 @@ def gradients(layout: str, device: str, precision: str = "fp32", experts: int = 
     found: Gradients = {}
     task = GPT(**SMALL, precision=precision, experts=experts)  # type: ignore[arg-type]
     with phalanx.Engine(task, layout, device=device) as engine:
-        engine.on_gradients = lambda all_of_them: found.update({n: g for n, g in all_of_them.items() if g is not None})
+        engine.on_gradients = lambda *summed: found.update(
+            {n: g for n, g in engine.whole_gradients(*summed).items() if g is not None}
+        )
         engine.step(next(engine.batches()))
     return {name: gradient.double().cpu() for name, gradient in found.items()}
 

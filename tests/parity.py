@@ -253,7 +253,7 @@ def spread_run(task: phalanx.Task, layout: phalanx.Layout) -> Trace:
     """The task under a layout, on the ranks of this process group."""
     trace = Trace()
     with phalanx.Engine(task, layout, device="cpu") as engine:
-        engine.on_gradients = trace.gradients.append
+        engine.on_gradients = lambda *summed: trace.gradients.append(engine.whole_gradients(*summed))
         for batch in engine.batches():
             metrics = engine.step(batch)
             assert not metrics.skipped

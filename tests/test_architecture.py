@@ -16,6 +16,7 @@ LEVELS = {
     "launch": 2,
     "watch": 4,
     "train": 3,
+    "prove": 4,
     "models": 1,
     "recipes": 5,
 }
@@ -101,7 +102,10 @@ def test_tests_mirror_the_source() -> None:
     here = Path(__file__).parent
     elsewhere = {
         "errors", "processes", "parallel.answers", "parallel.replicate", "train.agreement", "train.clock", "train.job",
-        "train.loop", "train.optimizers", "train.scale",
+        "train.loop", "train.optimizers", "train.scale", "prove.trial", "prove.witness", "prove.outcome",
+        "prove.record",
+        "prove.scene", "prove.explain", "prove.stopped", "prove.finding", "prove.sites", "prove.bugs_around",
+        "prove.cases", "prove.job", "prove.causes",
     }  # fmt: skip
     for path in modules():
         own = path.relative_to(SOURCE)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import subprocess
@@ -233,3 +234,56 @@ def test_help_is_there_and_quick() -> None:
     check = "import phalanx.cli, sys; print('torch' in sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True)
     assert loaded.stdout.strip() == "False", "help waits for torch"
+
+
+def test_prove_tells_and_train_knows_of_it(tmp_path: Path) -> None:
+    (tmp_path / "task.py").write_text(GOOD)
+    done = phalanx("prove", "task.py", "--layouts", "dp=2", "fsdp=2,zero=1", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "= dp=2 " in done.stdout
+    assert "trains like one device under 2 layouts" in done.stdout
+    assert {path.name for path in (tmp_path / "runs" / "prove-task-001").iterdir()} == {"proof.json", "junit.xml"}
+    assert (
+        "dp=2 trains like one device"
+        in phalanx("train", "task.py", "--layout", "dp=2", "--steps", "1", cwd=tmp_path).stdout
+    )
+    (tmp_path / "task.py").write_text(GOOD + "\n# changed\n")
+    again = phalanx("train", "task.py", "--layout", "dp=2", "--steps", "1", cwd=tmp_path).stdout
+    assert "not proven for this code" in again
+    assert "phalanx prove task.py --layouts dp=2" in again
+
+
+def test_prove_prints_json_and_an_exit_code(tmp_path: Path) -> None:
+    done = phalanx("prove", "gpt", "--inject", "sum_goes_to_a_copy", "--json", cwd=tmp_path)
+    assert done.returncode == 1
+    told = json.loads(done.stdout)
+    assert told["inject"] == "sum_goes_to_a_copy"
+    finding = told["results"][0]["finding"]
+    assert (finding["rung"], finding["shape"], finding["axes"]) == ("gradients", "missing sum", ["dp"])
+    assert finding["where"].endswith(".py:" + finding["where"].rpartition(":")[2])
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ((), "there is no task to prove"),
+        (("gpt", "--inject", "nothing"), "'nothing' is not a bug"),
+        (("gpt", "--layouts", "dq=2"), "dq"),
+        (("gpt", "--layouts", "dp=2", "--ranks", "4"), "do not go together"),
+        (("gpt", "--steps", "0"), "--steps 0"),
+        (("gpt", "--ranks", "0"), "--ranks 0"),
+        (("gpt", "--dtype", "int8"), "--dtype int8"),
+    ],
+)
+def test_prove_refuses_wrong_words(words: tuple[str, ...], told: str, tmp_path: Path) -> None:
+    done = phalanx("prove", *words, cwd=tmp_path)
+    assert done.returncode == 2
+    assert told in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not list(tmp_path.glob("runs/*/proof.json"))
+
+
+def test_bugs_are_listed(tmp_path: Path) -> None:
+    done = phalanx("prove", "--inject", "list", cwd=tmp_path)
+    assert done.returncode == 0
+    assert "norms_not_summed_over_tp" in done.stdout

@@ -36,7 +36,7 @@ def folder(tmp_path: Path) -> Path:
 
 def _shortened(words: list[str]) -> list[str]:
     """What makes a command quick without changing what it does."""
-    if {"--config", "--dry-run", "--help"} & set(words):
+    if {"--config", "--dry-run", "--help"} & set(words) or "prove" in words:
         return []
     small = ["megabytes=0.3", "width=32", "layers=4", "length=32"] if "gpt" in words else []
     steps = [] if "--steps" in words else ["--steps", "3"]
@@ -47,7 +47,7 @@ def _shortened(words: list[str]) -> list[str]:
 def test_commands_run(page: Path, folder: Path) -> None:
     for words in commands(page):
         done = phalanx(*words[1:], *_shortened(words), cwd=folder)
-        assert done.returncode == 0, f"{shlex.join(words)}\n{done.stderr}"
+        assert done.returncode == int("--inject" in words), f"{shlex.join(words)}\n{done.stderr}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -6,7 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from phalanx import data, losses
+    from phalanx import data, losses, prove
     from phalanx.anatomy import Anatomy
     from phalanx.cluster import Cluster
     from phalanx.errors import CannotHere, WrongUse
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "Anatomy", "CannotHere", "Cluster", "Engine", "Layout", "Logits", "Loss", "Run", "Task", "Verdict", "WrongUse",
-    "data", "losses",
+    "data", "losses", "prove",
 ]  # fmt: skip
 
 _HOMES = {
@@ -33,7 +33,7 @@ def __getattr__(name: str) -> Any:
     """Import on first use, so that ``phalanx --help`` and a typing error need not wait for torch."""
     if name in _HOMES:
         return getattr(importlib.import_module(f"phalanx.{_HOMES[name]}"), name)
-    if name in ("data", "losses", "task"):
+    if name in ("data", "losses", "prove", "task"):
         return importlib.import_module(f"phalanx.{name}")
     raise AttributeError(f"module 'phalanx' has no attribute {name!r}")
 

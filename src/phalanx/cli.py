@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -63,6 +64,37 @@ def train(
     except BrokenPipeError:  # whoever read this has left; what was done is done
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     raise SystemExit(verdict.exit_code)
+
+
+@app.command()
+def prove(
+    task: Annotated[str | None, typer.Argument(help="file.py, file.py:Class, or a recipe's name")] = None,
+    more: Annotated[list[str] | None, typer.Argument(metavar="[LAYOUT]...", help="layouts, as with --layouts")] = None,
+    layouts: Annotated[list[str], typer.Option(help="a layout, or all that --ranks allow")] = [],  # noqa: B006
+    ranks: Annotated[int | None, typer.Option(help="how many ranks all layouts have; by default 4")] = None,
+    steps: Annotated[int, typer.Option(help="how many steps are compared")] = 3,
+    set_: Annotated[list[str], typer.Option("--set", metavar="NAME=VALUE", help="set a field of the task")] = [],  # noqa: B006
+    dtype: Annotated[str | None, typer.Option(help="bf16: prove what is particular to that precision too")] = None,
+    inject: Annotated[str | None, typer.Option(metavar="BUG", help="plant a known bug; list: say which")] = None,
+    run: Annotated[Path | None, typer.Option(help="the run's folder; by default the next free one under runs/")] = None,
+    json: Annotated[bool, typer.Option("--json", help="print one JSON object and nothing else")] = False,
+) -> None:
+    """Show that a task trains under a layout as on one device, or say where and why it does not."""
+    from phalanx.prove.job import Job, listed
+
+    if inject == "list":
+        print(listed())
+        return
+    job = Job.resolve(
+        task=task, layouts=[*layouts, *(more or [])], assignments=set_, ranks=ranks, steps=steps, dtype=dtype,
+        inject=inject,
+    )  # fmt: skip
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that ranks and folders are seen to
+    try:
+        raise SystemExit(job.run(run, as_text=not json))
+    except KeyboardInterrupt:
+        print("stopped: every rank has ended, and nothing was concluded", file=sys.stderr)
+        raise SystemExit(130) from None
 
 
 def main() -> None:

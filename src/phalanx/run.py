@@ -30,12 +30,16 @@ class Run:
     @classmethod
     def create(cls, path: str | Path | None, name: str) -> Run:
         """A new folder: the one asked for, which must not hold a run, or the next free ``runs/<name>-<number>``."""
+        if path is not None and cls(path).settings_path.exists():
+            raise WrongUse(f"{path} holds a run already. Give another --run, or remove that folder.")
+        return cls.folder(path, name)
+
+    @classmethod
+    def folder(cls, path: str | Path | None, name: str) -> Run:
+        """The folder asked for, made if it is not there, or the next free ``runs/<name>-<number>``."""
         if path is not None:
-            run = cls(path)
-            if run.settings_path.exists():
-                raise WrongUse(f"{run.path} holds a run already. Give another --run, or remove that folder.")
-            _make(run.path, exist_ok=True)
-            return run
+            _make(Path(path), exist_ok=True)
+            return cls(path)
         number = 1
         while True:
             try:

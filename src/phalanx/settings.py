@@ -17,7 +17,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from phalanx.errors import WrongUse, closest
 from phalanx.task import Task
 
-RECIPES = {"gpt": "phalanx.recipes.gpt:GPT"}
+RECIPES = {"gpt": "phalanx.recipes.gpt:GPT", "shapes": "phalanx.recipes.shapes:Shapes"}
 
 
 def find_task(reference: str) -> type[Task]:
@@ -60,6 +60,16 @@ def _import(path: Path) -> types.ModuleType:
             "Mend the file, or install what it needs."
         ) from None
     return module
+
+
+def plain_settings(task: Task) -> dict[str, Any]:
+    """A task's fields, as far as text can set them."""
+    fields = {f.name: getattr(task, f.name) for f in dataclasses.fields(task) if f.init}
+    return {
+        name: value.name if isinstance(value, enum.Enum) else "none" if value is None else value
+        for name, value in fields.items()
+        if value is None or isinstance(value, (bool, int, float, str, list, tuple, Path, enum.Enum))
+    }
 
 
 def _choose(module: types.ModuleType, name: str, file: str) -> type[Task]:

@@ -112,6 +112,10 @@ class Task:
 
         return factor
 
+    def tiny(self) -> Task:
+        """The same task with small sizes, for `phalanx prove`: structure kept, a second to train on one core."""
+        return self
+
     def anatomy(self, model: nn.Module) -> Anatomy:
         """What the model consists of. Override to give rules: ``return Anatomy.of(model, blocks="trunk.*")``."""
         return Anatomy.of(model)

@@ -20,7 +20,7 @@ class Blocks(Digits):
 def gradients(layout):
     found = {}
     with phalanx.Engine(Blocks(precision="float64"), layout, device="cpu") as engine:
-        engine.on_gradients = found.update
+        engine.on_gradients = lambda *summed: found.update(engine.whole_gradients(*summed))
         engine.step(next(engine.batches()))
     return found
 

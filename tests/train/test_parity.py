@@ -13,7 +13,8 @@ import pytest
 import torch.distributed as dist
 
 from phalanx import Layout, Task
-from tests.layouts import covering, every_layout, task_for
+from phalanx.prove.layouts import covering
+from tests.layouts import every_layout, task_for
 from tests.parity import TASKS, TOLERANCE, HostileVision, Packed, Trace, difference, reference, spread_run
 from tests.ranks import Ranks
 

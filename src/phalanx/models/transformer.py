@@ -26,6 +26,8 @@ class TransformerConfig:
     heads: int = 4
     kv_heads: int | None = None
     hidden: int | None = None
+    bias: bool = False
+    """Of the linears in blocks."""
     dropout: float = 0.0
     tied: bool = False
     rope_base: float = 10_000.0
@@ -68,10 +70,10 @@ class Attention(nn.Module):
         super().__init__()
         self.head_width = config.width // config.heads
         kv_width = (config.kv_heads or config.heads) * self.head_width
-        self.q_proj = nn.Linear(config.width, config.width, bias=False)
-        self.k_proj = nn.Linear(config.width, kv_width, bias=False)
-        self.v_proj = nn.Linear(config.width, kv_width, bias=False)
-        self.o_proj = nn.Linear(config.width, config.width, bias=False)
+        self.q_proj = nn.Linear(config.width, config.width, bias=config.bias)
+        self.k_proj = nn.Linear(config.width, kv_width, bias=config.bias)
+        self.v_proj = nn.Linear(config.width, kv_width, bias=config.bias)
+        self.o_proj = nn.Linear(config.width, config.width, bias=config.bias)
 
     def forward(self, x_BTD: Tensor, rotation: Rotation, mask: Tensor | None) -> Tensor:
         q_BHTC, k_BKTC, v_BKTC = (
@@ -95,9 +97,9 @@ class FeedForward(nn.Module):
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
         hidden = hidden_width(config)
-        self.gate_proj = nn.Linear(config.width, hidden, bias=False)
-        self.up_proj = nn.Linear(config.width, hidden, bias=False)
-        self.down_proj = nn.Linear(hidden, config.width, bias=False)
+        self.gate_proj = nn.Linear(config.width, hidden, bias=config.bias)
+        self.up_proj = nn.Linear(config.width, hidden, bias=config.bias)
+        self.down_proj = nn.Linear(hidden, config.width, bias=config.bias)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         return self.down_proj(F.silu(self.gate_proj(x_BTD)) * self.up_proj(x_BTD))

@@ -204,7 +204,7 @@ class Blueprint:
             fill = counter.fill_normal if func is aten.randn.default else counter.fill_uniform
             return fill(target, stream, 0.0, 1.0)
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(stream & 0x7FFFFFFFFFFFFFFF)
+            torch.default_generator.manual_seed(stream & 0x7FFFFFFFFFFFFFFF)  # torch.manual_seed looks for every device
             return func(*args, **kwargs)
 
 

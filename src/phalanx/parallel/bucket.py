@@ -79,13 +79,13 @@ class Weight:
         if one_memory and storage.ranks == 1:
             self.piece = self.full
         elif one_memory:
-            self.piece = self._parameter(self._own_rows(self.whole.tensor))
+            self.piece = self._parameter(self.own_rows(self.whole.tensor))
         else:
-            rows = self._own_rows(value)
+            rows = self.own_rows(value)
             self.piece = self._parameter(Room(rows.shape, storage.parameter, storage.home).tensor.copy_(rows))
         self.install(self.full)
 
-    def _own_rows(self, whole: Tensor) -> Tensor:
+    def own_rows(self, whole: Tensor) -> Tensor:
         return whole.reshape(self.rows, *self.shape[1:])[self.first : self.last]
 
     def _parameter(self, value: Tensor) -> nn.Parameter:

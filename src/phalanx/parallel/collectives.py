@@ -23,7 +23,16 @@ sent: Counter[tuple[str, str]] = Counter()
 what ours do, but for small messages that go to everybody at once."""
 
 
+calls: Counter[tuple[str, str]] = Counter()
+"""How many they were."""
+watch: Callable[[str, str, Tensor], None] | None = None
+"""Told of every message or collective, when it is launched: its axis, its kind, and what this rank brings."""
+
+
 def _count(group: Group, kind: str, tensor: Tensor, share: float) -> None:
+    if watch is not None:
+        watch(group.group_desc, kind, tensor)
+    calls[group.group_desc, kind] += 1
     sent[group.group_desc, kind] += round(tensor.numel() * tensor.element_size() * share)
 
 
@@ -109,6 +118,8 @@ def send(tensor: Tensor, group: Group, to: int) -> Pending:
 
 def receive(tensor: Tensor, group: Group, source: int) -> Pending:
     """From a rank of the world that is in the group."""
+    if watch is not None:
+        watch(group.group_desc, "receive", tensor)
     return Pending([work for work in [dist.irecv(tensor, source, group=group)] if work is not None])
 
 

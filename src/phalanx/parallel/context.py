@@ -39,6 +39,22 @@ MIXING = (
 NO_ATTENTION = "Write attention with torch.nn.functional.scaled_dot_product_attention, or use fsdp or tp instead of cp."
 
 
+def check_context(model: nn.Module, anatomy: Anatomy, ranks: int) -> None:
+    """Refuse a model whose positions cannot be divided."""
+    if not anatomy.cuts:
+        raise WrongUse(
+            f"cp={ranks} needs a model whose blocks follow each other in one list, and none was found in "
+            f"{type(model).__name__}. Name them in Task.anatomy, or use fsdp instead of cp."
+        )
+    for name in anatomy.blocks:
+        for inner, module in model.get_submodule(name).named_modules(prefix=name):
+            if isinstance(module, MIXING):
+                raise WrongUse(
+                    f"{inner} is a {type(module).__name__}, which mixes positions where cp={ranks} cannot reach it. "
+                    f"{NO_ATTENTION}"
+                )
+
+
 class ContextParallel:
     """Makes a model's blocks work with their positions."""
 
@@ -54,21 +70,12 @@ class ContextParallel:
         self._known_places: dict[tuple[int, int], Tensor] = {}
         self._known_orders: dict[int, Tensor] = {}
         self._known_mask: tuple[tuple[int, int, torch.dtype] | None, Tensor] = (None, torch.empty(0))
-        if not anatomy.cuts:
-            raise WrongUse(
-                f"cp={self.ranks} needs a model whose blocks follow each other in one list, and none was found in "
-                f"{type(model).__name__}. Name them in Task.anatomy, or use fsdp instead of cp."
-            )
+        check_context(model, anatomy, self.ranks)
         for name in anatomy.blocks:
             block = model.get_submodule(name)
-            for inner, module in block.named_modules(prefix=name):
-                if isinstance(module, MIXING):
-                    raise WrongUse(
-                        f"{inner} is a {type(module).__name__}, which mixes positions where cp={self.ranks} cannot "
-                        f"reach it. {NO_ATTENTION}"
-                    )
+            for module in block.modules():
                 if hasattr(module, "whole_time"):
-                    module.whole_time, module.own_time = self._whole_time, self._own_time
+                    vars(module).update(whole_time=self._whole_time, own_time=self._own_time)
             ends = name == anatomy.blocks[0], name == anatomy.blocks[-1]
             block.forward = partial(self._block, name, _attends(block), block.forward, *ends)
         for name in anatomy.after if lazy_heads else ():
@@ -116,9 +123,10 @@ class ContextParallel:
     def begin(self, time: int) -> None:
         """From here to the last block, this rank holds its positions of sequences of this length."""
         moment = self.randomness.moment
-        moment.time, moment.here = time, self._places(time, self.rank)
+        moment.time, moment.here = time, self.places(time, self.rank)
 
-    def _places(self, time: int, rank: int) -> Tensor:
+    def places(self, time: int, rank: int) -> Tensor:
+        """The positions of a sequence that a rank holds."""
         if (time, rank) not in self._known_places:
             self._known_places[time, rank] = self._make_places(time, rank)
         return self._known_places[time, rank]
@@ -172,7 +180,7 @@ class ContextParallel:
             return self._known_orders[time]
         order = torch.empty(time, dtype=torch.int64, device=self.randomness.device)
         for rank in range(self.ranks):
-            places = self._places(time, rank)
+            places = self.places(time, rank)
             order[places] = rank * each + torch.arange(len(places), device=order.device)
         self._known_orders[time] = order
         return order
@@ -302,7 +310,7 @@ class ContextParallel:
         for logits in leaves(output, Logits):
             if logits.hidden.ndim != 3:
                 continue  # folded: every rank computes all of its loss
-            places = self._places(logits.hidden.shape[TIME], self.rank)
+            places = self.places(logits.hidden.shape[TIME], self.rank)
             logits.sequence = Sequence(
                 partial(torch.index_select, dim=TIME, index=places), partial(add_up, group=self.group, alike=False)
             )

@@ -52,7 +52,7 @@ class Holding:
         cut, index = self.cut(name), self.mesh.index("tp")
         return cut.sharers(index) if cut and cut.axis == "tp" else list(range(self.mesh.size("tp")))
 
-    def _adding(self, name: str) -> list[int]:
+    def adding(self, name: str) -> list[int]:
         """The ranks of ``tp`` whose gradients add up: those that hold the same and each computed something else."""
         cut = self.cut(name)
         divided = cut is not None and cut.axis == "tp"
@@ -66,7 +66,7 @@ class Holding:
         """Sum what several ranks have parts of, in place. All of them must call it, also those that have none."""
         tp, pp = self.mesh.group("tp"), self.mesh.group("pp")
         if tp is not None:
-            _sum_among([(part, self._adding(name)) for name, part in gradients], like, tp)
+            _sum_among([(part, self.adding(name)) for name, part in gradients], like, tp)
         if pp is not None and any(len(self.stage_ranks(name)) > 1 for name in self.shapes):
             _sum_among([(part, self.stage_ranks(name)) for name, part in gradients], like, pp)
 

@@ -159,6 +159,11 @@ class Pipeline:
         value = float("nan") if shape.is_floating_point() else 0
         return torch.full((), value, dtype=shape.dtype, device=self.device).expand(shape.shape)
 
+    @staticmethod
+    def absent(tensor: Tensor) -> bool:
+        """Whether a tensor is made of what only another stage has."""
+        return tensor.is_floating_point() and bool(tensor.isnan().all())
+
     def _block(self, name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         own, place = self.stages.blocks[self.active], self._order[name]
         first, last = self._order[own[0]], self._order[own[-1]]

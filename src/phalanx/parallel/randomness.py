@@ -98,7 +98,8 @@ class Randomness:
         self.inner: Region | None = None
         """Likewise, between the columns and the rows of tensor parallelism."""
         self._depth, self._call = 0, 0
-        self._name = ""
+        self.name = ""
+        """Of the scope."""
         self._visits: dict[str, int] = {}
         self._keys: tuple[Tensor, Tensor] | None = None
 
@@ -107,8 +108,8 @@ class Randomness:
         """Draws inside belong to ``name``, and to which of its visits in this micro-batch it is."""
         if not self._depth:
             self._visits.clear()
-        outer = self._name, self._call, self._keys, self.region, self.inner
-        self._name, self._call, self._keys = f"{name} {visit}" if visit else name, 0, None
+        outer = self.name, self._call, self._keys, self.region, self.inner
+        self.name, self._call, self._keys = f"{name} {visit}" if visit else name, 0, None
         self.region = self.inner = None
         self._depth += 1
         try:
@@ -116,7 +117,7 @@ class Randomness:
                 yield
         finally:
             self._depth -= 1
-            self._name, self._call, self._keys, self.region, self.inner = outer
+            self.name, self._call, self._keys, self.region, self.inner = outer
 
     @property
     def calls(self) -> int:
@@ -157,7 +158,7 @@ class Randomness:
     def keys(self) -> tuple[Tensor, Tensor]:
         """A key for each sample of the micro-batch, and one for what all samples share."""
         if self._keys is None:
-            stream = counter.key(self.seed, "forward", self.moment.step, self._name)
+            stream = counter.key(self.seed, "forward", self.moment.step, self.name)
             rows = torch.from_numpy(self.moment.slots).to(self.device) * counter.STRIDE + stream
             self._keys = counter.mix(rows), torch.tensor(stream, device=self.device)
         return self._keys

@@ -28,6 +28,8 @@ class Reduction:
 
     def __init__(self, buckets: Sequence[Bucket], replicas: Group | None, gathering: Gathering | None) -> None:
         self.buckets, self.replicas, self.gathering = buckets, replicas, gathering
+        self.on_gradient: Callable[[str, Tensor], None] | None = None
+        """Told each gradient that this rank's own backward made, before it is summed over ranks."""
         if gathering is not None:
             gathering.on_done = self.done
         self._position = {id(bucket): index for index, bucket in enumerate(buckets)}
@@ -74,8 +76,7 @@ class Reduction:
                 f"backward used {weight.name} after it was let go: a module of its block gives its output in a form "
                 "that cannot be followed. Give tensors, or lists, dicts or dataclasses of them; or use zero=2."
             )
-        bucket.collect(weight)
-        self.touched.add(weight.name)
+        self._collect(bucket, weight)
         missing = self._missing[id(bucket)]
         missing.discard(weight.name)
         if not missing and not (self.gathering and self.gathering.busy(bucket)):
@@ -106,6 +107,11 @@ class Reduction:
         """Bring a gradient that was left out of its backward."""
         bucket, weight = self._homes[id(parameter)]
         weight.full.grad = gradient
+        self._collect(bucket, weight)
+
+    def _collect(self, bucket: Bucket, weight: Weight) -> None:
+        if self.on_gradient is not None and weight.full.grad is not None:
+            self.on_gradient(weight.name, weight.full.grad)
         bucket.collect(weight)
         self.touched.add(weight.name)
 

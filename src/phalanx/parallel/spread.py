@@ -26,7 +26,7 @@ from phalanx.parallel.answers import Answers, key_dropout_modules
 from phalanx.parallel.batchnorm import spread_batchnorm
 from phalanx.parallel.blueprint import Blueprint
 from phalanx.parallel.bucket import Bucket, Storage, Weight
-from phalanx.parallel.context import ContextParallel
+from phalanx.parallel.context import ContextParallel, check_context
 from phalanx.parallel.cuts import Plan, make_plan
 from phalanx.parallel.expert import ExpertParallel, cut_experts
 from phalanx.parallel.holding import Holding
@@ -309,6 +309,8 @@ def check_model(layout: Layout, model: nn.Module, anatomy: Anatomy) -> None:
     plan = make_plan(model, anatomy, layout.tp, 0) if layout.tp > 1 else Plan()
     if layout.ep > 1:
         cut_experts(plan, model, anatomy, layout.ep)
+    if layout.cp > 1:
+        check_context(model, anatomy, layout.cp)
     if layout.pp > 1:
         divide(model, anatomy, layout.pp, layout.schedule)
 

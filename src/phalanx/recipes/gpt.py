@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sysconfig
 from dataclasses import dataclass
 from functools import cached_property
@@ -26,6 +27,7 @@ class GPT(phalanx.Task):
     layers: int = 4
     heads: int = 4
     kv_heads: int = 2
+    bias: bool = False
     dropout: float = 0.0
     tied: bool = False
     experts: int = 0
@@ -41,8 +43,13 @@ class GPT(phalanx.Task):
     def model(self) -> nn.Module:
         return Transformer(TransformerConfig(
             vocabulary=256, width=self.width, layers=self.layers, heads=self.heads, kv_heads=self.kv_heads,
-            dropout=self.dropout, tied=self.tied, experts=self.experts,
+            bias=self.bias, dropout=self.dropout, tied=self.tied, experts=self.experts,
         ))  # fmt: skip
+
+    def tiny(self) -> GPT:
+        return dataclasses.replace(
+            self, width=8 * self.heads, layers=min(self.layers, 2), length=min(self.length, 12), megabytes=0.2
+        )
 
     @cached_property
     def _text(self) -> tuple[np.ndarray, np.ndarray]:

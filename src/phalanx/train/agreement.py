@@ -19,6 +19,11 @@ from phalanx.parallel import collectives
 if TYPE_CHECKING:
     from phalanx.train.engine import Engine
 
+
+class Disagreement(WrongUse):
+    """Ranks do not mean the same job."""
+
+
 ADVICE = {
     "settings": "Start every rank with the same task and settings.",
     "layout": "Start every rank with the same layout.",
@@ -41,7 +46,7 @@ def check_agreement(engine: Engine, *names: str) -> None:
         different = [rank for rank, value in enumerate(every[:, column].tolist()) if value != every[0, column]]
         if different:
             ranks = ", ".join(map(str, different[:8]))
-            raise WrongUse(
+            raise Disagreement(
                 f"the {name} of rank {ranks} is not that of rank 0 "
                 f"(rank {engine.environment.rank} has: {facts[name][:200]}). {advice}"
             )
@@ -61,7 +66,7 @@ def _layout(engine: Engine) -> str:
 def _data(engine: Engine) -> str:
     size = engine.order.size
     some = sorted({0, size // 3, 2 * size // 3, size - 1})
-    return f"{size} samples, of which {some} are {_digest([engine.loader.reader.read(index) for index in some])}"
+    return f"{size} samples, of which {some} are {digest([engine.loader.reader.read(index) for index in some])}"
 
 
 def _model(engine: Engine) -> str:
@@ -76,7 +81,7 @@ FACTS: dict[str, Callable[[Engine], str]] = {
 }
 
 
-def _digest(value: Any) -> str:
+def digest(value: Any) -> str:
     """A short hash of a sample's contents."""
     found = hashlib.sha256()
 

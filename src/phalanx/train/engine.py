@@ -60,8 +60,9 @@ class Engine:
         self.loss_scale = LossScale(dynamic=task.precision == "fp16")
         self.clock = Clock(self.device)
         self.step_number = 0
-        self.on_gradients: Callable[[Gradients], None] | None = None
-        """Told the whole gradients of every step, divided and not yet clipped. Costs a gather of all of them."""
+        self.on_gradients: Callable[[float, set[str]], None] | None = None
+        """Called in every step when gradients are summed and neither divided nor clipped, with the divisor and the
+        weights that no rank has a gradient of: just what `whole_gradients` takes."""
         self._waited = 0.0
         with ExitStack() as undo:  # what was made is taken apart again if something here fails
             self._spread(data, timeout, undo)
@@ -161,9 +162,9 @@ class Engine:
 
         return Batch({name: mapped(value, place) for name, value in batch.items()})
 
-    def whole_gradients(self, factor: float, without: set[str]) -> Gradients:
-        """All gradients, whole, times ``factor``; None where no rank has one. All ranks must call it."""
-        return {name: None if name in without else g * factor for name, g in self.spread.whole.gradients()}
+    def whole_gradients(self, divisor: float, without: set[str]) -> Gradients:
+        """All summed gradients, whole and divided; None where no rank has one. All ranks must call it."""
+        return {name: None if name in without else g / divisor for name, g in self.spread.whole.gradients()}
 
     def whole_weights(self) -> dict[str, Tensor]:
         """Weights and buffers, whole, under the model's own names. All ranks must call it."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import enum
 import os
 import shutil
 from collections.abc import Mapping, Sequence
@@ -25,8 +23,9 @@ from phalanx.layout import Layout
 from phalanx.parallel.blueprint import Blueprint
 from phalanx.parallel.spread import check_model
 from phalanx.precision import DTYPES
+from phalanx.proofs import said
 from phalanx.run import EventLog, Run, read_settings
-from phalanx.settings import find_task, make_task, parse_assignments
+from phalanx.settings import find_task, make_task, parse_assignments, plain_settings
 from phalanx.task import Task
 from phalanx.train.engine import Engine, length
 from phalanx.train.loop import Summary, train
@@ -95,7 +94,7 @@ class Job:
         check_model(self.layout, model, anatomy)
         seed_globally(self.task.seed, "data")
         order = Order(length(self.task.data(), "data", self.task), self.task.global_batch, self.task.seed)
-        settings = ", ".join(f"{name}={value}" for name, value in self._settings().items())
+        settings = ", ".join(f"{name}={value}" for name, value in plain_settings(self.task).items())
         lines = {
             "task": f"{self.reference} ({type(self.task).__name__})",
             "set": settings,
@@ -109,15 +108,6 @@ class Job:
         notes = self.layout.notes(self.cluster.device, self.layout.micro_batches(self.task.global_batch))
         return "\n".join([*told, *(f"   note  {note}" for note in notes)])
 
-    def _settings(self) -> dict[str, Any]:
-        """The task's fields, as far as text can set them."""
-        fields = {f.name: getattr(self.task, f.name) for f in dataclasses.fields(self.task) if f.init}
-        return {
-            name: value.name if isinstance(value, enum.Enum) else "none" if value is None else value
-            for name, value in fields.items()
-            if value is None or isinstance(value, (bool, int, float, str, list, tuple, Path, enum.Enum))
-        }
-
     def train(self, path: Path | None) -> Verdict:
         """Run it to the end."""
         run = Run.create(path, Path(self.reference.partition(":")[0]).stem)
@@ -128,7 +118,8 @@ class Job:
             "device": self.cluster.device,
             "timeout": self.timeout.total_seconds(),
         }
-        run.write_settings({"run": place, "settings": self._settings()})
+        print(f"  proof  {said(self.task, plain_settings(self.task), self.layout, run.path.parent, self.reference)}")
+        run.write_settings({"run": place, "settings": plain_settings(self.task)})
         outcome = run_ranks(partial(self._rank, run), self.cluster.world)
         return self._verdict(run, outcome)
 

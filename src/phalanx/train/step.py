@@ -35,8 +35,10 @@ class Metrics:
     """Per term of the loss, over the global batch."""
     grad_norm: float
     """Of the mean gradient, before clipping."""
+    clip_factor: float
+    """What the gradient was multiplied by; 1 where it was short enough."""
     lr: float
-    count: int
+    count: float
     """Terms of the loss in the global batch: samples, or tokens."""
     slots: int
     """Samples in the global batch."""
@@ -95,12 +97,12 @@ def train_step(engine: Engine, batch: StepBatch) -> Metrics:
     norm = math.sqrt(norm_squared) / divisor if norm_squared >= 0 else math.nan
     finite = math.isfinite(norm) and math.isfinite(total)
     if engine.on_gradients is not None:
-        engine.on_gradients(engine.whole_gradients(1 / divisor, without))
+        engine.on_gradients(divisor, without)
 
     lr = engine.set_learning_rate(batch.step)
+    clip_factor = min(1.0, task.clip / (norm + 1e-6))
     if finite and count > 0:
-        clipped = min(1.0, task.clip / (norm + 1e-6))
-        spread.give_gradients(clipped / divisor, without)
+        spread.give_gradients(clip_factor / divisor, without)
         engine.optimizer.step()
         spread.updated()
     scale.update(finite)
@@ -111,8 +113,9 @@ def train_step(engine: Engine, batch: StepBatch) -> Metrics:
         step=batch.step,
         loss=total / count if count else math.nan,
         grad_norm=norm,
+        clip_factor=clip_factor,
         lr=lr,
-        count=round(count),
+        count=round(count) if count == round(count) else count,
         slots=batch.slots,
         samples=batch.samples,
         skipped=not finite or count <= 0,

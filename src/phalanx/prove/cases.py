@@ -1,0 +1,325 @@
+"""Making a case: the task shrunk and made hostile, its reference, and how much rounding it bears."""
+
+from __future__ import annotations
+
+import copy
+import math
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from phalanx.errors import WrongUse
+from phalanx.layout import Layout
+from phalanx.parallel.randomness import Randomness
+from phalanx.precision import DTYPES
+from phalanx.prove import trial
+from phalanx.prove.hostile import BATCH, Hostile, Trial, hostile, ignorable, vocabularies
+from phalanx.prove.ladder import MOST_BAR, Standard, off, size
+from phalanx.prove.layouts import MICRO_BATCHES, as_proven
+from phalanx.prove.pieces import Piece
+from phalanx.prove.record import Whole, observe
+from phalanx.prove.reference import Reference, Step
+from phalanx.prove.scene import bare
+from phalanx.prove.shrink import Needs, shrunk
+from phalanx.prove.sites import location
+from phalanx.prove.steady import PHALANX, TORCH
+from phalanx.prove.trial import Case
+from phalanx.task import Precision, Task
+
+NUDGES = (1, 2)
+
+
+class Unprovable(Exception):
+    """A task of which nothing can be proven: why, and what to do."""
+
+    def __init__(self, summary: str, next: str, code: int | None = None) -> None:
+        """``code``: an exit code other than that of a finding."""
+        super().__init__(summary)
+        self.summary, self.next, self.code = summary, next, code
+
+
+@dataclass
+class Docket:
+    """The cases that some layouts need, each made once."""
+
+    task: Task
+    steps: int
+    ranks: int
+    cases: list[Case] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    """What was shrunk."""
+    hostility: list[str] = field(default_factory=list)
+    """What was made awkward."""
+    _tasks: dict[Needs, tuple[Task, bool]] = field(default_factory=dict)
+    _numbers: dict[tuple[Needs, int], int] = field(default_factory=dict)
+    _narrow: dict[tuple[int, str], int] = field(default_factory=dict)
+
+    @property
+    def batch(self) -> int:
+        """Samples of a step: no multiple of ranks, and more than two for each."""
+        return BATCH if self.ranks <= 8 else 2 * self.ranks + 1
+
+    def number(self, layout: Layout) -> int:
+        """The case that a layout is held against; made if there is none yet."""
+        try:
+            return self._number(layout)
+        except (WrongUse, Unprovable):
+            raise
+        except Exception as error:
+            frames = [f for f in traceback.extract_tb(error.__traceback__) if not _ours(f.filename)]
+            where = f" ({frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line})" if frames else ""
+            raise Unprovable(
+                f"{type(self.task).__name__} fails on one device: {type(error).__name__}: {error}{where}",
+                "Train it on one rank first: phalanx train TASK --steps 1. If that works, what a proof does to a task "
+                "is too much for it: give it a tiny() of its own.",
+                code=2,
+            ) from error
+
+    def _number(self, layout: Layout) -> int:
+        needs = Needs.of([layout])
+        if needs not in self._tasks:
+            task = self._prepared(needs)
+            self._tasks[needs] = task, Reference(task).run(1).couples_samples
+        task, _ = self._tasks[needs]
+        key = needs, self._groups(layout)
+        if key not in self._numbers:
+            self._numbers[key] = len(self.cases)
+            self.cases.append(Case(task, self._standard(task, key[1]), key[1]))
+        return self._numbers[key]
+
+    def known(self, layout: Layout) -> int | None:
+        """The case that a layout is held against, if there is one."""
+        needs = Needs.of([layout])
+        return self._numbers.get((needs, self._groups(layout))) if needs in self._tasks else None
+
+    def _groups(self, layout: Layout) -> int:
+        """Micro-batches of the reference: as many as the layout has, if it matters which samples are together."""
+        task, couples = self._tasks[Needs.of([layout])]
+        return as_proven(layout, task.global_batch).micro_batches(task.global_batch) if couples else 1
+
+    def narrow(self, number: int, dtype: Precision) -> int:
+        """The same case in a narrow dtype: how far one device itself is off there sets what a layout may be."""
+        key = number, dtype
+        if key not in self._narrow:
+            case = self.cases[number]
+            task = copy.copy(case.task)
+            object.__setattr__(task, "precision", dtype)
+            self.cases.append(Case(task, replace(case.standard, bar=math.inf, limits={}), case.micro_batches))
+            self._narrow[key] = len(self.cases) - 1
+            trial.CASES[:] = self.cases
+            each = -(-task.global_batch // max(MICRO_BATCHES, case.micro_batches))
+            told = trial.attest(self._narrow[key], Layout(micro_batch=each), None)
+            self.cases[-1].standard = case.standard.narrowed(told.errors, torch.finfo(DTYPES[dtype].compute).eps)
+        return self._narrow[key]
+
+    def _prepared(self, needs: Needs) -> Task:
+        """A task whose targets are ignored unevenly and whose gradients are clipped."""
+        small = shrunk(self.task, needs)
+        for note in small.notes:
+            if note not in self.notes:
+                self.notes.append(note)
+        terms = Trial(self.steps, self.batch, length=small.length, vocabulary=small.vocabulary)
+        task = hostile(small.task, terms)
+        _look(Reference(task), terms)
+        object.__setattr__(task, "clip", math.inf)
+        steps = Reference(task).run().steps
+        first = steps[0]
+        if first.skipped:
+            raise Unprovable(
+                f"the first step of {type(task).__name__} on one device has a loss of {first.total} over "
+                f"{first.count:g} terms: there is nothing to compare",
+                "Mend that first: is a target out of range, a log of 0, an input not finite?",
+            )
+        norms = [step.norm for step in steps if not step.skipped]
+        between = math.sqrt(min(norms) * max(norms))  # so that some are clipped and some are not
+        object.__setattr__(task, "clip", between if max(norms) > 1.001 * min(norms) else 0.5 * first.norm)
+        ignored = f"targets ignored unevenly ({', '.join(terms.ignorable)}); " if terms.ignorable else ""
+        self.hostility = [
+            f"{task.global_batch} samples a step and {terms.size} an epoch, in micro-batches and buckets; clipped",
+            f"weights, biases and norms disturbed; {ignored}one sample's loss not a number in step {terms.poisoned}",
+        ]
+        return task
+
+    def _standard(self, task: Task, groups: int) -> Standard:
+        reference = Reference(task, groups).run()
+        made = reference.decisions
+        _check_function(task)
+        _check_repeats(task, groups, reference.steps, Reference(task, groups).run().steps)
+        nudged = [Reference(task, groups, nudge, decisions=made).run() for nudge in NUDGES]
+        standard = Standard.measured(reference, nudged)
+        if made.lifted:
+            note = "casts to a lower precision inside of the model are left out"
+            self.hostility = [*self.hostility, *([note] if note not in self.hostility else [])]
+        if not standard.certifies:
+            raise Unprovable(
+                f"cannot certify: one rounding at the beginning becomes {standard.sensitivity:.1e} in "
+                f"{type(task).__name__} on one device, and a bug of up to {standard.bar:.1e} could hide in that; the "
+                f"bar must be {MOST_BAR:.0e} or less",
+                "Something computes in a lower precision, or divides by next to nothing: keep to the dtype of the "
+                "inputs in the model's forward (no .float()), and look for logs and roots near 0.",
+                code=3,
+            )
+        if not reference.couples_samples:
+            _check_sum_of_samples(task, standard)
+        return standard
+
+
+def _ours(file: str) -> bool:
+    path = Path(file).resolve()
+    return path.is_relative_to(TORCH) or path.is_relative_to(PHALANX)
+
+
+def _look(reference: Reference, trial: Trial) -> None:
+    """Find out what may be done to a task's columns."""
+    ids = reference.order.ids(0)
+    batch, _ = reference.batch(0, ids)
+    ended = vocabularies(reference.model, batch)
+    with reference.randomness.scope("task"):
+        output = reference.output(0, np.arange(len(ids)), batch)
+        found = ignorable(reference.task, reference.model, batch, output)
+    trial.spread = ended()
+    logits = getattr(output, "logits", output)
+    classes = logits.shape[-1] if hasattr(logits, "shape") and len(logits.shape) else 0
+    if classes in trial.spread.values():
+        trial.spread |= dict.fromkeys(found, classes)
+    trial.ignorable = found
+
+
+class _Calls:
+    """What each module gave, call by call."""
+
+    def __init__(self) -> None:
+        self.given: list[tuple[str, Tensor]] = []
+
+    def attach(self, model: nn.Module, randomness: Randomness) -> None:
+        observe(model, lambda name, tensor: self.given.append((name, tensor.detach().clone())))
+
+    def take(self) -> list[tuple[str, Tensor]]:
+        given, self.given = self.given, []
+        return given
+
+
+def _check_function(task: Task) -> None:
+    """The same batch must give the same, however often it is computed."""
+    calls = _Calls()
+    reference = Reference(task, observe=calls.attach)
+    slots = np.arange(reference.order.slots(0))
+    batch, _ = reference.batch(0, reference.order.ids(0))
+    once, again = ((reference.loss(0, slots, batch)[0].item(), calls.take()) for _ in range(2))
+    if once[0] == again[0]:
+        return
+    differ = (n for (n, a), (_, b) in zip(once[1], again[1], strict=False) if not _equal(a, b))
+    raise Unprovable(
+        f"{type(task).__name__} is not deterministic: a batch computed twice on one device gives two losses, and "
+        f"the first output that differs is that of {_named(reference.model, next(differ, ''))}",
+        "Make it depend on its inputs, its weights and torch's random functions alone: what Python or numpy draws in "
+        "forward, and what it counts, cannot be kept the same on every layout.",
+    )
+
+
+def _named(model: nn.Module, name: str) -> str:
+    """A module with its class and where that is."""
+    if not name:
+        return "the loss"
+    kind = type(model if bare(name) == "the model" else model.get_submodule(bare(name)))
+    return f"{name} ({kind.__name__}, {location(kind)})"
+
+
+def _check_repeats(task: Task, groups: int, once: Sequence[Step], again: Sequence[Step]) -> None:
+    """One device must do the same twice."""
+    for number, (a, b) in enumerate(zip(once, again, strict=True)):
+        if a.read != b.read:
+            raise Unprovable(
+                f"{type(task).__name__} is not deterministic: reading the same samples of step {number} twice gives "
+                "different ones",
+                "Draw from torch's, numpy's or Python's global generators in Task.data, which are seeded for every "
+                "sample, or from none.",
+            )
+        if any(not _equal(a.weights[name], b.weights[name]) for name in a.weights) or a.total != b.total != math.nan:
+            if a.skipped and b.skipped:
+                continue
+            module = _first_that_differs(task, groups, number)
+            raise Unprovable(
+                f"{type(task).__name__} is not deterministic: step {number} run twice on one device gives different "
+                f"weights, and {module}",
+                "Make it depend on its inputs, its weights and torch's random functions alone.",
+            )
+
+
+def _first_that_differs(task: Task, groups: int, step: int) -> str:
+    one, two = Whole.of(task, groups, step), Whole.of(task, groups, step)
+    for way in ("activations", "backward"):
+        pairs = list(getattr(one, way).items())
+        for name, tensor in pairs if way == "activations" else reversed(pairs):
+            if not _equal(tensor, getattr(two, way)[name]):
+                what = "output" if way == "activations" else "gradient"
+                return f"the first {what} that differs is that of {_named(one.reference.model, name)}"
+    return "no module's output shows it"
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and bool(torch.equal(a.nan_to_num(), b.nan_to_num()))
+
+
+def _check_sum_of_samples(task: Task, standard: Standard) -> None:
+    """A loss must be a sum over samples: then it does not matter which of them are computed together."""
+    assert isinstance(task, Hostile)
+    step = standard.steps[0]
+    total: dict[str, Any] = {}
+    for gradients in Reference(task, decisions=standard.decisions).gradients_by_slot(0):
+        total = {name: total.get(name, 0) + gradient for name, gradient in gradients.items()}
+    scale = max(map(size, step.gradients.values()))
+    for name, want in step.gradients.items():
+        if want is None:
+            continue
+        error = off(total[name] / step.count, want, size(want), scale)
+        if error > standard.bar:
+            module = _first_that_mixes(task)
+            if module:
+                raise Unprovable(
+                    f"the model of {type(task).__name__} mixes samples: a sample computed alone gives something else "
+                    f"than in its batch, first in the output of {module}, so no layout that divides a batch can train "
+                    "like one device",
+                    "Compute each sample by itself, or with a norm over features. Batch-norm is known and spread over "
+                    "ranks; other ways to look across the batch are not.",
+                )
+            raise Unprovable(
+                f"the loss of {type(task).__name__} depends on which samples are computed together: on one device the "
+                f"gradients of single samples do not add up to the batch's ({name} is off by {error:.1e}), so no "
+                "layout that divides a batch can train like one device",
+                f"Return Loss(total, count) with the sum over samples as total, and divide nowhere yourself "
+                f"({location(super(Hostile, task).loss)}).",
+            )
+
+
+def _first_that_mixes(task: Task) -> str:
+    """The first module whose output for one sample depends on the others; empty if none does."""
+    calls = _Calls()
+    reference = Reference(task, observe=calls.attach)
+    ids = reference.order.ids(0)
+    reference.loss(0, np.arange(len(ids)), reference.batch(0, ids)[0])
+    together = calls.take()
+    reference.loss(0, np.arange(1), reference.batch(0, ids[:1])[0])
+    for (name, whole), (_, alone) in zip(together, calls.take(), strict=False):
+        pair = Piece(alone, np.arange(1)).beside(whole, len(ids))
+        if pair is not None and off(pair[0], pair[1], size(pair[1]), 0.0) > MOST_BAR:
+            return _named(reference.model, name)
+    return ""
+
+
+def applicable(task: Task, layout: Layout, model: Any, anatomy: Any) -> str | None:
+    """Why a layout cannot work for a task, or None."""
+    from phalanx.parallel.spread import check_model
+
+    try:
+        layout.check(task.global_batch, layout.world)
+        check_model(layout, model, anatomy)
+    except WrongUse as refusal:
+        return str(refusal)
+    return None

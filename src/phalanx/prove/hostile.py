@@ -1,0 +1,230 @@
+"""A task as it is proven: the user's own, made awkward on purpose. Friendly data hides most bugs.
+
+Batches do not divide by ranks, an epoch ends within the steps, targets are ignored unevenly, weights that begin as
+zeros or ones do not, gradients are clipped, there are several micro-batches and buckets, and in a last step one
+sample's loss is not a number.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import os
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from phalanx import losses
+from phalanx.data.order import Order
+from phalanx.losses import Loss
+from phalanx.parallel import collectives, spread
+from phalanx.parallel.randomness import Moment
+from phalanx.task import Task, as_loss
+from phalanx.train.agreement import digest
+
+BATCH = 17
+"""Samples of a step, for up to 8 ranks: a prime, so that no number of ranks or micro-batches divides it."""
+IGNORED = -100
+BUCKET_BYTES, SMALL_BYTES, LOGIT_ELEMENTS = 1 << 17, 1 << 14, 1 << 14
+
+
+@dataclass
+class Trial:
+    """What is done to a task."""
+
+    steps: int
+    """Those that train; among them is one more, in which the last sample's loss is not a number."""
+    batch: int = BATCH
+    size: int = 0
+    """Samples in all: the second step is short, and the third begins an epoch."""
+    length: int | None = None
+    """Where sequences are cut off."""
+    vocabulary: int | None = None
+    """Larger ids are folded into it."""
+    ignorable: tuple[str, ...] = ()
+    """Columns of targets in which some are ignored."""
+    spread: dict[str, int] = field(default_factory=dict)
+    """Columns of ids that are dealt out over a whole vocabulary, so that each part of it is used."""
+    source: tuple[int, Any] | None = None
+    """The task's data, and in which process it was made."""
+    moment: Moment = field(default_factory=Moment)
+    """What is computed just now; whoever computes puts its own here."""
+
+    @property
+    def poisoned(self) -> int:
+        """The step that must be skipped. One follows it, if there are enough."""
+        return min(2, self.steps)
+
+
+class Samples:
+    """Some of a task's samples, which notes what is read."""
+
+    def __init__(self, data: Any, trial: Trial) -> None:
+        trial.size = min(2 * trial.batch - 5, len(data))
+        self.data, self.trial = data, trial
+        self.places = [index * len(data) // trial.size for index in range(trial.size)]
+        self.read: list[tuple[int, str]] = []
+        """Each sample read: its number, and a hash of what it was and of what a draw gave there."""
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def __getitem__(self, index: int) -> Any:
+        drawn = random.random(), float(np.random.random()), float(torch.rand(()))
+        sample = self.data[self.places[index]]
+        if isinstance(sample, dict):
+            sample = {name: self._changed(index, name, value) for name, value in sample.items()}
+        self.read.append((index, digest([sample, drawn])))
+        return sample
+
+    def _changed(self, index: int, name: str, value: Any) -> Any:
+        trial = self.trial
+        if not isinstance(value, (Tensor, np.ndarray, int, np.integer)) or isinstance(value, bool):
+            return value
+        tensor = before = torch.as_tensor(value)
+        if trial.length and tensor.ndim == 1:
+            tensor = tensor[: trial.length]
+        if not tensor.is_floating_point() and tensor.dtype != torch.bool:
+            tensor = self._ids(index, name, tensor)
+        if tensor is before or torch.equal(tensor, before):
+            return value
+        if isinstance(value, np.ndarray):
+            return tensor.numpy()
+        return tensor if isinstance(value, Tensor) else type(value)(tensor.item())
+
+    def _ids(self, index: int, name: str, tensor: Tensor) -> Tensor:
+        trial = self.trial
+        if trial.vocabulary:
+            tensor = tensor.where(tensor < 0, tensor % trial.vocabulary)
+        if name in trial.spread:
+            size = trial.spread[name]
+            tensor = tensor.where(tensor < 0, tensor * _stride(size) % size)
+        if name in trial.ignorable:
+            tensor = _ignored_unevenly(tensor, index)
+        return tensor
+
+
+def _ignored_unevenly(targets: Tensor, index: int) -> Tensor:
+    """Of some samples all targets, of some a part, of others none: some micro-batches have none left."""
+    if not targets.ndim:
+        return torch.full_like(targets, IGNORED) if index % 5 in (1, 3) else targets
+    keep = targets.shape[0] * max(0, index % 5 - 1) // 3
+    place = torch.arange(targets.shape[0]).view(-1, *[1] * (targets.ndim - 1))
+    return targets.where(place < keep, IGNORED)
+
+
+def _stride(size: int) -> int:
+    """A step through a vocabulary that reaches all of it, and soon every part."""
+    return next(n for n in range(max(1, int(size * 0.618)), 2 * size + 2) if math.gcd(n, size) == 1)
+
+
+class Hostile(Task):
+    """Stands before a task's own class."""
+
+    proof_trial: Trial
+
+    def model(self) -> nn.Module:
+        model = super().model()
+        with torch.no_grad():
+            for weight in model.parameters():
+                if not weight.is_floating_point():
+                    continue
+                drawn = torch.rand(weight.shape, dtype=weight.dtype)
+                if weight.ndim > 1:
+                    weight.add_(drawn.sub_(0.5), alpha=0.1)
+                else:  # signs stay, so that what must be positive is
+                    weight.copy_(weight * (drawn + 0.5) + (weight == 0) * (drawn - 0.5))
+        return model
+
+    def pretrained(self) -> None:
+        return None
+
+    def data(self) -> Samples:
+        if (
+            self.proof_trial.source is None or self.proof_trial.source[0] != os.getpid()
+        ):  # a rank may make something else of it
+            self.proof_trial.source = os.getpid(), super().data()
+        return Samples(self.proof_trial.source[1], self.proof_trial)
+
+    def loss(self, output: Any, batch: dict[str, Any]) -> Loss:
+        loss = as_loss(super().loss(output, batch), self)
+        moment, order = self.proof_trial.moment, Order(self.proof_trial.size, self.global_batch, self.seed)
+        if moment.step == self.proof_trial.poisoned and moment.slots[-1] == order.slots(moment.step) - 1:
+            return Loss(loss.total * float("nan"), loss.count)
+        return loss
+
+
+def hostile(task: Task, trial: Trial) -> Task:
+    """A copy of a task under a trial."""
+    proven, size = copy.copy(task), len(task.data())
+    kind = type(task)
+    object.__setattr__(proven, "__class__", type(kind.__name__, (Hostile, kind), {"__module__": kind.__module__}))
+    changes: dict[str, Any] = {
+        "steps": trial.steps + 1, "precision": "float64", "workers": 0, "evaluate_every": 0, "proof_trial": trial,
+        "global_batch": min(trial.batch, size), "warmup_steps": min(1, task.warmup_steps),
+    }  # fmt: skip
+    for name, value in changes.items():
+        object.__setattr__(proven, name, value)
+    return proven
+
+
+@contextmanager
+def cramped() -> Iterator[None]:
+    """While this lasts, little is enough for a second bucket, a message of its own, a second chunk of logits."""
+    places = [
+        (spread, "BUCKET_BYTES", BUCKET_BYTES),
+        (collectives, "SMALL_BYTES", SMALL_BYTES),
+        (losses, "LOGIT_ELEMENTS", LOGIT_ELEMENTS),
+    ]
+    before = [getattr(module, name) for module, name, _ in places]
+    for module, name, value in places:
+        setattr(module, name, value)
+    try:
+        yield
+    finally:
+        for (module, name, _), value in zip(places, before, strict=True):
+            setattr(module, name, value)
+
+
+def vocabularies(model: nn.Module, batch: dict[str, Any]) -> Callable[[], dict[str, int]]:
+    """Watch which columns of a batch the model looks up, until asked."""
+    found: dict[str, int] = {}
+
+    def looked_up(module: nn.Module, args: tuple[Any, ...]) -> None:
+        for name, column in batch.items():
+            if isinstance(column, Tensor) and args and isinstance(args[0], Tensor) and torch.equal(column, args[0]):
+                found[name] = int(module.num_embeddings)  # type: ignore[arg-type]
+
+    hooks = [m.register_forward_pre_hook(looked_up) for m in model.modules() if isinstance(m, nn.Embedding)]
+
+    def end() -> dict[str, int]:
+        for hook in hooks:
+            hook.remove()
+        return found
+
+    return end
+
+
+def ignorable(task: Task, model: nn.Module, batch: dict[str, Any], output: Any) -> tuple[str, ...]:
+    """Columns of whole numbers that the loss skips where they are -100, and the model never sees."""
+    found = []
+    for name, column in batch.items():
+        if not isinstance(column, Tensor) or column.is_floating_point() or column.dtype == torch.bool:
+            continue
+        changed = dict(batch) | {name: column.clone()}
+        changed[name][::2] = IGNORED
+        try:
+            seen = digest(task.inputs(changed)) != digest(task.inputs(dict(batch)))
+            before, after = task.loss(output, batch), task.loss(output, changed)
+        except Exception:  # a column that may hold no such number
+            continue
+        fewer = 0 < float(as_loss(after, task).count or 0) < float(as_loss(before, task).count or 0)
+        if not seen and fewer and bool(torch.isfinite(after.total)):
+            found.append(name)
+    return tuple(found)

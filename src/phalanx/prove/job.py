@@ -1,0 +1,117 @@
+"""What a user asked to have proven, from the command line's words to a verdict."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from phalanx.errors import WrongUse
+from phalanx.layout import Layout
+from phalanx.prove.bugs import BUGS
+from phalanx.prove.planting import Bug, find
+from phalanx.prove.proof import prove
+from phalanx.prove.report import Table, as_json, write
+from phalanx.run import Run
+from phalanx.settings import find_task, make_task, parse_assignments, plain_settings
+from phalanx.task import Task
+
+RANKS = 4
+
+
+@dataclass
+class Job:
+    """A task, layouts, and how to prove them."""
+
+    reference: str
+    task: Task
+    layouts: list[Layout] | str
+    ranks: int
+    steps: int
+    dtype: Any = None
+    bug: Bug | None = None
+    notes: list[str] = field(default_factory=list)
+
+    @classmethod
+    def resolve(
+        cls,
+        *,
+        task: str | None,
+        layouts: Sequence[str],
+        assignments: Sequence[str],
+        ranks: int | None,
+        steps: int,
+        dtype: str | None,
+        inject: str | None,
+    ) -> Job:
+        torch.set_num_threads(1)  # a task file may compute while it is imported, and no thread may survive into a fork
+        bug = None if inject is None else find(inject)
+        reference = task or (bug.task if bug else None)
+        if reference is None:
+            raise WrongUse("there is no task to prove. Name one: phalanx prove gpt, or phalanx prove file.py")
+        kind = find_task(reference)
+        values: dict[str, Any] = parse_assignments(assignments)
+        notes = []
+        known = {f.name for f in fields(kind)}
+        for name, value in (bug.settings if bug else {}).items():
+            if name in known and name not in values:
+                values[name] = str(value)
+                notes.append(f"{name}={value} was set, without which {inject} cannot happen")
+        words = [word for given in layouts for word in given.replace(";", " ").split()]
+        if not words and bug is not None:
+            words = [bug.layout]
+        chosen = "all" if not words or words == ["all"] else [Layout.parse(word) for word in words]
+        wrong = [layout for layout in chosen if isinstance(layout, Layout) and layout.world != ranks]
+        if wrong and ranks is not None:
+            raise WrongUse(
+                f"--ranks {ranks} and the layout {wrong[0]}, which has {wrong[0].world}, do not go together. Leave "
+                "--ranks out: every layout says how many it needs."
+            )
+        return cls(
+            reference, make_task(kind, values), chosen, RANKS if ranks is None else ranks, steps, dtype, bug, notes
+        )
+
+    def run(self, path: Path | None, as_text: bool) -> int:
+        """Prove, tell, and leave it in a run's folder; returns the exit code."""
+        run = Run.folder(path, f"prove-{Path(self.reference.partition(':')[0]).stem}")
+        try:
+            return self._run(run, as_text)
+        finally:
+            if not any(run.path.iterdir()):
+                run.path.rmdir()  # nothing came of it, and its name should be free for the next try
+
+    def _run(self, run: Run, as_text: bool) -> int:
+        table = Table()
+        if as_text:
+            for note in [*self.notes, *([f"planted: {self.bug.name}: {self.bug.words}"] if self.bug else [])]:
+                print(f"   note  {note}")
+        proof = prove(
+            self.task, self.layouts, ranks=self.ranks, steps=self.steps, dtype=self.dtype,
+            inject=self.bug.name if self.bug else None,
+            on_start=table.start if as_text else None, on_result=table.row if as_text else None,
+        )  # fmt: skip
+        settings = plain_settings(self.task)
+        write(proof, self.task, settings, run.path)
+        if not as_text:
+            print(json.dumps(as_json(proof, self.task, settings)))
+            return proof.exit_code
+        table.end()
+        print(proof, file=sys.stdout if proof.holds else sys.stderr, flush=True)
+        if self.bug is not None and proof.holds:
+            print(
+                f"{self.bug.name} was planted and does not show here. Try: phalanx prove --inject {self.bug.name}",
+                file=sys.stderr,
+            )
+        print(f"proof: {run.path / 'proof.json'}", flush=True)
+        return proof.exit_code
+
+
+def listed() -> str:
+    """Every bug that can be planted, a line each."""
+    width = max(map(len, BUGS))
+    return "\n".join(f"{name:<{width}}  {bug.layout:<14} {bug.words}" for name, bug in BUGS.items())

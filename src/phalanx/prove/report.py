@@ -1,0 +1,103 @@
+"""A proof told: a table on the screen, ``proof.json`` and JUnit XML in the run's folder."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TextIO
+from xml.etree import ElementTree
+
+import torch
+
+from phalanx import __version__
+from phalanx.proofs import code_hash
+from phalanx.prove.cases import Docket
+from phalanx.prove.proof import DIFFERS, EQUAL, NOT_APPLICABLE, Proof, Result
+from phalanx.task import Task
+
+MARKS = {EQUAL: "=", DIFFERS: "!", NOT_APPLICABLE: "-"}
+
+
+class Table:
+    """A row for each layout, as it is done."""
+
+    def __init__(self, out: TextIO | None = None) -> None:
+        self.out = out or sys.stdout
+        self.began = time.monotonic()
+
+    def start(self, docket: Docket) -> None:
+        """What is proven, and how."""
+        standards = [case.standard for case in docket.cases]
+        if docket.notes:
+            self._write(f" shrunk  {', '.join(docket.notes)}")
+        for note in docket.hostility:
+            self._write(f"hostile  {note}")
+        if standards:
+            sensitivity, bar = max(s.sensitivity for s in standards), max(s.bar for s in standards)
+            self._write(f"    bar  {bar:.1e}: one rounding at the beginning becomes {sensitivity:.1e} on one device")
+        self._write(f"\n  {'layout':<58} {'verdict':<15} {'error':>8} {'seconds':>7}  worst tensor")
+
+    def row(self, result: Result) -> None:
+        error = "" if result.verdict == NOT_APPLICABLE else f"{result.error:.0e}"
+        told = result.reason.partition(". ")[0] if result.verdict == NOT_APPLICABLE else result.worst
+        mark, seconds = MARKS[result.verdict], f"{result.seconds:.1f}"
+        self._write(f"{mark} {result.layout:<58} {result.verdict:<15} {error:>8} {seconds:>7}  {told}")
+
+    def end(self) -> None:
+        self._write(f"\n{time.monotonic() - self.began:.0f} s")
+
+    def _write(self, text: str) -> None:
+        print(text, file=self.out, flush=True)
+
+
+def as_json(proof: Proof, task: Task, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """All that a program may want to know of a proof."""
+    facts = {
+        "class": type(task).__name__, "code": code_hash(type(task)), "settings": dict(settings),
+        "versions": {"phalanx": __version__, "torch": torch.__version__}, "time": time.time(),
+    }  # fmt: skip
+    return _plain(dataclasses.asdict(proof) | {"exit_code": proof.exit_code} | facts)
+
+
+def write(proof: Proof, task: Task, settings: Mapping[str, Any], folder: Path) -> None:
+    """Leave ``proof.json`` and ``junit.xml`` in a folder."""
+    (folder / "proof.json").write_text(json.dumps(as_json(proof, task, settings), indent=1) + "\n")
+    suite = ElementTree.Element(
+        "testsuite", name=f"phalanx prove {proof.task}", tests=str(len(proof.results)),
+        failures=str(sum(r.verdict == DIFFERS for r in proof.results)),
+        skipped=str(sum(r.verdict == NOT_APPLICABLE for r in proof.results)),
+        time=f"{sum(r.seconds for r in proof.results):.3f}",
+    )  # fmt: skip
+    for result in proof.results:
+        case = ElementTree.SubElement(
+            suite, "testcase", classname=f"phalanx.prove.{proof.task}", name=result.layout, time=f"{result.seconds:.3f}"
+        )
+        if result.finding is not None:
+            failure = ElementTree.SubElement(case, "failure", message=result.finding.cause)
+            failure.text = str(result.finding)
+        elif result.verdict == NOT_APPLICABLE:
+            ElementTree.SubElement(case, "skipped", message=result.reason)
+    if not proof.results and not proof.holds:
+        case = ElementTree.SubElement(
+            suite, "testcase", classname=f"phalanx.prove.{proof.task}", name="the task itself"
+        )
+        ElementTree.SubElement(case, "failure", message=proof.summary)
+        suite.set("tests", "1")
+        suite.set("failures", "1")
+    ElementTree.ElementTree(suite).write(folder / "junit.xml", encoding="unicode", xml_declaration=True)
+
+
+def _plain(value: Any) -> Any:
+    """JSON has no nan or inf."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, dict):
+        return {name: _plain(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)

@@ -1,0 +1,136 @@
+"""A large task made small enough to prove on a laptop, its structure kept: fewer blocks, narrower, shorter."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from phalanx.errors import WrongUse
+from phalanx.layout import Layout
+from phalanx.parallel.blueprint import Blueprint
+from phalanx.parallel.schedules import CHUNKS
+from phalanx.task import Task
+
+SMALL_WEIGHTS, SMALL_LENGTH = 300_000, 32
+HEAD_WIDTH, VOCABULARY = 8, 131
+LAYERS = ("layers", "num_layers", "n_layers", "n_layer", "depth", "num_hidden_layers")
+LENGTHS = ("length", "sequence_length", "seq_len", "max_length", "context_length", "block_size")
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What layouts ask of a model."""
+
+    blocks: int = 2
+    heads: int = 4
+
+    @classmethod
+    def of(cls, layouts: Sequence[Layout]) -> Needs:
+        blocks = [layout.pp * CHUNKS.get(layout.schedule if layout.pp > 1 else "", 1) for layout in layouts]
+        return cls(max([2, *blocks]), max([4, *(layout.tp * layout.cp for layout in layouts)]))
+
+
+@dataclass
+class Shrunk:
+    """A task, and what was done to it."""
+
+    task: Task
+    notes: list[str] = field(default_factory=list)
+    length: int | None = None
+    vocabulary: int | None = None
+
+
+def shrunk(task: Task, needs: Needs) -> Shrunk:
+    """The task itself if it is small; otherwise as its `tiny` makes it, or its Hugging Face configuration."""
+    model = Blueprint(task.model, task.seed).model
+    weights, length = _weights(model), _length(task)
+    looked_up = any(isinstance(module, nn.Embedding) for module in model.modules())
+    if weights <= SMALL_WEIGHTS and (length <= SMALL_LENGTH or not looked_up):
+        return Shrunk(task)
+    if callable(own := type(task).tiny) and own is not Task.tiny:
+        found = Shrunk(_with_blocks(task, task.tiny(), needs.blocks))
+    else:
+        config = getattr(model, "config", None)
+        found = _by_config(task, model, config, needs) if hasattr(config, "num_hidden_layers") else Shrunk(task)
+        if length > SMALL_LENGTH and looked_up:
+            found.length = SMALL_LENGTH // 2
+    now = Blueprint(found.task.model, task.seed).model
+    changed = _changes(task, found.task)
+    if weights != _weights(now):
+        changed.append(f"weights {weights:,} -> {_weights(now):,}")
+    if found.length:
+        changed.append(f"length {length} -> {found.length}")
+    if found.vocabulary:
+        changed.append(f"ids folded into {found.vocabulary}")
+    if _weights(now) > 10 * SMALL_WEIGHTS:
+        raise WrongUse(
+            f"{type(task).__name__} has {_weights(now):,} weights, too many to prove it on one machine in float64, and "
+            "it is not known how to make it smaller. Give the task a tiny(): a copy of itself with the same structure "
+            "and small sizes, e.g. return dataclasses.replace(self, width=32, layers=2)."
+        )
+    found.notes = changed
+    return found
+
+
+def _weights(model: nn.Module) -> int:
+    return sum(weight.numel() for weight in model.parameters())
+
+
+def _length(task: Task) -> int:
+    """Of the longest column of a sample that is one whole number after another."""
+    sample = task.data()[0]
+    columns = [torch.as_tensor(v) for v in sample.values() if isinstance(v, (Tensor, np.ndarray))]
+    return max((len(c) for c in columns if c.ndim == 1 and not c.is_floating_point()), default=0)
+
+
+def _with_blocks(task: Task, tiny: Task, blocks: int) -> Task:
+    """As many blocks as layouts need, if the task itself has them."""
+    for name in LAYERS:
+        if isinstance(has := getattr(task, name, None), int) and getattr(tiny, name) < min(has, blocks):
+            more: dict[str, Any] = {name: min(has, blocks)}
+            return dataclasses.replace(tiny, **more)
+    return tiny
+
+
+def _changes(task: Task, tiny: Task) -> list[str]:
+    names = [f.name for f in dataclasses.fields(task) if f.init]
+    pairs = [(name, getattr(task, name), getattr(tiny, name)) for name in names]
+    return [f"{name} {before} -> {after}" for name, before, after in pairs if before != after]
+
+
+def _by_config(task: Task, model: nn.Module, config: Any, needs: Needs) -> Shrunk:
+    """The same class of model from a smaller configuration."""
+    tiny = copy.deepcopy(config)
+    heads = min(config.num_attention_heads, max(4, needs.heads))
+    keys = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    sizes = {
+        "num_hidden_layers": min(config.num_hidden_layers, needs.blocks),
+        "num_attention_heads": heads,
+        "num_key_value_heads": max(1, heads * keys // config.num_attention_heads),
+        "hidden_size": heads * HEAD_WIDTH,
+        "head_dim": HEAD_WIDTH,
+        "intermediate_size": 6 * HEAD_WIDTH,
+        "moe_intermediate_size": 3 * HEAD_WIDTH,
+        "num_local_experts": min(getattr(config, "num_local_experts", 8), 8),
+        "num_experts": min(getattr(config, "num_experts", 8), 8),
+        "vocab_size": min(getattr(config, "vocab_size", VOCABULARY), VOCABULARY),
+    }
+    for name, value in sizes.items():
+        if isinstance(getattr(config, name, None), int):
+            setattr(tiny, name, value)
+    if isinstance(getattr(tiny, "layer_types", None), list):
+        tiny.layer_types = tiny.layer_types[: tiny.num_hidden_layers]
+    for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
+        if isinstance(value := getattr(tiny, name, None), int) and value >= tiny.vocab_size:
+            setattr(tiny, name, value % tiny.vocab_size)
+    small, kind = copy.copy(task), type(task)
+    build = {"model": lambda self: type(model)(copy.deepcopy(tiny)), "__module__": kind.__module__}
+    object.__setattr__(small, "__class__", type(kind.__name__, (kind,), build))
+    return Shrunk(small, vocabulary=getattr(tiny, "vocab_size", None))

@@ -1,0 +1,81 @@
+"""Which code is responsible for what a finding names."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from phalanx.data.loader import Loader, Reader
+from phalanx.data.order import Order
+from phalanx.parallel.batchnorm import KINDS, GlobalBatchNorm
+from phalanx.parallel.bucket import Bucket
+from phalanx.parallel.holding import Holding
+from phalanx.parallel.randomness import Randomness
+from phalanx.parallel.replicate import Reduction
+from phalanx.parallel.spread import Spread
+from phalanx.parallel.weights import fill
+from phalanx.prove.finding import Finding
+from phalanx.train.engine import Engine
+from phalanx.train.step import train_step
+
+SUMS = {
+    "dp": Reduction._sum_over_replicas,
+    "fsdp": Bucket.start_scatter,
+    "cp": Bucket.start_scatter,
+    "ep": Bucket.start_scatter,
+    "tp": Holding.complete,
+    "pp": Holding.complete,
+    "micro-batches": Bucket.collect,
+}
+"""By axis, where gradients are added up."""
+RUNGS: dict[str, Any] = {
+    "initial weights": fill,
+    "given gradients": Spread.give_gradients,
+    "random draws": Randomness.draw,
+    "loss": train_step,
+    "gradient norm": Spread.gradient_norm_squared,
+    "clip factor": train_step,
+    "skipping": train_step,
+    "moments": Engine.step,
+    "weights": Spread.updated,
+    "weights in use": Bucket.finish_gather,
+    "buffers": GlobalBatchNorm,
+}
+
+
+def site(finding: Finding, model: nn.Module) -> str:
+    """File and line, or nothing where they cannot be known."""
+    name = finding.name
+    if finding.rung in ("activations", "gradients of activations"):
+        return location(_own_class(model, name.partition(" (")[0]))
+    if finding.rung == "samples":
+        return location(Reader if name.startswith("contents") else Order if name.startswith("hash") else Loader.plans)
+    if finding.rung == "settings":
+        return location(Engine.set_learning_rate) if name.startswith("lr") else ""
+    if finding.rung.startswith("gradients") or finding.rung == "communication":
+        return location(SUMS[finding.axes[0]]) if finding.axes and finding.axes[0] in SUMS else location(train_step)
+    if finding.rung == "buffers" and not isinstance(owner := model.get_submodule(name.rpartition(".")[0]), KINDS):
+        return location(type(owner))
+    return location(RUNGS[finding.rung]) if finding.rung in RUNGS else ""
+
+
+def _own_class(model: nn.Module, name: str) -> type[nn.Module]:
+    """Of a module, or of the nearest around it that is not torch's own."""
+    while name and name != "the model":
+        kind = type(model.get_submodule(name))
+        if not kind.__module__.startswith("torch."):
+            return kind
+        name = name.rpartition(".")[0]
+    return type(model)
+
+
+def location(thing: Any) -> str:
+    """File and line of a class or function, from here if it is below."""
+    try:
+        file, line = Path(inspect.getsourcefile(thing) or "").resolve(), inspect.getsourcelines(thing)[1]
+    except (OSError, TypeError):
+        return ""
+    return f"{file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else file}:{line}"

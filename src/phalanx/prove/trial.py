@@ -1,0 +1,114 @@
+"""What the ranks of a pool do for a proof: run a task under a layout, and be watched."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+
+from phalanx.errors import WrongUse
+from phalanx.layout import Layout
+from phalanx.parallel import collectives
+from phalanx.parallel.answers import Answers
+from phalanx.precision import DTYPES
+from phalanx.prove.hostile import Hostile, cramped
+from phalanx.prove.ladder import Difference, Standard
+from phalanx.prove.pieces import times_here
+from phalanx.prove.planting import planted
+from phalanx.prove.record import Record, Recorder
+from phalanx.prove.steady import Steady, homes
+from phalanx.prove.witness import Testimony, Witness
+from phalanx.task import Task
+from phalanx.train.engine import Engine
+
+Call = tuple[str, str, int]
+"""A collective as a rank launched it: axis, kind, and elements."""
+
+
+@dataclass
+class Case:
+    """A task as it is proven, and what its layouts are held against."""
+
+    task: Task
+    standard: Standard
+    micro_batches: int
+    """Of the reference."""
+    dtypes: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.dtypes = DTYPES[self.task.precision].table()
+
+
+TIMEOUT = timedelta(seconds=15)
+"""How long a rank waits for another before it says so."""
+CASES: list[Case] = []
+"""Filled before the ranks are forked, so that they have them too."""
+
+
+class Stopped(Exception):
+    """A rank could not go on; carries what it had done."""
+
+    def __init__(self, reason: str, trace: str, step: int, calls: list[Call], seen: list[Difference]) -> None:
+        super().__init__(reason, trace, step, calls, seen)
+        self.reason, self.trace, self.step, self.calls, self.seen = reason, trace, step, calls, seen
+
+
+def attest(case: int, layout: Layout, bug: str | None) -> Testimony:
+    """A rank's testimony of one run."""
+    return _run(case, layout, bug, lambda engine: Witness(engine, CASES[case].standard, CASES[case].dtypes))
+
+
+def record(case: int, layout: Layout, bug: str | None, step: int) -> Record:
+    """A rank's record of one step."""
+    return _run(case, layout, bug, lambda engine: Recorder(engine, step))
+
+
+def _steady(engine: Engine, standard: Standard) -> None:
+    """Have casts and choices answered as in the reference."""
+    randomness = engine.spread.randomness
+    if isinstance(randomness.answers, Answers):
+        steady = Steady(
+            randomness, standard.decisions, homes(engine.task, engine.spread.model),
+            lambda step: len(standard.steps[step].ids), partial(times_here, engine),
+            tie=1e-9 if engine.dtypes.compute == torch.float64 else 2**-6,
+        )  # fmt: skip
+        randomness.answers.before = steady.answers | randomness.answers.before
+        randomness.asked |= bool(standard.decisions.made or standard.decisions.lifted)
+
+
+def _run(case: int, layout: Layout, bug: str | None, watch: Callable[[Engine], Any]) -> Any:
+    """Train to the trial's end under the eyes of what ``watch`` makes, and return what it says."""
+    task = CASES[case].task
+    assert isinstance(task, Hostile)
+    calls: list[Call] = []
+    step, watching = -1, None
+    collectives.watch = lambda axis, kind, tensor: calls.append((axis, kind, tensor.numel()))
+    try:
+        with ExitStack() as stack:
+            stack.enter_context(cramped())
+            stack.enter_context(planted(bug))
+            engine = stack.enter_context(Engine(task, layout, device="cpu", timeout=TIMEOUT))
+            engine.spread.probe.untried.clear()  # the proof itself will tell, and where
+            task.proof_trial.moment = engine.spread.moment
+            _steady(engine, CASES[case].standard)
+            watching = watch(engine)
+            for batch in engine.batches():
+                step = batch.step
+                watching.before(batch)
+                watching.after(batch, engine.step(batch))
+            return watching.finish()
+    except WrongUse as refusal:
+        if step > 0:  # what cannot work does not work from the beginning
+            raise Stopped(f"refused in step {step}: {refusal}", traceback.format_exc(), step, calls, []) from None
+        raise
+    except Exception as error:
+        seen = watching.told.differences if isinstance(watching, Witness) else []
+        raise Stopped(f"{type(error).__name__}: {error}", traceback.format_exc(), step, calls, seen) from None
+    finally:
+        collectives.watch = None

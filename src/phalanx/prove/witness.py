@@ -1,0 +1,223 @@
+"""A witness: on every rank, holds what the rank has after each step against what one device had.
+
+It looks at what is there anyway and asks nothing of other ranks, so it changes neither what travels nor when.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from phalanx.data.loader import StepBatch
+from phalanx.parallel import collectives
+from phalanx.parallel.bucket import Weight
+from phalanx.prove.census import amiss, expected
+from phalanx.prove.ladder import Difference, Standard, off, size
+from phalanx.prove.reference import as_moment, options
+from phalanx.train.engine import Engine
+from phalanx.train.step import Metrics
+
+FAR = (1, 4, 20, 100, 1000)
+
+
+@dataclass
+class Testimony:
+    """What a rank has seen."""
+
+    rank: int
+    coordinates: dict[str, int]
+    differences: list[Difference] = field(default_factory=list)
+    worst: tuple[float, str] = (0.0, "")
+    """The largest error of any tensor, within the bar or not, and where it was."""
+    errors: dict[tuple[int, str], float] = field(default_factory=dict)
+    """By step and rung, the largest."""
+    slots: list[list[int]] = field(default_factory=list)
+    """By step, those of the global batch that this rank computed."""
+    metrics: list[dict[str, Any]] = field(default_factory=list)
+    """By step, the numbers that all ranks must have alike."""
+    state: dict[Any, int] = field(default_factory=dict)
+    """At the end, by what it is: checksums of all that is held. Whoever holds the same must hold the same bits."""
+
+
+class Witness:
+    """Watches one engine."""
+
+    def __init__(self, engine: Engine, standard: Standard, dtypes: str) -> None:
+        self.engine, self.standard, self.dtypes = engine, standard, dtypes
+        self.holding, self.weights = engine.spread.holding, engine.spread.weights
+        self.told = Testimony(engine.environment.rank, dict(engine.mesh.coordinates))
+        self.step = 0
+        self._own = [(bucket, weight) for bucket in engine.spread.buckets for weight in bucket.weights]
+        engine.on_gradients = self._gradients
+        engine.optimizer.register_step_pre_hook(self._given)
+        self._data().read.clear()
+        self._initial()
+        self._before = collectives.calls.copy(), collectives.sent.copy()
+
+    def _data(self) -> Any:
+        return self.engine.loader.reader.data
+
+    def _part(self, weight: Weight, whole: Tensor) -> Tensor:
+        """This rank's rows of a whole."""
+        return weight.own_rows(self.holding.part(weight.name, whole)).view(weight.piece.shape)
+
+    def _note(self, rung: str, name: str, error: float, found: Any = "", expected: Any = "") -> None:
+        if error > self.told.worst[0] and rung != "settings":
+            self.told.worst = error, f"{rung}: {name}, step {self.step}"
+        if math.isfinite(error):
+            key = self.step, rung
+            self.told.errors[key] = max(error, self.told.errors.get(key, 0.0))
+        if error > self.standard.limit(self.step, rung):
+            rank = self.told.rank
+            self.told.differences.append(Difference(self.step, rung, name, error, rank, str(found), str(expected)))
+
+    def _same(self, rung: str, name: str, found: Any, expected: Any) -> None:
+        if found != expected:
+            self._note(rung, name, math.inf, found, expected)
+
+    def _number(self, rung: str, name: str, found: float, expected: float) -> None:
+        if math.isfinite(found) and math.isfinite(expected):
+            error = abs(found - expected) / max(abs(expected), 1e-300)
+        else:
+            error = 0.0 if math.isfinite(found) == math.isfinite(expected) else math.inf
+        self._note(rung, name, error, f"{found:.17g}", f"{expected:.17g}")
+
+    def _initial(self) -> None:
+        names = set()
+        for name, whole in self.engine.spread.whole.state():  # not by its parts: they may lie wrong on both sides
+            names.add(name)
+            want = self.standard.initial.get(name)
+            if want is not None:
+                self._note("initial weights", name, off(whole, want, size(want), 0))
+        self._same("initial weights", "names", sorted(names), sorted(self.standard.saved))
+        for name, buffer in self.engine.spread.model.named_buffers():
+            if self.holding.here(name) and buffer.is_floating_point():
+                want = self.standard.initial[name]
+                self._note("initial weights", name, off(buffer, want, size(want), 0))
+
+    def _given(self, *given: Any) -> None:
+        """What the optimizer is about to update with."""
+        if self.standard.steps[self.step].skipped:
+            return
+        for _, weight in self._own:
+            if weight.trainable:
+                self._tensor("given gradients", weight.name, weight.piece.grad, partial(self._part, weight))
+
+    def _gradients(self, divisor: float, without: set[str]) -> None:
+        """Before clipping: this rank's rows of the summed gradients."""
+        if self.standard.steps[self.step].skipped:
+            return
+        for bucket, weight in self._own:
+            if weight.trainable:
+                found = None if weight.name in without else bucket.gradient_own(weight) / divisor
+                self._tensor("gradients", weight.name, found, partial(self._part, weight))
+
+    def _tensor(self, rung: str, name: str, found: Tensor | None, part: Any = None) -> None:
+        self._note(rung, name, self.standard.error(self.step, rung, name, found, part))
+
+    def before(self, batch: StepBatch) -> None:
+        """A step begins."""
+        self._samples(batch)
+
+    def after(self, batch: StepBatch, metrics: Metrics) -> None:
+        """A step is over."""
+        want = self.standard.steps[self.step]
+        self._same("settings", "samples of the step", metrics.slots, len(want.ids))
+        self._same("settings", "dtypes", self.engine.dtypes.table(), self.dtypes)
+        self._options(want.options)
+        if not want.skipped:
+            self._number("loss", "count", metrics.count, want.count)
+            self._number("loss", "total", metrics.loss * metrics.count, want.total)
+            self._number("gradient norm", "norm", metrics.grad_norm, want.norm)
+            self._number("clip factor", "factor", metrics.clip_factor, want.clip_factor)
+        self._same("skipping", "skipped", metrics.skipped, want.skipped)
+        for bucket, weight in self._own:
+            part = partial(self._part, weight)
+            if weight.trainable:
+                held = self.engine.optimizer.state.get(weight.piece, {})
+                for name in want.moments[weight.name]:
+                    value = as_moment(held.get(name))
+                    whole = value is not None and value.shape != weight.piece.shape
+                    self._tensor("moments", f"{weight.name} {name}", value, None if whole else part)
+            self._tensor("weights", weight.name, weight.piece.data, part)
+            if bucket.is_whole and weight.piece is not weight.full:
+                error = self.standard.error(
+                    self.step, "weights", weight.name, weight.full.data, partial(self.holding.part, weight.name)
+                )
+                self._note("weights in use", weight.name, error)
+        for name, buffer in self.engine.spread.model.named_buffers():
+            if self.holding.here(name):
+                self._tensor("buffers", name, buffer)
+        agreed = asdict(metrics)
+        self.told.metrics.append({n: v for n, v in agreed.items() if n not in ("seconds", "sent")})
+        calls, sent = collectives.calls - self._before[0], collectives.sent - self._before[1]
+        if not want.skipped:
+            for axis, kind, words in amiss(calls, sent, expected(self.engine, len(batch.micro_batches))):
+                self._note("communication", f"{kind} over {axis}", math.inf, words)
+        self._before = collectives.calls.copy(), collectives.sent.copy()
+        self.step += 1
+
+    def _options(self, of_one: dict[str, dict[str, Any]]) -> None:
+        for name, found in options(self.engine.optimizer).items():
+            for option, value in found.items():
+                want = of_one.get(name, {}).get(option)
+                if isinstance(value, float) and isinstance(want, float) and math.isclose(value, want, rel_tol=1e-12):
+                    continue
+                if name in of_one:
+                    self._same("settings", f"{option} of {name}", value, want)
+
+    def _samples(self, batch: StepBatch) -> None:
+        """Which samples this rank had in its slots, and what it read of them."""
+        want = self.standard.steps[self.step]
+        self.told.slots.append([int(s) for micro in batch.micro_batches if micro.real for s in micro.slots])
+        self._same("samples", "hash of the global batch", batch.samples, want.samples)
+        read = list(self._data().read)
+        self._data().read.clear()
+        for number, micro in enumerate(batch.micro_batches):
+            own, read = read[: len(micro.slots)], read[len(micro.slots) :]
+            found = [index for index, _ in own]
+            slots = [int(slot) for slot in micro.slots]
+            expected = [want.read[slot] if slot < len(want.read) else (-1, "") for slot in slots]
+            where = f"micro-batch {number}"
+            if found != [index for index, _ in expected]:
+                self._note("samples", f"ids of {where}", math.inf, found, [index for index, _ in expected])
+            elif own != expected:
+                changed = [index for (index, a), (_, b) in zip(own, expected, strict=True) if a != b]
+                self._note("samples", f"contents of {where}", math.inf, f"other contents of samples {changed}")
+
+    def finish(self) -> Testimony:
+        """After the last step."""
+        self.step -= 1
+        self._schedule()
+        for _, weight in self._own:
+            cut = self.holding.cut(weight.name)
+            part = cut.spans[self.engine.mesh.index(cut.axis)] if cut else None
+            place = weight.name, part, weight.first, weight.last
+            self.told.state["weights", *place] = checksum(weight.piece.data)
+            for name, held in self.engine.optimizer.state.get(weight.piece, {}).items():
+                if (moment := as_moment(held)) is not None:
+                    self.told.state["moments", f"{weight.name} {name}", *place[1:]] = checksum(moment)
+        for name, buffer in self.engine.spread.model.named_buffers():
+            if self.holding.here(name):
+                self.told.state["buffers", name, None, 0, 0] = checksum(buffer)
+        return self.told
+
+    def _schedule(self) -> None:
+        """The learning rate of steps that a trial does not come to. Asked in order, as training does."""
+        schedule = self.engine.task.schedule()
+        for step in FAR:
+            self.engine.set_learning_rate(step)
+            for group in self.engine.optimizer.param_groups:
+                want = group["initial_lr"] * schedule(step)
+                if not math.isclose(group["lr"], want, rel_tol=1e-12):
+                    self._same("settings", f"lr in step {step}", group["lr"], want)
+
+
+def checksum(tensor: Tensor) -> int:
+    return zlib.crc32(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)

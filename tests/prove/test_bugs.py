@@ -1,0 +1,39 @@
+"""Planted bugs are caught, and named for what they are. `benchmarks/bugs.py` tries all of them."""
+
+from __future__ import annotations
+
+import pytest
+
+from phalanx.prove.bugs import BUGS
+from phalanx.prove.proof import prove
+from phalanx.settings import find_task
+
+SOME = [
+    "norms_not_summed_over_tp", "accumulation_not_divided", "sum_goes_to_a_copy", "clip_by_local_norm",
+    "expert_gradients_doubled", "penalties_scaled_by_dp", "row_bias_added_on_every_rank", "dropout_repeats_on_tp_ranks",
+    "batch_norm_by_rank", "gathered_weights_outlive_update", "skip_decided_by_rank_0", "every_rank_reads_everything",
+    "schedule_differs_by_rank", "a_rank_is_killed",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_a_planted_bug_is_caught_and_named(name: str) -> None:
+    bug = BUGS[name]
+    proof = prove(find_task(bug.task)(**bug.settings), [bug.layout], inject=name)
+    assert proof.exit_code == 1
+    finding = proof.results[0].finding
+    assert finding is not None
+    words = " ".join([finding.rung, finding.name, *finding.affected])
+    assert any(word in words for word in bug.place.split("|")), finding
+    assert bug.axis in finding.axes if bug.axis else not finding.axes
+    if bug.factor is not None:
+        assert finding.factor == pytest.approx(bug.factor)
+    assert finding.cause
+    assert str(finding)
+
+
+def test_every_bug_says_what_it_does() -> None:
+    assert len({bug.row for bug in BUGS.values()}) >= 35
+    for bug in BUGS.values():
+        assert bug.words.endswith("."), bug.name
+        assert bug.place

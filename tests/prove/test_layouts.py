@@ -1,0 +1,38 @@
+"""Which layouts stand for all."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+from phalanx import Layout
+from phalanx.prove.layouts import as_proven, covering, every
+
+
+def test_all_are_valid_and_different() -> None:
+    found = list(every(8, experts=True))
+    assert len(found) == len(set(found)) == 652
+    for layout in found:
+        layout.check(17, 8)
+
+
+def test_every_division_and_every_two_settings_are_covered() -> None:
+    found = list(every(4))
+    chosen = covering(found)
+    assert len(chosen) < len(found) / 2
+
+    def degrees(layout: Layout) -> tuple[int, ...]:
+        return layout.dp, layout.fsdp, layout.tp, layout.cp, layout.pp
+
+    def pairs(layout: Layout) -> set[object]:
+        own = {"zero": layout.zero, "schedule": layout.schedule, "cp_kind": layout.cp_kind, "tp": layout.tp}
+        return set(combinations([i for i in own.items() if i[1] != getattr(Layout(), i[0])], 2))
+
+    assert {degrees(layout) for layout in chosen} == {degrees(layout) for layout in found}
+    assert set().union(*map(pairs, chosen)) == set().union(*map(pairs, found))
+    assert covering(found, chosen) == []
+
+
+def test_a_proof_has_several_micro_batches() -> None:
+    for layout in every(4):
+        assert as_proven(layout, 17).micro_batches(17) == 3
+    assert as_proven(Layout(dp=8), 17).micro_batches(17) == 2

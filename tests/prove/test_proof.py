@@ -1,0 +1,146 @@
+"""Whole proofs: right tasks pass, wrong ones are named, and what cannot be said is not."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+import phalanx
+from phalanx.prove.proof import prove
+from phalanx.recipes.gpt import GPT
+from phalanx.recipes.shapes import Shapes
+from tests.prove import tasks
+
+
+def test_right_layouts_are_equal() -> None:
+    proof = phalanx.prove(GPT(), ["dp=2", "fsdp=2,zero=1", "tp=2", "cp=2,pp=2", "tp=8"])
+    verdicts = {result.layout: result.verdict for result in proof.results}
+    assert verdicts.pop("tp=8") == "not applicable"
+    assert set(verdicts.values()) == {"equal"}
+    assert proof.holds
+    assert proof.exit_code == 0
+    assert proof.bar <= 1e-9
+    assert any("width" in note for note in proof.shrunk)
+
+
+def test_experts_and_batch_norm_raise_no_alarm() -> None:
+    assert prove(GPT(experts=4), ["fsdp=2,ep=2", "fsdp=2,cp=2,ep=4"]).holds
+    assert prove(Shapes(), ["dp=2", "fsdp=3,zero=2", "dp=2,recompute=full"]).holds
+
+
+@dataclass
+class Bert(tasks.Plain):
+    """A head whose bias has two names, looked up in both directions of a sequence."""
+
+    def model(self) -> Any:
+        sizes = {"hidden_size": 24, "intermediate_size": 29, "num_hidden_layers": 2, "num_attention_heads": 4}
+        return transformers.BertForMaskedLM(transformers.BertConfig(vocab_size=37, **sizes))
+
+    def data(self) -> Any:
+        draw = torch.Generator().manual_seed
+        return [{"ids": torch.randint(0, 37, (9,), generator=draw(i))} for i in range(40)]
+
+    def inputs(self, batch: dict[str, Any]) -> Any:
+        return {"input_ids": batch["ids"], "attention_mask": (batch["ids"] != 3).long()}
+
+    def loss(self, output: Any, batch: dict[str, Any]) -> phalanx.Loss:
+        return phalanx.losses.cross_entropy(output.logits, batch["ids"])
+
+
+def test_a_head_whose_bias_is_tied_can_be_cut() -> None:
+    proof = prove(Bert(), ["fsdp=2,tp=2", "cp=2", "pp=2"])
+    assert proof.holds, proof
+
+
+def test_all_layouts_of_two_ranks() -> None:
+    proof = prove(tasks.Plain(), "all", ranks=2)
+    assert {result.layout for result in proof.results if result.verdict == "equal"} >= {"dp=2", "fsdp=2,zero=1"}
+    assert all(result.reason for result in proof.results if result.verdict == "not applicable")
+    assert proof.holds
+
+
+def test_a_mean_for_a_sum_is_found_on_one_device() -> None:
+    proof = prove(tasks.Averaging(), ["dp=2"])
+    assert proof.exit_code == 1
+    assert "depends on which samples are computed together" in proof.summary
+    assert "tasks.py" in proof.next
+
+
+def test_a_task_that_does_not_repeat_is_found_first() -> None:
+    proof = prove(tasks.Undecided(), ["dp=2"])
+    assert proof.exit_code == 1
+    assert "not deterministic" in proof.summary
+    assert "Moody" in proof.summary
+
+
+@pytest.mark.parametrize(
+    ("task", "words", "module"),
+    [(tasks.Counts(), "not deterministic", "Counting"), (tasks.Mixes(), "mixes samples", "Centred")],
+    ids=["counts", "mixes"],
+)
+def test_a_model_that_is_no_function_of_a_sample_is_named(task: phalanx.Task, words: str, module: str) -> None:
+    proof = prove(task, ["dp=2"])
+    assert proof.exit_code == 1
+    assert words in proof.summary
+    assert module in proof.summary
+
+
+def test_what_makes_much_of_rounding_cannot_be_certified() -> None:
+    proof = prove(tasks.Sensitive(), ["dp=2"])
+    assert not proof.holds
+    assert proof.exit_code == 3
+    assert "cannot certify" in proof.summary
+
+
+def test_a_model_that_looks_at_its_rank_is_found() -> None:
+    finding = prove(tasks.LooksAtRank(), ["dp=2"]).results[0].finding
+    assert finding is not None
+    assert (finding.rung, finding.name, finding.axes, finding.ranks) == ("activations", "1", ["dp"], [1])
+    assert finding.factor == pytest.approx(1.01)
+    assert "tasks.py" in finding.where
+
+
+def test_data_that_looks_at_its_rank_is_found() -> None:
+    proof = prove(tasks.RankInData(), ["dp=2"])
+    assert proof.exit_code == 1
+    assert "rank" in str(proof)
+
+
+@pytest.mark.parametrize("task", [tasks.Odd(), tasks.Tabular(), tasks.Normed()], ids=lambda task: type(task).__name__)
+def test_odd_tasks_raise_no_alarm(task: phalanx.Task) -> None:
+    proof = prove(task, ["dp=2", "fsdp=2,zero=1", "fsdp=3"])
+    assert proof.holds, proof
+    assert proof.bar < 1e-10
+
+
+def test_a_task_that_fails_on_one_device_is_told_so() -> None:
+    proof = prove(tasks.Broken(), ["dp=2"])
+    assert proof.exit_code == 2
+    assert "fails on one device" in proof.summary
+    assert "tasks.py" in proof.summary
+
+
+def test_casts_to_float32_do_not_stand_in_the_way() -> None:
+    assert prove(tasks.Narrow(), ["dp=2", "fsdp=2"]).holds
+
+
+def test_a_narrow_dtype_is_proven_beside_float64() -> None:
+    assert prove(GPT(), ["fsdp=2", "tp=2"], dtype="bf16").holds
+
+
+def test_wrong_numbers_are_refused() -> None:
+    for options, words in (
+        ({"steps": 0}, "--steps 0"),
+        ({"ranks": 0}, "--ranks 0"),
+        ({"dtype": "int8"}, "--dtype int8"),
+        ({"inject": "nothing"}, "'nothing' is not a bug"),
+    ):
+        with pytest.raises(phalanx.WrongUse, match=words):
+            prove(tasks.Plain(), ["dp=2"], **options)  # type: ignore[arg-type]
+    with pytest.raises(phalanx.WrongUse, match="no layout"):
+        prove(tasks.Plain(), [])
+    assert prove(tasks.Plain(global_batch=1), ["dp=2"]).exit_code == 2

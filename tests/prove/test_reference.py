@@ -1,0 +1,36 @@
+"""The reference does what a plain loop does."""
+
+from __future__ import annotations
+
+import torch
+
+from phalanx.prove.hostile import Trial, hostile
+from phalanx.prove.reference import Reference
+from phalanx.recipes.shapes import Shapes
+from tests.prove.tasks import Plain
+
+
+def test_samples_add_up_to_the_batch() -> None:
+    task = hostile(Plain(), Trial(2))
+    step = Reference(task).run(1).steps[0]
+    total = torch.stack([g["0.weight"] for g in Reference(task).gradients_by_slot(0)]).sum(0) / step.count
+    want = step.gradients["0.weight"]
+    assert want is not None
+    assert torch.allclose(total, want, rtol=1e-12)
+    assert len(step.ids) == len(step.read) == 17
+
+
+def test_it_repeats_itself_and_changes_with_a_nudge() -> None:
+    task = hostile(Plain(), Trial(2))
+    one, two, other = (Reference(task, nudge=n).run().steps[1].weights["0.weight"] for n in (0, 0, 1))
+    assert torch.equal(one, two)
+    assert not torch.equal(one, other)
+    assert torch.allclose(one, other, rtol=1e-10)
+
+
+def test_batch_norm_couples_samples() -> None:
+    assert not Reference(hostile(Plain(), Trial(1))).run(1).couples_samples
+    task = hostile(Shapes().tiny(), Trial(1))
+    assert Reference(task).run(1).couples_samples
+    one, three = (Reference(task, groups).run(1).steps[0].total for groups in (1, 3))
+    assert one != three

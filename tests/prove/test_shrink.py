@@ -1,0 +1,78 @@
+"""Large tasks are made small, and keep what layouts need."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from phalanx import Layout, WrongUse
+from phalanx.prove.hostile import Trial, hostile
+from phalanx.prove.proof import prove
+from phalanx.prove.shrink import Needs, shrunk
+from phalanx.recipes.gpt import GPT
+from tests.prove.tasks import Plain
+
+
+def test_a_small_task_is_left_as_it_is() -> None:
+    task = Plain()
+    assert shrunk(task, Needs()).task is task
+
+
+def test_blocks_are_as_many_as_layouts_need_and_the_task_has() -> None:
+    needs = Needs.of([Layout(pp=2, schedule="interleaved"), Layout(tp=2, cp=4)])
+    assert (needs.blocks, needs.heads) == (4, 8)
+    assert shrunk(GPT(layers=12), needs).task.layers == 4  # type: ignore[attr-defined]
+    assert shrunk(GPT(layers=3), needs).task.layers == 3  # type: ignore[attr-defined]
+
+
+@dataclass
+class Wide(Plain):
+    width: int = 500_000
+
+
+def test_what_cannot_be_made_small_is_refused_with_advice() -> None:
+    with pytest.raises(WrongUse, match=r"tiny\(\)"):
+        shrunk(Wide(), Needs())
+
+
+class Texts:
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        tokens = torch.randint(0, 5000, (96,), generator=torch.Generator().manual_seed(index))
+        return {"input_ids": tokens, "labels": tokens.roll(-1)}
+
+
+@dataclass
+class Llama(Plain):
+    """A Hugging Face model too large to prove, with no `tiny`."""
+
+    def model(self) -> nn.Module:
+        sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 6, "num_attention_heads": 8}
+        config = transformers.LlamaConfig(vocab_size=5000, num_key_value_heads=4, **sizes)
+        return transformers.LlamaForCausalLM(config)
+
+    def data(self) -> Any:
+        return Texts()
+
+    def inputs(self, batch: dict[str, Any]) -> Any:
+        return {"input_ids": batch["input_ids"]}
+
+    def loss(self, output: Any, batch: dict[str, Any]) -> Any:
+        return super().loss(output.logits, {"y": batch["labels"]})
+
+
+def test_a_hugging_face_model_is_shrunk_by_its_configuration() -> None:
+    proof = prove(Llama(), ["fsdp=2,tp=2"])
+    assert proof.holds, proof
+    assert any(note.startswith("weights ") and "->" in note for note in proof.shrunk)
+    assert "length 96 -> 16" in proof.shrunk
+    small = shrunk(Llama(), Needs())
+    norm = hostile(small.task, Trial(3)).model().model.norm.weight  # type: ignore[union-attr]
+    assert float((norm.detach() - 1).abs().min()) > 0  # made hostile all the same
