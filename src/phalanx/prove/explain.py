@@ -67,7 +67,7 @@ class Inquiry(Causes):
         rest = first([d for d in [*self.differences, *self.recorded()] if d.rung != "communication"])
         if rest:
             finding.cause += f" What comes of it: {rest[0].rung} of {rest[0].name} differ."
-            finding.affected += [d.name for d in rest if d.name not in finding.affected]
+            finding.affected += [name for name in dict.fromkeys(d.name for d in rest) if name not in finding.affected]
 
     def _settings(self, finding: Finding, lead: Difference) -> None:
         finding.shape = "setting"
