@@ -105,7 +105,7 @@ class EventLog:
         self._file: TextIO = path.open("a", buffering=1)
 
     def write(self, kind: str, **fields: Any) -> None:
-        self._file.write(json.dumps({"kind": kind, "time": time.time(), **_plain(fields)}) + "\n")
+        self._file.write(json.dumps({"kind": kind, "time": time.time(), **plain(fields)}) + "\n")
 
     def close(self) -> None:
         self._file.close()
@@ -121,13 +121,15 @@ class EventLog:
         self.close()
 
 
-def _plain(value: Any) -> Any:
-    """JSON has no nan or inf: they are written as words."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
+def plain(value: Any) -> Any:
+    """What JSON has no word for, nan and inf and paths among it, as text."""
     if isinstance(value, dict):
-        return {name: _plain(item) for name, item in value.items()}
-    return value
+        return {name: plain(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    if value is None or isinstance(value, (bool, int, str)) or (isinstance(value, float) and math.isfinite(value)):
+        return value
+    return str(value)
 
 
 def to_toml(tables: Mapping[str, Settings]) -> str:

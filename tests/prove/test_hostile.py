@@ -51,7 +51,7 @@ def test_the_last_step_has_a_loss_that_is_no_number() -> None:
 def test_columns_that_may_be_ignored_are_found() -> None:
     task, model = Plain(), Plain().model()
     batch = {"x": torch.randn(4, 6), "y": torch.tensor([0, 1, 2, 0]), "number": torch.arange(4)}
-    assert ignorable(task, model, batch, model(batch["x"])) == ("y",)
+    assert ignorable(task, batch, model(batch["x"])) == ("y",)
 
 
 def test_little_is_enough_while_it_is_cramped() -> None:

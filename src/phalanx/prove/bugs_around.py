@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -194,6 +195,17 @@ def one_rank_runs_out_of_data(replace: Replace) -> None:
 # Ranks that stop
 
 
+def _in_backward_of_rank_1(replace: Replace, act: Callable[[], object]) -> None:
+    plain = Spread.backward
+
+    def backward(self: Any, *args: Any) -> None:
+        if rank() == 1:
+            act()
+        plain(self, *args)
+
+    replace(Spread, "backward", backward)
+
+
 @bug(55, "dp=2", "collective", "dp")
 def a_rank_skips_a_collective(replace: Replace) -> None:
     """One rank takes a branch without the collective that the others wait in."""
@@ -220,24 +232,14 @@ def a_rank_sends_another_size(replace: Replace) -> None:
 @bug(60, "dp=2", "MemoryError", "dp")
 def memory_runs_out_on_one_rank(replace: Replace) -> None:
     """One rank cannot allocate, and the others wait for it."""
-    plain = Spread.backward
 
-    def backward(self: Any, *args: Any) -> None:
-        if rank() == 1:
-            raise MemoryError("cannot allocate")
-        plain(self, *args)
+    def fail() -> None:
+        raise MemoryError("cannot allocate")
 
-    replace(Spread, "backward", backward)
+    _in_backward_of_rank_1(replace, fail)
 
 
 @bug(61, "dp=2", "ended|collective", "dp")
 def a_rank_is_killed(replace: Replace) -> None:
     """One rank is ended from outside."""
-    plain = Spread.backward
-
-    def backward(self: Any, *args: Any) -> None:
-        if rank() == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        plain(self, *args)
-
-    replace(Spread, "backward", backward)
+    _in_backward_of_rank_1(replace, lambda: os.kill(os.getpid(), signal.SIGKILL))

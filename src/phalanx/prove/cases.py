@@ -17,15 +17,15 @@ from torch import Tensor, nn
 from phalanx.errors import WrongUse
 from phalanx.layout import Layout
 from phalanx.parallel.randomness import Randomness
+from phalanx.parallel.spread import check_model
 from phalanx.precision import DTYPES
 from phalanx.prove import trial
 from phalanx.prove.hostile import BATCH, Hostile, Trial, hostile, ignorable, vocabularies
 from phalanx.prove.ladder import MOST_BAR, Standard, off, size
 from phalanx.prove.layouts import MICRO_BATCHES, as_proven
 from phalanx.prove.pieces import Piece
-from phalanx.prove.record import Whole, observe
+from phalanx.prove.record import Whole, module_named, observe
 from phalanx.prove.reference import Reference, Step
-from phalanx.prove.scene import bare
 from phalanx.prove.shrink import Needs, shrunk
 from phalanx.prove.sites import location
 from phalanx.prove.steady import PHALANX, TORCH
@@ -182,7 +182,7 @@ def _look(reference: Reference, trial: Trial) -> None:
     ended = vocabularies(reference.model, batch)
     with reference.randomness.scope("task"):
         output = reference.output(0, np.arange(len(ids)), batch)
-        found = ignorable(reference.task, reference.model, batch, output)
+        found = ignorable(reference.task, batch, output)
     trial.spread = ended()
     logits = getattr(output, "logits", output)
     classes = logits.shape[-1] if hasattr(logits, "shape") and len(logits.shape) else 0
@@ -227,7 +227,7 @@ def _named(model: nn.Module, name: str) -> str:
     """A module with its class and where that is."""
     if not name:
         return "the loss"
-    kind = type(model if bare(name) == "the model" else model.get_submodule(bare(name)))
+    kind = type(module_named(model, name))
     return f"{name} ({kind.__name__}, {location(kind)})"
 
 
@@ -315,8 +315,6 @@ def _first_that_mixes(task: Task) -> str:
 
 def applicable(task: Task, layout: Layout, model: Any, anatomy: Any) -> str | None:
     """Why a layout cannot work for a task, or None."""
-    from phalanx.parallel.spread import check_model
-
     try:
         layout.check(task.global_batch, layout.world)
         check_model(layout, model, anatomy)

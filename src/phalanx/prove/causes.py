@@ -13,8 +13,8 @@ from phalanx.prove import algebra
 from phalanx.prove.finding import Finding
 from phalanx.prove.ladder import Difference, off, size
 from phalanx.prove.pieces import Piece
-from phalanx.prove.record import Record, Whole, by_axis
-from phalanx.prove.scene import SUMS, Scene, bare, module_named, own_rows
+from phalanx.prove.record import WHOLE, Record, Whole, bare, by_axis, module_named
+from phalanx.prove.scene import SUMS, Scene, own_rows
 from phalanx.prove.sites import location
 from phalanx.train.step import train_step
 
@@ -130,7 +130,7 @@ class Causes(Scene):
                 f"in front of it, at {before}, ranks of {over} each have a part of the gradient, and the parts add up "
                 f"to the right one: between the two, a sum over {over} is missing."
             )
-        if bare(lead.name) == "the model":
+        if bare(lead.name) == WHOLE:
             finding.where = location(train_step)
             finding.cause = (
                 f"forward is right, and what backward begins with is not: {finding.cause or 'see the loss.'}"

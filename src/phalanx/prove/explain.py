@@ -124,7 +124,6 @@ class Inquiry(Causes):
             finding.cause += (
                 f" Its square is {share:.3g} of what it should be: it is not taken over all tensors of all ranks once."
             )
-        finding.where = site(finding, self.whole.reference.model)
 
     def _clip_factor(self, finding: Finding, lead: Difference) -> None:
         self._number(finding, float(lead.found), float(lead.expected), "the factor that clipping gives")
@@ -134,13 +133,13 @@ class Inquiry(Causes):
             finding.shape, finding.cause = "not finite", f"{what} is {found:g} where one device has {want:g}."
             return
         times = found / want
-        name = algebra.called(times, self.sizes) or algebra.called(times**2, self.sizes)
+        itself, square = algebra.called(times, self.sizes), algebra.called(times**2, self.sizes)
         finding.factor = times
-        finding.shape = "ratio" if name else "number"
+        finding.shape = "ratio" if itself or square else "number"
         finding.cause = f"{what} is {algebra.number(times)} times what it should be ({found:.10g}, not {want:.10g})"
-        finding.cause += f"; that is {name}." if algebra.called(times, self.sizes) else "."
-        if name and not algebra.called(times, self.sizes):
-            finding.cause += f" Its square is off by {name}."
+        finding.cause += f"; that is {itself}." if itself else "."
+        if square and not itself:
+            finding.cause += f" Its square is off by {square}."
 
     def _skipping(self, finding: Finding, lead: Difference) -> None:
         finding.shape = "decision"

@@ -1,7 +1,7 @@
 """A task as it is proven: the user's own, made awkward on purpose. Friendly data hides most bugs.
 
 Batches do not divide by ranks, an epoch ends within the steps, targets are ignored unevenly, weights that begin as
-zeros or ones do not, gradients are clipped, there are several micro-batches and buckets, and in a last step one
+zeros or ones do not, some gradients are clipped, there are several micro-batches and buckets, and in one more step a
 sample's loss is not a number.
 """
 
@@ -21,10 +21,12 @@ import torch
 from torch import Tensor, nn
 
 from phalanx import losses
+from phalanx.data.loader import seed_globally
 from phalanx.data.order import Order
 from phalanx.losses import Loss
 from phalanx.parallel import collectives, spread
 from phalanx.parallel.randomness import Moment
+from phalanx.prove.replacing import replacing
 from phalanx.task import Task, as_loss
 from phalanx.train.agreement import digest
 
@@ -146,11 +148,10 @@ class Hostile(Task):
         return None
 
     def data(self) -> Samples:
-        if (
-            self.proof_trial.source is None or self.proof_trial.source[0] != os.getpid()
-        ):  # a rank may make something else of it
-            self.proof_trial.source = os.getpid(), super().data()
-        return Samples(self.proof_trial.source[1], self.proof_trial)
+        trial, here = self.proof_trial, os.getpid()
+        if trial.source is None or trial.source[0] != here:  # a rank may make something else of it
+            trial.source = here, super().data()
+        return Samples(trial.source[1], trial)
 
     def loss(self, output: Any, batch: dict[str, Any]) -> Loss:
         loss = as_loss(super().loss(output, batch), self)
@@ -162,34 +163,27 @@ class Hostile(Task):
 
 def hostile(task: Task, trial: Trial) -> Task:
     """A copy of a task under a trial."""
-    proven, size = copy.copy(task), len(task.data())
-    kind = type(task)
+    proven, kind = copy.copy(task), type(task)
     object.__setattr__(proven, "__class__", type(kind.__name__, (Hostile, kind), {"__module__": kind.__module__}))
     changes: dict[str, Any] = {
         "steps": trial.steps + 1, "precision": "float64", "workers": 0, "evaluate_every": 0, "proof_trial": trial,
-        "global_batch": min(trial.batch, size), "warmup_steps": min(1, task.warmup_steps),
+        "global_batch": trial.batch, "warmup_steps": min(1, task.warmup_steps),
     }  # fmt: skip
     for name, value in changes.items():
         object.__setattr__(proven, name, value)
+    seed_globally(task.seed, "data")
+    object.__setattr__(proven, "global_batch", min(trial.batch, len(proven.data())))
     return proven
 
 
 @contextmanager
 def cramped() -> Iterator[None]:
     """While this lasts, little is enough for a second bucket, a message of its own, a second chunk of logits."""
-    places = [
-        (spread, "BUCKET_BYTES", BUCKET_BYTES),
-        (collectives, "SMALL_BYTES", SMALL_BYTES),
-        (losses, "LOGIT_ELEMENTS", LOGIT_ELEMENTS),
-    ]
-    before = [getattr(module, name) for module, name, _ in places]
-    for module, name, value in places:
-        setattr(module, name, value)
-    try:
+    with replacing() as replace:
+        replace(spread, "BUCKET_BYTES", BUCKET_BYTES)
+        replace(collectives, "SMALL_BYTES", SMALL_BYTES)
+        replace(losses, "LOGIT_ELEMENTS", LOGIT_ELEMENTS)
         yield
-    finally:
-        for (module, name, _), value in zip(places, before, strict=True):
-            setattr(module, name, value)
 
 
 def vocabularies(model: nn.Module, batch: dict[str, Any]) -> Callable[[], dict[str, int]]:
@@ -211,7 +205,7 @@ def vocabularies(model: nn.Module, batch: dict[str, Any]) -> Callable[[], dict[s
     return end
 
 
-def ignorable(task: Task, model: nn.Module, batch: dict[str, Any], output: Any) -> tuple[str, ...]:
+def ignorable(task: Task, batch: dict[str, Any], output: Any) -> tuple[str, ...]:
     """Columns of whole numbers that the loss skips where they are -100, and the model never sees."""
     found = []
     for name, column in batch.items():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -15,10 +15,8 @@ from torch import Tensor
 from phalanx.errors import WrongUse, closest
 from phalanx.parallel import collectives
 from phalanx.parallel.collectives import Pending
+from phalanx.prove.replacing import Replace, replacing
 from phalanx.train import step
-
-Replace = Callable[[Any, str, Any], None]
-"""``replace(owner, attribute, value)``, undone when the proof is over."""
 
 
 @dataclass(frozen=True)
@@ -92,12 +90,7 @@ def find(name: str) -> Bug:
 @contextmanager
 def planted(name: str | None) -> Iterator[None]:
     """While this lasts, this process has the bug."""
-    with ExitStack() as stack:
-
-        def replace(owner: Any, attribute: str, value: Any) -> None:
-            stack.callback(setattr, owner, attribute, vars(owner)[attribute])
-            setattr(owner, attribute, value)
-
+    with replacing() as replace:
         if name is not None:
             find(name).plant(replace)
         yield

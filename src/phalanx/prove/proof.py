@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from phalanx.errors import WrongUse, closest
-from phalanx.layout import DEGREES, Layout
+from phalanx.layout import CHOICES, DEGREES, Layout
 from phalanx.parallel.blueprint import Blueprint
 from phalanx.prove import planting, trial
 from phalanx.prove.cases import Docket, Unprovable, applicable
@@ -62,7 +62,7 @@ class Proof(Verdict):
     results: list[Result] = field(default_factory=list)
 
 
-OPTIONS = ("zero", "schedule", "cp_kind", "recompute", "offload", "compile")
+OPTIONS = ("zero", *CHOICES)
 OnResult = Callable[[Result], None]
 
 
@@ -126,7 +126,6 @@ class _Prover:
             return self._proof(Verdict(False, why.summary, next=why.next, code=why.code))
         if self.on_start is not None:
             self.on_start(self.docket)
-        trial.CASES[:] = self.docket.cases
         if self.dtype is not None:
             for number in set(numbers.values()):
                 self.docket.narrow(number, self.dtype)
@@ -135,7 +134,7 @@ class _Prover:
             for layout in chosen:
                 self._timed(layout, numbers.get(layout), reasons[layout])
             if layouts == "all":
-                self._cover_the_rest(numbers)
+                self._cover_the_rest()
         return self._proof(self._verdict())
 
     def _timed(self, layout: Layout, number: int | None, reason: str | None) -> Result:
@@ -148,7 +147,7 @@ class _Prover:
             self.on_result(result)
         return result
 
-    def _cover_the_rest(self, numbers: dict[Layout, int]) -> None:
+    def _cover_the_rest(self) -> None:
         """Some are refused only when they run: what they were to cover is covered by others, as far as can be."""
         refused = {Layout.parse(r.layout) for r in self.results if r.verdict == NOT_APPLICABLE}
         done = {Layout.parse(r.layout) for r in self.results} - refused

@@ -28,6 +28,9 @@ from phalanx.task import Task
 from phalanx.train.engine import Engine
 from phalanx.train.step import Metrics
 
+WHOLE = "the model"
+"""What the outermost module is called."""
+
 
 @dataclass
 class Record:
@@ -68,6 +71,15 @@ def visited(visits: Counter[tuple[int, str]], slots: np.ndarray, name: str) -> s
     return name if number == 1 else f"{name} (call {number})"
 
 
+def bare(name: str) -> str:
+    """A module's own name, without the number of its call."""
+    return name.partition(" (")[0]
+
+
+def module_named(model: nn.Module, name: str) -> nn.Module:
+    return model if bare(name) == WHOLE else model.get_submodule(bare(name))
+
+
 def observe(model: nn.Module, see: Callable[[str, Tensor], Callable[[Tensor], None] | None]) -> None:
     """Have ``see`` told, module by module as they end, what each gave; what it returns is told the gradient of that."""
 
@@ -79,7 +91,7 @@ def observe(model: nn.Module, see: Callable[[str, Tensor], Callable[[Tensor], No
             tensor.register_hook(back)
 
     for name, module in model.named_modules():
-        module.register_forward_hook(partial(ended, name or "the model"))
+        module.register_forward_hook(partial(ended, name or WHOLE))
 
 
 def observe_draws(randomness: Randomness, see: Callable[[str, Tensor], None]) -> None:
@@ -103,13 +115,17 @@ class Recorder:
         self.record = Record(engine.environment.rank, dict(engine.mesh.coordinates))
         self.moment, self.randomness = engine.spread.moment, engine.spread.randomness
         self._visits: Counter[tuple[int, str]] = Counter()
+        for name, weight in engine.spread.weights.items():
+            cut = engine.spread.holding.cut(name)
+            place = engine.mesh.index(cut.axis) if cut else 0
+            self.record.rows[name] = cut, place, weight.first, weight.last
         observe(engine.spread.model, self._see)
         observe_draws(self.randomness, self._draw)
         engine.spread.reduction.on_gradient = self._own
         engine.on_gradients = self._summed
         engine.optimizer.register_step_pre_hook(self._given)
         for name, module in engine.spread.model.named_modules():
-            module.register_forward_pre_hook(partial(self._called, name or "the model"))
+            module.register_forward_pre_hook(partial(self._called, name or WHOLE))
         for name, whole in engine.spread.whole.state():
             self.record.state["initial weights", name] = whole.clone()
         for name, buffer in engine.spread.model.named_buffers():
@@ -118,7 +134,7 @@ class Recorder:
     def _called(self, name: str, module: nn.Module, args: Any) -> None:
         if not self._passes(name) and name not in self.record.used:
             own = [(n, p) for n, p in module.named_parameters(recurse=False) if not isinstance(p, Resting)]
-            tied, prefix = self.engine.anatomy.tied, "" if name == "the model" else f"{name}."
+            tied, prefix = self.engine.anatomy.tied, "" if name == WHOLE else f"{name}."
             used = {tied.get(prefix + n, prefix + n): p.detach().clone() for n, p in own}
             self.record.used[name] = used
 
@@ -186,10 +202,8 @@ class Recorder:
 
     def before(self, batch: StepBatch) -> None:
         """A step begins."""
-        holding, mesh = self.engine.spread.holding, self.engine.mesh
-        for name, weight in self.engine.spread.weights.items():
-            cut = holding.cut(name)
-            self.record.rows[name] = cut, mesh.index(cut.axis) if cut else 0, weight.first, weight.last
+        if self._now:
+            self.record.slots = [micro.slots for micro in batch.micro_batches if micro.real]
 
     def after(self, batch: StepBatch, metrics: Metrics) -> None:
         """A step is over."""
@@ -203,7 +217,6 @@ class Recorder:
                     self.record.state["weights in use", name] = weight.full.detach().clone()
             for name, buffer in self.engine.spread.model.named_buffers():
                 self.record.state["buffers", name] = buffer.clone()
-            self.record.slots = [micro.slots for micro in batch.micro_batches if micro.real]
 
     def finish(self) -> Record:
         return self.record

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import sys
 import time
 from collections.abc import Mapping
@@ -18,6 +17,7 @@ from phalanx import __version__
 from phalanx.proofs import code_hash
 from phalanx.prove.cases import Docket
 from phalanx.prove.proof import DIFFERS, EQUAL, NOT_APPLICABLE, Proof, Result
+from phalanx.run import plain
 from phalanx.task import Task
 
 MARKS = {EQUAL: "=", DIFFERS: "!", NOT_APPLICABLE: "-"}
@@ -61,7 +61,7 @@ def as_json(proof: Proof, task: Task, settings: Mapping[str, Any]) -> dict[str, 
         "class": type(task).__name__, "code": code_hash(type(task)), "settings": dict(settings),
         "versions": {"phalanx": __version__, "torch": torch.__version__}, "time": time.time(),
     }  # fmt: skip
-    return _plain(dataclasses.asdict(proof) | {"exit_code": proof.exit_code} | facts)
+    return plain(dataclasses.asdict(proof) | {"exit_code": proof.exit_code} | facts)
 
 
 def write(proof: Proof, task: Task, settings: Mapping[str, Any], folder: Path) -> None:
@@ -90,14 +90,3 @@ def write(proof: Proof, task: Task, settings: Mapping[str, Any], folder: Path) -
         suite.set("tests", "1")
         suite.set("failures", "1")
     ElementTree.ElementTree(suite).write(folder / "junit.xml", encoding="unicode", xml_declaration=True)
-
-
-def _plain(value: Any) -> Any:
-    """JSON has no nan or inf."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    if isinstance(value, dict):
-        return {name: _plain(item) for name, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)

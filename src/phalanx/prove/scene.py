@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from phalanx.layout import Layout
 from phalanx.prove import algebra
@@ -141,9 +141,7 @@ class Scene:
         return cut.take(whole, index) if cut else whole
 
     def rows(self, record: Record, name: str, whole: Tensor) -> Tensor:
-        part = self.part(record, name, whole)
-        _, _, start, stop = record.rows[name]
-        return part.reshape(part.shape[0] if part.ndim else 1, *part.shape[1:])[start:stop]
+        return own_rows(self.part(record, name, whole), record.rows[name][2:])
 
     def sum_of_own(self, record: Record, name: str, axes: Sequence[str]) -> Tensor | None:
         """Over ranks that hold the same part: what their backwards made."""
@@ -166,13 +164,5 @@ class Scene:
 
 
 def own_rows(part: Tensor, rows: tuple[int, int]) -> Tensor:
+    """A rank's rows of the part that it computes with."""
     return part.reshape(part.shape[0] if part.ndim else 1, *part.shape[1:])[slice(*rows)]
-
-
-def module_named(model: nn.Module, name: str) -> nn.Module:
-    return model if bare(name) == "the model" else model.get_submodule(bare(name))
-
-
-def bare(name: str) -> str:
-    """A module's name without the number of its call."""
-    return name.partition(" (")[0]

@@ -18,6 +18,7 @@ from phalanx.parallel.replicate import Reduction
 from phalanx.parallel.spread import Spread
 from phalanx.parallel.weights import fill
 from phalanx.prove.finding import Finding
+from phalanx.prove.record import WHOLE, bare
 from phalanx.train.engine import Engine
 from phalanx.train.step import train_step
 
@@ -50,7 +51,7 @@ def site(finding: Finding, model: nn.Module) -> str:
     """File and line, or nothing where they cannot be known."""
     name = finding.name
     if finding.rung in ("activations", "gradients of activations"):
-        return location(_own_class(model, name.partition(" (")[0]))
+        return location(_own_class(model, bare(name)))
     if finding.rung == "samples":
         return location(Reader if name.startswith("contents") else Order if name.startswith("hash") else Loader.plans)
     if finding.rung == "settings":
@@ -64,7 +65,7 @@ def site(finding: Finding, model: nn.Module) -> str:
 
 def _own_class(model: nn.Module, name: str) -> type[nn.Module]:
     """Of a module, or of the nearest around it that is not torch's own."""
-    while name and name != "the model":
+    while name and name != WHOLE:
         kind = type(model.get_submodule(name))
         if not kind.__module__.startswith("torch."):
             return kind
