@@ -35,7 +35,8 @@ def check_writable(spread: Spread) -> None:
 def write_weights(spread: Spread, path: Path, writer: bool) -> None:
     """Write the model's weights and buffers under its own names. All ranks must call it; ``writer`` is one of them.
 
-    A shared weight stands once, under its first name; its other names are in the metadata under ``tied``.
+    A shared weight stands once, under its first name; its other names are in the metadata under ``tied``. Tensors
+    lie in one order, whatever order the ranks have them in: the same weights are the same bytes in any layout.
     """
     if not writer:
         for _ in spread.whole.state():
@@ -44,25 +45,31 @@ def write_weights(spread: Spread, path: Path, writer: bool) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(path.name + ".unfinished")
     with unfinished.open("wb") as file:
-        _write_header(file, spread)
-        for _, tensor in spread.whole.state():
+        places = _write_header(file, spread)
+        for name, tensor in spread.whole.state():
+            file.seek(places[name])
             file.write(_bytes(tensor))
         file.flush()
         os.fsync(file.fileno())
     unfinished.replace(path)
 
 
-def _write_header(file: BinaryIO, spread: Spread) -> None:
-    """A length, then JSON with each tensor's dtype, shape and place; padded so that tensors lie aligned."""
+def _write_header(file: BinaryIO, spread: Spread) -> dict[str, int]:
+    """A length, then JSON with each tensor's dtype, shape and place; padded so that tensors lie aligned.
+
+    Returns where in the file each begins.
+    """
     header: dict[str, object] = {"__metadata__": {"format": "pt", "tied": json.dumps(dict(spread.anatomy.tied))}}
-    offset = 0
-    for name, dtype, shape in spread.whole.description():
+    offset, places = 0, {}
+    for name, dtype, shape in sorted(spread.whole.description(), key=lambda item: (-item[1].itemsize, item[0])):
         size = math.prod(shape) * dtype.itemsize
+        places[name] = offset
         header[name] = {"dtype": DTYPES[dtype], "shape": list(shape), "data_offsets": [offset, offset + size]}
         offset += size
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     file.write(len(text).to_bytes(8, "little") + text)
+    return {name: file.tell() + place for name, place in places.items()}
 
 
 def _bytes(tensor: Tensor) -> bytes:
