@@ -93,6 +93,25 @@ def test_train_leaves_a_run_that_can_be_repeated(tmp_path: Path) -> None:
     assert "holds a run already" in refused.stderr
 
 
+def test_exact_runs_leave_the_same_bytes(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(GOOD)
+    runs = {
+        "one": ["mine.py", "--exact"],
+        "four": ["--config", "one/run.toml", "--exact", "--on", "local:4"],
+        "shards": ["--config", "one/run.toml", "--layout", "dp=2,fsdp=2,exact=8"],
+    }
+    for run, words in runs.items():
+        done = phalanx("train", *words, "--run", run, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+    assert len({Run(tmp_path / run).weights_path.read_bytes() for run in runs}) == 1
+    assert tomllib.loads((tmp_path / "four" / "run.toml").read_text())["run"]["layout"] == "dp=4,exact=8"
+    told = [[(e.get("loss"), e.get("grad_norm"), e.get("held_out")) for e in Run(tmp_path / r).events(0)] for r in runs]
+    assert told[0] == told[1] == told[2]
+    refused = phalanx("train", "mine.py", "--exact", "--on", "local:3", cwd=tmp_path)
+    assert refused.returncode == 2
+    assert refused.stderr.strip().endswith("The nearest layout that works: dp=2,exact=8 on 2 ranks")
+
+
 def test_a_dry_run_says_what_would_run_and_leaves_nothing(tmp_path: Path) -> None:
     done = phalanx("train", "gpt", "--layout", "dp=2,fsdp=2,micro_batch=2", "--dry-run", cwd=tmp_path)
     assert done.returncode == 0, done.stderr

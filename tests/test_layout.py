@@ -25,6 +25,7 @@ degrees = st.integers(1, 64)
         ep=degrees,
         zero=st.sampled_from([1, 2, 3]),
         micro_batch=st.none() | degrees,
+        exact=st.sampled_from([0, 1, 2, 8, 64]),
         **{name: st.sampled_from(known) for name, known in CHOICES.items()},
     )
 )
@@ -50,6 +51,8 @@ def test_the_text_form_is_short() -> None:
         ("zero=4", "ZeRO stage"),
         ("recompute=ful", "did you mean 'full'"),
         ("micro_batch=-1", "whole number from 1"),
+        ("exact=12", "no power of two"),
+        ("exact=-8", "no power of two"),
     ],
 )
 def test_bad_text_is_refused(text: str, expected: str) -> None:
@@ -72,6 +75,15 @@ def test_bad_text_is_refused(text: str, expected: str) -> None:
             "compile=blocks is not offered with tp=2",
             "tp=2",
         ),
+        ("dp=3,exact=8", 32, 3, "the 3 ranks of dp=3 x fsdp=1 are not a power of two", "dp=2,exact=8 on 2 ranks"),
+        ("dp=8,fsdp=2,exact=8", 32, 16, "the 16 ranks of dp=8 x fsdp=2 are not", "dp=8,fsdp=2,exact=16"),
+        ("dp=2,exact=8,micro_batch=4", 32, 2, "and so would micro_batch=4", "dp=2,exact=8"),
+        ("dp=2,exact=64", 33, 2, "exact=64 virtual micro-batches are more than", "dp=2,exact=32"),
+        ("tp=2,exact=8", 32, 2, "exact=8 is not offered with tp=2", "dp=2,exact=8|fsdp=2,exact=8"),
+        ("fsdp=2,cp=2,exact=8", 32, 4, "exact=8 is not offered with cp=2", "dp=2,fsdp=2,exact=8|fsdp=4,exact=8"),
+        ("pp=2,exact=8", 32, 2, "exact=8 is not offered with pp=2", "dp=2,exact=8|fsdp=2,exact=8"),
+        ("fsdp=2,ep=2,exact=8", 32, 2, "exact=8 is not offered with ep=2", "fsdp=2,exact=8"),
+        ("dp=2,exact=8,compile=blocks", 32, 2, "is not offered with compile=blocks", "dp=2,exact=8"),
         ("dp=2,tp=2", 32, 8, "needs 4 ranks and there are 8", "dp=4,tp=2|dp=2,fsdp=2,tp=2"),
         ("dp=4,tp=2", 2, 8, "is less than the 4 ranks", "dp=2,tp=2 on 4 ranks|fsdp=2,tp=2 on 4 ranks"),
     ],
@@ -93,6 +105,23 @@ def test_micro_batches_are_the_same_number_on_every_rank() -> None:
     assert Layout(dp=4).micro_batches(31) == 1
     assert Layout(dp=4, micro_batch=2).micro_batches(31) == 4
     assert Layout(dp=8, micro_batch=1).micro_batches(31) == 4
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+@pytest.mark.parametrize(("dp", "fsdp"), [(1, 1), (4, 1), (1, 4), (2, 4), (4, 2)])
+def test_what_ranks_sum_together_is_a_node_of_one_tree(dp: int, fsdp: int, zero: int) -> None:
+    layout = Layout(dp=dp, fsdp=fsdp, zero=zero, exact=16)
+    every = [layout.leaves(rank) for rank in range(dp * fsdp)]
+    assert sorted(leaf for leaves in every for leaf in leaves) == list(range(16))
+    assert {len(leaves) for leaves in every} == {layout.micro_batches(33)}
+    groups = [every[start : start + fsdp] for start in range(0, dp * fsdp, fsdp)]
+    if zero > 1 and fsdp > 1:
+        nodes = [list(together) for group in groups for together in zip(*group, strict=True)]
+    else:
+        nodes = every
+    for node in [*nodes, *(sorted(leaf for leaves in group for leaf in leaves) for group in groups)]:
+        assert node == list(range(node[0], node[0] + len(node)))
+        assert node[0] % len(node) == 0
 
 
 def test_settings_without_effect_are_said() -> None:

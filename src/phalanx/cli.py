@@ -45,6 +45,9 @@ def train(
     config: Annotated[Path | None, typer.Option(help="repeat the run whose run.toml this is")] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; by default GPUs if there are any")] = None,
     timeout: Annotated[float | None, typer.Option(help="seconds a rank waits for the others; by default 600")] = None,
+    exact: Annotated[
+        bool, typer.Option("--exact", help="the same bits at any number of ranks; see docs/exact.md")
+    ] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="describe the model, open the data, say what would run, and stop")
     ] = False,
@@ -53,8 +56,9 @@ def train(
     from phalanx.train.job import Job
 
     job = Job.resolve(
-        task=task, layout=layout, on=on, assignments=set_, steps=steps, config=config, device=device, timeout=timeout
-    )
+        task=task, layout=layout, on=on, assignments=set_, steps=steps, config=config, device=device, timeout=timeout,
+        exact=exact,
+    )  # fmt: skip
     if dry_run:
         print(job.describe())
         return

@@ -47,6 +47,9 @@ class Layout:
     """How ``cp`` computes attention: with everybody's keys and values, or by exchanging heads for time."""
     micro_batch: int | None = None
     """Samples a rank computes at once; None: its whole share of the global batch."""
+    exact: int = 0
+    """Virtual micro-batches a step is cut into, whoever computes them, so that any number of ranks gives the same bits;
+    a power of two, or 0 where sums may depend on the ranks."""
     recompute: str = "none"
     offload: str = "none"
     compile: str = "none"
@@ -58,6 +61,11 @@ class Layout:
                 continue
             if type(value) is not int or value < 1:
                 raise WrongUse(f"{name}={value} in a layout is not a whole number from 1 up. Give one, e.g. {name}=2.")
+        if type(self.exact) is not int or self.exact < 0 or self.exact & (self.exact - 1):
+            raise WrongUse(
+                f"exact={self.exact} in a layout is no power of two, and sums are made in pairs. Give one, e.g. "
+                "exact=8, or leave it out."
+            )
         if self.zero > 3:
             raise WrongUse(f"zero={self.zero} is not a ZeRO stage. Choose zero=1, zero=2 or zero=3.")
         for name, known in CHOICES.items():
@@ -101,8 +109,34 @@ class Layout:
 
     def micro_batches(self, global_batch: int) -> int:
         """Micro-batches a step is cut into; the same number on every rank."""
+        if self.exact:
+            return self.exact // self.batch_ranks
         share = math.ceil(global_batch / self.batch_ranks)
         return math.ceil(share / (self.micro_batch or share))
+
+    @property
+    def sums_each_micro_batch(self) -> bool:
+        """Whether gradients are summed over ``fsdp`` after each micro-batch, or stay whole until the last."""
+        return self.zero > 1 and self.fsdp * self.cp > 1
+
+    def leaves(self, batch_rank: int) -> list[int]:
+        """The virtual micro-batches that a rank computes, in order, so that every sum it takes part in is a node.
+
+        Replicas have runs of them. Within those, ranks of ``fsdp`` do neighbours at the same time where they sum each
+        micro-batch, and otherwise have runs of their own.
+        """
+        replica, shard = divmod(batch_rank, self.fsdp)
+        each = self.exact // self.batch_ranks
+        first = replica * each * self.fsdp
+        if self.sums_each_micro_batch:
+            return [first + micro * self.fsdp + shard for micro in range(each)]
+        return [first + shard * each + micro for micro in range(each)]
+
+    def exactly(self, global_batch: int) -> Layout:
+        """This layout with exact sums: as many virtual micro-batches as 8 ranks need, or more ranks have."""
+        if self.exact:
+            return self
+        return replace(self, exact=_power_of_two(min(global_batch, max(8, self.batch_ranks))))
 
     def check(self, global_batch: int, world: int) -> None:
         """Refuse, with the numbers and the nearest layout that works, what this task and world size cannot do."""
@@ -126,6 +160,11 @@ class Layout:
             notes.append(f"schedule={self.schedule} has no effect at pp=1")
         if self.cp == 1 and self.cp_kind != Layout.cp_kind:
             notes.append(f"cp_kind={self.cp_kind} has no effect at cp=1")
+        if self.exact and device == "cpu":
+            notes.append(
+                f"exact={self.exact} computes on 1 thread, or OMP_NUM_THREADS, at any number of ranks, and takes plain "
+                "kernels where the optimizer asks for fused ones"
+            )
         if self.offload != "none" and device == "cpu":
             notes.append(f"offload={self.offload} saves nothing on a CPU: its memory is the host's already")
         return notes
@@ -152,6 +191,7 @@ class Layout:
                 f"global_batch={global_batch} is less than the {self.batch_ranks} ranks of "
                 f"dp={self.dp} x fsdp={self.fsdp}: some would never see a sample"
             )
+        yield from self._not_exact(global_batch)
         share = math.ceil(global_batch / self.batch_ranks)
         if self.micro_batch is not None and self.micro_batch > share:
             yield (
@@ -159,16 +199,36 @@ class Layout:
                 f"(global_batch={global_batch} over {self.batch_ranks})"
             )
 
+    def _not_exact(self, global_batch: int) -> Iterator[str]:
+        if not self.exact:
+            return
+        text = f"exact={self.exact}"
+        for name in ("tp", "cp", "pp", "ep"):
+            degree = getattr(self, name)
+            if degree > 1:
+                yield f"{text} is not offered with {name}={degree}, which cuts sums inside of layers"
+        if self.compile != "none":
+            yield f"{text} is not offered with compile={self.compile}, whose kernels depend on what ran before"
+        if self.micro_batch is not None:
+            yield f"{text} cuts a step into micro-batches, and so would micro_batch={self.micro_batch}"
+        if self.exact > global_batch:
+            yield f"{text} virtual micro-batches are more than the samples of global_batch={global_batch}"
+        if self.exact % self.batch_ranks:
+            yield (
+                f"the {self.batch_ranks} ranks of dp={self.dp} x fsdp={self.fsdp} are not a power of two that divides "
+                f"{text}, so they cannot share its virtual micro-batches"
+            )
+
     def _nearest(self, global_batch: int, world: int) -> str:
         """The closest valid layout over the same world, or over the largest world that can work."""
         for size in range(world, 0, -1):
             options = [
-                replace(self, dp=dp, fsdp=rest // dp, tp=tp, cp=cp, pp=pp, ep=ep, micro_batch=micro, compile=compiled)
+                replace(self, dp=dp, fsdp=rest // dp, tp=tp, cp=cp, pp=pp, ep=ep, **dict(micro, compile=compiled))
                 for tp, cp, pp, ep in product({self.tp, 1}, {self.cp, 1}, {self.pp, 1}, {self.ep, 1})
                 for rest in [size // (tp * cp * pp)]
                 for dp in range(1, rest + 1)
                 if size % (tp * cp * pp * dp) == 0
-                for micro in {self.micro_batch, self._fitting(global_batch, rest)}
+                for micro in ({"micro_batch": self.micro_batch}, self._fitting(global_batch, rest))
                 for compiled in {self.compile, "none"}
             ]
             valid = [option for option in options if not any(option._problems(global_batch, size))]
@@ -177,13 +237,21 @@ class Layout:
                 return f"{best}" + ("" if size == world else f" on {size} ranks")
         raise AssertionError("dp=1 always works")
 
-    def _fitting(self, global_batch: int, ranks: int) -> int | None:
-        return self.micro_batch and min(self.micro_batch, math.ceil(global_batch / ranks))
+    def _fitting(self, global_batch: int, ranks: int) -> dict[str, Any]:
+        """Micro-batches that fit so many batch ranks."""
+        if self.exact:
+            return {"micro_batch": None, "exact": _power_of_two(min(global_batch, max(ranks, self.exact)))}
+        return {"micro_batch": self.micro_batch and min(self.micro_batch, math.ceil(global_batch / ranks))}
 
-    def _distance(self, other: Layout) -> tuple[float, bool, bool]:
+    def _distance(self, other: Layout) -> tuple[float | bool, ...]:
         weights = dict.fromkeys(DEGREES[2:], 3)  # dp and fsdp stand in for each other, the others are wanted
         far = sum(weights.get(n, 1) * abs(math.log2(getattr(self, n) / getattr(other, n))) for n in DEGREES)
-        return far, self.compile != other.compile, self.micro_batch != other.micro_batch
+        return far, *(getattr(self, name) != getattr(other, name) for name in ("compile", "micro_batch", "exact"))
+
+
+def _power_of_two(most: int) -> int:
+    """The largest that is no more than this."""
+    return 1 << (most.bit_length() - 1)
 
 
 def _whole(name: str, value: str) -> int:

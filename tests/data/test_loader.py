@@ -11,7 +11,7 @@ import torch
 
 from phalanx import WrongUse
 from phalanx.data import Arrays
-from phalanx.data.loader import Loader
+from phalanx.data.loader import Loader, MicroBatch
 from phalanx.data.order import Order
 from tests.ranks import Ranks
 
@@ -103,3 +103,31 @@ def test_samples_that_are_no_dicts_are_refused_plainly(workers: int) -> None:
         read(loader(NotDicts(), workers=workers), 0, 1)
     assert str(refusal.value).startswith("sample ")
     assert "Traceback" not in str(refusal.value)
+
+
+Told = tuple[list[int], list[int], bool]
+
+
+def told(micro: MicroBatch) -> Told:
+    return micro.tensors["id"].tolist(), micro.slots.tolist(), micro.real
+
+
+def by_leaf(ranks: int) -> dict[tuple[int, int], Told]:
+    """What the ranks read together, by step and virtual micro-batch."""
+    found = {}
+    for rank in range(ranks):
+        own = range(rank, 4, ranks)
+        order = Order(23, 5, seed=1)
+        part = Loader(Noisy(), collate, order, micro_batches=4 // ranks, ranks=ranks, rank=rank, leaves=own)
+        for batch in part.batches(0, 5):
+            found |= {(batch.step, leaf): told(m) for leaf, m in zip(own, batch.micro_batches, strict=True)}
+            found[batch.step, -1] = told(part.first(batch.step))
+    return found
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_a_virtual_micro_batch_is_the_same_whoever_reads_it(ranks: int) -> None:
+    found = by_leaf(ranks)
+    assert found == by_leaf(1)
+    assert all(found[step, -1] == found[step, 0] for step in range(5)), "the first is not the first"
+    assert {real for _, _, real in found.values()} == {True, False}

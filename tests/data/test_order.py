@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx import WrongUse
-from phalanx.data.order import Order, digest, permute, share
+from phalanx.data.order import Order, digest, leaf, permute, share
 
 
 @given(st.integers(1, 5000), st.integers(0, 2**32))
@@ -60,6 +60,13 @@ def test_ranks_and_micro_batches_share_the_slots_exactly(slots: int, micro_batch
         together = [slot for ranges in shares for slot in range(*ranges[index])]
         assert together == list(range(start, stop)), "a micro-batch over all ranks is not what one device computes"
         assert stop > start
+
+
+@given(st.integers(1, 64), st.sampled_from([1, 2, 8, 32]))
+def test_virtual_micro_batches_share_the_slots_exactly(slots: int, leaves: int) -> None:
+    ranges = [leaf(slots, leaves, index) for index in range(leaves)]
+    assert [slot for found in ranges for slot in range(*found)] == list(range(slots))
+    assert max(stop - start for start, stop in ranges) - min(stop - start for start, stop in ranges) <= 1
 
 
 def test_data_smaller_than_a_batch_is_refused() -> None:

@@ -46,6 +46,31 @@ def test_sums_and_gathers(ranks: Ranks, world: int, small: bool) -> None:
         assert narrow[:, 0].tolist() == list(range(world))
 
 
+def summed_exactly(size: int, small: bool) -> tuple[torch.Tensor, int]:
+    group, rank = dist.group.WORLD, dist.get_rank()
+    assert group is not None
+    own = torch.randn(8, size, generator=torch.Generator().manual_seed(0))[rank].clone()
+    before = collectives.sent.total()
+    with mock.patch.object(collectives, "SMALL_BYTES", collectives.SMALL_BYTES if small else 0):
+        pending = collectives.all_reduce_exactly(own, group, Buffers(torch.device("cpu")))
+        pending.advance()
+        assert small or not pending.over
+        pending.wait()
+    assert pending.over
+    return own, collectives.sent.total() - before
+
+
+@pytest.mark.parametrize("small", [True, False])
+@pytest.mark.parametrize("size", [3, 64, 1001])
+def test_exact_sums_are_by_the_tree_with_the_bytes_of_ordinary_ones(ranks: Ranks, size: int, small: bool) -> None:
+    rows = torch.randn(8, size, generator=torch.Generator().manual_seed(0))
+    pairs = rows[0::2] + rows[1::2]
+    expected = (pairs[0] + pairs[1]) + (pairs[2] + pairs[3])
+    for total, sent in ranks(8, summed_exactly, size, small):
+        assert torch.equal(total, expected)
+        assert sent == round(size * 4 * 2 * 7 / 8)
+
+
 def test_alone_a_sum_is_what_it_was() -> None:
     tensor = torch.ones(2)
     collectives.all_reduce(tensor, None).wait()

@@ -36,3 +36,5 @@ def test_a_proof_has_several_micro_batches() -> None:
     for layout in every(4):
         assert as_proven(layout, 17).micro_batches(17) == 3
     assert as_proven(Layout(dp=8), 17).micro_batches(17) == 2
+    assert as_proven(Layout(dp=2, exact=8), 17) == Layout(dp=2, exact=8)
+    assert as_proven(Layout(dp=2, exact=64), 17) == Layout(dp=2, exact=16)

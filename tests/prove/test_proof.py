@@ -17,7 +17,7 @@ from tests.prove import tasks
 
 
 def test_right_layouts_are_equal() -> None:
-    proof = phalanx.prove(GPT(), ["dp=2", "fsdp=2,zero=1", "tp=2", "cp=2,pp=2", "tp=8"])
+    proof = phalanx.prove(GPT(), ["dp=2", "fsdp=2,zero=1", "tp=2", "cp=2,pp=2", "dp=2,exact=8", "tp=8"])
     verdicts = {result.layout: result.verdict for result in proof.results}
     assert verdicts.pop("tp=8") == "not applicable"
     assert set(verdicts.values()) == {"equal"}

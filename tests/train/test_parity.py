@@ -102,6 +102,11 @@ def test_accumulation_changes_nothing(ranks: Ranks, name: str, world: int, micro
     compare(ranks, world, list(accumulating(TASKS[name], world, micro_batches)))
 
 
+def test_exact_sums_are_right_too(ranks: Ranks) -> None:
+    layouts = ["dp=4,exact=8", "dp=2,fsdp=2,zero=2,exact=8", "fsdp=4,exact=16,recompute=full"]
+    compare(ranks, 4, [(TASKS["language"](), Layout.parse(layout)) for layout in layouts])
+
+
 def test_packed_documents_stay_apart(ranks: Ranks) -> None:
     layouts = ["cp=4", "cp=4,cp_kind=ulysses", "cp=2,tp=2,recompute=full", "cp=2,pp=2,cp_kind=ulysses,micro_batch=8"]
     compare(ranks, 4, [(Packed(heads=8, kv_heads=2), Layout.parse(layout)) for layout in layouts])

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from phalanx import counter
 from phalanx.data.arrays import Arrays
-from phalanx.data.order import Order, digest, share
+from phalanx.data.order import Order, digest, leaf, share
 from phalanx.errors import WrongUse
 from phalanx.processes import die_with_parent
 
@@ -106,21 +106,40 @@ class Loader:
         workers: int = 0,
         pin: bool = False,
         plain: bool = False,
+        leaves: Sequence[int] = (),
     ) -> None:
-        """``plain``: samples are only stacked, so that arrays may give many rows at once."""
+        """``plain``: samples are only stacked, so that arrays may give many rows at once.
+
+        ``leaves``: which virtual micro-batches are this rank's, of as many as all ranks have together.
+        """
+        self.leaves = leaves
         self.order, self.micro_batches, self.ranks, self.rank = order, micro_batches, ranks, rank
         self.workers, self.pin = workers, pin
         self.reader = Reader(data, collate, order.seed, plain)
 
     def plans(self, step: int, ids: np.ndarray) -> list[Plan]:
         """What this rank reads of a step's samples."""
-        plans = []
-        for start, stop in share(len(ids), self.micro_batches, self.ranks, self.rank):
-            real = stop > start
-            if not real:  # stand in with a neighbour's sample
-                start, stop = (start, start + 1) if start < len(ids) else (start - 1, start)
-            plans.append(Plan(self.order.epoch(step), ids[start:stop], np.arange(start, stop), real))
-        return plans
+        if self.leaves:
+            ranges = [leaf(len(ids), len(self.leaves) * self.ranks, index) for index in self.leaves]
+        else:
+            ranges = share(len(ids), self.micro_batches, self.ranks, self.rank)
+        return [self._plan(step, ids, *found) for found in ranges]
+
+    def _plan(self, step: int, ids: np.ndarray, start: int, stop: int) -> Plan:
+        real = stop > start
+        if not real:  # stand in with a neighbour's sample
+            start, stop = (start, start + 1) if start < len(ids) else (start - 1, start)
+        return Plan(self.order.epoch(step), ids[start:stop], np.arange(start, stop), real)
+
+    def first(self, step: int) -> MicroBatch:
+        """A step's first micro-batch, whoever computes it."""
+        ids = self.order.ids(step)
+        if self.leaves:
+            found = leaf(len(ids), len(self.leaves) * self.ranks, 0)
+        else:
+            found = share(len(ids), self.micro_batches, self.ranks, 0)[0]
+        plan = self._plan(step, ids, *found)
+        return MicroBatch(_checked(self.reader[plan]), plan.slots, plan.real)
 
     def batches(self, start: int, stop: int) -> Iterator[StepBatch]:
         """The batches of steps ``start:stop``; beginning at any step costs the same."""

@@ -96,3 +96,8 @@ def share(slots: int, micro_batches: int, ranks: int, rank: int) -> list[tuple[i
         width = last - first
         ranges.append((first + rank * width // ranks, first + (rank + 1) * width // ranks))
     return ranges
+
+
+def leaf(slots: int, leaves: int, index: int) -> tuple[int, int]:
+    """The slot range of one of so many virtual micro-batches; it may be empty where a step has few samples."""
+    return index * slots // leaves, (index + 1) * slots // leaves

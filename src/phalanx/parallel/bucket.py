@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from phalanx.parallel import collectives
 from phalanx.parallel.collectives import Group, Pending
+from phalanx.parallel.exact import Partial
 from phalanx.parallel.memory import Buffers, Room
 from phalanx.parallel.torch_private import install
 
@@ -40,6 +41,8 @@ class Storage:
     """Whole weights stay in the device's memory between uses (ZeRO 1 and 2), or are gathered for each use (ZeRO 3)."""
     whole_gradients: bool
     """A rank's own gradients stay whole until the last micro-batch (ZeRO 1), or are summed after each and let go."""
+    leaves: int = 0
+    """Virtual micro-batches of this rank, where gradients are summed exactly; 0: they are added as they come."""
 
 
 class Weight:
@@ -149,6 +152,7 @@ class Bucket:
         """``[length]``: gradients of the rows this rank owns, summed over ranks."""
         self.filled: set[str] = set()
         self.accumulating = False
+        self.partial = Partial(storage.leaves, storage.buffers) if storage.leaves else None
         self.is_whole = storage.always_whole
         self._gathering: tuple[Pending, Tensor] | None = None
 
@@ -212,6 +216,12 @@ class Bucket:
         """Forget the last step's gradients."""
         self.filled.clear()
         self.accumulating = False
+        if self.partial is not None:
+            self.partial.clear()
+            for lent in (self.gradients, None if self.storage.whole_gradients else self.owned):
+                if lent is not None:
+                    self.storage.buffers.give(lent)
+            self.gradients = self.owned = None
 
     def collect(self, weight: Weight) -> None:
         """Take a weight's new gradient into the flat buffer and let the tensor go."""
@@ -228,13 +238,18 @@ class Bucket:
         weight.full.grad = None
 
     def complete(self) -> None:
-        """Put zeros where no gradient came."""
+        """Put zeros where no gradient came. Of whole gradients that are summed exactly, this is the end of a leaf."""
         gradients = self._own_gradients()
         for weight in self.trainable:
             if weight.name not in self.filled:
                 self.gradient_packing.room(weight, gradients).zero_()
-        if self.storage.whole_gradients:
-            self.owned = gradients[self.storage.rank]
+        if not self.storage.whole_gradients:
+            return
+        if self.partial is not None:
+            self.filled.clear()
+            self.gradients = self.partial.add(gradients)
+        if self.gradients is not None:
+            self.owned = self.gradients[self.storage.rank]
 
     def gradient_own(self, weight: Weight) -> Tensor:
         """The summed gradient of the rows of a weight that this rank owns."""
@@ -243,14 +258,12 @@ class Bucket:
 
     def start_scatter(self) -> Pending:
         """Begin to sum the gradients over the ``fsdp`` group, each rank its own rows, and let the other rows go."""
-        storage, length, gradients = self.storage, self.gradient_packing.length, self.gradients
+        storage, gradients, target = self.storage, self.gradients, self._target()
         assert gradients is not None
         assert storage.group is not None
-        if self.owned is None:
-            self.owned = Room((length,), storage.reduce, storage.device).tensor.zero_()
-        owned, add = self.owned, self.accumulating
-        target = storage.buffers.take(length, dtype=storage.reduce) if add else owned
-        pending = collectives.reduce_scatter(target, gradients, storage.group, storage.buffers)
+        pending = collectives.reduce_scatter(
+            target, gradients, storage.group, storage.buffers, exactly=self.partial is not None
+        )
         self.filled.clear()
         if not storage.whole_gradients:
             self.gradients = None
@@ -258,18 +271,30 @@ class Bucket:
 
         def finish() -> None:
             pending.wait()
-            if add:
-                owned.add_(target)
+            if storage.whole_gradients:
+                return
+            if self.partial is not None:
+                self.owned = self.partial.add(target)
+            elif self.owned is not None and self.owned is not target:
+                self.owned.add_(target)
                 storage.buffers.give(target)
-            if not storage.whole_gradients:
-                storage.buffers.give(gradients)
+            storage.buffers.give(gradients)
 
         return Pending((), finish)
+
+    def _target(self) -> Tensor:
+        """Where a sum over ranks goes: to stay, or to be added to what there is."""
+        storage, length = self.storage, self.gradient_packing.length
+        if not storage.whole_gradients and (self.accumulating or self.partial is not None):
+            return storage.buffers.take(length, dtype=storage.reduce)
+        if self.owned is None:
+            self.owned = Room((length,), storage.reduce, storage.device).tensor.zero_()
+        return self.owned
 
     def _own_gradients(self) -> Tensor:
         if self.gradients is None:
             size = self.storage.ranks, self.gradient_packing.length
-            if self.storage.whole_gradients:
+            if self.storage.whole_gradients and self.partial is None:
                 self.gradients = Room(size, self.storage.reduce, self.storage.device).tensor.zero_()
             else:
                 self.gradients = self.storage.buffers.take(*size, dtype=self.storage.reduce)

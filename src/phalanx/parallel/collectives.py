@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from phalanx.parallel.exact import fold
 from phalanx.parallel.memory import Buffers
 
 Group = dist.ProcessGroup
@@ -37,23 +38,34 @@ def _count(group: Group, kind: str, tensor: Tensor, share: float) -> None:
 
 
 class Pending:
-    """A collective on its way; `wait` returns once its result may be used."""
+    """A collective on its way; `wait` returns once its result may be used.
 
-    def __init__(self, works: Sequence[dist.Work], finish: Callable[[], object] | None = None) -> None:
+    ``finish`` is done at its end, and may give another collective that belongs to it.
+    """
+
+    def __init__(self, works: Sequence[dist.Work], finish: Callable[[], Pending | None] | None = None) -> None:
         self._works, self._finish = works, finish
+        self._following: Pending | None = None
 
     @property
     def over(self) -> bool:
         """Whether `wait` would return at once."""
-        return self._finish is None and all(work.is_completed() for work in self._works)
+        return self._finish is None and self._following is None and all(work.is_completed() for work in self._works)
 
-    def wait(self) -> None:
+    def advance(self) -> None:
+        """Wait for what is on its way, and launch what follows it, if anything does."""
         works, self._works = self._works, ()
         for work in works:
             work.wait()
         if self._finish is not None:
-            self._finish()
-            self._finish = None
+            finish, self._finish = self._finish, None
+            self._following = finish()
+
+    def wait(self) -> None:
+        self.advance()
+        if self._following is not None:
+            self._following.wait()
+            self._following = None
 
 
 def all_reduce(tensor: Tensor, group: Group | None) -> Pending:
@@ -64,7 +76,41 @@ def all_reduce(tensor: Tensor, group: Group | None) -> Pending:
     if not _exchanged(tensor, group):
         return Pending([dist.all_reduce(tensor, group=group, async_op=True)])
     work, rows = _exchange(tensor.expand(group.size(), *tensor.shape), group)
-    return Pending([work], lambda: _sum_rows(rows, tensor))
+
+    def finish() -> None:
+        fold(rows, tensor)
+
+    return Pending([work], finish)
+
+
+def all_reduce_exactly(tensor: Tensor, group: Group | None, buffers: Buffers) -> Pending:
+    """Sum a flat tensor over the group, in place and by the tree, with the bytes of an ordinary all-reduce.
+
+    Every rank sums its part of the elements, and then gives it to everybody, which is launched by `Pending.advance`.
+    """
+    if group is None or _exchanged(tensor, group):
+        return all_reduce(tensor, group)
+    ranks, size = group.size(), tensor.numel()
+    _count(group, "all-reduce", tensor, 2 * (ranks - 1) / ranks)
+    each = -(-size // ranks)
+    even = size == each * ranks
+    parts = tensor.view(ranks, each) if even else buffers.take(ranks, each, dtype=tensor.dtype)
+    if not even:
+        parts.view(-1)[:size].copy_(tensor)
+        parts.view(-1)[size:].zero_()
+    rows = buffers.take(ranks, each, dtype=tensor.dtype)
+
+    def finish() -> None:
+        if not even:
+            tensor.copy_(parts.view(-1)[:size])
+            buffers.give(parts)
+
+    def gather() -> Pending:
+        own = fold(rows, parts[group.rank()])
+        buffers.give(rows)
+        return Pending(_start_gather(parts, own, group), finish)
+
+    return Pending([dist.all_to_all_single(rows, parts, group=group, async_op=True)], gather)
 
 
 def largest(tensor: Tensor, group: Group) -> None:
@@ -80,30 +126,40 @@ def all_gather(output: Tensor, part: Tensor, group: Group) -> Pending:
     at 8) and takes no memory.
     """
     _count(group, "all-gather", part, group.size() - 1)
+    if not _exchanged(part, group):
+        return Pending(_start_gather(output, part, group))
+    work, rows = _exchange(part.expand(group.size(), *part.shape), group)
+
+    def finish() -> None:
+        output.copy_(rows)
+
+    return Pending([work], finish)
+
+
+def _start_gather(output: Tensor, part: Tensor, group: Group) -> list[dist.Work]:
     if dist.get_backend(group) != "gloo":
-        return Pending([_all_gather(output.view(-1), part.reshape(-1), group=group, async_op=True)])
-    if _exchanged(part, group):
-        work, rows = _exchange(part.expand(group.size(), *part.shape), group)
-        return Pending([work], lambda: output.copy_(rows))
+        return [_all_gather(output.view(-1), part.reshape(-1), group=group, async_op=True)]
     own = output[group.rank()]
     if own.data_ptr() != part.data_ptr():
         own.copy_(part)
-    return Pending([dist.broadcast(row, group=group, group_src=rank, async_op=True) for rank, row in enumerate(output)])
+    return [dist.broadcast(row, group=group, group_src=rank, async_op=True) for rank, row in enumerate(output)]
 
 
-def reduce_scatter(output: Tensor, parts: Tensor, group: Group, buffers: Buffers | None = None) -> Pending:
+def reduce_scatter(
+    output: Tensor, parts: Tensor, group: Group, buffers: Buffers | None = None, exactly: bool = False
+) -> Pending:
     """The sum over the group of this rank's row of ``parts``, which is ``[ranks, *output]``.
 
     gloo's own sends a whole all-reduce, twice the bytes (here 2x slower at 2 ranks, 1.6x at 8), so on gloo the rows are
-    exchanged and summed where they belong. ``output`` may be this rank's row.
+    exchanged and summed where they belong, by the tree; elsewhere if ``exactly``. ``output`` may be this rank's row.
     """
     _count(group, "reduce-scatter", output, group.size() - 1)
-    if dist.get_backend(group) != "gloo":
+    if dist.get_backend(group) != "gloo" and not exactly:
         return Pending([_reduce_scatter(output.view(-1), parts.view(-1), group=group, async_op=True)])
     rows = buffers.take(*parts.shape, dtype=parts.dtype) if buffers else torch.empty_like(parts)
 
     def finish() -> None:
-        _sum_rows(rows, output)
+        fold(rows, output)
         if buffers:
             buffers.give(rows)
 
@@ -169,9 +225,3 @@ def _exchange(parts: Tensor, group: Group) -> tuple[dist.Work, Tensor]:
     parts = parts.contiguous()
     received = torch.empty_like(parts)
     return dist.all_to_all_single(received, parts, group=group, async_op=True), received
-
-
-def _sum_rows(rows: Tensor, output: Tensor) -> None:
-    output.copy_(rows[0])
-    for row in rows[1:]:
-        output.add_(row)

@@ -99,6 +99,8 @@ class Reduction:
             self.done(bucket)
         self._settle()
         for pending in self._reducing:
+            pending.advance()
+        for pending in self._reducing:
             pending.wait()
         if self.gathering is not None:
             self.gathering.in_step = False
@@ -122,8 +124,10 @@ class Reduction:
         return reached and not bucket.storage.whole_gradients
 
     def _launch(self, bucket: Bucket) -> None:
-        if self._due(bucket):
+        due = self._due(bucket)
+        if due or (bucket.trainable and bucket.partial is not None):
             bucket.complete()
+        if due:
             if bucket.storage.ranks > 1:
                 self._settle()  # one was on its way while the next was being made
                 self._scattering = bucket, bucket.start_scatter()
@@ -142,4 +146,9 @@ class Reduction:
 
     def _sum_over_replicas(self, bucket: Bucket) -> None:
         assert bucket.owned is not None
-        self._reducing.append(collectives.all_reduce(bucket.owned, self.replicas))
+        if bucket.partial is None:
+            self._reducing.append(collectives.all_reduce(bucket.owned, self.replicas))
+            return
+        if self._reducing:
+            self._reducing[-1].advance()  # it had the time that this one was being made
+        self._reducing.append(collectives.all_reduce_exactly(bucket.owned, self.replicas, bucket.storage.buffers))

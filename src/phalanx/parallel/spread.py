@@ -21,7 +21,7 @@ from phalanx.anatomy import Anatomy
 from phalanx.errors import WrongUse
 from phalanx.layout import Layout
 from phalanx.losses import penalty_factor
-from phalanx.parallel import collectives, hugging_face
+from phalanx.parallel import batchnorm, collectives, exact, hugging_face
 from phalanx.parallel.answers import Answers, key_dropout_modules
 from phalanx.parallel.batchnorm import spread_batchnorm
 from phalanx.parallel.blueprint import Blueprint
@@ -66,6 +66,7 @@ class Spread:
         self.model, self.anatomy, self.layout, self.mesh, self.dtypes, self.device = (
             blueprint.model, anatomy, layout, mesh, dtypes, device,
         )  # fmt: skip
+        check_exact(layout, self.model)
         self.moment = Moment()
         self.randomness = Randomness(seed, self.moment, device)
         self.state_names = set(self.model.state_dict())
@@ -211,12 +212,12 @@ class Spread:
         """Whether a rank's last stage computes, after which the loss is known before any backward."""
         return self.pipeline is None or action.stage + self.pipeline.stages.ranks > self.pipeline.stages.last
 
-    def backward(self, action: Action, factor: float, last: bool) -> None:
-        """Backward of what a forward made; the gradients of its weights join the step's."""
+    def backward(self, action: Action, factor: float, last: bool, hold: bool = False) -> None:
+        """Backward of what a forward made; the gradients of its weights join the step's, unless on ``hold``."""
         self._turn_to(action)
         part = self.parts.pop((action.stage, action.micro))
         split = self.pipeline is not None and self.pipeline.name == "zb"
-        self.reduction.start_backward(last, self._reached(action), hold=split)
+        self.reduction.start_backward(last, self._reached(action), hold=split or hold)
         with penalty_factor(factor):
             if self.pipeline is None:
                 (part.result.total * factor).backward()
@@ -256,12 +257,26 @@ class Spread:
 
     def gradient_norm_squared(self) -> Tensor:
         """This rank's part of the squared norm of all gradients; the parts of all ranks add up to it."""
-        owned = [bucket.owned for bucket in self._reduced()]
+        owned = self._owned()
         if self.mesh.size("tp", "pp") > 1:
             owned = [b.gradient_own(w) for b in self._reduced() for w in b.trainable if self.holding.counts(w.name)]
         squares = [torch.linalg.vector_norm(tensor).double().square() for tensor in owned]
         total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64, device=self.device)
         return total / self.mesh.size("dp")
+
+    def exact_norm(self, largest: float) -> float:
+        """The norm of all gradients, none of which is above ``largest``, to the same bits at any number of ranks."""
+        squares = exact.Squares(largest, sum(w.shape.numel() for w in self.weights.values() if w.trainable))
+        sums = squares.sum(self._owned(), self.device) * (self.mesh.index("dp") == 0)  # replicas have the same
+        collectives.all_reduce(sums, self.mesh.world).wait()
+        return squares.root(sums)
+
+    def largest_gradient(self) -> Tensor:
+        """The largest absolute value in this rank's part of all gradients; infinity if one is not finite."""
+        return exact.largest(self._owned(), self.device)
+
+    def _owned(self) -> list[Tensor]:
+        return [bucket.owned for bucket in self._reduced() if bucket.owned is not None]
 
     def _reduced(self) -> Iterator[Bucket]:
         return (bucket for bucket in self.buckets if bucket.trainable)
@@ -306,6 +321,7 @@ class Spread:
 def check_model(layout: Layout, model: nn.Module, anatomy: Anatomy) -> None:
     """Refuse a model that cannot be cut as a layout says, before any rank is there."""
     check_blocks(layout, anatomy)
+    check_exact(layout, model)
     plan = make_plan(model, anatomy, layout.tp, 0) if layout.tp > 1 else Plan()
     if layout.ep > 1:
         cut_experts(plan, model, anatomy, layout.ep)
@@ -325,6 +341,16 @@ def check_blocks(layout: Layout, anatomy: Anatomy) -> None:
             )
 
 
+def check_exact(layout: Layout, model: nn.Module) -> None:
+    """Refuse what mixes samples that other ranks have."""
+    for name, module in model.named_modules():
+        if layout.exact and isinstance(module, batchnorm.KINDS):
+            raise WrongUse(
+                f"exact={layout.exact} computes each virtual micro-batch by itself, and {name} "
+                f"({type(module).__name__}) needs all ranks' samples. Use a norm without the batch, or leave exact out."
+            )
+
+
 def _storage(
     axes: tuple[str, ...], layout: Layout, mesh: Mesh, dtypes: Dtypes, device: torch.device, buffers: Buffers
 ) -> Storage:
@@ -341,6 +367,7 @@ def _storage(
         buffers=buffers,
         always_whole=layout.offload != "params" and (layout.zero < 3 or ranks == 1),
         whole_gradients=layout.zero < 2 or ranks == 1,
+        leaves=layout.exact // layout.batch_ranks,
     )
 
 

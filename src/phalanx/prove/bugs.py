@@ -175,9 +175,9 @@ def gradients_summed_without_cp(replace: Replace) -> None:
     """Gradients are reduced over the data-parallel ranks alone; those of cp hold parts of them too."""
     plain = collectives.reduce_scatter
 
-    def reduce_scatter(output: Tensor, parts: Tensor, group: Any, buffers: Any = None) -> Pending:
+    def reduce_scatter(output: Tensor, parts: Tensor, group: Any, *how: Any, **also: Any) -> Pending:
         own = parts[group.rank()].clone()
-        plain(output, parts, group, buffers).wait()
+        plain(output, parts, group, *how, **also).wait()
         if group.group_desc == "fsdpxcp":
             output.copy_(own)
         return Pending(())
@@ -248,8 +248,8 @@ def gradients_summed_in_bfloat16(replace: Replace) -> None:
     """Gradients travel in a lower precision than they are kept in."""
     plain = collectives.reduce_scatter
 
-    def reduce_scatter(output: Tensor, parts: Tensor, group: Any, buffers: Any = None) -> Pending:
-        return plain(output, parts.copy_(parts.to(torch.bfloat16)), group, buffers)
+    def reduce_scatter(output: Tensor, parts: Tensor, group: Any, *how: Any, **also: Any) -> Pending:
+        return plain(output, parts.copy_(parts.to(torch.bfloat16)), group, *how, **also)
 
     replace(collectives, "reduce_scatter", reduce_scatter)
 

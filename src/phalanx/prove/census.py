@@ -31,7 +31,7 @@ def expected(engine: Engine, micro_batches: int) -> Bounds:
     dp = mesh.group("dp")
     if dp is not None:
         sums = sum(round(b.gradient_packing.length * _wide(b) * _both_ways(dp)) for b in trained)
-        exact = sums + (round(32 * _both_ways(dp)) if mesh.world is dp else 0)
+        exact = sums + (_agreed(engine, dp) if mesh.world is dp else 0)
         also = exact if mesh.group(*BATCH) is not dp else math.inf  # batch-norm may add to it
         found["dp", "all-reduce"] = exact, also if mesh.world is not dp else math.inf
     for group in {id(b.storage.group): b.storage.group for b in trained if b.storage.group is not None}.values():
@@ -43,8 +43,13 @@ def expected(engine: Engine, micro_batches: int) -> Bounds:
         found[group.group_desc, "all-gather"] = SOME
     found |= _activations(engine)
     if mesh.world is not None and (mesh.world.group_desc, "all-reduce") not in found:
-        found[mesh.world.group_desc, "all-reduce"] = round(32 * _both_ways(mesh.world)), math.inf
+        found[mesh.world.group_desc, "all-reduce"] = _agreed(engine, mesh.world), math.inf
     return {key: bounds for key, bounds in found.items() if bounds[1] > 0}
+
+
+def _agreed(engine: Engine, world: Group) -> int:
+    """For what all ranks agree on: loss, count, norm and missing weights; or a norm's squares in two whole numbers."""
+    return round((16 if engine.layout.exact else 32) * _both_ways(world))
 
 
 def _activations(engine: Engine) -> Bounds:

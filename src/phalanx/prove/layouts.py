@@ -69,6 +69,8 @@ def covering(layouts: Sequence[Layout], done: Sequence[Layout] = ()) -> list[Lay
 
 def as_proven(layout: Layout, batch: int) -> Layout:
     """A layout with several micro-batches of a proof's batch, or as many samples in one as it says itself."""
+    if layout.exact:
+        return replace(layout, exact=min(layout.exact, 1 << (batch.bit_length() - 1)))
     share = math.ceil(batch / layout.batch_ranks)
     if layout.micro_batch is not None:
         return replace(layout, micro_batch=min(layout.micro_batch, share))

@@ -62,7 +62,7 @@ class Proof(Verdict):
     results: list[Result] = field(default_factory=list)
 
 
-OPTIONS = ("zero", *CHOICES)
+OPTIONS = ("zero", "exact", *CHOICES)
 OnResult = Callable[[Result], None]
 
 

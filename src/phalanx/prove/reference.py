@@ -204,9 +204,10 @@ def as_moment(value: Any) -> Tensor | None:
 
 
 def options(optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
-    """By weight, the numbers that its group has."""
+    """By weight, the numbers that its group has, but for those that choose between kernels."""
+    plain = (int, float, tuple, type(None))
     return {
-        weight.logical_name: {n: v for n, v in group.items() if isinstance(v, (int, float, tuple)) or v is None}
+        weight.logical_name: {n: v for n, v in group.items() if isinstance(v, plain) and n not in ("fused", "foreach")}
         for group in optimizer.param_groups
         for weight in group["params"]
     }

@@ -27,6 +27,7 @@ class Disagreement(WrongUse):
 ADVICE = {
     "settings": "Start every rank with the same task and settings.",
     "layout": "Start every rank with the same layout.",
+    "kernels": "Exact sums need the same torch, processor and OMP_NUM_THREADS everywhere; leave exact out otherwise.",
     "data": "Task.data must give every rank the same samples under the same indices: seed what is random in it.",
     "model": "Task.model must build the same weights on every rank: nothing in it may depend on the rank.",
 }
@@ -63,6 +64,15 @@ def _layout(engine: Engine) -> str:
     return str(engine.layout)
 
 
+def _kernels(engine: Engine) -> str:
+    """What the bits of a result hang on, where they must be the same."""
+    if not engine.layout.exact:
+        return "any"
+    processor = torch.backends.cpu.get_cpu_capability()
+    device = torch.cuda.get_device_name(engine.device) if engine.device.type == "cuda" else engine.device.type
+    return f"torch {torch.__version__}, {device}, {processor}, {torch.get_num_threads()} threads"
+
+
 def _data(engine: Engine) -> str:
     size = engine.order.size
     some = sorted({0, size // 3, 2 * size // 3, size - 1})
@@ -76,6 +86,7 @@ def _model(engine: Engine) -> str:
 FACTS: dict[str, Callable[[Engine], str]] = {
     "settings": _settings,
     "layout": _layout,
+    "kernels": _kernels,
     "data": _data,
     "model": _model,
 }

@@ -24,6 +24,7 @@ from phalanx.data.order import Order
 from phalanx.errors import WrongUse
 from phalanx.launch.environment import TIMEOUT, Environment
 from phalanx.layout import Layout
+from phalanx.parallel import collectives
 from phalanx.parallel.blueprint import Blueprint, mapped
 from phalanx.parallel.mesh import BATCH, Mesh
 from phalanx.parallel.spread import Spread
@@ -35,6 +36,7 @@ from phalanx.train.clock import Clock
 from phalanx.train.evaluate import evaluate
 from phalanx.train.optimizers import make_optimizer
 from phalanx.train.scale import LossScale
+from phalanx.train.steady import in_one_way, steady
 from phalanx.train.step import Metrics, train_step
 
 Gradients = dict[str, Tensor | None]
@@ -73,7 +75,9 @@ class Engine:
         task = self.task
         if self.environment.join(self.device, timeout):
             undo.callback(self.environment.leave)
-        check_agreement(self, "settings", "layout")
+        if self.layout.exact:
+            undo.callback(steady(self.device))
+        check_agreement(self, "settings", "layout", "kernels")
         self.mesh = Mesh(self.layout, self.environment.rank, timeout)
         undo.callback(self.mesh.close)
         blueprint = Blueprint(task.model, task.seed)
@@ -86,6 +90,8 @@ class Engine:
         self.optimizer = make_optimizer(
             task, self.spread.pieces(), any(self.spread.trainable.values()), self.mesh.size("fsdp", "cp", "tp") > 1
         )
+        if self.layout.exact:
+            in_one_way(self.optimizer, self.device)
         self.loader = self._loader(data, self.order)
         check_agreement(self, "data", "model")
         check_writable(self.spread)
@@ -104,6 +110,7 @@ class Engine:
             data, self.task.collate, order, micro_batches=self.layout.micro_batches(self.task.global_batch),
             ranks=self.mesh.size(*BATCH), rank=self.mesh.index(*BATCH), workers=self.task.workers,
             pin=self.device.type == "cuda", plain=type(self.task).collate is Task.collate,
+            leaves=self.layout.leaves(self.mesh.index(*BATCH)) if self.layout.exact else (),
         )  # fmt: skip
 
     def batches(self) -> Iterator[StepBatch]:
@@ -161,6 +168,14 @@ class Engine:
             return value.to(self.device, non_blocking=True)
 
         return Batch({name: mapped(value, place) for name, value in batch.items()})
+
+    def gathered(self, own: Tensor) -> Tensor:
+        """What every rank brings, ``[ranks, *own]``. All ranks must call it."""
+        every = own.new_empty(self.environment.world, *own.shape)
+        if self.mesh.world is None:
+            return every.copy_(own)
+        collectives.all_gather(every, own.contiguous(), self.mesh.world).wait()
+        return every
 
     def whole_gradients(self, divisor: float, without: set[str]) -> Gradients:
         """All summed gradients, whole and divided; None where no rank has one. All ranks must call it."""

@@ -9,8 +9,9 @@ import torch
 from phalanx.data.loader import Loader
 from phalanx.errors import WrongUse
 from phalanx.parallel import collectives
+from phalanx.parallel.exact import fold
 from phalanx.task import as_loss
-from phalanx.train.step import compute, counted
+from phalanx.train.step import by_leaf, compute, counted
 
 if TYPE_CHECKING:
     from phalanx.train.engine import Engine
@@ -22,7 +23,7 @@ def evaluate(engine: Engine, loader: Loader, batches: int | None = None) -> dict
     task, model = engine.task, engine.spread.model
     model.eval()
     sums: dict[str, torch.Tensor] = {}
-    zero = torch.zeros(2, dtype=torch.float64, device=engine.device)
+    zero = torch.zeros(len(loader.leaves) or 1, 2, dtype=torch.float64, device=engine.device)
     for batch in loader.batches(0, min(loader.order.steps_per_epoch, batches or loader.order.steps_per_epoch)):
         actions = engine.spread.forwards(len(batch.micro_batches))
         engine.spread.start(batch.micro_batches, actions)
@@ -38,14 +39,19 @@ def evaluate(engine: Engine, loader: Loader, batches: int | None = None) -> dict
                 )
             for name, value in measures.items():
                 loss = as_loss(value, task, f"evaluate, for {name!r},")
-                sums[name] = sums.get(name, zero) + counted(loss, zero) * micro.real
+                row = action.micro if loader.leaves else 0
+                sums.setdefault(name, zero.clone())[row] += counted(loss, zero[0]) * micro.real
     engine.spread.rest()
     model.train()
     names = engine.spread.from_last_stage(sorted(sums))
     table = torch.stack([sums.get(name, zero) for name in names])
-    table *= engine.mesh.index("cp", "tp") == 0  # their ranks have the same samples
-    collectives.all_reduce(table, engine.mesh.world).wait()
+    if loader.leaves:
+        every = engine.gathered(table.transpose(0, 1)).flatten(0, 1)
+        agreed = fold(by_leaf(engine, every))
+    else:
+        agreed = table[:, 0] * (engine.mesh.index("cp", "tp") == 0)  # their ranks have the same samples
+        collectives.all_reduce(agreed, engine.mesh.world).wait()
     return {
         name: total / count if count else float("nan")
-        for name, (total, count) in zip(names, table.tolist(), strict=True)
+        for name, (total, count) in zip(names, agreed.tolist(), strict=True)
     }

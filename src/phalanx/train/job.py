@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -55,6 +55,7 @@ class Job:
         config: Path | None,
         device: str | None,
         timeout: float | None,
+        exact: bool = False,
     ) -> Job:
         """From the command line's words, over those of a ``run.toml`` if one is given."""
         torch.set_num_threads(1)  # a task file may compute while it is imported, and no thread may survive into a fork
@@ -79,6 +80,9 @@ class Job:
             values["steps"] = steps
         made = make_task(kind, values)
         chosen, ranks = _place(layout or (None if on else ran.get("layout")), on or (None if layout else ran.get("on")))
+        if exact:
+            before = Layout.parse(ran["layout"]).exact if "layout" in ran else 0
+            chosen = replace(chosen, exact=chosen.exact or before).exactly(made.global_batch)
         chosen.check(made.global_batch, ranks)
         seconds = float(ran.get("timeout", TIMEOUT.total_seconds())) if timeout is None else timeout
         if seconds <= 0:

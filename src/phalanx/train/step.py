@@ -17,6 +17,8 @@ from phalanx.errors import WrongUse
 from phalanx.losses import Loss
 from phalanx.parallel import collectives
 from phalanx.parallel.answers import check_unmoved, generator_state
+from phalanx.parallel.exact import fold
+from phalanx.parallel.mesh import BATCH
 from phalanx.parallel.pipeline import StageEnds
 from phalanx.parallel.schedules import Action
 from phalanx.precision import cast
@@ -58,7 +60,7 @@ def train_step(engine: Engine, batch: StepBatch) -> Metrics:
         try_blocks(engine, batch)
     spread.reduction.start_step()
     before = collectives.sent.copy()
-    sums = torch.zeros(2, dtype=torch.float64, device=engine.device)
+    sums = torch.zeros(len(batch.micro_batches), 2, dtype=torch.float64, device=engine.device)
 
     actions = spread.actions(len(batch.micro_batches))
     spread.start(batch.micro_batches, actions)
@@ -67,7 +69,7 @@ def train_step(engine: Engine, batch: StepBatch) -> Metrics:
         last = index + 1 == len(actions)
         if action.kind == "forward":
             loss = forward(engine, batch.step, micro, action)
-            sums += micro.real * counted(loss, sums)
+            sums[action.micro] += micro.real * counted(loss, sums[0])
             if spread.nears_loss(action):
                 scale.begin(partial(_global_count, engine, loss, batch))
             clock.lap("forward")
@@ -85,16 +87,12 @@ def train_step(engine: Engine, batch: StepBatch) -> Metrics:
 
     spread.complete_gradients()
 
-    # Everything the ranks must agree on, in one small sum: from here on they hold the same numbers.
-    untouched = torch.tensor(float(len(spread.untouched())), dtype=torch.float64, device=engine.device)
-    sums *= engine.mesh.index("cp", "tp") == 0  # their ranks have the same samples
-    agreed = torch.stack([*sums, spread.gradient_norm_squared(), untouched])
-    collectives.all_reduce(agreed, engine.mesh.world).wait()
-    total, count, norm_squared, missing = agreed.tolist()
+    # From here on all ranks hold the same numbers.
+    total, count, norm, missing = (_agree_exactly if engine.layout.exact else _agree)(engine, sums)
     without = _nobody_touched(engine) if missing else set()
 
     divisor = (count if count > 0 else 1.0) * scale.value
-    norm = math.sqrt(norm_squared) / divisor if norm_squared >= 0 else math.nan
+    norm /= divisor
     finite = math.isfinite(norm) and math.isfinite(total)
     if engine.on_gradients is not None:
         engine.on_gradients(divisor, without)
@@ -224,9 +222,37 @@ def counted(loss: Loss | None, like: Tensor) -> Tensor:
 def _global_count(engine: Engine, own: Loss | None, batch: StepBatch) -> float:
     """About how many terms the global batch has, from everybody's first micro-batch."""
     count = counted(own, torch.zeros(2, dtype=torch.float64, device=engine.device))[1]
+    if engine.layout.exact:
+        count *= engine.mesh.index(*BATCH) == 0  # whoever computes the first virtual micro-batch
     count *= engine.mesh.index("cp", "tp") == 0
     collectives.all_reduce(count, engine.mesh.world).wait()
-    return float(count) * len(batch.micro_batches)
+    return float(count) * (engine.layout.exact or len(batch.micro_batches))
+
+
+def _agree(engine: Engine, sums: Tensor) -> tuple[float, float, float, float]:
+    """Everything the ranks must agree on, in one small sum: loss, count, norm, and weights that some did not touch."""
+    spread = engine.spread
+    own = sums.sum(0) * (engine.mesh.index("cp", "tp") == 0)  # their ranks have the same samples
+    agreed = torch.stack([*own, spread.gradient_norm_squared(), own.new_tensor(len(spread.untouched()))])
+    collectives.all_reduce(agreed, engine.mesh.world).wait()
+    total, count, squared, missing = agreed.tolist()
+    return total, count, math.sqrt(squared) if squared >= 0 else math.nan, missing
+
+
+def _agree_exactly(engine: Engine, sums: Tensor) -> tuple[float, float, float, float]:
+    """The same to the same bits at any number of ranks: losses by the tree, the norm as a sum of whole numbers."""
+    spread = engine.spread
+    few = torch.stack([sums.new_tensor(len(spread.untouched())), spread.largest_gradient()])
+    every = engine.gathered(torch.cat([few, sums.view(-1)]))
+    missing, largest = float(every[:, 0].sum()), float(every[:, 1].amax())
+    total, count = fold(by_leaf(engine, every[:, 2:].reshape(-1, 2))).tolist()
+    return total, count, spread.exact_norm(largest) if math.isfinite(largest) else math.inf, missing
+
+
+def by_leaf(engine: Engine, rows: Tensor) -> Tensor:
+    """Rows of every rank's virtual micro-batches, rank by rank, in the order of those."""
+    leaves = [leaf for rank in range(engine.layout.batch_ranks) for leaf in engine.layout.leaves(rank)]
+    return rows[torch.tensor(leaves, device=rows.device).argsort()]
 
 
 def _nobody_touched(engine: Engine) -> set[str]:
