@@ -30,6 +30,7 @@ lint: .venv/ready
 
 bench: .venv/ready  ## every benchmark, each with its table and its bars
 	$(BIN)/python benchmarks/overhead.py
+	$(BIN)/python benchmarks/exact.py
 
 clean:
 	rm -rf .venv runs .mypy_cache .ruff_cache .pytest_cache
