@@ -1,0 +1,388 @@
+"""Supervisors of several hosts meet, agree on who is in, and notice who is lost. A round is one generation of ranks.
+
+Whoever can bind the meeting's address opens its ``Reception``; the others connect to it. If that host is lost, the next
+that can bind the address opens a new one, and the round goes on or the next begins from what members remember. On one
+machine that is any of them. On several, the address belongs to one host: choose one that stays.
+
+A thread of the supervisor keeps in touch, so that a busy supervisor is not a silent one, while a stopped one is. It
+takes no lock, imports nothing and resolves no name, and its sockets are closed in every forked child (``lines``): ranks
+can be forked at any time, and a child need do nothing. In a child a ``Meeting`` is dead.
+
+Not torch's rendezvous: it compares clocks (10 s apart, three hosts were told worlds of 3, 3 and 1), never says that a
+host was lost, needs 4 to 45 s to meet again after kill -9, and does not survive its store's host. Not a TCPStore: its
+server sees a connection break, but tells nobody.
+"""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import os
+import secrets
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from phalanx.errors import CannotHere, WrongUse
+from phalanx.launch.lines import Line, not_for_children, ready
+from phalanx.launch.reception import BEATS, MAGIC, TICK, VERSION, Book, Reception
+
+PATIENT = 6
+"""So many times longer than for a member's word is waited for a greeting: a meeting whose host is stopped may go on."""
+
+
+@dataclass(frozen=True)
+class Round:
+    """Who is in, and where this round's ranks find their store."""
+
+    generation: int
+    """Larger in every round, and never used again as long as one host, or the caller's ``after``, remembers it."""
+    node: int
+    """This host's place: hosts of the last round keep their order, new ones come after them."""
+    hosts: list[str]
+    ranks: list[int]
+    """How many each host brings."""
+    address: str
+    port: int
+    listening: socket.socket | None = field(default=None, compare=False, repr=False)
+    """On node 0: the socket behind that address, to open a new store with (``master_listen_fd``); now the caller's."""
+
+    @property
+    def nodes(self) -> int:
+        return len(self.hosts)
+
+
+@dataclass(frozen=True)
+class Change:
+    """Why a round is over, or should be."""
+
+    why: str
+    urgent: bool
+    """Ranks are gone: stop the others now. If not: stop at the next good moment."""
+
+
+class Meeting:
+    """One host's seat. ``next()`` waits for a round, ``changed()`` says when it is over, ``leave()`` ends it all."""
+
+    def __init__(
+        self, address: str, *, name: str, ranks: int, min_nodes: int, max_nodes: int, host: str | None = None,
+        patience: float = 600.0, last_call: float = 10.0, silence: float = 5.0,
+    ) -> None:  # fmt: skip
+        """``last_call``: how long the first round waits for one more host, if there are enough but not all."""
+        if not 1 <= min_nodes <= max_nodes:
+            raise WrongUse(f"at least {min_nodes} and at most {max_nodes} nodes cannot be. Ask for 1 <= min <= max.")
+        if ranks < 1:
+            raise WrongUse(f"host brings {ranks} ranks. Bring at least one.")
+        if silence < 5 * TICK:
+            raise WrongUse(f"a host cannot be given up after {silence:g} s of silence. Wait at least {5 * TICK:g} s.")
+        at, colon, port = address.rpartition(":")
+        if not (colon and at and port.isdigit() and 0 < int(port) < 1 << 16):
+            raise WrongUse(f"{address!r} is no address to meet at. Write it as host:port, like node1:29400.")
+        if at in ("0.0.0.0", "::", "[::]"):
+            raise WrongUse(
+                f"{at} means every address of every host. Give the one by which all hosts reach one of them."
+            )
+        self.address, self._at, self._port = address, at.strip("[]"), int(port)
+        self.name, self.ranks, self.host = name, ranks, host or socket.gethostname()
+        self.patience, self.last_call, self.silence = patience, last_call, silence
+        self._terms = {"run": name, "nodes": [min_nodes, max_nodes], "silence": silence}
+        self._max = max_nodes
+        self._token, self._pid = secrets.token_hex(8), os.getpid()
+        self._book = Book()
+        self._finished: str | None = None
+        self._reception: Reception | None = None
+        self._family, self._where = socket.AF_INET, ("", 0)
+        # between the caller and the thread: each of these is written whole, by one of them, and needs no lock
+        self._wish: dict[str, Any] | None = None
+        self._outbox: deque[dict[str, Any]] = deque()
+        self._refusal: Exception | None = None
+        self._attending = self._closing = False
+        self._leaving = "its meeting was closed"
+        self._news = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._bell, self._ring = (not_for_children(end) for end in socket.socketpair())
+        self._bell.setblocking(False)
+        self._ring.setblocking(False)
+        # the thread's own
+        self._line: Line | None = None
+        self._welcomed = self._farewell = False
+        self._server, self._heard, self._beat = "", time.monotonic(), 0.0
+        self._taken = self._mute = 0.0
+        self._met = False
+
+    def next(self, after: int = 0, asked: Callable[[], bool] | None = None) -> Round | None:
+        """Wait for a round, of a generation larger than ``after``. None: ``asked()`` said that somebody wants to stop.
+
+        Those of the last round who are still there are waited for; others are not, but can join later.
+        """
+        if self.finished is not None:
+            raise CannotHere(f"run {self.name!r} is finished: {self.finished}. There is nothing left to do.")
+        door = self._new_door()
+        began = time.monotonic()
+        self._refusal = None
+        self._wish = {"ranks": self.ranks, "after": after, "port": door.getsockname()[1], "began": began, "sent": False}
+        self._attending = True
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._attend, name=f"meeting of {self.host}", daemon=True)
+            self._thread.start()
+        self._wake()
+        try:
+            while self._wish is not None:
+                if self._refusal is not None:
+                    raise self._refusal
+                if asked is not None and asked():
+                    return None
+                if time.monotonic() - began > self.patience + (self.silence if self._welcomed else 0):
+                    raise CannotHere(self._nobody())
+                self._news.wait(0.1)
+                self._news.clear()
+            book = self._book
+            node = book.hosts.index(self.host)
+            listening = None if node else door.dup()
+            return Round(book.generation, node, book.hosts, book.ranks, book.address, book.port, listening)
+        finally:
+            self._wish = None
+            door.close()
+
+    def changed(self) -> Change | None:
+        """Whether this round is over; cheap, to be asked often."""
+        book, age = self._book, time.monotonic() - self._heard
+        if book.over:
+            return Change(book.over, book.urgent)
+        if age > self.silence and book.finished is None:  # also right after this process was stopped for a while
+            return Change(
+                f"host {self.host} has heard nothing from the meeting at {self.address} for {age:.1f} s", True
+            )
+        if book.wanted and len(book.hosts) < self._max:
+            return Change(f"host {book.wanted} wants to join", False)
+        return None
+
+    def failed(self, reason: str) -> None:
+        """Ranks of this host failed: the others need not find out by themselves."""
+        self._say(failed=reason)
+
+    def finish(self, outcome: str) -> None:
+        """All ranks of this host returned. The run is ``finished`` when every host of the round said so."""
+        self._book.done[self.host] = outcome
+        self._say(done=outcome)
+
+    @property
+    def finished(self) -> str | None:
+        """The run's outcome, once all hosts have finished."""
+        return self._finished if self._finished is not None else self._book.finished
+
+    def put(self, key: str, text: str) -> None:
+        """Let all hosts of this round know a small fact."""
+        self._book.facts[key] = text
+        self._say(fact={key: text})
+
+    def get(self, key: str) -> str | None:
+        """A fact of this round, if it is known here yet."""
+        return self._book.facts.get(key)
+
+    def leave(self, reason: str) -> None:
+        """Tell the others that this host is done for good, and close."""
+        self._leaving = reason
+        self.close()
+
+    def close(self) -> None:
+        """End the thread and the connections; if the reception is here, it moves to another host that can have it."""
+        if self._closing or self._pid != os.getpid():
+            return
+        self._closing = True
+        self._wake()
+        if self._thread is not None:
+            self._thread.join()
+        if self._reception is not None:
+            self._reception.close()
+        self._bell.close()
+        self._ring.close()
+
+    def _say(self, **message: Any) -> None:
+        self._outbox.append({**message, "generation": self._book.generation})
+        self._wake()
+
+    def _wake(self) -> None:
+        with suppress(OSError):  # full: it has been rung already
+            self._ring.send(b"!")
+
+    def _new_door(self) -> socket.socket:
+        """A socket for the ranks' store, should this host become node 0. Also finds the meeting's address anew."""
+        try:
+            found = socket.getaddrinfo(self._at, self._port, type=socket.SOCK_STREAM)
+        except socket.gaierror as error:
+            raise CannotHere(
+                f"host {self._at!r} is not known here ({error}). Give the meeting a name or an IP."
+            ) from None
+        found.sort(key=lambda entry: entry[0] != socket.AF_INET)  # machines without IPv6 still list ::1 as localhost
+        self._family, self._where = found[0][0], found[0][4]  # type: ignore[assignment]
+        return socket.create_server((self._where[0] if self._local() else "", 0), family=self._family)
+
+    def _local(self) -> bool:
+        """Whether the meeting is meant for this machine only."""
+        return self._at == "localhost" or (_loopback(self._at) and _loopback(self._where[0]))
+
+    # from here on: the thread
+
+    def _attend(self) -> None:
+        while not self._closing:
+            if self._line is None and self._attending:
+                self._dial()
+            ready([self._bell] if self._line is None else [self._bell, self._line], TICK)
+            with suppress(OSError):
+                self._bell.recv(1 << 12)
+            if self._line is not None:
+                self._converse(self._line)
+        if self._line is not None:
+            self._empty_outbox(self._line)
+            self._line.send(leave=self._leaving)
+            self._line.close(patience=1.0)
+
+    def _dial(self) -> None:
+        sock = socket.socket(self._family)
+        sock.settimeout(1.0)
+        try:
+            sock.connect(self._where)
+            if sock.getsockname() == sock.getpeername():  # a port nobody listens at can be connected to itself
+                raise ConnectionRefusedError
+        except OSError:
+            sock.close()
+            self._open_reception()
+            return
+        self._line, self._server = Line(sock), ""
+        self._mute = self._mute or time.monotonic()
+        self._welcomed = self._farewell = False
+        if self._wish is not None:
+            self._wish["sent"] = False
+
+    def _open_reception(self) -> None:
+        # a name that means this machine to itself may be known to others: be there for all of them
+        at = self._where[0] if self._local() or not _loopback(self._where[0]) else ""
+        if self._reception is not None:
+            return
+        try:
+            door = socket.create_server((at, self._port), family=self._family, backlog=1024)
+        except OSError as error:
+            if error.errno not in (errno.EADDRINUSE, errno.EADDRNOTAVAIL):  # another's turn: it will answer soon
+                self._refuse(CannotHere(f"cannot open a meeting at {self.address}: {error}. Choose another port."))
+            return
+        self._reception = Reception(door, self.host, self._terms, self.last_call)
+
+    def _converse(self, line: Line) -> None:
+        now = time.monotonic()
+        for message in line.receive():
+            self._heard = now
+            self._hear(line, message)
+            self._news.set()
+        if line is not self._line:  # refused
+            return
+        if line.strange:
+            self._refuse(self._stranger())
+        elif line.broken:
+            self._hang_up("its connection broke, and it hosted the meeting")
+        elif now - line.heard > self.silence:
+            if not self._server and not self._met and now - self._mute > PATIENT * self.silence:
+                self._refuse(self._stranger())
+            else:
+                self._hang_up(f"silent for {now - line.heard:.1f} s, and it hosted the meeting")
+        elif self._welcomed:
+            self._empty_outbox(line)
+            if self._wish is not None and not self._wish["sent"]:
+                self._wish["sent"] = True
+                line.send(join=self._wish | {"address": self._own_address(line), **self._waited(now)})
+            if now - self._beat > self.silence / BEATS:
+                self._beat = now
+                line.send(beat=True)
+
+    def _waited(self, now: float) -> dict[str, float]:
+        assert self._wish is not None
+        return {"patience": self.patience, "waited": now - self._wish["began"]}
+
+    def _empty_outbox(self, line: Line) -> None:
+        while self._outbox:
+            line.send(**self._outbox.popleft())
+        line.flush()
+
+    def _hear(self, line: Line, message: dict[str, Any]) -> None:
+        if not self._server:
+            if message.get("greeting") != MAGIC:
+                line.strange = True
+                return
+            self._server, self._mute = message["host"], 0.0
+            line.send(
+                hello={
+                    "version": VERSION, "host": self.host, "token": self._token, "terms": self._terms,
+                    "book": asdict(self._book),
+                }
+            )  # fmt: skip
+        elif "welcome" in message:
+            self._welcomed, self._met, self._taken = True, True, 0.0
+            if message["welcome"] > self._book.generation and self._book.running:
+                self._book.end(f"the others went on without host {self.host}", urgent=True)
+        elif "news" in message:
+            book = Book.read(message["news"])
+            if book.generation > self._book.generation:
+                self._wish = None
+            if book.generation >= self._book.generation:
+                self._book = book
+        elif "evicted" in message:
+            self._book.end(f"the others gave host {self.host} up: {message['evicted']}", urgent=True)
+        elif "farewell" in message:
+            self._farewell = True
+        elif "refused" in message:
+            self._refused(message["refused"], message["why"])
+
+    def _refused(self, kind: str, why: str) -> None:
+        if kind == "taken":  # perhaps by this very host before it was started anew, and nobody has noticed yet
+            self._taken = self._taken or time.monotonic()
+            if time.monotonic() - self._taken < self.silence + 1.0:
+                self._hang_up("")
+                return
+        if kind == "finished":
+            self._finished = why
+            why = f"run {self.name!r} is finished: {why}. There is nothing left to do."
+        self._refuse(WrongUse(why) if kind in ("use", "taken") else CannotHere(why))
+
+    def _refuse(self, error: Exception) -> None:
+        """The caller's ``next()`` raises this, and nobody is called again until the one after."""
+        self._attending, self._refusal = False, error
+        self._hang_up("")
+        self._news.set()
+
+    def _hang_up(self, lost: str) -> None:
+        """Let the connection go; if that means that the reception's host is lost, and how."""
+        if lost and self._welcomed and not self._farewell and self._server != self.host:
+            self._book.lose(self._server, lost)
+        if self._line is not None:
+            self._line.close()
+        self._line, self._welcomed = None, False
+
+    def _own_address(self, line: Line) -> str:
+        """How others reach this host: as the meeting does; if that is through loopback, as they reach the meeting."""
+        own = line.sock.getsockname()[0]
+        return self._at if _loopback(own) and not self._local() else own
+
+    def _stranger(self) -> CannotHere:
+        return CannotHere(
+            f"what listens at {self.address} is not a meeting of Phalanx, or is stopped. "
+            f"Choose another port, or end what has this one."
+        )
+
+    def _nobody(self) -> str:
+        return (
+            f"host {self.host} reached no meeting at {self.address} in {self.patience:g} s and cannot open one there: "
+            f"the address is another machine's, or its port is held by a process that does not answer. "
+            f"Start the host the address belongs to, and see that its port can be reached."
+        )
+
+
+def _loopback(address: str) -> bool:
+    try:
+        return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+    except ValueError:
+        return False

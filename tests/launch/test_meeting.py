@@ -1,0 +1,436 @@
+"""Supervisors meet: each is a process of its own, which is told what to do through a pipe."""
+
+from __future__ import annotations
+
+import dataclasses
+import multiprocessing
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from phalanx import CannotHere, WrongUse
+from phalanx.launch import meeting as module
+from phalanx.launch.meeting import Change, Meeting, Round
+
+LONG = 20.0
+"""Seconds after which a test gives up; nothing here takes that long."""
+
+
+class Seat:
+    """What a host can be told to do, besides what its meeting can."""
+
+    def __init__(self, meeting: Meeting, pipe: Connection) -> None:
+        self.meeting, self.pipe = meeting, pipe
+
+    def next(self, *args: Any) -> Round | None:
+        self.round = self.meeting.next(*args)
+        return self.round and dataclasses.replace(self.round, listening=None)  # a socket does not travel
+
+    def come(self) -> Round | None:
+        """The same, but say so as soon as the host has come, before the others are there."""
+        come = threading.Event()
+
+        def asked() -> bool:
+            wish = self.meeting._wish
+            if not come.is_set() and (wish is None or wish["sent"]):
+                come.set()
+                self.pipe.send("come")
+            return False
+
+        answer = self.next(0, asked)
+        asked()
+        return answer
+
+    def finished(self) -> str | None:
+        return self.until(lambda: self.meeting.finished)
+
+    def get(self, key: str, seconds: float = LONG) -> str | None:
+        return self.until(lambda: self.meeting.get(key), seconds)
+
+    def change(self, seconds: float = LONG) -> Change | None:
+        return self.until(self.meeting.changed, seconds)
+
+    def until(self, known: Callable[[], Any], seconds: float = LONG) -> Any:
+        deadline = time.monotonic() + seconds
+        while (answer := known()) is None and time.monotonic() < deadline:
+            time.sleep(0.02)
+        return answer
+
+    def fork(self) -> None:
+        """A rank that outlives its supervisor, as one may that hangs in a driver."""
+        if not os.fork():
+            time.sleep(LONG)
+            os._exit(0)
+
+    def compute(self, seconds: float) -> Change | None:
+        """Never let go of the interpreter, but for what it takes itself."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            pass
+        return self.meeting.changed()
+
+    def read_store(self) -> str:
+        """Node 0 opens the round's store and says which round it is for; the others read that."""
+        one = self.round
+        assert one is not None
+        if one.listening is not None:
+            self.store = dist.TCPStore(
+                one.address, one.port, is_master=True, wait_for_workers=False, master_listen_fd=one.listening.detach()
+            )
+            self.store.set("generation", str(one.generation))
+        else:
+            self.store = dist.TCPStore(one.address, one.port, is_master=False, wait_for_workers=False)
+        return self.store.get("generation").decode()
+
+
+def supervisor(pipe: Connection, version: int, settings: dict[str, Any]) -> None:
+    module.VERSION = version
+    meeting = Meeting(**settings)
+    seat = Seat(meeting, pipe)
+    while True:
+        try:
+            name, args = pipe.recv()
+        except EOFError:
+            os._exit(0)
+        try:
+            pipe.send(getattr(seat if hasattr(seat, name) else meeting, name)(*args))
+        except Exception as error:
+            pipe.send(error)
+
+
+class Host:
+    """The test's end of it."""
+
+    def __init__(self, version: int, settings: dict[str, Any]) -> None:
+        self.pipe, theirs = multiprocessing.Pipe()
+        context = multiprocessing.get_context("fork")
+        self.process = context.Process(target=supervisor, args=(theirs, version, settings))
+        self.process.start()
+        theirs.close()
+
+    def start(self, name: str, *args: Any) -> Host:
+        self.pipe.send((name, args))
+        return self
+
+    def answer(self) -> Any:
+        assert self.pipe.poll(LONG), "no answer"
+        return self.pipe.recv()
+
+    def ask(self, name: str, *args: Any) -> Any:
+        return self.start(name, *args).answer()
+
+    def signal(self, number: signal.Signals) -> None:
+        assert self.process.pid is not None
+        os.kill(self.process.pid, number)
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.join()
+
+
+@pytest.fixture
+def port() -> int:
+    with socket.create_server(("localhost", 0)) as free:
+        return free.getsockname()[1]
+
+
+@pytest.fixture
+def host(port: int) -> Iterator[Callable[..., Host]]:
+    """Starts a host: ``host("a", 2, 3)`` is host a, for a run of 2 to 3 nodes."""
+    hosts: list[Host] = []
+
+    def start(host: str, least: int, most: int, /, version: int = module.VERSION, **settings: Any) -> Host:
+        usual = {
+            "address": f"localhost:{port}", "name": "run", "ranks": 2, "min_nodes": least, "max_nodes": most,
+            "host": host, "last_call": 0.5, "patience": LONG,
+        }  # fmt: skip
+        hosts.append(Host(version, usual | settings))
+        return hosts[-1]
+
+    yield start
+    for one in hosts:
+        one.end()
+        one.pipe.close()
+
+
+def meet(*hosts: Host) -> Round:
+    """They all join; returns the round as the first of them sees it, once all were seen to mean the same."""
+    for one in hosts:
+        one.start("next")
+    return met(*hosts)
+
+
+def met(*hosts: Host) -> Round:
+    rounds = [one.answer() for one in hosts]
+    assert all(isinstance(each, Round) for each in rounds), rounds
+    assert len({(each.generation, *each.hosts, each.address, each.port) for each in rounds}) == 1, rounds
+    assert sorted(each.node for each in rounds) == list(range(len(hosts)))
+    return rounds[0]
+
+
+def in_turn(host: Callable[..., Host], least: int, most: int, names: str, **settings: Any) -> list[Host]:
+    """Hosts that come one after another: they are in that order, and the first has the reception."""
+    hosts = []
+    for name in names:
+        hosts.append(host(name, least, most, **{"last_call": 3.0, **settings}).start("come"))
+        assert hosts[-1].answer() == "come"
+    assert "".join(met(*hosts).hosts) == names
+    return hosts
+
+
+def test_hosts_agree_who_is_in_and_share_a_new_store_each_round(host: Callable[..., Host]) -> None:
+    a, b, c = (host(name, 3, 3, ranks=ranks) for name, ranks in (("a", 1), ("b", 2), ("c", 3)))
+    first = meet(a, b, c)
+    assert first.generation == 1
+    assert dict(zip(first.hosts, first.ranks, strict=True)) == {"a": 1, "b": 2, "c": 3}
+    assert [one.answer() for one in [one.start("read_store") for one in (a, b, c)]] == ["1"] * 3
+    b.ask("failed", "rank 3 raised KeyError")
+    for one in (a, b, c):
+        assert one.ask("change") == Change("host b failed: rank 3 raised KeyError", urgent=True)
+    second = meet(c, a, b)
+    assert (second.generation, second.hosts) == (2, first.hosts)
+    assert second.port != first.port
+    assert [one.ask("change", 0.3) for one in (a, b, c)] == [None] * 3
+
+
+def test_a_killed_host_is_noticed_although_its_ranks_still_hold_on(host: Callable[..., Host]) -> None:
+    a, b, c = in_turn(host, 2, 3, "abc", silence=LONG)
+    c.ask("fork")
+    c.end()
+    for one in (a, b):
+        assert one.ask("change") == Change("host c was lost: its connection broke", urgent=True)
+    again = meet(b, a)
+    assert (again.generation, again.hosts) == (2, ["a", "b"])
+
+
+def test_survivors_of_the_receptions_host_meet_again(host: Callable[..., Host]) -> None:
+    a, b, c = in_turn(host, 2, 3, "abc", silence=LONG)
+    a.ask("fork")
+    a.end()
+    for one in (b, c):
+        change = one.ask("change")
+        assert change.urgent
+        assert "host a was lost" in change.why
+    again = meet(c, b)
+    assert (again.generation, again.hosts) == (2, ["b", "c"])
+    assert [one.ask("read_store") for one in (b, c)] == ["2", "2"]
+    b.end()
+    assert "host b was lost" in c.ask("change").why
+    a = host("a", 2, 3, silence=LONG)
+    last = meet(c, a)
+    assert (last.generation, last.hosts) == (3, ["c", "a"])
+
+
+def test_the_reception_moves_when_its_host_leaves(host: Callable[..., Host]) -> None:
+    a, b, c = in_turn(host, 2, 3, "abc")
+    a.ask("leave", "stopped by the user")
+    assert [one.ask("change") for one in (b, c)] == [Change("host a left: stopped by the user", urgent=True)] * 2
+    assert meet(b, c).hosts == ["b", "c"]
+    d = host("d", 2, 3).start("next")
+    assert [one.ask("change") for one in (b, c)] == [Change("host d wants to join", urgent=False)] * 2
+    b.start("next")
+    c.start("next")
+    again = met(b, c, d)
+    assert (again.generation, again.hosts) == (3, ["b", "c", "d"])
+
+
+def test_a_round_goes_on_when_the_lost_host_had_only_its_reception(host: Callable[..., Host]) -> None:
+    a = host("a", 2, 2, patience=0.5, silence=1.5)
+    assert isinstance(a.ask("next"), CannotHere)
+    b, c = host("b", 2, 2, silence=1.5), host("c", 2, 2, silence=1.5)
+    meet(b, c)
+    b.ask("put", "resume", "step 40")
+    assert c.ask("get", "resume") == "step 40"
+    a.end()
+    assert [one.answer() for one in [one.start("change", 2.0) for one in (b, c)]] == [None, None]
+    c.ask("failed", "rank 3")
+    assert b.ask("change") == Change("host c failed: rank 3", urgent=True)
+    assert b.ask("get", "resume") == "step 40"
+    assert meet(b, c).generation == 2
+
+
+def test_a_stopped_host_is_given_up_and_told_so(host: Callable[..., Host]) -> None:
+    a, b, c = in_turn(host, 2, 3, "abc", silence=2.0)
+    c.signal(signal.SIGSTOP)
+    for one in (a, b):
+        change = one.ask("change")
+        assert change.urgent
+        assert "host c was lost: silent for" in change.why
+    assert meet(a, b).hosts == ["a", "b"]
+    c.signal(signal.SIGCONT)
+    change = c.ask("change", 0.0)  # at once: it must not go on as if nothing had happened
+    assert change is not None
+    assert change.urgent
+    c.start("next")
+    assert [one.ask("change") for one in (a, b)] == [Change("host c wants to join", urgent=False)] * 2
+    a.start("next")
+    b.start("next")
+    again = met(a, b, c)
+    assert (again.generation, again.hosts) == (3, ["a", "b", "c"])
+
+
+def test_all_meet_again_after_the_receptions_host_was_stopped(host: Callable[..., Host]) -> None:
+    a, b, c = in_turn(host, 2, 3, "abc", silence=1.5)
+    a.signal(signal.SIGSTOP)
+    assert all(one.ask("change").urgent for one in (b, c))
+    b.start("next")
+    c.start("next")
+    time.sleep(1.0)  # the address is still a's, so they cannot go on without it
+    a.signal(signal.SIGCONT)
+    assert a.ask("change", 0.0).urgent
+    a.start("next")
+    assert sorted(met(a, b, c).hosts) == ["a", "b", "c"]
+
+
+def test_a_busy_host_is_not_a_silent_one(host: Callable[..., Host]) -> None:
+    a, b = in_turn(host, 2, 2, "ab", silence=2.0)
+    a.start("compute", 2.6)
+    b.start("compute", 2.6)
+    assert [a.answer(), b.answer()] == [None, None]
+
+
+def test_a_host_waits_for_a_place_until_one_gets_free(host: Callable[..., Host]) -> None:
+    a, b = in_turn(host, 1, 2, "ab")
+    c = host("c", 1, 2, patience=0.5)
+    refusal = c.ask("next")
+    assert isinstance(refusal, CannotHere)
+    assert "waited 0.5 s for a place in run 'run', which has 2 of at most 2 hosts: a, b." in str(refusal)
+    d = host("d", 1, 2).start("next")
+    assert a.ask("change", 0.3) is None
+    a.ask("leave", "its user wants it back")
+    assert b.ask("change").why == "host a left: its user wants it back"
+    b.start("next")
+    assert met(b, d).hosts == ["b", "d"]
+
+
+def test_the_run_is_finished_when_all_hosts_are(host: Callable[..., Host]) -> None:
+    a, b = in_turn(host, 1, 3, "ab", last_call=1.0)
+    b.ask("finish", "trained")
+    assert a.ask("change", 0.3) is None
+    waiting = host("c", 1, 3).start("next")
+    a.ask("finish", "trained")
+    assert [one.ask("finished") for one in (a, b)] == ["trained", "trained"]
+    late = host("d", 1, 3)
+    for refusal in (waiting.answer(), late.ask("next"), b.ask("next")):
+        assert isinstance(refusal, CannotHere)
+        assert str(refusal) == "run 'run' is finished: trained. There is nothing left to do."
+    assert late.ask("finished") == "trained"
+
+
+def test_a_host_may_go_once_it_has_finished(host: Callable[..., Host]) -> None:
+    a, b, c = in_turn(host, 2, 3, "abc", silence=1.5)
+    a.ask("finish", "trained")
+    a.ask("close")  # with it the reception
+    assert [one.answer() for one in [one.start("change", 2.0) for one in (b, c)]] == [None, None]
+    b.ask("finish", "trained")
+    b.ask("close")
+    c.ask("finish", "trained")
+    assert c.ask("finished") == "trained"
+
+
+def test_facts_are_known_to_all_hosts_of_a_round_and_no_longer(host: Callable[..., Host]) -> None:
+    a, b = in_turn(host, 1, 2, "ab")
+    a.ask("put", "resume", "step 40")
+    assert b.ask("get", "resume") == "step 40"
+    b.ask("failed", "")
+    assert all(one.ask("change") for one in (a, b))
+    meet(a, b)
+    assert [one.ask("get", "resume", 0.0) for one in (a, b)] == [None, None]
+
+
+def test_generations_go_on_after_what_a_caller_remembers(host: Callable[..., Host]) -> None:
+    assert met(host("a", 2, 2).start("next", 7), host("b", 2, 2).start("next", 3)).generation == 8
+
+
+def test_enough_hosts_meet_after_the_last_call(host: Callable[..., Host]) -> None:
+    assert met(host("a", 1, 2).start("next")).hosts == ["a"]
+
+
+def test_too_few_hosts_are_told_who_came(host: Callable[..., Host]) -> None:
+    a, b = host("a", 3, 3, patience=1.0).start("next"), host("b", 3, 3, patience=LONG).start("next")
+    refusal = a.answer()
+    assert isinstance(refusal, CannotHere)
+    assert str(refusal).startswith("2 of at least 3 hosts came to run 'run' in 1 s: ")
+    assert str(refusal).endswith("Start the others with the same address and name, or ask for fewer nodes.")
+    c, d = host("c", 3, 3).start("next"), host("d", 3, 3).start("next")
+    assert met(b, c, d).generation == 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"host": "a"}, "two hosts call themselves 'a'. Name them apart."),
+        ({"name": "other"}, "host b came for run 'other', but the meeting, opened by host a, is for run 'run'"),
+        ({"max_nodes": 3}, "host b came for nodes [2, 3], but the meeting, opened by host a, is for nodes [2, 2]"),
+        ({"version": 0}, "host b speaks version 0 of the meeting's protocol and host a version 1. Install the same"),
+    ],
+)
+def test_hosts_that_do_not_belong_are_refused(host: Callable[..., Host], settings: dict[str, Any], words: str) -> None:
+    a = host("a", 2, 2, silence=1.0).start("next")
+    time.sleep(0.3)
+    refusal = host("b", 2, 2, silence=1.0, **settings).ask("next")
+    assert isinstance(refusal, WrongUse)
+    assert words in str(refusal)
+    assert met(a, host("b", 2, 2, silence=1.0).start("next")).nodes == 2
+
+
+@pytest.mark.parametrize("says", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n"])
+def test_a_port_that_is_anothers_is_refused(says: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "PATIENT", 2)
+    with socket.create_server(("localhost", 0)) as other:
+
+        def answer() -> None:
+            connection, _ = other.accept()
+            with connection:
+                connection.sendall(says)
+                connection.recv(100)
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        meeting = Meeting(
+            f"localhost:{other.getsockname()[1]}", name="run", ranks=1, min_nodes=1, max_nodes=1, silence=0.5
+        )
+        with pytest.raises(CannotHere, match=r"is not a meeting of Phalanx, or is stopped\. Choose another port"):
+            meeting.next()
+        meeting.close()
+        thread.join()
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"min_nodes": 3}, "at least 3 and at most 2 nodes cannot be. Ask for 1 <= min <= max."),
+        ({"ranks": 0}, "brings 0 ranks. Bring at least one."),
+        ({"silence": 0.1}, "cannot be given up after 0.1 s of silence. Wait at least 0.5 s."),
+        ({"address": "0.0.0.0:29400"}, "means every address of every host. Give the one"),
+        ({"address": "node1"}, "'node1' is no address to meet at. Write it as host:port"),
+    ],
+)
+def test_wrong_settings_are_refused(settings: dict[str, Any], words: str) -> None:
+    usual: dict[str, Any] = {"address": "localhost:29400", "name": "run", "ranks": 1, "min_nodes": 1, "max_nodes": 2}
+    with pytest.raises(WrongUse) as refusal:
+        Meeting(**usual | settings)
+    assert words in str(refusal.value)
+
+
+def test_waiting_ends_when_the_caller_is_asked_to_stop_and_nothing_is_left(port: int) -> None:
+    def open_files() -> int:
+        return len(list(Path("/proc/self/fd").iterdir()))
+
+    before = open_files()
+    meeting = Meeting(f"localhost:{port}", name="run", ranks=1, min_nodes=2, max_nodes=2)
+    started = time.monotonic()
+    assert meeting.next(asked=lambda: time.monotonic() - started > 0.5) is None
+    assert threading.active_count() > 1
+    meeting.leave("asked to stop")
+    meeting.close()
+    assert open_files() == before
