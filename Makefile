@@ -9,9 +9,9 @@ BIN := .venv/bin
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	touch .venv/ready
 
-train: .venv/ready  ## prove that two ranks train like one, then train a small language model on them
+train: .venv/ready  ## prove that two ranks train like one, then train a small language model on them and lose one
 	$(BIN)/phalanx prove gpt --layouts dp=2 fsdp=2 tp=2 pp=2
-	$(BIN)/phalanx train gpt --on local:2
+	$(BIN)/phalanx train gpt --on local:2 --kill 1@60
 	@echo
 	@echo "Try next:"
 	@echo "  $(BIN)/phalanx train gpt --layout fsdp=2,recompute=full       the same, with the state sharded"
@@ -31,6 +31,8 @@ lint: .venv/ready
 bench: .venv/ready  ## every benchmark, each with its table and its bars
 	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python benchmarks/exact.py
+	$(BIN)/python benchmarks/checkpoint.py
+	$(BIN)/python benchmarks/recovery.py
 
 clean:
 	rm -rf .venv runs .mypy_cache .ruff_cache .pytest_cache

@@ -42,12 +42,12 @@ class Score:
 
 def score(bug: Bug) -> Score:
     started = time.perf_counter()
-    proof = prove(find_task(bug.task)(**bug.settings), [bug.layout], inject=bug.name)
+    proof = prove(find_task(bug.task)(**bug.settings), [bug.layout], inject=bug.name, dtype=bug.dtype)
     seconds = time.perf_counter() - started
     finding = proof.results[0].finding if proof.results else None
     if finding is None:
         return Score(bug, False, False, False, False, "", seconds)
-    words = " ".join([finding.rung, finding.name, *finding.affected])
+    words = " ".join([f"{finding.rung}: {finding.name}", *finding.affected])
     axes = ", ".join(finding.axes) or "one device"
     factor = bug.factor is None or (finding.factor is not None and abs(finding.factor - bug.factor) < 1e-6)
     said = f"{finding.rung}: {finding.name} ({finding.shape}) over {axes}"

@@ -57,13 +57,13 @@ def peak(zero: int, layers: int, map_large: bool) -> tuple[int, int]:
         warmup_steps=1,
     )  # fmt: skip
     torch.ones(64, 64) @ torch.ones(64, 64)  # libraries that the first product loads are not the model's
-    before, libraries = _status("VmRSS"), _status("RssFile")
+    before, libraries = status("VmRSS"), status("RssFile")
     Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
     layout = f"fsdp={RANKS},zero={zero},micro_batch=1"
     with phalanx.Engine(task, layout, device="cpu") as engine:
         for batch in engine.batches():
             engine.step(batch)
-        measured = _status("VmHWM") - before - (_status("RssFile") - libraries)
+        measured = status("VmHWM") - before - (status("RssFile") - libraries)
         weights = sum(weight.rows * weight.row_size for weight in engine.spread.weights.values())
         largest = max(bucket.packing.length * RANKS for bucket in engine.spread.buckets)
     return measured, arithmetic(zero, weights, largest)
@@ -76,6 +76,6 @@ def arithmetic(zero: int, weights: int, bucket: int) -> int:
     return states[zero] + buckets[zero] * 4 * bucket
 
 
-def _status(name: str) -> int:
+def status(name: str) -> int:
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
     return int(line.split()[1]) * 1024

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 import phalanx
-from memory import M_MMAP_THRESHOLD, _status
+from memory import M_MMAP_THRESHOLD, status
 from phalanx.launch.local import run_ranks
 from phalanx.recipes.gpt import GPT
 from report import Figure
@@ -38,12 +38,12 @@ def peak(shape: dict[str, Any], layout: str) -> tuple[int, int]:
     """On a rank: bytes at the peak of its steps, and how many weights it holds."""
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 17)
     torch.ones(64, 64) @ torch.ones(64, 64)  # libraries that the first product loads are not the model's
-    before, libraries = _status("VmRSS"), _status("RssFile")
+    before, libraries = status("VmRSS"), status("RssFile")
     Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
     with phalanx.Engine(Plain(**shape), layout, device="cpu") as engine:
         for batch in engine.batches():
             engine.step(batch)
-        measured = _status("VmHWM") - before - (_status("RssFile") - libraries)
+        measured = status("VmHWM") - before - (status("RssFile") - libraries)
         return measured, sum(weight.rows * weight.row_size for weight in engine.spread.weights.values())
 
 

@@ -15,7 +15,7 @@ S = b T D e the stream and K = 2 b T D_kv e the keys and values of a block:
     ep           2 (r + s) D e                                   r choices of experts elsewhere, s of experts here from
                                                                  elsewhere: tokens out and results back, and gradients
 
-What is small is in the algebra too: 32 bytes in which ranks agree, a loss's total, counts of tokens.
+What is small is in the algebra too: 72 bytes in which ranks agree, a loss's total, counts of tokens.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def _share(n: int) -> float:
 
 
 def _agree(n: int) -> float:
-    return 2 * _share(n) * 32
+    return 2 * _share(n) * 72
 
 
 def _stream(samples: int) -> int:

@@ -20,12 +20,13 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "Anatomy", "CannotHere", "Cluster", "Engine", "Layout", "Logits", "Loss", "Run", "Task", "Verdict", "WrongUse",
-    "data", "losses", "prove",
+    "data", "load", "losses", "prove", "save",
 ]  # fmt: skip
 
 _HOMES = {
     "Anatomy": "anatomy", "CannotHere": "errors", "Cluster": "cluster", "Engine": "train.engine", "Layout": "layout",
     "Logits": "losses", "Loss": "losses", "Run": "run", "Task": "task", "Verdict": "verdict", "WrongUse": "errors",
+    "load": "train.restoring", "save": "train.keeping",
 }  # fmt: skip
 
 

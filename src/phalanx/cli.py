@@ -45,6 +45,38 @@ def train(
     config: Annotated[Path | None, typer.Option(help="repeat the run whose run.toml this is")] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; by default GPUs if there are any")] = None,
     timeout: Annotated[float | None, typer.Option(help="seconds a rank waits for the others; by default 600")] = None,
+    init_from: Annotated[
+        str | None, typer.Option(help="begin with the weights of this folder: safetensors, or Hugging Face's")
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="go on with a run: that in --run, or the task's last")
+    ] = False,
+    save_steps: Annotated[int | None, typer.Option(help="a checkpoint every so many steps")] = None,
+    save_minutes: Annotated[float | None, typer.Option(help="and every so many minutes; by default 10")] = None,
+    keep: Annotated[int | None, typer.Option(help="so many checkpoints are kept; by default 2")] = None,
+    keep_every: Annotated[int | None, typer.Option(help="and those of every so many steps")] = None,
+    memory_steps: Annotated[int | None, typer.Option(help="a copy in memory every so many steps; by default 5")] = None,
+    checkpoints: Annotated[str | None, typer.Option(help="where they go: a folder, or an fsspec URL")] = None,
+    restarts: Annotated[
+        int | None, typer.Option(help="failures in a row without a step more that end the job; by default 3")
+    ] = None,
+    min_nodes: Annotated[int | None, typer.Option(help="go on with so few hosts; by default 1")] = None,
+    max_nodes: Annotated[int | None, typer.Option(help="run on so many hosts, with this command on each")] = None,
+    meet: Annotated[str | None, typer.Option(help="where they meet, host:port, on a host that stays")] = None,
+    host: Annotated[str | None, typer.Option(help="this host's name among them; by default its own")] = None,
+    kill: Annotated[
+        str | None, typer.Option(metavar="RANK@STEP", help="a drill: kill that rank after that step")
+    ] = None,
+    bad: Annotated[
+        str | None, typer.Option(help="a loss or gradient that is bad: skip (by default), rollback, or stop")
+    ] = None,
+    spike: Annotated[
+        float | None, typer.Option(help="a loss of more than so many times the median of the last is bad; 0: none is")
+    ] = None,
+    compare_steps: Annotated[
+        int | None, typer.Option(help="ranks that hold the same compare it every so many steps; by default 500")
+    ] = None,
+    grace: Annotated[float | None, typer.Option(help="seconds to save in when asked to stop; by default 30")] = None,
     exact: Annotated[
         bool, typer.Option("--exact", help="the same bits at any number of ranks; see docs/exact.md")
     ] = False,
@@ -53,16 +85,22 @@ def train(
     ] = False,
 ) -> None:
     """Train a task."""
+    from phalanx.run import Run
     from phalanx.train.job import Job
 
+    if resume:
+        run, config = Run.to_resume(run, task, config)
     job = Job.resolve(
         task=task, layout=layout, on=on, assignments=set_, steps=steps, config=config, device=device, timeout=timeout,
-        exact=exact,
+        save_steps=save_steps, save_minutes=save_minutes, keep=keep, keep_every=keep_every, memory_steps=memory_steps,
+        checkpoints=checkpoints, restarts=restarts, grace=grace, init_from=init_from,
+        bad=bad, spike=spike, compare_steps=compare_steps, min_nodes=min_nodes, max_nodes=max_nodes, meet=meet,
+        host=host, kill=kill, resume=resume, exact=exact,
     )  # fmt: skip
     if dry_run:
         print(job.describe())
         return
-    verdict = job.train(run)
+    verdict = job.train(run, resume)
     try:
         print(verdict, file=sys.stdout if verdict.holds else sys.stderr, flush=True)
     except BrokenPipeError:  # whoever read this has left; what was done is done
@@ -99,6 +137,40 @@ def prove(
     except KeyboardInterrupt:
         print("stopped: every rank has ended, and nothing was concluded", file=sys.stderr)
         raise SystemExit(130) from None
+
+
+@app.command()
+def verify(
+    run: Annotated[str, typer.Argument(help="a run's folder, or the folder or URL that its checkpoints lie in")],
+    json: Annotated[bool, typer.Option("--json", help="print one JSON object and nothing else")] = False,
+) -> None:
+    """Check a run's checkpoints: every byte read, every checksum and hash made again."""
+    from phalanx.checkpoint.verify import verify
+    from phalanx.watch.screen import progress
+
+    with progress() as show:
+        verdict = verify(run, show)
+    print(verdict.to_json() if json else verdict)
+    raise SystemExit(verdict.exit_code)
+
+
+@app.command()
+def export(
+    run: Annotated[Path, typer.Argument(help="a run's folder")],
+    to: Annotated[Path, typer.Option(help="the folder to write; it must not be there, or be empty")],
+    format: Annotated[
+        str | None, typer.Option(help="safetensors, or hf; by default hf where the model is one of Hugging Face's")
+    ] = None,
+    step: Annotated[int | None, typer.Option(help="which checkpoint; by default the last")] = None,
+) -> None:
+    """Write a run's weights as safetensors, or as a folder that Hugging Face's from_pretrained reads."""
+    from phalanx.train.exporting import export_run
+    from phalanx.watch.screen import progress
+
+    with progress() as show:
+        verdict = export_run(run, to, format, step, lambda done, total: show("exporting", done, total))
+    print(verdict)
+    raise SystemExit(verdict.exit_code)
 
 
 def main() -> None:

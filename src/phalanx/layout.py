@@ -222,20 +222,23 @@ class Layout:
     def _nearest(self, global_batch: int, world: int) -> str:
         """The closest valid layout over the same world, or over the largest world that can work."""
         for size in range(world, 0, -1):
-            options = [
-                replace(self, dp=dp, fsdp=rest // dp, tp=tp, cp=cp, pp=pp, ep=ep, **dict(micro, compile=compiled))
-                for tp, cp, pp, ep in product({self.tp, 1}, {self.cp, 1}, {self.pp, 1}, {self.ep, 1})
-                for rest in [size // (tp * cp * pp)]
-                for dp in range(1, rest + 1)
-                if size % (tp * cp * pp * dp) == 0
-                for micro in ({"micro_batch": self.micro_batch}, self._fitting(global_batch, rest))
-                for compiled in {self.compile, "none"}
-            ]
-            valid = [option for option in options if not any(option._problems(global_batch, size))]
-            if valid:
-                best = min(valid, key=self._distance)
+            for best in self.fitted(global_batch, size):
                 return f"{best}" + ("" if size == world else f" on {size} ranks")
         raise AssertionError("dp=1 always works")
+
+    def fitted(self, global_batch: int, world: int) -> list[Layout]:
+        """Layouts for so many ranks that keep what they can of this one, the closest first."""
+        options = {
+            replace(self, dp=dp, fsdp=rest // dp, tp=tp, cp=cp, pp=pp, ep=ep, **dict(micro, compile=compiled))
+            for tp, cp, pp, ep in product({self.tp, 1}, {self.cp, 1}, {self.pp, 1}, {self.ep, 1})
+            for rest in [world // (tp * cp * pp)]
+            for dp in range(1, rest + 1)
+            if world % (tp * cp * pp * dp) == 0
+            for micro in ({"micro_batch": self.micro_batch}, self._fitting(global_batch, rest))
+            for compiled in {self.compile, "none"}
+        }
+        valid = [option for option in options if not any(option._problems(global_batch, world))]
+        return sorted(valid, key=lambda option: (self._distance(option), str(option)))
 
     def _fitting(self, global_batch: int, ranks: int) -> dict[str, Any]:
         """Micro-batches that fit so many batch ranks."""

@@ -1,20 +1,26 @@
 """The Run: one run on disk. Every tool reads and writes this folder and nothing else.
 
 runs/<name>/run.toml                   settings as resolved; ``phalanx train --config run.toml`` repeats the run
-runs/<name>/events/rank-00000.jsonl    one JSON object a line: start, step, evaluation, failure, end
+runs/<name>/events/rank-00000.jsonl    one JSON object a line: start, step, evaluation, checkpoint, failure, end
+runs/<name>/checkpoints/step-00000100/ committed or absent
 runs/<name>/final/model.safetensors    full weights under the model's own names
+runs/<name>/final/certificate.json     that every planned step was done, once, and what came of it
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 import math
+import os
+import socket
 import time
 import tomllib
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TextIO
+from typing import IO, Any, Self
 
 from phalanx.errors import WrongUse
 
@@ -49,6 +55,18 @@ class Run:
             except FileExistsError:  # taken, perhaps by another run that starts at this moment
                 number += 1
 
+    @staticmethod
+    def to_resume(path: Path | None, task: str | None, config: Path | None) -> tuple[Path | None, Path | None]:
+        """The folder of a run to go on with, the one asked for or a task's last, and its settings if it has begun."""
+        if path is None:
+            name = Path((task or "").partition(":")[0]).stem
+            found = sorted(Path("runs").glob(f"{name or '*'}-[0-9]*/run.toml"), key=lambda p: p.stat().st_mtime)
+            if not found:
+                raise WrongUse("there is no run here to go on with. Give its folder with --run, or leave --resume out.")
+            path = found[-1].parent
+        settings = Run(path).settings_path
+        return path, settings if settings.exists() and config is None else config
+
     @property
     def settings_path(self) -> Path:
         return self.path / "run.toml"
@@ -57,12 +75,50 @@ class Run:
     def weights_path(self) -> Path:
         return self.path / "final" / "model.safetensors"
 
+    @property
+    def checkpoints_path(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def certificate_path(self) -> Path:
+        return self.path / "final" / "certificate.json"
+
+    def held(self, patience: float = 0.0, what: str = "") -> AbstractContextManager[None]:
+        """While this process runs the run: nobody else may."""
+        return held(self.path, patience, what)
+
+    def generation(self) -> int:
+        """The number of the last set of ranks of this run: each start of them is a generation."""
+        path = self.path / "generation"
+        return int(path.read_text()) if path.exists() else 0
+
+    def next_generation(self, at_least: int = 0) -> int:
+        """A number that no generation has had."""
+        path = self.path / "generation"
+        number = max(self.generation() + 1, at_least)
+        unfinished = path.with_name("generation.unfinished")
+        unfinished.write_text(f"{number}\n")
+        unfinished.replace(path)
+        return number
+
+    def ledger(self, rank: int = 0) -> dict[int, dict[str, Any]]:
+        """The steps that led to where the run stands; one that was done again counts as it was last done."""
+        done: dict[int, dict[str, Any]] = {}
+        for event in self.events(rank):
+            if event["kind"] in ("start", "rollback"):
+                done = {step: known for step, known in done.items() if step < event.get("step", 0)}
+            elif event["kind"] in ("step", "left out"):
+                done[event["step"]] = event
+        return done
+
     def events_path(self, rank: int) -> Path:
         return self.path / "events" / f"rank-{rank:05d}.jsonl"
 
     def write_settings(self, settings: Mapping[str, Settings]) -> None:
         """Write ``run.toml``, a table a section. Values that are None are left out."""
-        self.settings_path.write_text(to_toml(settings))
+        unfinished = self.settings_path.with_suffix(".unfinished")
+        unfinished.write_text(to_toml(settings))
+        unfinished.replace(self.settings_path)
 
     def settings(self) -> dict[str, dict[str, Any]]:
         return read_settings(self.settings_path)
@@ -73,8 +129,37 @@ class Run:
             return
         with self.events_path(rank).open() as lines:
             for line in lines:
-                if line.endswith("\n"):
-                    yield json.loads(line)
+                with suppress(ValueError):  # cut short by a kill, or by a full disk: no event
+                    if line.endswith("\n"):
+                        yield json.loads(line)
+
+
+@contextmanager
+def held(path: Path, patience: float = 0.0, what: str = "") -> Iterator[None]:
+    """While this process writes to a folder: nobody else may. They are told who it is, and ``what`` for."""
+    with (path / "lock").open("a+") as file:
+        deadline = time.monotonic() + patience
+        while not _locked(file):
+            if time.monotonic() < deadline:
+                time.sleep(0.1)
+                continue
+            file.seek(0)
+            raise WrongUse(
+                f"{path} is being trained by {file.read().strip() or 'another process'}. "
+                "Wait for it, stop it, or give another folder."
+            )
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()} {what}")
+        file.flush()
+        yield
+
+
+def _locked(file: IO[str]) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    except OSError:
+        return False
 
 
 def _make(path: Path, exist_ok: bool = False) -> None:
@@ -102,13 +187,20 @@ class EventLog:
     def __init__(self, run: Run, rank: int) -> None:
         path = run.events_path(rank)
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file: TextIO = path.open("a", buffering=1)
+        _drop_cut_line(path)
+        self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
 
     def write(self, kind: str, **fields: Any) -> None:
-        self._file.write(json.dumps({"kind": kind, "time": time.time(), **plain(fields)}) + "\n")
+        """A line, in one piece; with a checkpoint, all before it is on disk too."""
+        line = json.dumps({"kind": kind, "time": time.time(), **plain(fields)}) + "\n"
+        left = memoryview(line.encode())
+        while left:
+            left = left[os.write(self._file, left) :]
+        if kind == "checkpoint":
+            os.fsync(self._file)
 
     def close(self) -> None:
-        self._file.close()
+        os.close(self._file)
 
     def __enter__(self) -> Self:
         return self
@@ -121,11 +213,28 @@ class EventLog:
         self.close()
 
 
+def _drop_cut_line(path: Path) -> None:
+    """What a killed rank had half written is no event."""
+    if not path.exists() or not path.stat().st_size:
+        return
+    with path.open("rb+") as file:
+        end = file.seek(0, os.SEEK_END)
+        while end:
+            start = max(0, end - 4096)
+            file.seek(start)
+            cut = file.read(end - start).rfind(b"\n")
+            if cut >= 0:
+                file.truncate(start + cut + 1)
+                return
+            end = start
+        file.truncate(0)
+
+
 def plain(value: Any) -> Any:
     """What JSON has no word for, nan and inf and paths among it, as text."""
     if isinstance(value, dict):
         return {name: plain(item) for name, item in value.items()}
-    if isinstance(value, (list, tuple)):
+    if isinstance(value, (list, tuple, set)):
         return [plain(item) for item in value]
     if value is None or isinstance(value, (bool, int, str)) or (isinstance(value, float) and math.isfinite(value)):
         return value

@@ -44,7 +44,7 @@ def test_a_write_that_fails_leaves_no_file_that_looks_whole(tmp_path: Path, monk
     def fail(tensor: torch.Tensor) -> bytes:
         raise OSError("disk full")
 
-    monkeypatch.setattr(module, "_bytes", fail)
+    monkeypatch.setattr(module, "raw_bytes", fail)
     with pytest.raises(OSError, match="disk full"):
         save(HostileVision(), "dp=1", tmp_path / "model.safetensors")
     assert not (tmp_path / "model.safetensors").exists()

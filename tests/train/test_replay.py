@@ -27,7 +27,7 @@ def named(layout: str, bad: list[int]) -> tuple[list[list[int]], list[float]]:
         weight = engine.spread.weights["blocks.1.feed_forward.up_proj.weight"].full
         for batch in engine.batches():
             hook = weight.register_hook(wrong_bit) if batch.step == 1 and dist.get_rank() in bad else None
-            said.append(replay(engine, batch))
+            said.append(replay(engine, batch.step))
             if hook is not None:
                 hook.remove()
             norms.append(engine.step(batch).grad_norm)
@@ -55,7 +55,7 @@ def parts_of_layers() -> None:
     with phalanx.Engine(HostileLanguage(), "tp=2", device="cpu") as engine:
         batch = next(engine.batches())
         with pytest.raises(WrongUse, match="different parts of a micro-batch"):
-            replay(engine, batch)
+            replay(engine, batch.step)
 
 
 def test_ranks_that_share_layers_cannot_be_compared(ranks: Ranks) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import BinaryIO
 
 import torch
 from torch import Tensor
@@ -45,32 +45,34 @@ def write_weights(spread: Spread, path: Path, writer: bool) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(path.name + ".unfinished")
     with unfinished.open("wb") as file:
-        places = _write_header(file, spread)
+        ordered = sorted(spread.whole.description(), key=lambda item: (-item[1].itemsize, item[0]))
+        begin = header(ordered, {"format": "pt", "tied": json.dumps(dict(spread.anatomy.tied))})
+        file.write(begin)
+        places, offset = {}, len(begin)
+        for name, dtype, shape in ordered:
+            places[name] = offset
+            offset += math.prod(shape) * dtype.itemsize
         for name, tensor in spread.whole.state():
             file.seek(places[name])
-            file.write(_bytes(tensor))
+            file.write(raw_bytes(tensor))
         file.flush()
         os.fsync(file.fileno())
     unfinished.replace(path)
 
 
-def _write_header(file: BinaryIO, spread: Spread) -> dict[str, int]:
-    """A length, then JSON with each tensor's dtype, shape and place; padded so that tensors lie aligned.
-
-    Returns where in the file each begins.
-    """
-    header: dict[str, object] = {"__metadata__": {"format": "pt", "tied": json.dumps(dict(spread.anatomy.tied))}}
-    offset, places = 0, {}
-    for name, dtype, shape in sorted(spread.whole.description(), key=lambda item: (-item[1].itemsize, item[0])):
+def header(tensors: Iterable[tuple[str, torch.dtype, Sequence[int]]], metadata: Mapping[str, str]) -> bytes:
+    """How a safetensors file begins: a length, then JSON with each tensor's dtype, shape and place; padded to align."""
+    found: dict[str, object] = {"__metadata__": dict(metadata)}
+    offset = 0
+    for name, dtype, shape in tensors:
         size = math.prod(shape) * dtype.itemsize
-        places[name] = offset
-        header[name] = {"dtype": DTYPES[dtype], "shape": list(shape), "data_offsets": [offset, offset + size]}
+        found[name] = {"dtype": DTYPES[dtype], "shape": list(shape), "data_offsets": [offset, offset + size]}
         offset += size
-    text = json.dumps(header).encode()
+    text = json.dumps(found).encode()
     text += b" " * (-len(text) % 8)
-    file.write(len(text).to_bytes(8, "little") + text)
-    return {name: file.tell() + place for name, place in places.items()}
+    return len(text).to_bytes(8, "little") + text
 
 
-def _bytes(tensor: Tensor) -> bytes:
-    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
+def raw_bytes(tensor: Tensor) -> memoryview:
+    """A tensor's contents as they lie in memory."""
+    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data

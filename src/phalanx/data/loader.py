@@ -7,6 +7,7 @@ waits for it, and counts for nothing.
 from __future__ import annotations
 
 import random
+import signal
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -171,6 +172,7 @@ class Loader:
 
 def _worker(_: int) -> None:
     die_with_parent()
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a scheduler gives it to everybody; the rank still needs its samples
 
 
 def _checked(batch: dict[str, Any] | WrongUse) -> dict[str, Any]:

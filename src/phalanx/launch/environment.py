@@ -42,6 +42,14 @@ class Environment:
         rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         return cls(rank, world, int(os.environ.get("LOCAL_RANK", rank)))
 
+    @property
+    def hosts(self) -> list[int]:
+        """On which host each rank is."""
+        if "PHALANX_HOSTS" in os.environ and self.world > 1:  # how many ranks each host has, by our own launcher
+            return [host for host, n in enumerate(os.environ["PHALANX_HOSTS"].split(",")) for _ in range(int(n))]
+        local = int(os.environ.get("LOCAL_WORLD_SIZE", self.world)) or 1
+        return [rank // local for rank in range(self.world)]
+
     def join(self, device: torch.device, timeout: timedelta = TIMEOUT) -> bool:
         """Meet the other ranks. True if this call made the process group, which its caller then takes apart."""
         if self.world == 1 or dist.is_initialized():

@@ -7,6 +7,7 @@ context survives one. It then hosts the ranks' store, waits for them, and sees t
 from __future__ import annotations
 
 import gc
+import math
 import multiprocessing
 import os
 import pickle
@@ -16,6 +17,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -30,7 +32,12 @@ from phalanx.parallel.torch_private import preload
 from phalanx.processes import die_with_parent
 
 GRACE_SECONDS = 1.0
-"""How long the others may take to report, once a rank has failed, and then to end."""
+"""How long the others may take to report, once a rank has failed,"""
+SIGNAL_SECONDS = 0.05
+"""and once one was killed, which needs no explanation."""
+LOOK_SECONDS = 0.1
+LOST, WAITED = "lost its connection", "waited for another rank"
+HANDED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 @dataclass(frozen=True)
@@ -43,7 +50,13 @@ class Failure:
     """One line."""
     trace: str = ""
     code: int = 1
+    final: bool = False
+    """Starting again would not help."""
     by_signal: bool = False
+    secondary: bool = False
+    """It lost sight of other ranks: something happened to those."""
+    stuck: bool = False
+    """It did not end, and did not go on either."""
 
 
 @dataclass
@@ -53,71 +66,123 @@ class Outcome:
     result: Any = None
     failures: list[Failure] | None = None
     interrupted: bool = False
+    """Somebody asked for it to end."""
+    over: str = ""
+    """Why ranks that were well were stopped: the world has changed."""
 
 
-def run_ranks(program: Callable[[], Any], ranks: int) -> Outcome:
-    """Run ``program`` on so many ranks and wait for all of them."""
+@dataclass(frozen=True)
+class World:
+    """Where the ranks of this host stand among all."""
+
+    ranks: int
+    """On this host."""
+    first: int = 0
+    size: int = 0
+    """Of all hosts together; 0: this host is alone."""
+    hosts: str = ""
+    """How many ranks each host has."""
+    address: str = "127.0.0.1"
+    port: int = 0
+    """Of the store where ranks find each other; 0: this host makes one for its own."""
+    listening: socket.socket | None = None
+    """The socket behind that address, on the host that opens the store."""
+
+
+Look = Callable[[dict[int, int]], "Failure | str | None"]
+"""Given the processes by rank: one that is stuck, or why all must stop, or None."""
+
+
+def run_ranks(
+    program: Callable[[], Any],
+    ranks: int | World,
+    look: Look | None = None,
+    grace: float = GRACE_SECONDS,
+) -> Outcome:
+    """Run ``program`` on this host's ranks and wait for all of them.
+
+    SIGTERM and SIGINT are handed on to the ranks, which have ``grace`` seconds to end well; a second one ends them at
+    once. SIGUSR1 is handed on.
+    """
+    world = ranks if isinstance(ranks, World) else World(ranks)
     preload()
+    frozen = gc.get_freeze_count()  # by who starts ranks again and again
     gc.collect()
     gc.freeze()  # the ranks share this memory as long as nobody touches it
-    listening = socket.create_server(("127.0.0.1", 0))
-    port = listening.getsockname()[1]
+    listening = world.listening if world.port else socket.create_server(("127.0.0.1", 0))
+    port = world.port or (listening.getsockname()[1] if listening else 0)
     context = multiprocessing.get_context("fork")
     processes: list[BaseProcess] = []
     pipes: list[Connection] = []
     asked, ask = os.pipe()
     # a note, not an exception: one raised inside a destructor or a weak reference's callback would be lost
-    previous = {number: signal.signal(number, _noting(ask)) for number in (signal.SIGINT, signal.SIGTERM)}
+    previous = {number: signal.signal(number, _noting(ask)) for number in HANDED_ON}
     sys.stdout.flush()
+    store = None
     try:
-        for rank in range(ranks):
+        for rank in range(world.ranks):
             ours, theirs = context.Pipe(duplex=False)
-            process = context.Process(target=_rank, args=(program, rank, ranks, port, theirs), name=f"rank {rank}")
+            process = context.Process(target=_rank, args=(program, rank, world, port, theirs), name=f"rank {rank}")
             process.start()
             theirs.close()
             processes.append(process)
             pipes.append(ours)
-        store = None
-        if ranks > 1:
+        if listening is not None and (world.size or world.ranks) > 1:
             store = dist.TCPStore(
-                "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
+                world.address, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
             )
-        outcome = _supervise(processes, pipes, asked)
-        del store
+        outcome = _supervise(processes, pipes, asked, world.first, look, grace)
+        _end(processes)
+        if outcome.failures and wait([asked], timeout=0) and set(os.read(asked, 64)) - {signal.SIGUSR1}:
+            return Outcome(interrupted=True)  # asked while the others were being ended: not to be started again
         return outcome
     finally:
         _end(processes)
-        listening.close()
+        del store
+        if listening is not None:
+            listening.close()
         for pipe in pipes:
             pipe.close()
         for number, handler in previous.items():
             signal.signal(number, handler)
         os.close(asked)
         os.close(ask)
-        gc.unfreeze()
+        if not frozen:
+            gc.unfreeze()
 
 
 def _noting(ask: int) -> Callable[[int, FrameType | None], None]:
     """A signal's handler that says so through a pipe."""
 
     def note(number: int, frame: FrameType | None) -> None:
-        os.write(ask, b"!")
+        os.write(ask, bytes([number]))
 
     return note
 
 
-def _supervise(processes: list[BaseProcess], pipes: list[Connection], asked: int) -> Outcome:
+def _supervise(
+    processes: list[BaseProcess], pipes: list[Connection], asked: int, first: int, look: Look | None, grace: float
+) -> Outcome:
     """Wait for every rank; once one has failed, for the others' own reports and no longer; not if ``asked`` to end."""
-    running = dict(enumerate(processes))
-    open_pipes = dict(enumerate(pipes))
+    running = dict(enumerate(processes, first))
+    open_pipes = dict(enumerate(pipes, first))
     reports: dict[int, Any] = {}
     failures: dict[int, Failure] = {}
     deadline: float | None = None
+    interrupted = False
     while running and (deadline is None or time.monotonic() < deadline):
-        patience = None if deadline is None else max(0.0, deadline - time.monotonic())
+        patience = LOOK_SECONDS if look else None
+        if deadline is not None:
+            patience = max(0.0, deadline - time.monotonic())
         sentinels = [process.sentinel for process in running.values()]
         if asked in wait([asked, *sentinels, *open_pipes.values()], timeout=patience):
-            return Outcome(interrupted=True)
+            for number in os.read(asked, 64):
+                if interrupted and number != signal.SIGUSR1:
+                    return Outcome(interrupted=True)
+                for process in running.values():
+                    _hand_on(process, number)
+                if number != signal.SIGUSR1:
+                    interrupted, deadline = True, time.monotonic() + grace
         for rank, pipe in list(open_pipes.items()):
             if pipe.poll():
                 try:
@@ -128,14 +193,30 @@ def _supervise(processes: list[BaseProcess], pipes: list[Connection], asked: int
             if process.exitcode is not None:
                 del running[rank]
                 failure = _failure(rank, process.exitcode, reports.get(rank))
-                if failure:
+                if failure and not interrupted:
                     failures[rank] = failure
-                    deadline = deadline or time.monotonic() + GRACE_SECONDS
+                    patience = SIGNAL_SECONDS if failure.by_signal else GRACE_SECONDS
+                    deadline = min(deadline or math.inf, time.monotonic() + patience)
+        if look and not failures and not interrupted and running:
+            seen = look({rank: process.pid for rank, process in running.items() if process.pid})
+            if isinstance(seen, Failure):
+                failures[seen.rank] = seen
+                break
+            if seen:
+                return Outcome(over=seen)
+    if interrupted:
+        return Outcome(result=reports.get(first), interrupted=True)
     if not failures:
-        return Outcome(result=reports.get(0))
-    silent = [Failure(rank, float("inf"), "was stopped") for rank in running]
-    ordered = sorted(failures.values(), key=lambda f: (not f.by_signal, f.when)) + silent
+        return Outcome(result=reports.get(first))
+    silent = [Failure(rank, float("inf"), "was stopped") for rank in running if rank not in failures]
+    ordered = sorted(failures.values(), key=lambda f: (not f.by_signal, f.secondary, f.when)) + silent
     return Outcome(failures=ordered)
+
+
+def _hand_on(process: BaseProcess, number: int) -> None:
+    """A signal for a rank; Ctrl-C, which a terminal gives to everybody, as a plain request to end."""
+    with suppress(ProcessLookupError):
+        os.kill(process.pid or 0, signal.SIGTERM if number == signal.SIGINT else number)
 
 
 def _failure(rank: int, exitcode: int, report: Any) -> Failure | None:
@@ -151,28 +232,29 @@ def _failure(rank: int, exitcode: int, report: Any) -> Failure | None:
 
 
 def _end(processes: list[BaseProcess]) -> None:
-    """Stop what still runs: first asked, then made to."""
-    for stop in (BaseProcess.terminate, BaseProcess.kill):
-        for process in processes:
-            if process.is_alive():
-                stop(process)
-        deadline = time.monotonic() + GRACE_SECONDS
-        for process in processes:
-            process.join(max(0.0, deadline - time.monotonic()) if stop is BaseProcess.terminate else None)
+    """Stop what still runs, at once: a rank may wait in a collective that nothing but its end will end."""
     for process in processes:
+        if process.is_alive():
+            process.kill()
+    for process in processes:
+        process.join()
         process.close()
+    processes.clear()
 
 
-def _rank(program: Callable[[], Any], rank: int, ranks: int, port: int, pipe: Connection) -> None:
+def _rank(program: Callable[[], Any], local: int, world: World, port: int, pipe: Connection) -> None:
     """A rank's whole life."""
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the warm process decides
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    rank, ranks = world.first + local, world.ranks
     os.environ |= {
-        "RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(ranks),
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "RANK": str(rank), "WORLD_SIZE": str(world.size or ranks), "LOCAL_RANK": str(local),
+        "LOCAL_WORLD_SIZE": str(ranks), "PHALANX_HOSTS": world.hosts or str(ranks), "MASTER_ADDR": world.address,
+        "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True",
     }  # fmt: skip
-    if sys.platform == "linux":
+    if sys.platform == "linux" and world.address.startswith("127."):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, (os.cpu_count() or 1) // ranks))
     torch.set_num_threads(int(threads))
@@ -180,7 +262,12 @@ def _rank(program: Callable[[], Any], rank: int, ranks: int, port: int, pipe: Co
         pipe.send_bytes(pickle.dumps(program()))
     except Exception as error:
         code = error.exit_code if isinstance(error, (WrongUse, CannotHere)) else 1
-        pipe.send_bytes(pickle.dumps(Failure(rank, time.monotonic(), _reason(error), traceback.format_exc(), code)))
+        trace, reason = traceback.format_exc(), _reason(error)
+        failure = Failure(
+            rank, time.monotonic(), reason, trace, code, final=isinstance(error, (WrongUse, CannotHere)),
+            secondary=reason.startswith((LOST, WAITED)),
+        )  # fmt: skip
+        pipe.send_bytes(pickle.dumps(failure))
         sys.stdout.flush()
         os._exit(1)  # not through destructors that would wait for the others
     pipe.close()
@@ -191,7 +278,7 @@ def _reason(error: Exception) -> str:
     if isinstance(error, (WrongUse, CannotHere)):
         return text
     if "imed out waiting" in text or "Timed out" in text:
-        return f"waited for another rank until its time was up ({text.splitlines()[0][:80]}); look at the others first"
+        return f"{WAITED} until its time was up ({text.splitlines()[0][:80]}); look at the others first"
     if "Connection closed by peer" in text or "Connection reset by peer" in text:
-        return "lost its connection to a rank that ended"
+        return f"{LOST} to a rank that ended"
     return f"{type(error).__name__}: {text.splitlines()[0]}" if text else type(error).__name__

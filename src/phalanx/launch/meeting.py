@@ -23,7 +23,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -71,9 +71,12 @@ class Meeting:
 
     def __init__(
         self, address: str, *, name: str, ranks: int, min_nodes: int, max_nodes: int, host: str | None = None,
-        patience: float = 600.0, last_call: float = 10.0, silence: float = 5.0,
+        patience: float = 600.0, last_call: float = 10.0, silence: float = 5.0, terms: Mapping[str, Any] | None = None,
     ) -> None:  # fmt: skip
-        """``last_call``: how long the first round waits for one more host, if there are enough but not all."""
+        """``last_call``: how long the first round waits for one more host, if there are enough but not all.
+
+        ``terms``: what else all hosts must agree on.
+        """
         if not 1 <= min_nodes <= max_nodes:
             raise WrongUse(f"at least {min_nodes} and at most {max_nodes} nodes cannot be. Ask for 1 <= min <= max.")
         if ranks < 1:
@@ -90,7 +93,7 @@ class Meeting:
         self.address, self._at, self._port = address, at.strip("[]"), int(port)
         self.name, self.ranks, self.host = name, ranks, host or socket.gethostname()
         self.patience, self.last_call, self.silence = patience, last_call, silence
-        self._terms = {"run": name, "nodes": [min_nodes, max_nodes], "silence": silence}
+        self._terms = {"run": name, "nodes": [min_nodes, max_nodes], "silence": silence, **(terms or {})}
         self._max = max_nodes
         self._token, self._pid = secrets.token_hex(8), os.getpid()
         self._book = Book()

@@ -69,6 +69,8 @@ class Weight:
         self.whole: Room
         self.full: nn.Parameter
         self.piece: nn.Parameter
+        self.in_use: bool
+        """An update of the piece is one of the whole: they are the same memory."""
 
     def fill(self, value: Tensor, storage: Storage) -> None:
         """Take the initial value: keep it whole, keep this rank's rows, or both in one memory where they can be."""
@@ -79,7 +81,8 @@ class Weight:
             self.whole.tensor.copy_(value)
         else:
             self.whole.empty()
-        if one_memory and storage.ranks == 1:
+        self.in_use = one_memory and storage.ranks == 1
+        if self.in_use and self.shape:  # one number is a row of one, here as under every layout
             self.piece = self.full
         elif one_memory:
             self.piece = self._parameter(self.own_rows(self.whole.tensor))

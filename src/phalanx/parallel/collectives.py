@@ -14,6 +14,8 @@ from phalanx.parallel.memory import Buffers
 
 Group = dist.ProcessGroup
 SMALL_BYTES = 1 << 18
+BEHIND = "neighbours"
+"""The group that speaks behind the steps, while they go on."""
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -26,6 +28,9 @@ what ours do, but for small messages that go to everybody at once."""
 
 calls: Counter[tuple[str, str]] = Counter()
 """How many they were."""
+launched: memoryview | list[int] = [0]
+"""One number: how many this rank has launched in all. A supervisor that must see it even in a frozen process lends the
+memory for it."""
 watch: Callable[[str, str, Tensor], None] | None = None
 """Told of every message or collective, when it is launched: its axis, its kind, and what this rank brings."""
 
@@ -33,7 +38,10 @@ watch: Callable[[str, str, Tensor], None] | None = None
 def _count(group: Group, kind: str, tensor: Tensor, share: float) -> None:
     if watch is not None:
         watch(group.group_desc, kind, tensor)
+    if group.group_desc == BEHIND:
+        return  # another thread's
     calls[group.group_desc, kind] += 1
+    launched[0] += 1
     sent[group.group_desc, kind] += round(tensor.numel() * tensor.element_size() * share)
 
 
@@ -190,6 +198,15 @@ def told(words: list[str], group: Group, source: int) -> list[str]:
     said = [words]
     dist.broadcast_object_list(said, group=group, group_src=source)
     return said[0]
+
+
+def everybodys(words: list[str], group: Group | None) -> list[list[str]]:
+    """What each rank of the group says."""
+    if group is None:
+        return [words]
+    said: list[list[str]] = [[] for _ in range(group.size())]
+    dist.all_gather_object(said, words, group=group)
+    return said
 
 
 def exchange(rows: Tensor, group: Group) -> Tensor:

@@ -47,7 +47,7 @@ class Holding:
         cut = self.cut(name)
         return cut.take(whole, self.mesh.index(cut.axis)) if cut else whole
 
-    def _alike(self, name: str) -> list[int]:
+    def alike(self, name: str) -> list[int]:
         """The ranks of ``tp`` that hold the same as this one."""
         cut, index = self.cut(name), self.mesh.index("tp")
         return cut.sharers(index) if cut and cut.axis == "tp" else list(range(self.mesh.size("tp")))
@@ -56,11 +56,11 @@ class Holding:
         """The ranks of ``tp`` whose gradients add up: those that hold the same and each computed something else."""
         cut = self.cut(name)
         divided = cut is not None and cut.axis == "tp"
-        return self._alike(name) if divided or name in self.plan.partial else [self.mesh.index("tp")]
+        return self.alike(name) if divided or name in self.plan.partial else [self.mesh.index("tp")]
 
     def counts(self, name: str) -> bool:
         """Whether this is the first of all ranks that hold the same rows, so that each counts once."""
-        return (self.mesh.index("tp"), self.mesh.index("pp")) == (self._alike(name)[0], self.stage_ranks(name)[0])
+        return (self.mesh.index("tp"), self.mesh.index("pp")) == (self.alike(name)[0], self.stage_ranks(name)[0])
 
     def complete(self, gradients: Sequence[tuple[str, Tensor]], like: Tensor) -> None:
         """Sum what several ranks have parts of, in place. All of them must call it, also those that have none."""

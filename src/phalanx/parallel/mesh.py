@@ -7,6 +7,7 @@ for a mesh would wait 30 minutes and tell nobody which axis it was.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from datetime import timedelta
 from itertools import product
 
@@ -89,6 +90,16 @@ class Mesh:
             return sharing[start : start + self.ep] if axes == EXPERTS else sharing[index % self.ep :: self.ep]
         spans = [range(self.degrees[a]) if a in axes else [at] for a, at in zip(AXES, place, strict=True)]
         return tuple(self._number(found) for found in product(*spans))
+
+    def among(self, **indices: Sequence[int] | None) -> list[int]:
+        """The ranks at these indices of some axes (None: at any) and at this one's of the others."""
+        spans = [
+            (range(self.degrees[axis]) if indices[axis] is None else indices[axis] or ())
+            if axis in indices
+            else [self.coordinates[axis]]
+            for axis in AXES
+        ]
+        return sorted(self._number(place) for place in product(*spans))
 
     def _number(self, place: tuple[int, ...]) -> int:
         number = 0

@@ -300,7 +300,7 @@ class Spread:
             weight.piece.grad = None
         if self.gathering is not None:
             self.gathering.rest()
-        stale = [b for b in self.buckets if b.storage.always_whole and any(w.piece is not w.full for w in b.weights)]
+        stale = [b for b in self.buckets if b.storage.always_whole and not all(w.in_use for w in b.weights)]
         if stale:
             for bucket in stale:
                 bucket.is_whole = False

@@ -18,6 +18,7 @@ __all__ = [
     "mutates",
     "preload",
     "storage_id",
+    "version",
 ]
 
 
@@ -42,6 +43,11 @@ def install(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
         module._parameters[name] = parameter
     else:  # a module that keeps lists of its weights must hear of it
         setattr(module, name, parameter)
+
+
+def version(tensor: Tensor) -> int:
+    """How often a tensor has been written to in place."""
+    return tensor._version
 
 
 def mutates(func: Any) -> bool:

@@ -52,7 +52,7 @@ class Whole:
             if self.holding.stage_ranks(name)[0] == rank
         ]
         weights = [(name, self.dtypes.parameter, self.holding.shapes[name]) for name in names]
-        return weights + [(name, tensor.dtype, tensor.shape) for name, tensor in self._replicated_state()]
+        return weights + [(name, tensor.dtype, tensor.shape) for name, tensor in self.replicated()]
 
     def _order(self) -> list[list[str]]:
         """By stage, its weights as `state` gives them. All ranks must ask the first time."""
@@ -71,7 +71,7 @@ class Whole:
                 self._orders = [[names[index] for index in numbers if index >= 0] for numbers in every.tolist()]
         return self._orders
 
-    def _replicated_state(self) -> list[tuple[str, Tensor]]:
+    def replicated(self) -> list[tuple[str, Tensor]]:
         """What a stage has whole: buffers, and parameters that are no weights."""
         tensors = [*self.model.named_parameters(), *self.model.named_buffers()]
         return [(name, t) for name, t in tensors if name in self.state_names and name not in self.trainable]
@@ -83,7 +83,7 @@ class Whole:
         """
         yield from self.holding.from_stages(self._own_state(), self._order(), self.dtypes.parameter, self.device)
         group = self.holding.mesh.group("pp")
-        for name, tensor in self._replicated_state():
+        for name, tensor in self.replicated():
             if group is not None:
                 tensor = tensor.contiguous()
                 collectives.broadcast(tensor, group, self.holding.stage_ranks(name)[0])

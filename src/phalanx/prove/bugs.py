@@ -25,10 +25,10 @@ from phalanx.parallel.randomness import Randomness
 from phalanx.parallel.replicate import Reduction
 from phalanx.parallel.spread import Spread
 from phalanx.parallel.tensor import TensorParallel
-from phalanx.prove import bugs_around
+from phalanx.prove import bugs_around, bugs_resume
 from phalanx.prove.planting import BUGS, COUNT, NORM, Replace, agreeing, bug, rank
 
-__all__ = ["BUGS", "bugs_around"]
+__all__ = ["BUGS", "bugs_around", "bugs_resume"]
 
 
 def _doubled(x: Tensor) -> Tensor:

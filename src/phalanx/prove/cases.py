@@ -65,6 +65,11 @@ class Docket:
         """Samples of a step: no multiple of ranks, and more than two for each."""
         return BATCH if self.ranks <= 8 else 2 * self.ranks + 1
 
+    @property
+    def half(self) -> int:
+        """The step before which a run is interrupted."""
+        return Trial(self.steps).half
+
     def number(self, layout: Layout) -> int:
         """The case that a layout is held against; made if there is none yet."""
         try:
@@ -143,6 +148,7 @@ class Docket:
         self.hostility = [
             f"{task.global_batch} samples a step and {terms.size} an epoch, in micro-batches and buckets; clipped",
             f"weights, biases and norms disturbed; {ignored}one sample's loss not a number in step {terms.poisoned}",
+            f"interrupted before step {terms.half}, saved, and resumed by an engine made anew",
         ]
         return task
 

@@ -17,6 +17,7 @@ from phalanx.parallel.bucket import Bucket
 from phalanx.parallel.collectives import Group
 from phalanx.parallel.mesh import BATCH, EXPERTS
 from phalanx.train.engine import Engine
+from phalanx.train.step import WISHES
 
 Bounds = dict[tuple[str, str], tuple[float, float]]
 """By axis and kind, the fewest and the most bytes of a step."""
@@ -48,8 +49,8 @@ def expected(engine: Engine, micro_batches: int) -> Bounds:
 
 
 def _agreed(engine: Engine, world: Group) -> int:
-    """For what all ranks agree on: loss, count, norm and missing weights; or a norm's squares in two whole numbers."""
-    return round((16 if engine.layout.exact else 32) * _both_ways(world))
+    """For what all ranks agree on: loss, count, norm, missing weights, wishes; or a norm's squares in whole numbers."""
+    return round((16 if engine.layout.exact else 8 * (4 + len(WISHES))) * _both_ways(world))
 
 
 def _activations(engine: Engine) -> Bounds:

@@ -7,6 +7,7 @@ difference stays. And what was done instead: each hypothesis says exactly what w
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from torch import Tensor
 
@@ -14,7 +15,9 @@ from phalanx.prove import algebra
 from phalanx.prove.causes import Causes
 from phalanx.prove.finding import Finding
 from phalanx.prove.ladder import RUNGS, Difference, first
-from phalanx.prove.sites import site
+from phalanx.prove.restored import KEPT, READ, RESUMED, WRITTEN
+from phalanx.prove.sites import RESUMING, location, site
+from phalanx.train.engine import Engine
 
 FOLLOWED = RUNGS[RUNGS.index("random draws") :]
 """Rungs that may fail because of one that only a record shows."""
@@ -22,6 +25,12 @@ TRIED = 6
 """Tensors of a rung that are looked at, until the shape of one says something."""
 VAGUE = ("", "unstructured")
 STATES = ("given gradients", "moments", "weights", "buffers")
+FAULTS = {
+    WRITTEN: " The checkpoint itself has it so: it was written wrongly, or from another moment's state.",
+    READ: " The checkpoint has it right: it was read wrongly.",
+    KEPT: " The copy is made while the next step runs, whose update must wait for it.",
+}
+"""By where a saved state went wrong."""
 
 
 class Inquiry(Causes):
@@ -233,3 +242,37 @@ class Inquiry(Causes):
         if want.shape == found.shape:
             self._shapes(finding, found.double(), want.double(), "it", None if stale is None else stale.double())
             finding.cause = f"{finding.cause[:1].upper()}{finding.cause[1:]} " if finding.cause else ""
+
+
+def explain_resume(found: Sequence[Difference], axes: Sequence[str], minimal: str, half: int, saver: str) -> Finding:
+    """A state that is not what was saved. ``saver`` is the layout whose checkpoint was taken up for a try."""
+    rung = first(found)
+    lead, names = rung[0], list(dict.fromkeys(d.name for d in rung))
+    ranks, fault = sorted({d.rank for d in rung if d.name == lead.name}), lead.expected
+    finding = Finding(lead.rung, lead.name, lead.step, lead.error, ranks, list(axes), fault, affected=names[1:])
+    finding.minimal, finding.where = minimal, location(RESUMING[fault])
+    told = f"{lead.found}.{FAULTS.get(fault, '')}"
+    if lead.rung == "resume":
+        finding.cause = f"the run was interrupted before step {half}, and when it was resumed, {told}"
+    elif lead.rung == "ledger":
+        finding.where = location(Engine.batches)
+        finding.cause = f"the run was interrupted before step {half}, and does not go on there: {told}"
+    else:
+        finding.cause = f"what {saver} saved before step {half} was taken up under this layout, and {told}"
+    return finding
+
+
+def explain_interruption(
+    lead: Difference, names: Sequence[str], axes: Sequence[str], minimal: str, half: int
+) -> Finding:
+    """What differs after an interruption alone, though all state was restored rightly."""
+    rung = "ledger" if lead.rung == "samples" else "resume"
+    finding = Finding(rung, lead.name, lead.step, lead.error, [lead.rank], list(axes), RESUMED, affected=list(names))
+    finding.minimal, finding.where = minimal, location(Engine.batches if rung == "ledger" else Engine.resume)
+    told = f" ({lead.found} where one device has {lead.expected})" if lead.found else ""
+    finding.cause = (
+        f"without an interruption this layout trains like one device. Interrupted before step {half} and resumed, with "
+        f"all its tensors and counters as they were saved, it differs from step {lead.step} on: {lead.rung}, "
+        f"{lead.name}{told}. Something that training depends on is not in what is saved."
+    )
+    return finding

@@ -63,6 +63,11 @@ class Trial:
         """The step that must be skipped. One follows it, if there are enough."""
         return min(2, self.steps)
 
+    @property
+    def half(self) -> int:
+        """The step before which the run is interrupted."""
+        return (self.steps + 1) // 2
+
 
 class Samples:
     """Some of a task's samples, which notes what is read."""

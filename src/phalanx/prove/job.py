@@ -62,6 +62,9 @@ class Job:
             if name in known and name not in values:
                 values[name] = str(value)
                 notes.append(f"{name}={value} was set, without which {inject} cannot happen")
+        if bug is not None and bug.dtype is not None and dtype is None:
+            dtype = bug.dtype
+            notes.append(f"--dtype {dtype} was set, without which {inject} does not show")
         words = [word for given in layouts for word in given.replace(";", " ").split()]
         if not words and bug is not None:
             words = [bug.layout]

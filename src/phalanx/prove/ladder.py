@@ -21,8 +21,12 @@ RUNGS = (
     "running", "settings", "initial weights", "communication", "samples", "random draws", "activations", "loss",
     "gradients of activations", "gradients before reduction", "gradients", "gradient norm", "clip factor", "skipping",
     "given gradients", "moments", "weights", "buffers", "weights in use", "agreement of ranks",
+    "resume", "resume elsewhere", "ledger",
 )  # fmt: skip
-"""Whoever fails first in a step is where to look. With checkpoints, resuming will stand at the end."""
+"""Whoever fails first in a step is where to look. A run is resumed after the last of the step before."""
+RESUMING = RUNGS[RUNGS.index("resume") :]
+SAME_AS = {"weights in use": "weights"}
+"""Rungs whose values one device has under another name."""
 LEAST_BAR, MOST_BAR = 1e-12, 1e-9
 MOST_BUFFER_BAR = 1e-7
 """Running means follow weights whose gradients are rounding alone, as of a bias in front of a batch-norm."""
@@ -123,6 +127,7 @@ class Standard:
 
     def limit(self, step: int, rung: str) -> float:
         """What is off by more than this is a finding."""
+        rung = SAME_AS.get(rung, rung)
         if self.limits is None:
             return self.buffer_bar if rung == "buffers" else self.bar
         return self.limits.get((step, rung), self.bar)
@@ -166,6 +171,7 @@ class Standard:
 
     def error(self, step: int, rung: str, name: str, found: Tensor | None, part: Any = None) -> float:
         """Of a tensor, or of its ``part``, a function from the whole to what was ``found``."""
+        rung = SAME_AS.get(rung, rung)
         expected = self.expected(step, rung, name)
         if rung != "gradients" and name.split(" ")[0] in self.noise:
             return 0.0

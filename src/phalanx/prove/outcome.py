@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import os
+import shutil
+import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Self
 
+from phalanx.checkpoint.slot import new_memory
 from phalanx.errors import WrongUse
 from phalanx.launch.pool import Answer, Pool
 from phalanx.layout import Layout
 from phalanx.prove import trial
 from phalanx.prove.ladder import Difference
 from phalanx.prove.record import Record
+from phalanx.prove.resuming import Resume, write_reference
 from phalanx.prove.witness import Testimony
 from phalanx.train.agreement import Disagreement
+
+ONE_DEVICE = "one device"
 
 
 @dataclass
@@ -97,21 +105,53 @@ def _stop(answer: Answer) -> trial.Stopped:
 
 
 class ProofRanks:
-    """A pool of ranks that run layouts, with a bug planted if one is named."""
+    """A pool of ranks that run layouts, with a bug planted if one is named, and what they save."""
 
     def __init__(self, size: int, inject: str | None) -> None:
         self.size, self.inject = size, inject
+        self._saved: dict[int, tuple[str, str]] = {}
+        """By case, the checkpoint of the last layout that was right, and that layout; at first, one device's."""
 
     def __enter__(self) -> Self:
+        self._folder = tempfile.TemporaryDirectory(prefix="phalanx-")
+        trial.MEMORY[:] = [[new_memory(), new_memory()] for _ in range(self.size)]
         self.pool = Pool(self.size, trial.TIMEOUT)
         self.pool.patience = None
         return self
 
     def __exit__(self, *_: Any) -> None:
         self.pool.close()
+        for memory in itertools.chain(*trial.MEMORY):
+            os.close(memory)
+        trial.MEMORY.clear()
+        self._folder.cleanup()
 
-    def attest(self, case: int, layout: Layout) -> Outcome:
-        return Outcome.of(self.pool.ask(layout.world, trial.attest, case, layout, self.inject), layout.pp)
+    def attest(self, case: int, layout: Layout, *, interrupted: bool = True, keep: bool = False) -> Outcome:
+        """One run. Interrupted half way, it must also take up what the last layout that was kept has saved.
+
+        ``keep``: if this one is right, the next takes up what it saves, and need not be as thorough.
+        """
+        if not interrupted:
+            return Outcome.of(self.pool.ask(layout.world, trial.attest, case, layout, self.inject), layout.pp)
+        elsewhere, saver = self._elsewhere(case)
+        resume = Resume(tempfile.mkdtemp(dir=self._folder.name), elsewhere, not keep or saver == ONE_DEVICE)
+        outcome = Outcome.of(self.pool.ask(layout.world, trial.attest, case, layout, self.inject, resume), layout.pp)
+        done = resume.folder
+        if keep and not outcome.fails and outcome.refusal is None:
+            done, self._saved[case] = elsewhere, (resume.folder, str(layout))
+        shutil.rmtree(done)
+        return outcome
+
+    def saved_by(self, case: int) -> str:
+        """The layout whose checkpoint the next run takes up."""
+        return self._elsewhere(case)[1]
+
+    def _elsewhere(self, case: int) -> tuple[str, str]:
+        if case not in self._saved:
+            folder = tempfile.mkdtemp(dir=self._folder.name)
+            write_reference(trial.CASES[case].task, trial.CASES[case].standard, folder)
+            self._saved[case] = folder, ONE_DEVICE
+        return self._saved[case]
 
     def record(self, case: int, layout: Layout, step: int) -> list[Record]:
         return [a.value for a in self.pool.ask(layout.world, trial.record, case, layout, self.inject, step)]

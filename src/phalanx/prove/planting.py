@@ -16,6 +16,7 @@ from phalanx.errors import WrongUse, closest
 from phalanx.parallel import collectives
 from phalanx.parallel.collectives import Pending
 from phalanx.prove.replacing import Replace, replacing
+from phalanx.task import Precision
 from phalanx.train import step
 
 
@@ -38,6 +39,8 @@ class Bug:
     task: str = "gpt"
     settings: dict[str, Any] = field(default_factory=dict)
     """What the task must have for it."""
+    dtype: Precision | None = None
+    """The precision that shows it, if float64 does not."""
 
     @property
     def words(self) -> str:
@@ -51,12 +54,19 @@ BUGS: dict[str, Bug] = {}
 
 
 def bug(
-    row: int, layout: str, place: str, axis: str, factor: float | None = None, task: str = "gpt", **settings: Any
+    row: int,
+    layout: str,
+    place: str,
+    axis: str,
+    factor: float | None = None,
+    task: str = "gpt",
+    dtype: Precision | None = None,
+    **settings: Any,
 ) -> Callable[[Callable[[Replace], None]], Callable[[Replace], None]]:
     """List a function among the bugs, under its own name."""
 
     def note(plant: Callable[[Replace], None]) -> Callable[[Replace], None]:
-        BUGS[plant.__name__] = Bug(plant.__name__, row, plant, layout, place, axis, factor, task, settings)
+        BUGS[plant.__name__] = Bug(plant.__name__, row, plant, layout, place, axis, factor, task, settings, dtype)
         return plant
 
     return note
@@ -73,7 +83,7 @@ def agreeing(replace: Replace, change: Callable[[Tensor, Tensor], None]) -> None
     def all_reduce(numbers: Tensor, group: Any) -> Pending:
         own = numbers.clone()
         collectives.all_reduce(numbers, group).wait()
-        if group is not None and len(numbers) == 4:
+        if group is not None and numbers.ndim and len(numbers) == 4 + len(step.WISHES):
             change(own, numbers)
         return Pending(())
 

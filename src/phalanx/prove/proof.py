@@ -16,9 +16,9 @@ from phalanx.layout import CHOICES, DEGREES, Layout
 from phalanx.parallel.blueprint import Blueprint
 from phalanx.prove import planting, trial
 from phalanx.prove.cases import Docket, Unprovable, applicable
-from phalanx.prove.explain import Inquiry
+from phalanx.prove.explain import Inquiry, explain_interruption, explain_resume
 from phalanx.prove.finding import Finding
-from phalanx.prove.ladder import NARROW_MARGIN, first
+from phalanx.prove.ladder import NARROW_MARGIN, RESUMING, first
 from phalanx.prove.layouts import as_proven, covering, every
 from phalanx.prove.outcome import Outcome, ProofRanks
 from phalanx.prove.record import Whole
@@ -182,14 +182,14 @@ class _Prover:
 
     def _layout(self, layout: Layout, number: int) -> Result:
         run = as_proven(layout, self.docket.cases[number].task.global_batch)
-        found = self.ranks.attest(number, run)
+        found = self.ranks.attest(number, run, keep=True)
         if found.refusal is not None:
             return Result(str(layout), NOT_APPLICABLE, found.refusal)
         result = Result(str(layout), DIFFERS if found.fails else EQUAL)
         result.error, result.worst = max((t.worst for t in found.told), default=(0.0, ""))
         if self.dtype is not None and not found.fails:
             number = self.docket.narrow(number, self.dtype)
-            found = self.ranks.attest(number, run)
+            found = self.ranks.attest(number, run, keep=True)
             result.verdict = DIFFERS if found.fails else EQUAL
         if found.fails:
             result.finding = self._told(layout, number, found)
@@ -212,6 +212,9 @@ class _Prover:
             finding = explain_stop(run, found.unfinished, found.stopped, found.seen_before_stopping)
         else:
             layout, found = self._minimal(layout, number, found)
+            interrupted = self._explained_resume(layout, number, found)
+            if interrupted is not None:
+                return interrupted
             if case.standard.limits is not None:
                 return self._explained_narrow(layout, number, found)
             step = first(found.differences)[0].step
@@ -220,6 +223,21 @@ class _Prover:
             axes = self._axes(layout, number)
             finding = Inquiry(case.task, layout, case.standard, found.differences, records, whole, axes).finding()
         finding.next = finding.next or "Mend it, then prove this layout again."
+        return finding
+
+    def _explained_resume(self, layout: Layout, number: int, found: Outcome) -> Finding | None:
+        """A finding, if it is that the run was interrupted which made the difference."""
+        rung = first(found.differences)
+        lead, half = rung[0], self.docket.half
+        finding = None
+        if lead.rung in RESUMING and lead.step == half - 1:
+            axes, saver = self._axes(layout, number), self.ranks.saved_by(number)
+            finding = explain_resume(found.differences, axes, str(layout), half, saver)
+        elif lead.step >= half and not self.ranks.attest(number, layout, interrupted=False).fails:
+            names = [name for name in dict.fromkeys(d.name for d in rung) if name != lead.name]
+            finding = explain_interruption(lead, names, self._axes(layout, number), str(layout), half)
+        if finding is not None:
+            finding.next = "Mend it, then prove this layout again."
         return finding
 
     def _explained_narrow(self, layout: Layout, number: int, found: Outcome) -> Finding:

@@ -16,6 +16,7 @@ import torch
 from phalanx import __version__
 from phalanx.proofs import code_hash
 from phalanx.prove.cases import Docket
+from phalanx.prove.ladder import RUNGS
 from phalanx.prove.proof import DIFFERS, EQUAL, NOT_APPLICABLE, Proof, Result
 from phalanx.run import plain
 from phalanx.task import Task
@@ -59,7 +60,7 @@ def as_json(proof: Proof, task: Task, settings: Mapping[str, Any]) -> dict[str, 
     """All that a program may want to know of a proof."""
     facts = {
         "class": type(task).__name__, "code": code_hash(type(task)), "settings": dict(settings),
-        "versions": {"phalanx": __version__, "torch": torch.__version__}, "time": time.time(),
+        "versions": {"phalanx": __version__, "torch": torch.__version__}, "time": time.time(), "rungs": RUNGS,
     }  # fmt: skip
     return plain(dataclasses.asdict(proof) | {"exit_code": proof.exit_code} | facts)
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from phalanx.checkpoint.state import State
 from phalanx.data.loader import Loader, Reader
 from phalanx.data.order import Order
 from phalanx.parallel.batchnorm import KINDS, GlobalBatchNorm
@@ -19,7 +20,9 @@ from phalanx.parallel.spread import Spread
 from phalanx.parallel.weights import fill
 from phalanx.prove.finding import Finding
 from phalanx.prove.record import WHOLE, bare
+from phalanx.prove.restored import KEPT, READ, RESUMED, WRITTEN
 from phalanx.train.engine import Engine
+from phalanx.train.keeping import Keeper
 from phalanx.train.step import train_step
 
 SUMS = {
@@ -45,6 +48,9 @@ RUNGS: dict[str, Any] = {
     "weights in use": Bucket.finish_gather,
     "buffers": GlobalBatchNorm,
 }
+
+RESUMING: dict[str, Any] = {WRITTEN: State.entries, READ: State.wanted, KEPT: Keeper.stage, RESUMED: Engine.resume}
+"""By where a saved state went wrong."""
 
 
 def site(finding: Finding, model: nn.Module) -> str:

@@ -23,7 +23,8 @@ def explain_stop(
     What they had ``seen`` until then may be the cause.
     """
     axes = [axis for axis in AXES if getattr(layout, axis) > 1]
-    finding = Finding("running", "the run", -1, float("inf"), list(ranks), axes, minimal=str(layout))
+    rung = next((stop.rung for stop in stopped.values()), "running")
+    finding = Finding(rung, "the run", -1, float("inf"), list(ranks), axes, minimal=str(layout))
     own = {rank: stop for rank, stop in stopped.items() if not any(word in stop.reason for word in WAITING)}
     gone = [rank for rank in ranks if rank not in stopped]
     finding.step = max((stop.step for stop in stopped.values()), default=-1)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from phalanx.checkpoint.slot import Slot
 from phalanx.errors import WrongUse
 from phalanx.layout import Layout
 from phalanx.parallel import collectives
@@ -22,6 +23,7 @@ from phalanx.prove.ladder import Difference, Standard
 from phalanx.prove.pieces import times_here
 from phalanx.prove.planting import planted
 from phalanx.prove.record import Record, Recorder
+from phalanx.prove.resuming import Interruption, Resume, emptied
 from phalanx.prove.steady import Steady, homes
 from phalanx.prove.witness import Testimony, Witness
 from phalanx.task import Task
@@ -49,19 +51,24 @@ TIMEOUT = timedelta(seconds=15)
 """How long a rank waits for another before it says so."""
 CASES: list[Case] = []
 """Filled before the ranks are forked, so that they have them too."""
+MEMORY: list[list[int]] = []
+"""Likewise: by rank, memory for copies of its state, which the others can see."""
 
 
 class Stopped(Exception):
     """A rank could not go on; carries what it had done."""
 
-    def __init__(self, reason: str, trace: str, step: int, calls: list[Call], seen: list[Difference]) -> None:
-        super().__init__(reason, trace, step, calls, seen)
+    def __init__(
+        self, reason: str, trace: str, step: int, calls: list[Call], seen: list[Difference], rung: str = "running"
+    ) -> None:
+        super().__init__(reason, trace, step, calls, seen, rung)
         self.reason, self.trace, self.step, self.calls, self.seen = reason, trace, step, calls, seen
+        self.rung = rung
 
 
-def attest(case: int, layout: Layout, bug: str | None) -> Testimony:
-    """A rank's testimony of one run."""
-    return _run(case, layout, bug, lambda engine: Witness(engine, CASES[case].standard, CASES[case].dtypes))
+def attest(case: int, layout: Layout, bug: str | None, resume: Resume | None = None) -> Testimony:
+    """A rank's testimony of one run, interrupted half way if there is where to ``resume`` from."""
+    return _run(case, layout, bug, lambda engine: Witness(engine, CASES[case].standard, CASES[case].dtypes), resume)
 
 
 def record(case: int, layout: Layout, bug: str | None, step: int) -> Record:
@@ -82,33 +89,66 @@ def _steady(engine: Engine, standard: Standard) -> None:
         randomness.asked |= bool(standard.decisions.made or standard.decisions.lifted)
 
 
-def _run(case: int, layout: Layout, bug: str | None, watch: Callable[[Engine], Any]) -> Any:
+def _run(
+    case: int, layout: Layout, bug: str | None, watch: Callable[[Engine], Any], resume: Resume | None = None
+) -> Any:
     """Train to the trial's end under the eyes of what ``watch`` makes, and return what it says."""
-    task = CASES[case].task
+    task, standard = CASES[case].task, CASES[case].standard
     assert isinstance(task, Hostile)
     calls: list[Call] = []
-    step, watching = -1, None
+    step, rung, watching = -1, "running", None
     collectives.watch = lambda axis, kind, tensor: calls.append((axis, kind, tensor.numel()))
     try:
         with ExitStack() as stack:
             stack.enter_context(cramped())
             stack.enter_context(planted(bug))
-            engine = stack.enter_context(Engine(task, layout, device="cpu", timeout=TIMEOUT))
-            engine.spread.probe.untried.clear()  # the proof itself will tell, and where
-            task.proof_trial.moment = engine.spread.moment
-            _steady(engine, CASES[case].standard)
+            until_half = stack.enter_context(ExitStack())
+            engine = until_half.enter_context(_engine(task, layout, standard))
             watching = watch(engine)
+            interruption = None
+            if resume is not None:
+                interruption = Interruption(resume, watching, task.proof_trial.half, _slots(engine.environment.world))
+                until_half.callback(interruption.close)
             for batch in engine.batches():
                 step = batch.step
                 watching.before(batch)
                 watching.after(batch, engine.step(batch))
+                if interruption is not None:
+                    rung = "resume"
+                    if interruption.after_step():
+                        break
+                    rung = "running"
+            if interruption is not None:
+                if interruption.resume.thorough:
+                    until_half.close()
+                    engine = stack.enter_context(_engine(task, layout, standard))
+                interruption.go_on(emptied(engine))
+                rung = "running"
+                for batch in engine.batches():
+                    step = batch.step
+                    watching.before(batch)
+                    if watching.astray:
+                        break
+                    watching.after(batch, engine.step(batch))
             return watching.finish()
     except WrongUse as refusal:
         if step > 0:  # what cannot work does not work from the beginning
-            raise Stopped(f"refused in step {step}: {refusal}", traceback.format_exc(), step, calls, []) from None
+            raise Stopped(f"refused in step {step}: {refusal}", traceback.format_exc(), step, calls, [], rung) from None
         raise
     except Exception as error:
         seen = watching.told.differences if isinstance(watching, Witness) else []
-        raise Stopped(f"{type(error).__name__}: {error}", traceback.format_exc(), step, calls, seen) from None
+        raise Stopped(f"{type(error).__name__}: {error}", traceback.format_exc(), step, calls, seen, rung) from None
     finally:
         collectives.watch = None
+
+
+def _engine(task: Hostile, layout: Layout, standard: Standard) -> Engine:
+    engine = Engine(task, layout, device="cpu", timeout=TIMEOUT)
+    engine.spread.probe.untried.clear()  # the proof itself will tell, and where
+    task.proof_trial.moment = engine.spread.moment
+    _steady(engine, standard)
+    return engine
+
+
+def _slots(world: int) -> list[list[Slot]]:
+    return [[Slot(memory) for memory in memories] for memories in MEMORY[:world]]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import zlib
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
@@ -24,6 +25,8 @@ from phalanx.train.engine import Engine
 from phalanx.train.step import Metrics
 
 FAR = (1, 4, 20, 100, 1000)
+Held = tuple[str, str, Tensor | None, Callable[[Tensor], Tensor] | None]
+"""Rung, name, value, and the function from the whole to it; None where every rank has the whole."""
 
 
 @dataclass
@@ -46,18 +49,29 @@ class Testimony:
 
 
 class Witness:
-    """Watches one engine."""
+    """Watches one engine, and the one that goes on where that was interrupted."""
 
     def __init__(self, engine: Engine, standard: Standard, dtypes: str) -> None:
-        self.engine, self.standard, self.dtypes = engine, standard, dtypes
-        self.holding, self.weights = engine.spread.holding, engine.spread.weights
+        self.standard, self.dtypes = standard, dtypes
         self.told = Testimony(engine.environment.rank, dict(engine.mesh.coordinates))
         self.step = 0
+        self.astray = False
+        """A step came that is not the next: what follows cannot be compared."""
+        self.watch(engine)
+        self._initial()
+        self.went_on()
+
+    def watch(self, engine: Engine) -> None:
+        """Look at this engine from now on."""
+        self.engine = engine
+        self.holding, self.weights = engine.spread.holding, engine.spread.weights
         self._own = [(bucket, weight) for bucket in engine.spread.buckets for weight in bucket.weights]
         engine.on_gradients = self._gradients
         engine.optimizer.register_step_pre_hook(self._given)
         self._data().read.clear()
-        self._initial()
+
+    def went_on(self) -> None:
+        """What was sent until now belongs to no step that is to come."""
         self._before = collectives.calls.copy(), collectives.sent.copy()
 
     def _data(self) -> Any:
@@ -74,8 +88,10 @@ class Witness:
             key = self.step, rung
             self.told.errors[key] = max(error, self.told.errors.get(key, 0.0))
         if error > self.standard.limit(self.step, rung):
-            rank = self.told.rank
-            self.told.differences.append(Difference(self.step, rung, name, error, rank, str(found), str(expected)))
+            self.differ(self.step, rung, name, error, str(found), str(expected))
+
+    def differ(self, step: int, rung: str, name: str, error: float, found: str, expected: str) -> None:
+        self.told.differences.append(Difference(step, rung, name, error, self.told.rank, found, expected))
 
     def _same(self, rung: str, name: str, found: Any, expected: Any) -> None:
         if found != expected:
@@ -123,6 +139,12 @@ class Witness:
 
     def before(self, batch: StepBatch) -> None:
         """A step begins."""
+        if batch.step != self.step:
+            done = [*range(self.step), batch.step]
+            said = f"steps {', '.join(map(str, done[:-1]))} are done, and the next is {batch.step}"
+            self.differ(self.step - 1, "ledger", "steps", math.inf, said, "resumed")
+            self.astray = True
+            return
         self._samples(batch)
 
     def after(self, batch: StepBatch, metrics: Metrics) -> None:
@@ -137,31 +159,32 @@ class Witness:
             self._number("gradient norm", "norm", metrics.grad_norm, want.norm)
             self._number("clip factor", "factor", metrics.clip_factor, want.clip_factor)
         self._same("skipping", "skipped", metrics.skipped, want.skipped)
-        for bucket, weight in self._own:
-            part = partial(self._part, weight)
-            if weight.trainable:
-                held = self.engine.optimizer.state.get(weight.piece, {})
-                for name in want.moments[weight.name]:
-                    value = as_moment(held.get(name))
-                    whole = value is not None and value.shape != weight.piece.shape
-                    self._tensor("moments", f"{weight.name} {name}", value, None if whole else part)
-            self._tensor("weights", weight.name, weight.piece.data, part)
-            if bucket.is_whole and weight.piece is not weight.full:
-                error = self.standard.error(
-                    self.step, "weights", weight.name, weight.full.data, partial(self.holding.part, weight.name)
-                )
-                self._note("weights in use", weight.name, error)
-        for name, buffer in self.engine.spread.model.named_buffers():
-            if self.holding.here(name):
-                self._tensor("buffers", name, buffer)
+        for rung, name, value, part in self.held(self.step):
+            self._tensor(rung, name, value, part)
         agreed = asdict(metrics)
         self.told.metrics.append({n: v for n, v in agreed.items() if n not in ("seconds", "sent")})
         calls, sent = collectives.calls - self._before[0], collectives.sent - self._before[1]
         if not want.skipped:
             for axis, kind, words in amiss(calls, sent, expected(self.engine, len(batch.micro_batches))):
                 self._note("communication", f"{kind} over {axis}", math.inf, words)
-        self._before = collectives.calls.copy(), collectives.sent.copy()
+        self.went_on()
         self.step += 1
+
+    def held(self, step: int) -> Iterator[Held]:
+        """All that this rank holds of what one device has after a step."""
+        for bucket, weight in self._own:
+            part = partial(self._part, weight)
+            kept = self.engine.optimizer.state.get(weight.piece, {}) if weight.trainable else {}
+            for name in self.standard.steps[step].moments[weight.name] if weight.trainable else ():
+                value = as_moment(kept.get(name))
+                whole = value is not None and value.shape != weight.piece.shape
+                yield "moments", f"{weight.name} {name}", value, None if whole else part
+            yield "weights", weight.name, weight.piece.data, part
+            if bucket.is_whole and weight.piece is not weight.full:
+                yield "weights in use", weight.name, weight.full.data, partial(self.holding.part, weight.name)
+        for name, buffer in self.engine.spread.model.named_buffers():
+            if self.holding.here(name):
+                yield "buffers", name, buffer, None
 
     def _options(self, of_one: dict[str, dict[str, Any]]) -> None:
         for name, found in options(self.engine.optimizer).items():
@@ -195,6 +218,7 @@ class Witness:
         """After the last step."""
         self.step -= 1
         self._schedule()
+        self._ledger()
         for _, weight in self._own:
             cut = self.holding.cut(weight.name)
             part = cut.spans[self.engine.mesh.index(cut.axis)] if cut else None
@@ -207,6 +231,16 @@ class Witness:
             if self.holding.here(name):
                 self.told.state["buffers", name, None, 0, 0] = checksum(buffer)
         return self.told
+
+    def _ledger(self) -> None:
+        """What a run says of itself at its end: every step, every sample, every term once."""
+        done = self.standard.steps
+        if not self.astray:
+            self._same("ledger", "steps done", self.engine.step_number, len(done))
+            self._same("ledger", "samples trained on", self.engine.samples, sum(len(step.ids) for step in done))
+            terms = sum(step.count for step in done if math.isfinite(step.count))
+            if not math.isclose(self.engine.terms, terms, rel_tol=1e-9):
+                self._same("ledger", "terms trained on", self.engine.terms, terms)
 
     def _schedule(self) -> None:
         """The learning rate of steps that a trial does not come to. Asked in order, as training does."""

@@ -7,11 +7,13 @@ for batch in engine.batches():
 
 from __future__ import annotations
 
+import platform
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from datetime import timedelta
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Self
 
 import torch
@@ -30,24 +32,35 @@ from phalanx.parallel.mesh import BATCH, Mesh
 from phalanx.parallel.spread import Spread
 from phalanx.parallel.weights import Saved
 from phalanx.precision import DTYPES
+from phalanx.proofs import code_hash
 from phalanx.task import Batch, Task
 from phalanx.train.agreement import check_agreement
 from phalanx.train.clock import Clock
 from phalanx.train.evaluate import evaluate
+from phalanx.train.guard import Guard
 from phalanx.train.optimizers import make_optimizer
 from phalanx.train.scale import LossScale
 from phalanx.train.steady import in_one_way, steady
 from phalanx.train.step import Metrics, train_step
 
 Gradients = dict[str, Tensor | None]
+VERSIONS = {"python": platform.python_version(), "torch": torch.__version__}
 
 
 class Engine:
     """Everything one rank needs to train. Under torchrun or our own launchers it finds the other ranks by itself."""
 
     def __init__(
-        self, task: Task, layout: Layout | str | None = None, *, device: str | None = None, timeout: timedelta = TIMEOUT
+        self,
+        task: Task,
+        layout: Layout | str | None = None,
+        *,
+        device: str | None = None,
+        timeout: timedelta = TIMEOUT,
+        init_from: str | Path | None = None,
+        guard: Guard | None = None,
     ) -> None:
+        """``init_from``: a folder of safetensors files to begin from, instead of what `Task.pretrained` says."""
         task.check()
         self.task, self.environment = task, Environment.detect()
         layout = Layout.parse(layout) if isinstance(layout, str) else layout
@@ -59,12 +72,22 @@ class Engine:
         data = task.data()
         self.order = Order(length(data, "data", task), task.global_batch, task.seed)
         self.schedule = task.schedule()
+        self.guard = guard or Guard()
         self.loss_scale = LossScale(dynamic=task.precision == "fp16")
         self.clock = Clock(self.device)
         self.step_number = 0
+        self.samples, self.terms = 0, 0.0
+        """How many have been trained on: samples, and terms of their losses."""
+        self.compared: int | None = None
+        """When ranks that hold the same last found that they do."""
         self.on_gradients: Callable[[float, set[str]], None] | None = None
         """Called in every step when gradients are summed and neither divided nor clipped, with the divisor and the
         weights that no rank has a gradient of: just what `whole_gradients` takes."""
+        self.before_update: Callable[[], None] | None = None
+        """Called in every step just before weights and moments change."""
+        self.wishes: set[str] = set()
+        """What this rank wants all ranks to know with the next step's sum; its metrics say what any of them wanted."""
+        self.timeout, self.init_from = timeout, init_from
         self._waited = 0.0
         with ExitStack() as undo:  # what was made is taken apart again if something here fails
             self._spread(data, timeout, undo)
@@ -92,13 +115,15 @@ class Engine:
         )
         if self.layout.exact:
             in_one_way(self.optimizer, self.device)
+        self._options = [_numbers(group) for group in self.optimizer.param_groups]
+        self._attributes = _numbers(vars(self.optimizer))
         self.loader = self._loader(data, self.order)
         check_agreement(self, "data", "model")
         check_writable(self.spread)
 
     def _saved(self, model: nn.Module) -> Saved | None:
         """Where the task's weights begin, if not as its model's constructor makes them."""
-        path = self.task.pretrained()
+        path = self.init_from or self.task.pretrained()
         if path is None:
             return None
         kept = set(model.state_dict(keep_vars=True))
@@ -131,7 +156,66 @@ class Engine:
         metrics = train_step(self, batch)
         metrics.seconds = {"data": self._waited, **metrics.seconds}
         self.step_number = batch.step + 1
+        self.samples += metrics.slots
+        self.terms += metrics.count
         return metrics
+
+    def pass_over(self, batch: StepBatch) -> None:
+        """Leave a batch out: the step is counted, and nothing is learned from it."""
+        self.step_number = batch.step + 1
+
+    def facts(self) -> dict[str, Any]:
+        """Where the run stands, beside its tensors: with both it can go on under any layout.
+
+        Samples and draws follow from the seed and the step, so that no generator has a state to be kept.
+        """
+        return {
+            "step": self.step_number, "samples": self.samples, "terms": self.terms, "scale": self.loss_scale.state(),
+            "guard": self.guard.state(), "compared": self.compared,
+            "seed": self.task.seed, "global_batch": self.task.global_batch, "data": self.order.size,
+            "streams": ["order", "sample", "task", *self.anatomy.blocks], "task": type(self.task).__name__,
+            "layout": str(self.layout), "world": self.environment.world, "precision": self.task.precision,
+            "code": self.code, "versions": VERSIONS, "tied": dict(self.anatomy.tied),
+            "options": self._changed_options(),
+            "attributes": _changed(vars(self.optimizer), self._attributes),
+        }  # fmt: skip
+
+    def resume(self, facts: Mapping[str, Any]) -> None:
+        """Go on from where a run stood; its tensors are in place."""
+        for name in ("seed", "global_batch"):
+            if facts[name] != getattr(self.task, name):
+                raise WrongUse(
+                    f"the state was saved with {name}={facts[name]}, and here it is {getattr(self.task, name)}: the "
+                    f"samples to come would be others. Set {name}={facts[name]}, or start a new run with --init-from."
+                )
+        if facts["data"] != self.order.size:
+            raise WrongUse(
+                f"the state was saved with {facts['data']:,} samples to train on, and here there are "
+                f"{self.order.size:,}: those to come would be others. Give the same data, or start with --init-from."
+            )
+        self.step_number, self.samples, self.terms = facts["step"], facts["samples"], facts["terms"]
+        self.loss_scale.restore(facts["scale"])
+        self.guard.restore(facts["guard"])
+        self.compared = facts["compared"]
+        for group in self.optimizer.param_groups:
+            named = [p.logical_name for p in group["params"] if p.logical_name in facts["options"]]
+            kept = facts["options"][named[0]] if named else {}
+            group.update({name: _like(group.get(name), value) for name, value in kept.items()})
+        for name, value in facts["attributes"].items():
+            setattr(self.optimizer, name, _like(getattr(self.optimizer, name, None), value))
+        self.spread.updated()
+
+    @cached_property
+    def code(self) -> str:
+        return code_hash(type(self.task))
+
+    def _changed_options(self) -> dict[str, dict[str, Any]]:
+        """Numbers that an optimizer has changed in its groups since it was made, by weight."""
+        found: dict[str, dict[str, Any]] = {}
+        for group, before in zip(self.optimizer.param_groups, self._options, strict=True):
+            changed = _changed(group, before)
+            found |= {p.logical_name: changed for p in group["params"] if changed}
+        return found
 
     @cached_property
     def held_out(self) -> Loader | None:
@@ -145,11 +229,11 @@ class Engine:
             raise WrongUse(f"{type(self.task).__name__}.held_out is empty. Give it samples, or return None.")
         return self._loader(data, Order(size, self.task.global_batch, self.task.seed, shuffle=False))
 
-    def evaluate(self, batches: int | None = None) -> dict[str, float]:
+    def evaluate(self, batches: int | None = None, on_batch: Callable[[], None] | None = None) -> dict[str, float]:
         """The task's measures over its held-out data, or so many batches of it, every sample counted once."""
         if self.held_out is None:
             raise WrongUse(f"{type(self.task).__name__} keeps nothing aside to evaluate on. Give it a held_out().")
-        return evaluate(self, self.held_out, batches)
+        return evaluate(self, self.held_out, batches, on_batch)
 
     def set_learning_rate(self, step: int) -> float:
         """The schedule's rate for a step, set in every group; returns the first group's."""
@@ -194,6 +278,26 @@ class Engine:
 
     def __exit__(self, *_: Any) -> None:
         self.close()
+
+
+def _numbers(options: Mapping[str, Any]) -> dict[str, Any]:
+    """What an optimizer keeps beside its state, or for a group, as far as text can; not the schedule's rate."""
+    plain = (bool, int, float, str, type(None))
+    return {
+        name: value
+        for name, value in options.items()
+        if name not in ("lr", "params") and not name.startswith("_")
+        if all(isinstance(item, plain) for item in (value if isinstance(value, (tuple, list)) else [value]))
+    }
+
+
+def _changed(options: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
+    return {n: v for n, v in _numbers(options).items() if n not in before or before[n] != v}
+
+
+def _like(before: Any, value: Any) -> Any:
+    """What was kept as a list, as the tuple that it was."""
+    return tuple(value) if isinstance(before, tuple) and isinstance(value, list) else value
 
 
 def length(data: Any, method: str, task: Task) -> int:

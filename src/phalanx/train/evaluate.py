@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,13 +19,17 @@ if TYPE_CHECKING:
 
 
 @torch.no_grad()
-def evaluate(engine: Engine, loader: Loader, batches: int | None = None) -> dict[str, float]:
+def evaluate(
+    engine: Engine, loader: Loader, batches: int | None = None, on_batch: Callable[[], None] | None = None
+) -> dict[str, float]:
     """What ``Task.evaluate`` measures, each as the global sum over the global count."""
     task, model = engine.task, engine.spread.model
     model.eval()
     sums: dict[str, torch.Tensor] = {}
     zero = torch.zeros(len(loader.leaves) or 1, 2, dtype=torch.float64, device=engine.device)
     for batch in loader.batches(0, min(loader.order.steps_per_epoch, batches or loader.order.steps_per_epoch)):
+        if on_batch is not None:
+            on_batch()
         actions = engine.spread.forwards(len(batch.micro_batches))
         engine.spread.start(batch.micro_batches, actions)
         for action in actions:

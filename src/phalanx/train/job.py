@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, fields, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -13,22 +14,35 @@ from typing import Any
 
 import torch
 
+from phalanx.checkpoint.manifest import Damaged
+from phalanx.checkpoint.shelf import Shelf
+from phalanx.checkpoint.slot import Slot, new_memory
+from phalanx.checkpoint.store import open_store
 from phalanx.cluster import Cluster
 from phalanx.data.loader import seed_globally
 from phalanx.data.order import Order
 from phalanx.errors import WrongUse, closest
-from phalanx.launch.environment import TIMEOUT
-from phalanx.launch.local import Failure, Outcome, run_ranks
+from phalanx.launch.beats import LAUNCHED, Beat
+from phalanx.launch.environment import Environment
+from phalanx.launch.local import Failure, Outcome
+from phalanx.launch.meeting import Meeting
+from phalanx.launch.supervisor import Host, Supervisor
 from phalanx.layout import Layout
+from phalanx.parallel import collectives
 from phalanx.parallel.blueprint import Blueprint
 from phalanx.parallel.spread import check_model
 from phalanx.precision import DTYPES
 from phalanx.proofs import said
-from phalanx.run import EventLog, Run, read_settings
+from phalanx.run import EventLog, Run, plain, read_settings
 from phalanx.settings import find_task, make_task, parse_assignments, plain_settings
 from phalanx.task import Task
+from phalanx.train.certificate import NotDone, certified_steps, certify
 from phalanx.train.engine import Engine, length
-from phalanx.train.loop import Summary, train
+from phalanx.train.guard import Guard
+from phalanx.train.keeping import Keeper
+from phalanx.train.loop import Listener, Loop, Summary
+from phalanx.train.options import Options
+from phalanx.train.restoring import Restorer
 from phalanx.verdict import Verdict
 from phalanx.watch.screen import Screen, sparkline
 
@@ -41,7 +55,7 @@ class Job:
     task: Task
     layout: Layout
     cluster: Cluster
-    timeout: timedelta
+    options: Options
 
     @classmethod
     def resolve(
@@ -54,14 +68,15 @@ class Job:
         steps: int | None,
         config: Path | None,
         device: str | None,
-        timeout: float | None,
+        resume: bool = False,
         exact: bool = False,
+        **options: Any,
     ) -> Job:
         """From the command line's words, over those of a ``run.toml`` if one is given."""
         torch.set_num_threads(1)  # a task file may compute while it is imported, and no thread may survive into a fork
         saved = read_settings(config) if config else {}
         ran: Mapping[str, Any] = saved.get("run", {})
-        known = ("task", "layout", "on", "device", "timeout")
+        known = ("task", "layout", "on", "device", *(f.name for f in fields(Options)))
         for table, names in (("table", [n for n in saved if n not in ("run", "settings")]), ("key", ran)):
             for name in names:
                 if table == "table" or name not in known:
@@ -79,17 +94,24 @@ class Job:
         if steps is not None:
             values["steps"] = steps
         made = make_task(kind, values)
-        chosen, ranks = _place(layout or (None if on else ran.get("layout")), on or (None if layout else ran.get("on")))
+        given = {f.name: ran[f.name] for f in fields(Options) if f.name in ran}
+        settled = Options(**given | {name: value for name, value in options.items() if value is not None})
+        if resume and on and not layout and "layout" in ran:  # the same on another number of ranks: as close as can be
+            layout = str(_fitted(Layout.parse(ran["layout"]), made.global_batch, _ranks(on) * settled.max_nodes))
+        chosen, ranks = _place(
+            layout or (None if on else ran.get("layout")), on or (None if layout else ran.get("on")), settled.max_nodes
+        )
         if exact:
             before = Layout.parse(ran["layout"]).exact if "layout" in ran else 0
             chosen = replace(chosen, exact=chosen.exact or before).exactly(made.global_batch)
-        chosen.check(made.global_batch, ranks)
-        seconds = float(ran.get("timeout", TIMEOUT.total_seconds())) if timeout is None else timeout
-        if seconds <= 0:
-            raise WrongUse(f"--timeout {seconds:g} leaves no time to wait. Give seconds above 0.")
-        return cls(
-            reference, made, chosen, Cluster.here(ranks, device or ran.get("device")), timedelta(seconds=seconds)
-        )
+        chosen.check(made.global_batch, ranks * settled.max_nodes)
+        drill = settled.drill()
+        if drill and not (drill[0] < ranks * settled.max_nodes and 0 < drill[1] <= made.steps):
+            raise WrongUse(
+                f"--kill {settled.kill} would kill nobody: there are ranks 0 to {ranks * settled.max_nodes - 1} and "
+                f"{made.steps} steps. Choose a rank and a step of those."
+            )
+        return cls(reference, made, chosen, Cluster.here(ranks, device or ran.get("device")), settled)
 
     def describe(self) -> str:
         """What would run, with the model described and the data opened."""
@@ -112,71 +134,194 @@ class Job:
         notes = self.layout.notes(self.cluster.device, self.layout.micro_batches(self.task.global_batch))
         return "\n".join([*told, *(f"   note  {note}" for note in notes)])
 
-    def train(self, path: Path | None) -> Verdict:
-        """Run it to the end."""
-        run = Run.create(path, Path(self.reference.partition(":")[0]).stem)
+    def train(self, path: Path | None, resume: bool = False) -> Verdict:
+        """Run it to the end, in a new folder, or in that of a run that did not come to its own."""
+        name = Path(self.reference.partition(":")[0]).stem
+        if self.options.meet is not None:
+            if path is None:
+                raise WrongUse("several hosts need one folder that all of them see. Give it with --run.")
+            run = Run.folder(path, name)  # the first host will hold it
+            return self._train(run, Shelf(open_store(self.options.checkpoints or run.checkpoints_path)), resume=True)
+        new = path is None or not path.exists()
+        run = Run.folder(path, name) if resume else Run.create(path, name)
+        shelf = Shelf(open_store(self.options.checkpoints or run.checkpoints_path))
+        with run.held(), shelf.store.held():
+            verdict = self._train(run, shelf, resume)
+        if new and verdict.exit_code in (2, 3) and not run.ledger() and not shelf.steps():
+            shutil.rmtree(run.path)  # it did nothing, and its name should be free for the next try
+        return verdict
+
+    def _train(self, run: Run, shelf: Shelf, resume: bool) -> Verdict:
+        options = self.options
+        if shelf.steps() and not resume:
+            raise WrongUse(
+                f"{shelf.store.url} holds checkpoints already, up to step {max(shelf.steps())}. Go on from them with "
+                "--resume, or give another folder with --checkpoints."
+            )
+        done = certified_steps(run)
+        if resume and done is not None and done >= self.task.steps:
+            if done > self.task.steps:
+                raise WrongUse(f"{run.path} is finished at step {done}. Give more --steps to go on, or leave them out.")
+            try:
+                known = [f"weights: {run.weights_path}", self._certified(run, shelf)]
+                return Verdict(True, f"{run.path} is finished", known)
+            except (NotDone, Damaged) as reason:
+                return self._not_done(run, reason)
+        run.certificate_path.unlink(missing_ok=True)  # of a shorter run, which goes on now
         place = {
             "task": _absolute(self.reference),
             "layout": str(self.layout),
             "on": f"local:{self.cluster.world}",
             "device": self.cluster.device,
-            "timeout": self.timeout.total_seconds(),
+            **options.to_repeat(),
         }
         print(f"  proof  {said(self.task, plain_settings(self.task), self.layout, run.path.parent, self.reference)}")
-        run.write_settings({"run": place, "settings": plain_settings(self.task)})
-        outcome = run_ranks(partial(self._rank, run), self.cluster.world)
-        return self._verdict(run, outcome)
+        if options.meet is None or not run.settings_path.exists():
+            run.write_settings({"run": place, "settings": plain_settings(self.task)})
+        meeting = None
+        if options.meet is not None:
+            meeting = Meeting(
+                options.meet, name=str(run.path.resolve()), ranks=self.cluster.world, min_nodes=options.min_nodes,
+                max_nodes=options.max_nodes, host=options.host, patience=options.timeout,
+                terms={**options.to_repeat(), **plain({"layout": str(self.layout), **plain_settings(self.task)})},
+            )  # fmt: skip
+        supervisor = Supervisor(
+            run, self.cluster.world, new_memory, options.restarts, options.grace, meeting, self._hosts_used,
+            partial(self._certified, run, shelf),
+        )  # fmt: skip
+        try:
+            outcome = supervisor.supervise(partial(self._rank, run, shelf))
+        except KeyboardInterrupt:  # while hosts meet; no rank was there
+            outcome = Outcome(interrupted=True)
+        except (NotDone, Damaged) as reason:
+            return self._not_done(run, reason)
+        finally:
+            if meeting is not None:
+                meeting.close()
+        if not supervisor.leads and not outcome.failures and not outcome.interrupted:
+            if certified_steps(run) != self.task.steps:
+                return self._not_done(run, NotDone("there is no certificate"))
+            return Verdict(True, f"done: the first host says what came of it, in {run.path}")
+        verdict = self._verdict(run, shelf, outcome)
+        if supervisor.recoveries:
+            verdict.evidence.append(f"{supervisor.recoveries} times ranks were started again")
+        return verdict
 
-    def _rank(self, run: Run) -> Summary:
+    def _hosts_used(self, ranks: list[int]) -> int:
+        """Of hosts with so many ranks each, how many of the first make a world that some layout fits."""
+        for used in range(len(ranks), 0, -1):
+            if self.layout.fitted(self.task.global_batch, sum(ranks[:used])):
+                return used
+        return 1
+
+    def _rank(self, run: Run, shelf: Shelf, host: Host) -> Summary:
         """What each rank does."""
-        with Engine(self.task, self.layout, device=self.cluster.device, timeout=self.timeout) as engine:
-            if engine.environment.rank:
-                return train(engine, run)
-            screen = Screen(engine)
-            screen.start()
-            return train(engine, run, screen.step, screen.evaluation)
+        options = self.options
+        layout = self.layout
+        if host.world != layout.world:
+            layout = _fitted(layout, self.task.global_batch, host.world, self.task)
+        with ExitStack() as undo:
+            environment = Environment.detect()
+            log = undo.enter_context(EventLog(run, environment.rank))
+            row = host.beats.row(environment.local_rank)
+            collectives.launched = row[LAUNCHED:]
+            beat = Beat(row, options.timeout)
+            engine = Engine(
+                self.task, layout, device=self.cluster.device, timeout=timedelta(seconds=options.timeout),
+                init_from=options.init_from, guard=Guard(options.bad, options.spike),
+            )  # fmt: skip
+            undo.enter_context(engine)
+            own, guests = ([[Slot(m) for m in slots] for slots in by_rank] for by_rank in (host.memory, host.guests))
+            every = [slot for slots in (*own, *guests) for slot in slots]
+            here = environment.local_rank
+            mine = guests[here :: self.cluster.world]
+            restorer = Restorer(
+                engine, shelf, every, [*own[here], *(slot for slots in mine for slot in slots)],
+                generation=host.generation, note=log.write,
+            )  # fmt: skip
+            keeper = Keeper(
+                engine, shelf, options.policy(), generation=host.generation, slots=own[here],
+                guests=mine if len(set(environment.hosts)) > 1 else None, note=log.write,
+            )  # fmt: skip
+            undo.push(lambda kind, *_: keeper.close(wait=kind is None))  # after an error there is nothing to wait for
+            listener = Listener()
+            if environment.rank == 0:
+                screen = Screen(engine)
+                if not host.restarted:
+                    screen.start()
+                listener = Listener(screen.step, screen.evaluation, screen.resumed, screen.said)
+            drill = None if host.restarted else options.drill()
+            loop = Loop(engine, run, log, keeper, restorer, beat, listener, options.compare_steps, drill)
+            return loop.train()
 
-    def _verdict(self, run: Run, outcome: Outcome) -> Verdict:
+    def _certified(self, run: Run, shelf: Shelf) -> str:
+        """One line: what is certain about a run that is done."""
+        found = certify(run, self.task, shelf)
+        again = ""
+        if found["repeated"]:
+            exactly = "to the last bit" if not found["difference"] else f"up to {found['difference']:.1e}"
+            again = f"; {found['repeated']} done again after failures, with the same loss {exactly}"
+        left = f", {len(found['left_out'])} steps' data left out" if found["left_out"] else ""
+        return (
+            f"certificate: {found['steps']} steps, {found['samples']:,} samples, none lost and none counted twice"
+            f"{left}{again}; weights {found['hash'][:16]}"
+        )
+
+    def _verdict(self, run: Run, shelf: Shelf, outcome: Outcome) -> Verdict:
         if outcome.interrupted:
-            return Verdict(False, "stopped: every rank has ended", [f"what it did is in {run.path}"], code=130)
+            saved = f"saved up to step {max(shelf.steps())}" if shelf.steps() else "nothing was saved yet"
+            return Verdict(
+                False, f"stopped: every rank has ended, {saved}", [f"what it did is in {run.path}"],
+                next=f"Go on with phalanx train --resume --run {run.path}", code=130,
+            )  # fmt: skip
         if outcome.failures:
             return self._failed(run, outcome.failures)
         summary: Summary | None = outcome.result
         if summary is None:
             return Verdict(False, "a rank left before the end, by sys.exit perhaps", next="Take that out of the task.")
+        if summary.stopped:
+            return self._verdict(run, shelf, Outcome(interrupted=True))
+        try:
+            certified = self._certified(run, shelf)
+        except (NotDone, Damaged) as reason:
+            return self._not_done(run, reason)
+        steps = run.ledger().values()
+        losses = [float(event["loss"]) for event in steps if event["kind"] == "step"]
+        skipped = sum(event["skipped"] for event in steps)
+        all_skipped = skipped == len(steps)
         evidence = []
-        if summary.losses:
-            evidence.append(f"loss {summary.losses[0]:.4f} {sparkline(summary.losses)} {summary.losses[-1]:.4f}")
+        if losses:
+            evidence.append(f"loss {losses[0]:.4f} {sparkline(losses)} {losses[-1]:.4f}")
         if summary.held_out:
             evidence.append("held out: " + ", ".join(f"{name} {value:.4f}" for name, value in summary.held_out.items()))
-        if summary.skipped:
-            evidence.append(f"{summary.skipped} steps were skipped: their gradient was not finite, or nothing counted")
-        evidence.append(f"weights: {run.weights_path}")
-        if summary.losses and summary.skipped == len(summary.losses):
+        if skipped:
+            evidence.append(f"{skipped} steps were skipped: a number was bad, or nothing counted; the events say which")
+        evidence += [certified, f"weights: {run.weights_path}"]
+        if losses and all_skipped:
             return Verdict(
                 False, f"{type(self.task).__name__} learned nothing: every step was skipped", evidence,
                 next="Look at the first step's loss: is a target out of range, a log of 0, an input not finite?",
             )  # fmt: skip
         return Verdict(True, f"trained {type(self.task).__name__} for {summary.steps} steps on {self.layout}", evidence)
 
+    @staticmethod
+    def _not_done(run: Run, reason: Exception) -> Verdict:
+        return Verdict(False, f"not done: {reason}", next=f"Go on with phalanx train --resume --run {run.path}")
+
     def _failed(self, run: Run, failures: list[Failure]) -> Verdict:
         first, *others = failures
         if first.code != 1:
-            if not any(event["kind"] == "step" for event in run.events(0)):
-                shutil.rmtree(run.path)  # it did nothing, and its name should be free for the next try
             return Verdict(False, f"phalanx: {first.reason}", code=first.code)
-        for failure in failures:
-            if failure.by_signal:
-                with EventLog(run, failure.rank) as log:
-                    log.write("failure", reason=failure.reason)
-        evidence = [first.trace.rstrip()] if first.trace else []
+        evidence = [first.trace.rstrip()] if first.trace and not first.final else []
         evidence += [f"rank {failure.rank}: {failure.reason}" for failure in others]
-        return Verdict(
+        verdict = Verdict(
             False,
             f"rank {first.rank} failed first: {first.reason}",
             evidence,
-            next=f"The job has ended and no rank is left. Mend the cause and start again; what it did is in {run.path}",
+            next=f"The job has ended and no rank is left. Mend the cause, then phalanx train --resume --run {run.path}",
         )
+        (run.path / "verdict.json").write_text(verdict.to_json() + "\n")
+        return verdict
 
 
 def _absolute(reference: str) -> str:
@@ -185,13 +330,31 @@ def _absolute(reference: str) -> str:
     return f"{Path(file).resolve()}{colon}{name}" if file.endswith(".py") else reference
 
 
-def _place(layout: str | None, on: str | None) -> tuple[Layout, int]:
-    """The layout and the number of ranks, each from the other where only one is given."""
+def _fitted(layout: Layout, global_batch: int, world: int, task: Task | None = None) -> Layout:
+    """The closest layout for so many ranks, which the task's model, if it is given, can be cut by."""
+    options = layout.fitted(global_batch, world)
+    if not options:
+        raise WrongUse(
+            f"no layout near {layout} works on {world} ranks with global_batch={global_batch}. Give --layout."
+        )
+    if task is None:
+        return options[0]
+    model = Blueprint(task.model, task.seed).model
+    anatomy = task.anatomy(model)
+    for option in options:
+        with suppress(WrongUse):
+            check_model(option, model, anatomy)
+            return option
+    raise WrongUse(f"the model cannot be cut by any layout near {layout} on {world} ranks. Give --layout.")
+
+
+def _place(layout: str | None, on: str | None, nodes: int = 1) -> tuple[Layout, int]:
+    """The layout and the number of ranks on each host, each from the other where only one is given."""
     ranks = None if on is None else _ranks(on)
     if layout is None:
-        return Layout(dp=ranks or 1), ranks or 1
+        return Layout(dp=(ranks or 1) * nodes), ranks or 1
     parsed = Layout.parse(layout)
-    return parsed, parsed.world if ranks is None else ranks
+    return parsed, max(1, parsed.world // nodes) if ranks is None else ranks
 
 
 def _ranks(on: str) -> int:

@@ -1,61 +1,238 @@
-"""The loop: steps until the task is done, each one noted in the run's folder."""
+"""The loop: from the newest state, steps until the task is done, each one noted in the run's folder."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 
 from phalanx.checkpoint.weights import write_weights
+from phalanx.data.loader import StepBatch
+from phalanx.errors import CannotHere
+from phalanx.launch.beats import STEPS, Beat
+from phalanx.parallel import collectives
 from phalanx.run import EventLog, Run
 from phalanx.train.engine import Engine
+from phalanx.train.keeping import Keeper
+from phalanx.train.replay import replay
+from phalanx.train.replicas import Corrupted, comparable, compare
+from phalanx.train.restoring import Restorer
 from phalanx.train.step import Metrics
 
-OnStep = Callable[[Metrics], None]
-OnEvaluation = Callable[[int, dict[str, float]], None]
+
+class BadDevice(CannotHere):
+    """A device that computes wrongly. A finding: starting again would not help."""
+
+    exit_code = 1
+
+
+REPLAYED = 8
+"""So many micro-batches are computed by all ranks to find a bad device: one alone may not touch what is wrong."""
+SHOWN_SAMPLES = 1024
+"""So many ids of a bad step's samples are noted."""
+
+
+@dataclass
+class Listener:
+    """Who is told how it goes."""
+
+    step: Callable[[Metrics], None] = lambda metrics: None
+    evaluation: Callable[[int, dict[str, float]], None] = lambda step, measures: None
+    resumed: Callable[[str, int], None] = lambda source, step: None
+    said: Callable[[str], None] = lambda line: None
 
 
 @dataclass
 class Summary:
-    """What a finished run did."""
+    """What a run did, or as much of it as the last generation of ranks did."""
 
     steps: int = 0
-    losses: list[float] = field(default_factory=list)
-    skipped: int = 0
+    stopped: bool = False
+    """Somebody asked it to stop before its last step; its state is saved."""
     held_out: dict[str, float] = field(default_factory=dict)
 
 
-def train(
-    engine: Engine, run: Run, on_step: OnStep | None = None, on_evaluation: OnEvaluation | None = None
-) -> Summary:
-    """Train to the task's last step, evaluate, and leave the weights in the run's folder."""
-    task, rank = engine.task, engine.environment.rank
-    summary = Summary()
-    with EventLog(run, rank) as log:
-        log.write(
-            "start", rank=rank, world=engine.environment.world, device=str(engine.device), layout=str(engine.layout)
+@dataclass
+class Loop:
+    """Steps, and what is due between them."""
+
+    engine: Engine
+    run: Run
+    log: EventLog
+    keeper: Keeper
+    restorer: Restorer
+    beat: Beat
+    listener: Listener
+    compare_steps: int = 0
+    """Ranks that hold the same compare it every so many steps; 0: never."""
+    drill: tuple[int, int] | None = None
+    """A rank that is killed after a step, to see that the run survives it."""
+
+    def train(self) -> Summary:
+        """Train to the task's last step, evaluate, and leave the weights in the run's folder."""
+        engine, task = self.engine, self.engine.task
+        self.summary = Summary()
+        with _asked(engine):
+            fresh = not self._resume()
+            if engine.held_out is not None and fresh:
+                engine.evaluate(batches=1)  # so that a mistake there shows now and not after the last step
+            while engine.step_number < task.steps and not self.summary.stopped:
+                for batch in engine.batches():
+                    if not self._step(batch):
+                        break
+        self.summary.steps = engine.step_number
+        if not self.summary.stopped:
+            self.beat.unhurried(for_ever=True)
+            self.keeper.save_now()
+            write_weights(engine.spread, self.run.weights_path, writer=engine.environment.rank == 0)
+            if engine.held_out is not None and task.steps:
+                self._evaluate()
+        self.log.write(
+            "stopped" if self.summary.stopped else "end", steps=self.summary.steps, held_out=self.summary.held_out
         )
-        if engine.held_out is not None:
-            engine.evaluate(batches=1)  # so that a mistake there shows now and not after the last step
-        for batch in engine.batches():
-            metrics = engine.step(batch)
-            log.write("step", **asdict(metrics))
-            summary.losses.append(metrics.loss)
-            summary.skipped += metrics.skipped
-            if on_step:
-                on_step(metrics)
-            last = engine.step_number == task.steps
-            due = task.evaluate_every and engine.step_number % task.evaluate_every == 0
-            if last:
-                write_weights(engine.spread, run.weights_path, writer=rank == 0)
-            if (last or due) and engine.held_out is not None:
-                summary.held_out = engine.evaluate()
-                log.write("evaluation", step=metrics.step, held_out=summary.held_out)
-                if on_evaluation:
-                    on_evaluation(metrics.step, summary.held_out)
-        if not task.steps:
-            write_weights(engine.spread, run.weights_path, writer=rank == 0)
-        summary.steps = engine.step_number
-        log.write(
-            "end", steps=summary.steps, loss=summary.losses[-1] if summary.losses else None, held_out=summary.held_out
-        )
-    return summary
+        return self.summary
+
+    def _resume(self) -> bool:
+        """Take up the newest state; whether there is one."""
+        engine = self.engine
+        source = self.restorer.restore()
+        self.log.write(
+            "start", rank=engine.environment.rank, world=engine.environment.world, device=str(engine.device),
+            layout=str(engine.layout), step=engine.step_number, source=source, generation=self.keeper.generation,
+            data=engine.order.size,
+        )  # fmt: skip
+        if source is not None:
+            self.listener.resumed(source, engine.step_number)
+            engine.guard.leave_out(self._left_out())
+            self.beat.row[STEPS] = engine.step_number
+        if engine.layout.exact and self._was_corrupted():
+            self._find_bad_device()
+        return source is not None
+
+    def _left_out(self) -> list[int]:
+        """Steps that a rollback has left out since the state that was taken up: they stay so."""
+        found: list[int] = []
+        for event in self.run.events(0) if self.engine.environment.rank == 0 else ():
+            found = event["left_out"] if event["kind"] == "rollback" else found
+        group, words = self.engine.mesh.world, [str(step) for step in found if step >= self.engine.step_number]
+        return [int(step) for step in (words if group is None else collectives.told(words, group, 0))]
+
+    def _was_corrupted(self) -> bool:
+        """Whether the generation before this one ended because ranks disagreed."""
+        group, corrupted = self.engine.mesh.world, False
+        for event in self.run.events(0) if self.engine.environment.rank == 0 else ():
+            corrupted = event["kind"] == "corrupted" or (corrupted and event["kind"] != "step")
+        told = [str(corrupted)]
+        return (told if group is None else collectives.told(told, group, 0)) == ["True"]
+
+    def _find_bad_device(self) -> None:
+        """All ranks have the same weights again: whoever computes other bits from them is not to be trusted."""
+        first = self.engine.step_number
+        wrong: list[int] = []
+        for step in range(first, first + REPLAYED):
+            wrong = wrong or replay(self.engine, step)
+        self.log.write("replay", step=first, ranks=wrong)
+        if wrong:
+            named = ", ".join(map(str, wrong))
+            raise BadDevice(
+                f"rank {named} computes other bits than most from the same weights and samples: its device is bad, and "
+                "corrupted the run before. Take it out and go on with --resume."
+            )
+        self.listener.said(" replay  all ranks compute the same bits from the same weights: the fault has passed")
+
+    def _step(self, batch: StepBatch) -> bool:
+        """One step and what comes after it; False if the next batch is not the one that follows."""
+        engine, task = self.engine, self.engine.task
+        if batch.step in engine.guard.left_out:
+            engine.pass_over(batch)
+            self.log.write("left out", step=batch.step, samples=batch.samples, slots=batch.slots, skipped=True)
+            return True
+        self.keeper.before_step()
+        metrics = engine.step(batch)
+        self.log.write("step", **asdict(metrics))
+        self.beat.stepped(engine.step_number)
+        if self.drill == (engine.environment.rank, engine.step_number):
+            os.kill(os.getpid(), signal.SIGKILL)
+        self.listener.step(metrics)
+        if metrics.bad:
+            ids = engine.order.ids(metrics.step)[:SHOWN_SAMPLES].tolist()
+            self.log.write("bad", step=metrics.step, reason=metrics.bad, action=engine.guard.action, sample_ids=ids)
+        engine.guard.note(metrics.loss, metrics.bad, metrics.step)
+        if metrics.bad and self._undone(metrics):
+            return False
+        last = engine.step_number == task.steps
+        if self.compare_steps and (last or engine.step_number % self.compare_steps == 0):
+            self.beat.unhurried()
+            self._compare()
+        if self.keeper.new:
+            self.beat.unhurried()  # the first copies also have to get their memory
+        if last or "stop" in metrics.wishes:
+            self.beat.unhurried(for_ever=True)
+        self.keeper.after_step(metrics.wishes, last)
+        if "stop" in metrics.wishes and not last:
+            self.summary.stopped = True
+            return False
+        due = task.evaluate_every and engine.step_number % task.evaluate_every == 0
+        if due and not last and engine.held_out is not None:
+            self._evaluate()
+        return True
+
+    def _evaluate(self) -> None:
+        self.beat.unhurried()
+        self.summary.held_out = self.engine.evaluate(on_batch=self.beat.unhurried)
+        step = self.engine.step_number - 1
+        self.log.write("evaluation", step=step, held_out=self.summary.held_out)
+        self.listener.evaluation(step, self.summary.held_out)
+
+    def _undone(self, metrics: Metrics) -> bool:
+        """A bad step: noted with its samples; rolled back where that is the policy, and there is a state to go to."""
+        engine, step = self.engine, metrics.step
+        told = f"step {step + 1}: {metrics.bad}"
+        if engine.guard.action != "rollback":
+            self.listener.said(f"{told}; its update was left out")
+            return False
+        self.beat.unhurried()
+        self.keeper.settle()
+        bad_in_a_row = engine.guard.bad_in_a_row
+        if self.restorer.restore() is None:
+            self.listener.said(f"{told}; nothing is kept yet to go back to, so its update was left out")
+            return False
+        engine.guard.bad_in_a_row = bad_in_a_row  # or a run that only ever goes back would never end
+        engine.guard.leave_out(range(engine.step_number, step + 1))
+        self.log.write("rollback", step=engine.step_number, left_out=sorted(engine.guard.left_out))
+        self.listener.said(f"{told}; back to step {engine.step_number}, and its data up to the bad step is left out")
+        return True
+
+    def _compare(self) -> None:
+        """Ranks that hold the same look whether they do; if not, what was kept since they last did is not trusted."""
+        engine = self.engine
+        if not comparable(engine):
+            return
+        try:
+            compare(engine)
+        except Corrupted as corruption:
+            self.log.write("corrupted", step=engine.step_number, ranks=corruption.ranks, reason=str(corruption))
+            self.keeper.distrust(after=engine.compared)
+            raise
+        engine.compared = engine.step_number
+
+
+@contextmanager
+def _asked(engine: Engine) -> Iterator[None]:
+    """Meanwhile SIGTERM is a wish to save and stop, and SIGUSR1 one to save; all ranks heed it after the same step."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    wishes = {signal.SIGTERM: "stop", signal.SIGUSR1: "save"}
+    before = {
+        number: signal.signal(number, lambda number, frame: engine.wishes.add(wishes[signal.Signals(number)]))
+        for number in wishes
+    }
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

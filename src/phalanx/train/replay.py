@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from phalanx.data.loader import StepBatch
 from phalanx.errors import WrongUse
 from phalanx.parallel.schedules import Action
 from phalanx.train.step import forward
@@ -21,8 +20,8 @@ if TYPE_CHECKING:
     from phalanx.train.engine import Engine
 
 
-def replay(engine: Engine, batch: StepBatch) -> list[int]:
-    """The ranks whose gradients of the step's first micro-batch differ from most ranks'; all, where no two agree more.
+def replay(engine: Engine, step: int) -> list[int]:
+    """The ranks whose gradients of a step's first micro-batch differ from most ranks'; all, where no two agree more.
 
     All ranks must call it, between two steps. Nothing that training depends on is changed.
     """
@@ -32,7 +31,7 @@ def replay(engine: Engine, batch: StepBatch) -> list[int]:
             f"the ranks of {layout} compute different parts of a micro-batch, so their bits cannot be compared. "
             "Replay under dp and fsdp alone."
         )
-    every = engine.gathered(_bits(engine, batch.step))
+    every = engine.gathered(_bits(engine, step))
     found = [bytes(row) for row in every.tolist()]
     (usual, most), *_ = Counter(found).most_common()
     return [rank for rank, bits in enumerate(found) if bits != usual or 2 * most <= len(found)]

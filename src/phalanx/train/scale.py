@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 
 class LossScale:
@@ -18,6 +18,12 @@ class LossScale:
         if not self._begun:
             self.value = 2.0 ** (16 - max(0, int(count()) - 1).bit_length())
             self._begun = True
+
+    def state(self) -> list[float]:
+        return [self.value, self.good_steps, self._begun]
+
+    def restore(self, state: Sequence[float]) -> None:
+        self.value, self.good_steps, self._begun = float(state[0]), int(state[1]), bool(state[2])
 
     def update(self, finite: bool) -> None:
         if not self.dynamic:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +27,10 @@ from phalanx.task import as_loss
 if TYPE_CHECKING:
     from phalanx.train.engine import Engine
 
+WISHES = ("save", "stop", "busy", "resting", "failed")
+"""What a rank may want all to know after a step: save now, stop now, still busy with a save, not yet another copy in
+memory, could not save."""
+
 
 @dataclass
 class Metrics:
@@ -47,10 +51,14 @@ class Metrics:
     samples: str
     """A hash of their ids."""
     skipped: bool
-    """The gradient was not finite, or nothing counted, so no rank updated."""
+    """Something was bad, or nothing counted, so no rank updated."""
+    bad: str
+    """What was, if anything: a number that is not finite, a loss far beyond the last ones."""
     seconds: dict[str, float]
     sent: dict[str, int]
     """Bytes this rank sent, by axis."""
+    wishes: set[str] = field(default_factory=set)
+    """What any rank wanted all to know."""
 
 
 def train_step(engine: Engine, batch: StepBatch) -> Metrics:
@@ -88,18 +96,24 @@ def train_step(engine: Engine, batch: StepBatch) -> Metrics:
     spread.complete_gradients()
 
     # From here on all ranks hold the same numbers.
-    total, count, norm, missing = (_agree_exactly if engine.layout.exact else _agree)(engine, sums)
-    without = _nobody_touched(engine) if missing else set()
+    agreed = (_agree_exactly if engine.layout.exact else _agree)(engine, sums)
+    total, count = agreed.total, agreed.count
+    without = _nobody_touched(engine) if agreed.missing else set()
 
     divisor = (count if count > 0 else 1.0) * scale.value
-    norm /= divisor
+    norm = agreed.norm / divisor
+    mean = total / count if count else math.nan
     finite = math.isfinite(norm) and math.isfinite(total)
+    overflow = scale.dynamic and scale.value > 1 and math.isfinite(total) and not finite  # the scale will mend that
+    bad = engine.guard.judge(mean, norm) if count > 0 and not overflow else ""
     if engine.on_gradients is not None:
         engine.on_gradients(divisor, without)
 
     lr = engine.set_learning_rate(batch.step)
     clip_factor = min(1.0, task.clip / (norm + 1e-6))
-    if finite and count > 0:
+    if engine.before_update is not None:
+        engine.before_update()
+    if finite and not bad and count > 0:
         spread.give_gradients(clip_factor / divisor, without)
         engine.optimizer.step()
         spread.updated()
@@ -109,16 +123,18 @@ def train_step(engine: Engine, batch: StepBatch) -> Metrics:
     clock.lap("update")
     return Metrics(
         step=batch.step,
-        loss=total / count if count else math.nan,
+        loss=mean,
         grad_norm=norm,
         clip_factor=clip_factor,
         lr=lr,
         count=round(count) if count == round(count) else count,
         slots=batch.slots,
         samples=batch.samples,
-        skipped=not finite or count <= 0,
+        skipped=not finite or bool(bad) or count <= 0,
+        bad=bad,
         seconds=clock.seconds(),
         sent=_by_axis(collectives.sent - before),
+        wishes=agreed.wishes,
     )
 
 
@@ -229,24 +245,47 @@ def _global_count(engine: Engine, own: Loss | None, batch: StepBatch) -> float:
     return float(count) * (engine.layout.exact or len(batch.micro_batches))
 
 
-def _agree(engine: Engine, sums: Tensor) -> tuple[float, float, float, float]:
-    """Everything the ranks must agree on, in one small sum: loss, count, norm, and weights that some did not touch."""
+@dataclass(frozen=True)
+class Agreed:
+    """What all ranks hold alike after a step's one small sum."""
+
+    total: float
+    count: float
+    norm: float
+    missing: float
+    """How many weights some ranks have no gradient of."""
+    wishes: set[str]
+
+
+def _agree(engine: Engine, sums: Tensor) -> Agreed:
     spread = engine.spread
     own = sums.sum(0) * (engine.mesh.index("cp", "tp") == 0)  # their ranks have the same samples
-    agreed = torch.stack([*own, spread.gradient_norm_squared(), own.new_tensor(len(spread.untouched()))])
+    few = torch.stack([*own, spread.gradient_norm_squared(), own.new_tensor(len(spread.untouched()))])
+    agreed = torch.cat([few, _wishes(engine, own)])
     collectives.all_reduce(agreed, engine.mesh.world).wait()
-    total, count, squared, missing = agreed.tolist()
-    return total, count, math.sqrt(squared) if squared >= 0 else math.nan, missing
+    total, count, squared, missing, *wished = agreed.tolist()
+    return Agreed(total, count, math.sqrt(squared) if squared >= 0 else math.nan, missing, _wished(wished))
 
 
-def _agree_exactly(engine: Engine, sums: Tensor) -> tuple[float, float, float, float]:
+def _agree_exactly(engine: Engine, sums: Tensor) -> Agreed:
     """The same to the same bits at any number of ranks: losses by the tree, the norm as a sum of whole numbers."""
     spread = engine.spread
     few = torch.stack([sums.new_tensor(len(spread.untouched())), spread.largest_gradient()])
-    every = engine.gathered(torch.cat([few, sums.view(-1)]))
+    own = _wishes(engine, sums)
+    every = engine.gathered(torch.cat([few, own, sums.view(-1)]))
     missing, largest = float(every[:, 0].sum()), float(every[:, 1].amax())
-    total, count = fold(by_leaf(engine, every[:, 2:].reshape(-1, 2))).tolist()
-    return total, count, spread.exact_norm(largest) if math.isfinite(largest) else math.inf, missing
+    wished = every[:, 2 : 2 + len(own)].sum(0).tolist()
+    total, count = fold(by_leaf(engine, every[:, 2 + len(own) :].reshape(-1, 2))).tolist()
+    norm = spread.exact_norm(largest) if math.isfinite(largest) else math.inf
+    return Agreed(total, count, norm, missing, _wished(wished))
+
+
+def _wishes(engine: Engine, like: Tensor) -> Tensor:
+    return like.new_tensor([float(wish in engine.wishes) for wish in WISHES])
+
+
+def _wished(numbers: list[float]) -> set[str]:
+    return {wish for wish, wanted in zip(WISHES, numbers, strict=True) if wanted}
 
 
 def by_leaf(engine: Engine, rows: Tensor) -> Tensor:

@@ -6,7 +6,8 @@ import resource
 import shutil
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TextIO
 
 import torch
@@ -60,6 +61,12 @@ class Screen:
             text += f"; stages: {stages}"
         return {"here": text}
 
+    def resumed(self, source: str, step: int) -> None:
+        self.said(f" resume  after step {step} from {source}")
+
+    def said(self, line: str) -> None:
+        self._write(("\r" if self.live else "") + line)
+
     def step(self, metrics: Metrics) -> None:
         now = time.monotonic()
         amount = metrics.count if self.engine.task.counts == "tokens" else metrics.slots
@@ -99,6 +106,22 @@ class Screen:
                 print(text, file=self.out, end=end, flush=True)
             except (BrokenPipeError, ValueError):
                 self.open = False
+
+
+@contextmanager
+def progress() -> Iterator[Callable[[str, int, int], None]]:
+    """For work on files: a line that renews itself on a terminal; elsewhere nothing."""
+    live, shown = sys.stderr.isatty(), 0.0
+
+    def show(what: str, done: int, total: int) -> None:
+        nonlocal shown
+        if live and (time.monotonic() - shown > REFRESH_SECONDS or done == total):
+            shown = time.monotonic()
+            print(f"\r{what}: {done / 2**20:,.0f} of {total / 2**20:,.0f} MiB", end="", file=sys.stderr, flush=True)
+
+    yield show
+    if shown:
+        print("\r" + " " * 60 + "\r", end="", file=sys.stderr, flush=True)
 
 
 def memory_bytes(device: torch.device) -> int:

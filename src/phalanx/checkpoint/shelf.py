@@ -1,0 +1,248 @@
+"""A run's checkpoints: written aside, committed at once, kept or let go, found again whole or not at all.
+
+step-00000100/                       committed: manifest.json and a part a rank
+.writing-00003/step-00000200/        generation 3 writes it; gone when a later generation begins, and with it the
+                                     way to commit it
+"""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from phalanx.checkpoint.hashing import hashed
+from phalanx.checkpoint.manifest import MANIFEST, Chunk, Damaged, Manifest
+from phalanx.checkpoint.read import Wanted, read
+from phalanx.checkpoint.store import Folder, Store
+from phalanx.checkpoint.write import Piece, check_file, write_part
+
+POLL_SECONDS = 0.02
+ATTEMPTS = 4
+
+
+class Fenced(Exception):
+    """A later generation of the run has begun, and this one may not commit any more."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A committed checkpoint."""
+
+    store: Store
+    name: str
+    manifest: Manifest
+
+    @property
+    def where(self) -> str:
+        return f"{self.store.url}/{self.name}"
+
+    def fetch(self, chunk: Chunk) -> Tensor:
+        """A chunk, checked."""
+        file = f"{self.name}/{chunk.file}"
+        content = _read(self.store, file, chunk.start, chunk.start + chunk.length)
+        content = chunk.checked(content, f"{self.store.url}/{file}")
+        dtype = getattr(torch, self.manifest.tensors[chunk.tensor].dtype)
+        return torch.frombuffer(bytearray(content), dtype=dtype).view(chunk.box.sizes)
+
+    def read(self, wanted: Wanted) -> None:
+        read(self.manifest.tensors, self.fetch, wanted)
+
+    def tensor(self, name: str) -> Tensor:
+        """A whole tensor."""
+        held = self.manifest.tensors[name]
+        whole = torch.empty(held.shape, dtype=getattr(torch, held.dtype))
+        for chunk in held.chunks:
+            spans = tuple(slice(a, a + n) for a, n in zip(chunk.box.offsets, chunk.box.sizes, strict=True))
+            whole[spans] = self.fetch(chunk)
+        return whole
+
+    def verify(self, progress: Callable[[int], None] | None = None) -> Iterator[Damaged]:
+        """Everything that is wrong with it: every byte read and checked, every tensor's hash made again."""
+        for rank in range(self.manifest.facts["world"]):
+            try:
+                self._check_part(f"part-{rank:05d}")
+            except Damaged as damage:
+                yield damage
+        for name, held in self.manifest.tensors.items():
+            total = 0
+            try:
+                for chunk in held.chunks:
+                    total += hashed(self.fetch(chunk), chunk.box, held.shape)
+                    if progress is not None:
+                        progress(chunk.length)
+            except Damaged as damage:
+                yield damage
+                continue
+            if total % (1 << 64) != held.hash:
+                yield Damaged(f"{self.where}/{MANIFEST}", f"does not have the hash of {name} as it is")
+
+    def _check_part(self, part: str) -> None:
+        where = f"{self.where}/{part}.json"
+        try:
+            content = self.store.read(f"{self.name}/{part}.json")
+        except OSError as error:
+            raise Damaged(where, f"cannot be read: {error.strerror or error}") from None
+        check_file(self.store, f"{self.name}/{part}.safetensors", Manifest.parse(content, where))
+
+
+class Shelf:
+    """All checkpoints of a run."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+
+    @staticmethod
+    def name(step: int) -> str:
+        """What a step's checkpoint is called."""
+        return f"step-{step:08d}"
+
+    def steps(self) -> list[int]:
+        """Of committed checkpoints, the oldest first."""
+        found = [int(match[1]) for name in self.store.names() if (match := re.fullmatch(r"step-(\d+)", name))]
+        if isinstance(self.store, Folder):
+            return sorted(found)
+        return sorted(step for step in found if self.store.exists(f"{self.name(step)}/{MANIFEST}"))
+
+    def open(self, step: int) -> Checkpoint:
+        file = f"{self.name(step)}/{MANIFEST}"
+        content = _read(self.store, file)
+        return Checkpoint(self.store, self.name(step), Manifest.parse(content, f"{self.store.url}/{file}"))
+
+    def unfinished(self, generation: int, step: int) -> str:
+        """The folder in which a generation writes a step."""
+        return f"{_writing(generation)}/{self.name(step)}"
+
+    def write(
+        self,
+        generation: int,
+        step: int,
+        rank: int,
+        given: Iterable[Piece],
+        facts: dict[str, Any],
+        numbers: dict[str, Any],
+    ) -> Manifest:
+        """Write a rank's part of a checkpoint that is to be."""
+        self.check_fence(generation)
+        try:
+            return write_part(self.store, self.unfinished(generation, step), rank, given, facts, numbers)
+        except FileNotFoundError:
+            raise Fenced(f"generation {generation} may not write step {step}: it was taken away from it") from None
+
+    def fence(self, generation: int) -> None:
+        """From now on only this generation commits: what older ones were writing is taken away from them."""
+        self.check_fence(generation)
+        self.store.make(_writing(generation))
+        for older in self._generations():
+            if older < generation:
+                self.store.remove(_writing(older))
+
+    def leftovers(self) -> list[str]:
+        """What was being written when its generation ended, or is being written now."""
+        folders = [_writing(generation) for generation in self._generations()]
+        return [f"{folder}/{name}" for folder in folders for name in self.store.names(folder) if name != "begun"]
+
+    def _generations(self) -> list[int]:
+        return [int(match[1]) for name in self.store.names() if (match := re.fullmatch(r"\.writing-(\d+)", name))]
+
+    def check_fence(self, generation: int) -> None:
+        if any(other > generation for other in self._generations()):
+            raise Fenced(f"generation {generation} of this run is over: a later one has begun, and only that may save")
+
+    def commit(
+        self, generation: int, step: int, world: int, patience: float, given_up: Callable[[], bool]
+    ) -> Checkpoint:
+        """Wait for every rank's part, then make the checkpoint appear."""
+        folder, deadline = self.unfinished(generation, step), time.monotonic() + patience
+        wanted = {f"part-{rank:05d}.json" for rank in range(world)}
+        while missing := wanted - set(self.store.names(folder)):
+            if given_up() or time.monotonic() > deadline:
+                raise TimeoutError(f"{len(missing)} of {world} parts are missing, {min(missing)} among them")
+            time.sleep(POLL_SECONDS)
+        parts = [Manifest.parse(self.store.read(f"{folder}/{name}"), f"{folder}/{name}") for name in sorted(wanted)]
+        manifest = Manifest.merged(parts)
+        ends: dict[str, int] = {}
+        for held in manifest.tensors.values():
+            for chunk in held.chunks:
+                ends[chunk.file] = max(ends.get(chunk.file, 0), chunk.start + chunk.length)
+        for file, end in ends.items():
+            if self.store.size(f"{folder}/{file}") < end:
+                raise Damaged(f"{self.store.url}/{folder}/{file}", "is shorter than what was written to it")
+        self.check_fence(generation)
+        try:
+            self.store.commit(folder, self.name(step), MANIFEST, manifest.to_json(), ends)
+        except FileNotFoundError:
+            raise Fenced(f"generation {generation} may not commit step {step}: a later one has begun") from None
+        except OSError as error:
+            if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
+                raise
+            there = f"{self.store.url}/{self.name(step)}"
+            raise FileExistsError(f"{there} is there already; it was left as it is") from None
+        return self.open(step)
+
+    def abandon(self, generation: int, but: int | None = None) -> None:
+        """Let go of what a generation has begun to write and will not finish: all but one step."""
+        for name in self.store.names(_writing(generation)):
+            if name != "begun" and (but is None or name != self.name(but)):
+                self.store.remove(f"{_writing(generation)}/{name}")
+
+    def close(self, generation: int) -> None:
+        """A generation is done: leave no empty folder of its behind."""
+        if not set(self.store.names(_writing(generation))) - {"begun"}:
+            self.store.remove(_writing(generation))
+
+    def set_aside(self, step: int, why: str = "damaged") -> str:
+        """A checkpoint that is none any more, so that its step can be saved again; the new name of its folder."""
+        names = (f"{why}-{self.name(step)}{f'-{count}' if count else ''}" for count in itertools.count())
+        name = next(name for name in names if not self.store.exists(name))
+        self.store.rename(self.name(step), name)
+        return name
+
+    def damaged(self) -> list[str]:
+        """What was set aside."""
+        return [name for name in self.store.names() if name.startswith(("damaged-", "distrusted-"))]
+
+    def retain(self, last: int, every: int, trusted: int | None = None) -> list[int]:
+        """Let go of all but the ``last`` so many and those of every so many steps; tells which.
+
+        The newest up to ``trusted``, when ranks last found that they hold the same, is kept as well.
+        """
+        steps = self.steps()
+        sure = max((step for step in steps if trusted is not None and step <= trusted), default=None)
+        old = steps[: max(0, len(steps) - last)]
+        gone = [step for step in old if step != sure and not (every and step % every == 0)]
+        for step in gone:
+            self.store.remove(self.name(step))
+        return gone
+
+    def distrust(self, after: int) -> list[int]:
+        """Put aside all checkpoints of later steps; tells which."""
+        later = [step for step in self.steps() if step > after]
+        for step in reversed(later):  # the newest first: it is the one that would be gone on from
+            self.set_aside(step, "distrusted")
+        return later
+
+
+def _read(store: Store, file: str, start: int = 0, stop: int | None = None) -> bytes:
+    """What is not there is damage; what cannot be read just now is tried again, and is none."""
+    for attempt in range(ATTEMPTS):
+        try:
+            return store.read(file, start, stop)
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise Damaged(f"{store.url}/{file}", f"cannot be read: {error.strerror or error}") from None
+        except OSError:
+            if attempt + 1 == ATTEMPTS:
+                raise
+            time.sleep(2.0**attempt / 4)
+    raise AssertionError
+
+
+def _writing(generation: int) -> str:
+    return f".writing-{generation:05d}"

@@ -1,0 +1,204 @@
+"""A rank's training state, piece by piece under layout-free names, and who keeps what several ranks hold alike.
+
+model/<weight or buffer>        its value
+optimizer/<key>/<weight>        what the optimizer keeps for each element
+counters/<key>/<weight>         what it keeps once for a weight, as how many updates it has had
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, optim
+
+from phalanx.checkpoint.manifest import Manifest
+from phalanx.errors import WrongUse, closest
+from phalanx.parallel.boxes import Box, boxes
+from phalanx.parallel.bucket import Weight
+from phalanx.parallel.mesh import AXES
+from phalanx.parallel.spread import Spread
+from phalanx.parallel.torch_private import version
+
+ALL = None
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A part of a tensor that this rank holds."""
+
+    name: str
+    box: Box
+    shape: tuple[int, ...]
+    value: Tensor
+    """The live tensor: it changes with the next update."""
+    kept: bool = True
+    """This rank keeps it in its host's memory; of those on one host that hold the same, one does."""
+    written: bool = True
+    """This rank writes it to files; of all that hold the same, one does."""
+    restless: bool = False
+    """It may change in a forward already, as a batch-norm's averages do."""
+
+
+class State:
+    """What must be saved of a rank for training to go on as if nothing had happened."""
+
+    def __init__(self, spread: Spread, optimizer: optim.Optimizer, hosts: Sequence[int] | None = None) -> None:
+        """``hosts``: on which host each rank is; by default all are on one."""
+        self.spread, self.optimizer = spread, optimizer
+        self.mesh, self.holding = spread.mesh, spread.holding
+        self.hosts = hosts or [0] * self.mesh.size(*AXES)
+        self._versions: dict[str, int] = {}
+        self._turns: dict[int, dict[str, int]] = {}
+        self._roles: dict[tuple[str, bool], tuple[bool, bool]] = {}
+
+    def entries(self) -> Iterator[Entry]:
+        """All that this rank holds."""
+        known = {weight.piece for weight in self.spread.weights.values()}
+        for owner in self.optimizer.state:
+            if owner not in known:
+                raise WrongUse(
+                    f"{type(self.optimizer).__name__} keeps {str(owner)[:40]!r} in its state, which belongs to no "
+                    "weight and cannot be saved. Keep it with a weight, or as a number in param_groups."
+                )
+        for name, weight in self.spread.weights.items():
+            moved = not weight.trainable and version(weight.piece) != self._versions.get(name, version(weight.piece))
+            yield from self._parts(f"model/{name}", weight, weight.piece.data, restless=moved)
+            for key, value in self._moments(weight):
+                if isinstance(value, Tensor) and value.shape == weight.piece.shape:
+                    yield from self._parts(f"optimizer/{key}/{name}", weight, value)
+                elif isinstance(value, Tensor) and value.numel() == 1:
+                    if self._first(weight):
+                        kept, written = self._role(weight, every_part=True)
+                        yield Entry(f"counters/{key}/{name}", Box((), ()), (), value.view(()), kept, written)
+                elif not isinstance(value, (int, float, str, bool, type(None))):
+                    raise WrongUse(
+                        f"{type(self.optimizer).__name__} keeps {key!r} of {name} as a {type(value).__name__}"
+                        f"{f' of shape {tuple(value.shape)}' if isinstance(value, Tensor) else ''}, which cannot be "
+                        "saved. Keep a tensor of the weight's shape, or a number."
+                    )
+        for name, tensor in self._replicated():
+            holders = self.mesh.among(pp=self.holding.stage_ranks(name), dp=ALL, fsdp=ALL, cp=ALL, tp=ALL)
+            kept, written = self._keeper(name, holders)
+            yield Entry(f"model/{name}", Box.whole(tensor), tuple(tensor.shape), tensor.detach(), kept, written, True)
+
+    def numbers(self) -> dict[str, Any]:
+        """What the optimizer keeps that is no tensor."""
+        return {
+            f"counters/{key}/{name}": value
+            for name, weight in self.spread.weights.items()
+            if self._first(weight)
+            for key, value in self._moments(weight)
+            if not isinstance(value, Tensor)
+        }
+
+    def wanted(self, manifest: Manifest) -> dict[str, list[tuple[Box, Tensor]]]:
+        """Where each saved tensor goes on this rank; makes room for the optimizer's."""
+        keys: dict[str, list[tuple[str, str]]] = {}
+        for name in [*manifest.tensors, *manifest.numbers]:
+            kind, _, rest = name.partition("/")
+            if kind != "model":
+                key, _, owner = rest.partition("/")
+                keys.setdefault(owner, []).append((kind, key))
+        self.optimizer.state.clear()
+        found: dict[str, list[tuple[Box, Tensor]]] = {}
+        for name, weight in self.spread.weights.items():
+            found[f"model/{name}"] = [(box, view) for box, view in self._boxes(weight, weight.piece.data)]
+            for kind, key in keys.get(name, ()) if weight.trainable else ():
+                full = f"{kind}/{key}/{name}"
+                if full in manifest.numbers:
+                    self.optimizer.state[weight.piece][key] = manifest.numbers[full]
+                    continue
+                room = self._room(weight, kind, getattr(torch, manifest.tensors[full].dtype))
+                self.optimizer.state[weight.piece][key] = room
+                found[full] = list(self._boxes(weight, room)) if kind == "optimizer" else [(Box((), ()), room)]
+        for name, tensor in self._replicated():
+            found[f"model/{name}"] = [(Box.whole(tensor), tensor.detach())]
+        return {name: parts for name, parts in found.items() if parts}
+
+    def _replicated(self) -> list[tuple[str, Tensor]]:
+        """What this rank has whole: buffers, and parameters that are no weights."""
+        return [(n, t) for n, t in self.spread.whole.replicated() if self.holding.here(n) and t.numel()]
+
+    def _room(self, weight: Weight, kind: str, dtype: torch.dtype) -> Tensor:
+        if kind == "optimizer":
+            return torch.zeros_like(weight.piece.data, dtype=dtype)
+        group = next(g for g in self.optimizer.param_groups if any(p is weight.piece for p in g["params"]))
+        beside = group.get("fused") or group.get("capturable")  # torch wants such a counter where the weight is
+        return torch.zeros((), dtype=dtype, device=weight.piece.device if beside else "cpu")
+
+    def check(self, manifest: Manifest) -> None:
+        """Before anything is overwritten: is this the model that was saved? Refuses another's."""
+        saved = {n.removeprefix("model/"): t for n, t in manifest.tensors.items() if n.startswith("model/")}
+        model = {name: tuple(shape) for name, shape in self.holding.shapes.items()}
+        model |= {name: tuple(tensor.shape) for name, tensor in self.spread.whole.replicated()}
+        model = {name: shape for name, shape in model.items() if math.prod(shape)}  # what is empty is not saved
+        advice = "It is a checkpoint of another model. Start with the settings it was made with, or in another folder."
+        for name, shape in model.items():
+            if name not in saved:
+                raise WrongUse(f"the checkpoint has no {name}; {closest(name, saved)} {advice}")
+            if saved[name].shape != shape:
+                raise WrongUse(f"{name} has shape {saved[name].shape} in the checkpoint and {shape} here. {advice}")
+        for name in saved:
+            if name not in model:
+                raise WrongUse(f"the checkpoint holds {name}, which the model does not have. {advice}")
+
+    def _moments(self, weight: Weight) -> list[tuple[str, Any]]:
+        if not weight.trainable or not self.holding.shapes[weight.name].numel():
+            return []
+        return list(self.optimizer.state.get(weight.piece, {}).items())
+
+    def _boxes(self, weight: Weight, piece: Tensor) -> Iterator[tuple[Box, Tensor]]:
+        cut = self.holding.cut(weight.name)
+        return boxes(weight, cut, self.mesh.index(cut.axis) if cut else 0, piece)
+
+    def note_versions(self) -> None:
+        """Before the first step: a frozen weight that is written to later is changed by the model's own forward."""
+        self._versions = {name: version(weight.piece) for name, weight in self.spread.weights.items()}
+
+    def _parts(self, name: str, weight: Weight, piece: Tensor, restless: bool = False) -> Iterator[Entry]:
+        kept, written = self._role(weight)
+        for box, view in self._boxes(weight, piece):
+            yield Entry(name, box, tuple(self.holding.shapes[weight.name]), view, kept, written, restless)
+
+    def _first(self, weight: Weight) -> bool:
+        """Whether this rank has a weight's first row, and so speaks for all of it."""
+        cut = self.holding.cut(weight.name)
+        return weight.first == 0 and weight.rows > 0 and (cut is None or self.mesh.index(cut.axis) == 0)
+
+    def _holders(self, weight: Weight, every_part: bool = False) -> list[int]:
+        """The ranks that hold the same rows as this one, which is among them."""
+        cut = self.holding.cut(weight.name)
+        alike = [0] if every_part and cut is not None and cut.axis == "tp" else self.holding.alike(weight.name)
+        return self.mesh.among(pp=self.holding.stage_ranks(weight.name), dp=ALL, tp=alike)
+
+    def _role(self, weight: Weight, every_part: bool = False) -> tuple[bool, bool]:
+        """What `_keeper` says of a weight, found once: it is asked between two steps."""
+        known = self._roles.get((weight.name, every_part))
+        if known is None:
+            known = self._keeper(weight.name, self._holders(weight, every_part))
+            self._roles[weight.name, every_part] = known
+        return known
+
+    def _keeper(self, name: str, holders: Sequence[int]) -> tuple[bool, bool]:
+        """Whether this rank keeps what these hold alike for its host, and whether it writes it for all."""
+        writer, here = holders[self._turn(name, len(holders))], self.hosts[self.mesh.rank]
+        if self.hosts[writer] == here:
+            return writer == self.mesh.rank, writer == self.mesh.rank
+        local = [rank for rank in holders if self.hosts[rank] == here]
+        return local[self._turn(name, len(local))] == self.mesh.rank, False
+
+    def _turn(self, name: str, of: int) -> int:
+        """Whose turn a tensor is, of so many: shared out by size, the same on all ranks."""
+        if of == 1:
+            return 0
+        if of not in self._turns:
+            loads, turns = [0] * of, {}
+            for known, shape in self.holding.shapes.items():
+                turns[known] = loads.index(min(loads))
+                loads[turns[known]] += math.prod(shape) + 1
+            self._turns[of] = turns
+        return self._turns[of].get(name, 0)

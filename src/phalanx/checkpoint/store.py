@@ -1,0 +1,240 @@
+"""Where checkpoints are kept: a folder on disk, or anything that fsspec has a URL for.
+
+On disk a checkpoint appears by the rename of a folder, all at once or not at all. Other stores have no such rename;
+there the manifest is written last, and what has none is no checkpoint.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import fsspec
+
+from phalanx.errors import WrongUse
+from phalanx.run import held
+
+
+class Store(ABC):
+    """Files by name under one root."""
+
+    url: str
+
+    @abstractmethod
+    def names(self, folder: str = "") -> list[str]:
+        """What lies directly in a folder; nothing if it is not there."""
+
+    @abstractmethod
+    def make(self, folder: str) -> None:
+        """Make a folder, if it is not there."""
+
+    @abstractmethod
+    def write(self, name: str) -> AbstractContextManager[BinaryIO]:
+        """A new file, kept when the context ends."""
+
+    @abstractmethod
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
+        """Some bytes of a file; OSError if it is not there."""
+
+    @abstractmethod
+    def size(self, name: str) -> int: ...
+
+    @abstractmethod
+    def commit(self, unfinished: str, name: str, last: str, content: bytes, files: Collection[str] = ()) -> None:
+        """Write the ``last`` file of a folder and make it appear under its ``name``, which must be free.
+
+        FileNotFoundError if any of ``files`` is not there any more.
+        """
+
+    @abstractmethod
+    def remove(self, folder: str) -> None:
+        """Take a folder away, so that it is at no moment half a checkpoint."""
+
+    @abstractmethod
+    def rename(self, folder: str, name: str) -> None:
+        """Give a folder another name."""
+
+    def held(self) -> AbstractContextManager[None]:
+        """While this process writes here: nobody else may, where that can be seen to."""
+        return nullcontext()
+
+    def free(self) -> int | None:
+        """Bytes that can still be written, if that can be told."""
+        return None
+
+    def exists(self, name: str) -> bool:
+        folder, _, last = name.rpartition("/")
+        return last in self.names(folder)
+
+
+class Folder(Store):
+    """A folder on this machine's disk, or on one that all hosts mount."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.url = str(path)
+
+    def names(self, folder: str = "") -> list[str]:
+        with suppress(FileNotFoundError, NotADirectoryError):
+            return sorted(os.listdir(self.path / folder))
+        return []
+
+    def make(self, folder: str) -> None:
+        (self.path / folder).mkdir(parents=True, exist_ok=True)
+
+    @contextmanager
+    def write(self, name: str) -> Iterator[BinaryIO]:
+        path = self.path / name
+        path.parent.mkdir(exist_ok=True)  # not the folder above it: where that was taken away, nothing may be written
+        unfinished = path.with_name(path.name + ".unfinished")
+        try:
+            with unfinished.open("wb") as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+                if hasattr(os, "posix_fadvise"):  # whoever reads it again reads the disk
+                    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            unfinished.rename(path)  # so that whoever sees the name sees the whole file
+        except BaseException:
+            unfinished.unlink(missing_ok=True)
+            raise
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
+        with (self.path / name).open("rb") as file:
+            file.seek(start)
+            return file.read(-1 if stop is None else stop - start)
+
+    def size(self, name: str) -> int:
+        return (self.path / name).stat().st_size
+
+    def commit(self, unfinished: str, name: str, last: str, content: bytes, files: Collection[str] = ()) -> None:
+        with self.write(f"{unfinished}/{last}") as file:
+            file.write(content)
+        _sync(self.path / unfinished)
+        os.rename(self.path / unfinished, self.path / name)  # fails if a checkpoint of that name is there
+        _sync(self.path)
+
+    def remove(self, folder: str) -> None:
+        """It goes out of sight by one rename, and is then deleted."""
+        hidden = self.path / f".removed-{folder.replace('/', '-')}-{os.getpid()}"
+        with suppress(FileNotFoundError):
+            os.rename(self.path / folder, hidden)
+        for left in self.path.glob(".removed-*"):
+            shutil.rmtree(left, ignore_errors=True)
+
+    def rename(self, folder: str, name: str) -> None:
+        os.rename(self.path / folder, self.path / name)
+        _sync(self.path)
+
+    def held(self) -> AbstractContextManager[None]:
+        self.make("")
+        return held(self.path)
+
+    def free(self) -> int | None:
+        there = next(p for p in (self.path, *self.path.resolve().parents) if p.exists())
+        return shutil.disk_usage(there).free
+
+
+class Remote(Store):
+    """A store that fsspec knows by its URL."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url.rstrip("/")
+        self._opened: tuple[int, Any, str] | None = None
+        self._open()
+
+    def _open(self) -> tuple[int, Any, str]:
+        """The file system, opened by this process: those with threads of their own do not survive a fork."""
+        if self._opened is None or self._opened[0] != os.getpid():
+            again = {} if self._opened is None else {"skip_instance_cache": True}
+            try:
+                fs, root = fsspec.core.url_to_fs(self.url, **again)
+            except (ImportError, ValueError) as error:
+                advice = "Install what it needs, or give a folder."
+                raise WrongUse(f"{self.url} cannot be opened: {error}. {advice}") from None
+            self._opened = os.getpid(), fs, root
+        return self._opened
+
+    @property
+    def fs(self) -> Any:
+        return self._open()[1]
+
+    @property
+    def root(self) -> str:
+        return self._open()[2]
+
+    def _at(self, name: str) -> str:
+        return f"{self.root}/{name}" if name else self.root
+
+    def names(self, folder: str = "") -> list[str]:
+        self.fs.invalidate_cache()
+        with suppress(FileNotFoundError):
+            return sorted(path.rstrip("/").rpartition("/")[2] for path in self.fs.ls(self._at(folder), detail=False))
+        return []
+
+    def make(self, folder: str) -> None:
+        with self.write(f"{folder}/begun") as file:  # such stores have no empty folders
+            file.write(b"")
+
+    @contextmanager
+    def write(self, name: str) -> Iterator[BinaryIO]:
+        self.fs.makedirs(self._at(name).rpartition("/")[0], exist_ok=True)
+        with self.fs.open(self._at(name), "wb") as file:
+            yield file
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
+        return self.fs.cat_file(self._at(name), start=start or None, end=stop)
+
+    def size(self, name: str) -> int:
+        return int(self.fs.size(self._at(name)))
+
+    def commit(self, unfinished: str, name: str, last: str, content: bytes, files: Collection[str] = ()) -> None:
+        if self.exists(f"{name}/{last}"):
+            raise FileExistsError(errno.EEXIST, "is there already", f"{self.url}/{name}")
+        self.fs.makedirs(self._at(name), exist_ok=True)
+        for file in self.names(unfinished):
+            self.fs.mv(self._at(f"{unfinished}/{file}"), self._at(f"{name}/{file}"))
+        if set(files) - set(self.names(name)):
+            raise FileNotFoundError(errno.ENOENT, "was taken away", f"{self.url}/{unfinished}")
+        with self.write(f"{name}/{last}") as out:
+            out.write(content)
+        self.remove(unfinished)
+
+    def rename(self, folder: str, name: str) -> None:
+        self.fs.makedirs(self._at(name), exist_ok=True)
+        for file in self._manifest_first(folder):
+            self.fs.mv(self._at(f"{folder}/{file}"), self._at(f"{name}/{file}"))
+        self.remove(folder)
+
+    def remove(self, folder: str) -> None:
+        with suppress(FileNotFoundError):
+            for file in self._manifest_first(folder):
+                self.fs.rm(self._at(f"{folder}/{file}"), recursive=True)
+            self.fs.rm(self._at(folder), recursive=True)
+
+    def _manifest_first(self, folder: str) -> list[str]:
+        """A folder's files in the order in which they go, so that what is left is no checkpoint."""
+        return sorted(self.names(folder), key=lambda file: not file.startswith("manifest"))
+
+
+def open_store(url: str | Path) -> Store:
+    """The store behind a path or a URL."""
+    text = str(url)
+    if text.startswith("file://"):
+        text = text.removeprefix("file://")
+    return Remote(text) if "://" in text else Folder(text)
+
+
+def _sync(folder: Path) -> None:
+    """What a folder lists, on disk."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

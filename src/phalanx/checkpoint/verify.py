@@ -1,0 +1,107 @@
+"""Checking a run's checkpoints offline: every byte read, every checksum and hash made again."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+
+from phalanx.checkpoint.hashing import hashed
+from phalanx.checkpoint.manifest import Damaged, Manifest
+from phalanx.checkpoint.shelf import Shelf
+from phalanx.checkpoint.store import open_store
+from phalanx.errors import WrongUse
+from phalanx.parallel.boxes import Box
+from phalanx.run import Run
+from phalanx.verdict import Verdict
+
+Progress = Callable[[str, int, int], None]
+"""Told which checkpoint is read, and how many of its bytes have been."""
+
+
+def shelf_of(path: str) -> Shelf:
+    """The checkpoints of a run, given its folder, or the folder or URL that they lie in."""
+    if "://" not in path:
+        run = Run(path)
+        if run.settings_path.exists():
+            elsewhere = run.settings().get("run", {}).get("checkpoints")
+            return Shelf(open_store(elsewhere or run.checkpoints_path))
+        if not run.path.exists():
+            raise WrongUse(f"{path} is not there. Give the folder of a run, or the one its checkpoints lie in.")
+        if run.checkpoints_path.exists():
+            return Shelf(open_store(run.checkpoints_path))
+    return Shelf(open_store(path))
+
+
+def verify(path: str, progress: Progress | None = None) -> Verdict:
+    """Whether every checkpoint there is whole, and the final weights are those of the last."""
+    shelf = shelf_of(path)
+    whole, wrong, lines = 0, [], []
+    newest: Manifest | None = None
+    steps = shelf.steps()
+    for step in steps:
+        found = _check(shelf, step, progress)
+        if isinstance(found, Manifest):
+            whole, newest = whole + 1, found
+            lines.append(
+                f"step {step:>8}  whole    {found.size:>15,} bytes  {len(found.tensors)} tensors  "
+                f"written as {found.facts['layout']}  weights {found.hash()[:16]}"
+            )
+        else:
+            wrong += found
+            lines += [f"step {step:>8}  DAMAGED  {damage}" for damage in found]
+    lines += [f"unfinished: {name}; it is no checkpoint, and goes when the run goes on" for name in shelf.leftovers()]
+    lines += [f"set aside: {name}, found damaged when the run went on" for name in shelf.damaged()]
+    final = Run(path).weights_path
+    if newest is not None and final.exists() and newest.step == _finished(Run(path)):
+        differs = _final(final, newest)
+        wrong += differs
+        lines.append(f"{final}: " + (str(differs[0].reason) if differs else "the weights of the last checkpoint"))
+    if not steps:
+        return Verdict(False, f"there is no checkpoint in {shelf.store.url}", lines,
+                       next="Give a run's folder, or train with --save-steps.")  # fmt: skip
+    if wrong:
+        good = f"The run can go on from step {newest.step}" if newest else "None of them can be gone on from"
+        return Verdict(False, f"{len(wrong)} damages in {len(steps)} checkpoints", lines, next=f"{good}.")
+    return Verdict(True, f"{whole} of {len(steps)} checkpoints are whole", lines)
+
+
+def _finished(run: Run) -> int | None:
+    """The step after which the run was done; one that goes on has the weights of a shorter run, or none."""
+    try:
+        return int(json.loads(run.certificate_path.read_text())["steps"])
+    except (OSError, ValueError, KeyError):
+        return None
+
+
+def _check(shelf: Shelf, step: int, progress: Progress | None) -> Manifest | list[Damaged]:
+    try:
+        checkpoint = shelf.open(step)
+    except Damaged as damage:
+        return [damage]
+    done = 0
+
+    def advanced(count: int) -> None:
+        nonlocal done
+        done += count
+        if progress is not None:
+            progress(f"step {step}", done, checkpoint.manifest.size)
+
+    return list(checkpoint.verify(advanced)) or checkpoint.manifest
+
+
+def _final(path: Path, manifest: Manifest) -> list[Damaged]:
+    """Whether the final weights are, bit for bit, those of a checkpoint."""
+    wanted = {name.removeprefix("model/"): t for name, t in manifest.tensors.items() if name.startswith("model/")}
+    try:
+        with safe_open(path, framework="pt") as file:
+            names = set(file.keys())
+            for name in sorted(wanted.keys() | {name for name in names if 0 not in file.get_slice(name).get_shape()}):
+                tensor = file.get_tensor(name) if name in names and name in wanted else None
+                if tensor is None or hashed(tensor, Box.whole(tensor), tensor.shape) != wanted[name].hash:
+                    return [Damaged(str(path), f"is not what step {manifest.step} has: {name} differs")]
+    except (SafetensorError, OSError) as error:
+        return [Damaged(str(path), f"is not a whole safetensors file: {error}")]
+    return []

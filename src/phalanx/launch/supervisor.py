@@ -1,0 +1,241 @@
+"""The supervisor of a host: generation after generation of ranks, until the job is done or cannot be.
+
+It is the warm process that ranks are forked from. What must outlive them is in its hands: the memory with their last
+states, their signs of life, the count of generations. A rank that died, hung or was lost costs the others their lives
+(gloo cannot be interrupted) and the job a fork. Supervisors of several hosts meet (`launch.meeting`) before each
+generation, and their ranks make one world.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from types import FrameType
+from typing import Any
+
+from phalanx.errors import WrongUse
+from phalanx.launch.beats import Beats, Watch
+from phalanx.launch.local import Failure, Outcome, World, run_ranks
+from phalanx.launch.meeting import Meeting
+from phalanx.run import EventLog, Run
+
+FRUITLESS = 3
+"""So many generations may fail in a row without a step more than before."""
+HOLD_SECONDS = 10.0
+"""How long a host that has become the first waits for the folder of one that was lost."""
+
+
+@dataclass
+class Host:
+    """What a rank is given by its host: the number of its generation, and memory that outlives it."""
+
+    generation: int
+    world: int
+    """Ranks of all hosts together."""
+    beats: Beats
+    memory: list[list[int]]
+    """By rank of this host, a file descriptor a slot."""
+    guests: list[list[int]] = field(default_factory=list)
+    """Likewise for copies of ranks of the host before; that of number i is taken in by rank i modulo the ranks here."""
+    restarted: bool = False
+
+
+@dataclass
+class Supervisor:
+    """Runs ``program`` on this host's ranks; starts them again from the newest whole state when something fails."""
+
+    run: Run
+    ranks: int
+    new_memory: Callable[[], int]
+    """Makes memory that outlives a rank."""
+    restarts: int = FRUITLESS
+    grace: float = 30.0
+    meeting: Meeting | None = None
+    """Where it meets those of other hosts; None: there are none."""
+    takes_part: Callable[[list[int]], int] = len
+    """Of hosts with so many ranks each, how many of the first can be used; the others stand by."""
+    concluded: Callable[[], object] = lambda: None
+    """Called by the first host when all its ranks have ended well, before any host goes home."""
+    recoveries: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        self.beats = Beats(self.ranks)
+        self.memory = [[self.new_memory(), self.new_memory()] for _ in range(self.ranks)]
+        self.guests: list[list[int]] = []
+        self.reached, self.fruitless, self.leniency = 0, 0, 1.0
+        self._leaving = ""
+        self.leads = self.meeting is None
+        """Whether this is the first host, which has rank 0 and speaks for all."""
+        self._held = ExitStack()
+        self._asked = False
+        """Somebody wants it to end."""
+
+    def supervise(self, program: Callable[[Host], Any]) -> Outcome:
+        """Generation after generation."""
+        gc.freeze()  # once: to search all that is here for garbage again would hold up every generation
+        signals = (signal.SIGINT, signal.SIGTERM) if self.meeting is not None else ()  # also while hosts meet
+        before = {number: signal.signal(number, self._note_signal) for number in signals}
+        try:
+            with self._held:
+                return self._generations(program)
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+            gc.unfreeze()
+
+    def _note_signal(self, number: int, frame: FrameType | None) -> None:
+        self._asked = True
+
+    def _generations(self, program: Callable[[Host], Any]) -> Outcome:
+        while True:
+            self.beats.clear()
+            self._leaving = ""
+            gathered = self._gather()
+            if gathered is None:
+                return Outcome(interrupted=True)
+            world, generation = gathered
+            host = Host(generation, world.size or self.ranks, self.beats, self.memory, self.guests, self.recoveries > 0)
+            watch = Watch(self.beats, world.first, self.leniency)
+            look = partial(self._look, watch)
+            outcome = run_ranks(partial(program, host), world, look, self.grace) if world.ranks else self._stand_by()
+            if self._over(outcome, generation):
+                return outcome
+            self.recoveries += 1
+
+    def _gather(self) -> tuple[World, int] | None:
+        """Where this host's ranks stand, and which generation they are; None if somebody wants it to end."""
+        if self.meeting is None:
+            return World(self.ranks), self.run.next_generation()
+        met = self.meeting.next(after=self.run.generation(), asked=lambda: self._asked)
+        if met is None:
+            self.meeting.leave("was asked to stop")
+            return None
+        used = self.takes_part(met.ranks)
+        if met.node == 0 and not self.leads:
+            self._hold()
+        self.leads = met.node == 0
+        if self.leads:
+            self.run.next_generation(met.generation)
+        senders = met.ranks[(met.node - 1) % used] if used > 1 and met.node < used else 0
+        while len(self.guests) < senders:
+            self.guests.append([self.new_memory(), self.new_memory()])
+        world = World(
+            self.ranks if met.node < used else 0, sum(met.ranks[: met.node]), sum(met.ranks[:used]),
+            ",".join(map(str, met.ranks[:used])), met.address, met.port, met.listening,
+        )  # fmt: skip
+        self._say(f"   host  {met.node + 1} of {met.nodes}, generation {met.generation}, {world.size} ranks in all")
+        return world, met.generation
+
+    def _hold(self) -> None:
+        """Hold the run's folder, as the first host does; not against a first host of this meeting that was cut off."""
+        assert self.meeting is not None
+        meeting = f"for the meeting at {self.meeting.address}"
+        try:
+            self._held.enter_context(self.run.held(HOLD_SECONDS, meeting))
+        except WrongUse as refusal:
+            if meeting not in str(refusal):
+                raise
+            self._say(
+                f"   note  {refusal} It was the first host; its generation is over, and it can save nothing more."
+            )
+
+    def _stand_by(self) -> Outcome:
+        """This host's ranks cannot be used for now: wait until others come or go."""
+        assert self.meeting is not None
+        self._say("   host  stands by: no layout uses its ranks too")
+        self.meeting.finish("stood by")  # the others need not wait for it
+        while not self._asked:
+            change = self.meeting.changed()
+            if change is not None or self.meeting.finished is not None:
+                return Outcome(over=change.why if change else "the run is finished")
+            time.sleep(0.1)
+        return Outcome(interrupted=True)
+
+    def _look(self, watch: Watch, pids: dict[int, int]) -> Failure | str | None:
+        seen = watch.look(pids)
+        if seen is not None:
+            return Failure(seen[0], time.monotonic(), seen[1], by_signal=True, stuck=True)
+        change = self.meeting.changed() if self.meeting is not None else None
+        if change is None:
+            return None
+        if change.urgent:
+            return change.why
+        if not self._leaving and self.beats.steps():  # they save and end after a step that all of them agree on
+            self._leaving = change.why
+            for pid in pids.values():
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGTERM)
+        return None
+
+    def _over(self, outcome: Outcome, generation: int) -> bool:
+        """Whether this was the last generation on this host."""
+        if self.meeting is None:
+            return not (outcome.failures and self._again(outcome.failures[0], generation))
+        if outcome.interrupted:
+            self.meeting.leave("was asked to stop")
+            return True
+        if outcome.failures:
+            return self._failed_here(outcome.failures[0], generation)
+        if outcome.over:  # another host's trouble, which is that host's to count
+            self._say(f"  again  {outcome.over}; meeting the others again")
+            return self.meeting.finished is not None
+        if getattr(outcome.result, "stopped", False):
+            self._say(f"  again  {self._leaving or 'another host leaves'}; meeting the others again")
+            return False
+        if self.leads:
+            self.concluded()
+        self.meeting.finish("done")
+        while self.meeting.finished is None and not self._asked:
+            change = self.meeting.changed()
+            if change is not None and change.urgent:
+                return False  # another host failed after this one's ranks had ended: all go back together
+            time.sleep(0.05)
+        self.meeting.close()
+        return True
+
+    def _failed_here(self, first: Failure, generation: int) -> bool:
+        """Ranks of this host failed, among others'; whether that was the last time."""
+        assert self.meeting is not None
+        deadline = time.monotonic() + self.meeting.silence
+        while first.secondary and time.monotonic() < deadline:  # they lost sight of others: was a host lost?
+            change = self.meeting.changed()
+            if change is not None and change.urgent:
+                self._say(f"  again  {change.why}; meeting the others again")
+                return False
+            time.sleep(0.05)
+        self.meeting.failed(f"rank {first.rank} {first.reason}")
+        if self._again(first, generation):
+            return False
+        self.meeting.leave(first.reason)
+        return True
+
+    def _again(self, first: Failure, generation: int) -> bool:
+        """Whether to start again: not what the user must mend, not what failed before its first step, not for ever."""
+        steps = self.beats.steps()
+        if first.by_signal:  # one that raised has noted it itself
+            with EventLog(self.run, first.rank) as log:
+                log.write("failure", reason=first.reason, step=steps, generation=generation, stuck=first.stuck)
+        passing = first.by_signal or "DataLoader worker" in first.reason  # killed, or one of its workers was
+        if first.final or not (steps or self.reached or passing):
+            return False
+        self.fruitless = 0 if steps > self.reached else self.fruitless + 1
+        self.reached = max(self.reached, steps)
+        if first.stuck:
+            self.leniency *= 2  # it may have been slow only: the next one gets more time
+        who = f"rank {first.rank} {first.reason}"
+        if self.fruitless >= self.restarts:
+            self._say(f"   stop  {who}; {self.fruitless} generations in a row ended before step {self.reached + 1}")
+            return False
+        self._say(f"  again  {who}; {self.reached} steps were done, starting again")
+        return True
+
+    @staticmethod
+    def _say(line: str) -> None:
+        print(line, file=sys.stderr, flush=True)

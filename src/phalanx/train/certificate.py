@@ -1,0 +1,86 @@
+"""The certificate of a finished run: every planned step done, every sample seen as planned, and what came of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from phalanx.checkpoint.shelf import Shelf
+from phalanx.data.order import Order, digest
+from phalanx.run import Run
+from phalanx.task import Task
+
+CHECKED = 1000
+"""So many steps' samples are worked out again."""
+
+
+class NotDone(Exception):
+    """The run's events do not show that it is done."""
+
+
+def certified_steps(run: Run) -> int | None:
+    """How long a finished run is; None if it is not finished."""
+    try:
+        return int(json.loads(run.certificate_path.read_text())["steps"])
+    except (OSError, ValueError, KeyError):
+        return None
+
+
+def _whole_ledger(run: Run, steps: int) -> dict[int, dict[str, Any]]:
+    """Rank 0's, and what a host that lost power may have lost of it from the others': they note the same."""
+    ledger = run.ledger()
+    others = (int(path.stem.removeprefix("rank-")) for path in sorted(run.events_path(0).parent.glob("rank-*.jsonl")))
+    for rank in others:
+        if all(step in ledger for step in range(steps)):
+            break
+        ledger = {**run.ledger(rank), **ledger}
+    return ledger
+
+
+def _again(run: Run) -> Iterator[float]:
+    """By how much the loss differed each time a step was done again, which must be on the same samples."""
+    before: dict[int, dict[str, Any]] = {}
+    for event in run.events(0):
+        if event["kind"] == "step":
+            known = before.get(event["step"])
+            if known is not None and known["samples"] != event["samples"]:
+                raise NotDone(f"step {event['step'] + 1} trained on other samples when it was done again")
+            if known is not None:
+                yield abs(float(known["loss"]) - float(event["loss"])) if known["loss"] != event["loss"] else 0.0
+            before[event["step"]] = event
+
+
+def certify(run: Run, task: Task, shelf: Shelf) -> dict[str, Any]:
+    """Read it off the run's events and its last checkpoint, and write it down."""
+    ledger = _whole_ledger(run, task.steps)
+    missing = [step for step in range(task.steps) if step not in ledger]
+    if missing:
+        raise NotDone(f"{len(missing)} of {task.steps} planned steps were not done, step {missing[0] + 1} among them")
+    starts = [event for event in run.events(0) if event["kind"] == "start"]
+    order = Order(starts[-1]["data"], task.global_batch, task.seed)
+    for step in range(0, task.steps, max(1, task.steps // CHECKED)):
+        if ledger[step]["samples"] != digest(order.ids(step)):
+            raise NotDone(f"step {step + 1} trained on other samples than those planned for it")
+    if task.steps not in shelf.steps():
+        raise NotDone(f"the state after step {task.steps} was not saved")
+    manifest = shelf.open(task.steps).manifest
+    differences = list(_again(run))
+    found = {
+        "steps": task.steps,
+        "samples": sum(order.slots(step) for step in range(task.steps)),
+        "hash": manifest.hash(),
+        "state": manifest.hash(""),
+        "layout": manifest.facts["layout"],
+        "code": manifest.facts["code"],
+        "generations": len(starts),
+        "repeated": len(differences),
+        "difference": max(differences, default=0.0),
+        "skipped": [step for step, event in ledger.items() if event["kind"] == "step" and event["skipped"]],
+        "left_out": [step for step, event in ledger.items() if event["kind"] == "left out"],
+    }
+    run.certificate_path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = run.certificate_path.with_suffix(".unfinished")
+    unfinished.write_text(json.dumps(found, indent=1) + "\n")
+    unfinished.replace(run.certificate_path)
+    return found

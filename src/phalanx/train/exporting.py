@@ -1,0 +1,63 @@
+"""A run's weights taken out of it, as a user asks for them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from phalanx.checkpoint.export import Progress, export
+from phalanx.checkpoint.manifest import Damaged
+from phalanx.checkpoint.shelf import Checkpoint, Shelf
+from phalanx.checkpoint.verify import shelf_of
+from phalanx.errors import WrongUse
+from phalanx.parallel.blueprint import Blueprint
+from phalanx.run import Run
+from phalanx.settings import find_task, make_task
+from phalanx.verdict import Verdict
+
+
+def export_run(
+    path: Path, to: Path, format: str | None = None, step: int | None = None, progress: Progress | None = None
+) -> Verdict:
+    """Write the weights of a run's last checkpoint, or of a step's, into a new folder."""
+    if format not in (None, "safetensors", "hf"):
+        raise WrongUse(f"--format {format} is not known. Choose safetensors or hf.")
+    checkpoint = _chosen(shelf_of(str(path)), step)
+    config, beside = None, None
+    if format != "safetensors":
+        config, beside = _hugging_face(Run(path))
+        if config is None and format == "hf":
+            raise WrongUse(f"the model of {path} is not one of Hugging Face's. Use --format safetensors.")
+    try:
+        files = export(checkpoint, to, config, beside, progress)
+    except Damaged as damage:
+        raise WrongUse(f"{damage}. Choose another checkpoint with --step; phalanx verify {path} says which.") from None
+    kind = "safetensors" if config is None else "a Hugging Face folder"
+    evidence = [f"{file} {file.stat().st_size:,} bytes" for file in files]
+    advice = f"phalanx train TASK --init-from {to} begins from it."
+    if config is not None:
+        advice = f"transformers' from_pretrained({str(to)!r}) reads it, and {advice}"
+    return Verdict(True, f"exported step {checkpoint.manifest.step} as {kind}", evidence, next=advice)
+
+
+def _chosen(shelf: Shelf, step: int | None) -> Checkpoint:
+    steps = shelf.steps()
+    if not steps:
+        raise WrongUse(f"there is no checkpoint in {shelf.store.url}. Train first, or give another run.")
+    if step is not None and step not in steps:
+        raise WrongUse(f"there is no checkpoint of step {step}. Choose one of: {', '.join(map(str, steps))}.")
+    try:
+        return shelf.open(max(steps) if step is None else step)
+    except Damaged as damage:
+        raise WrongUse(f"{damage}. Choose another checkpoint with --step.") from None
+
+
+def _hugging_face(run: Run) -> tuple[object | None, Path | None]:
+    """The configuration of the run's model if it is one of Hugging Face's, and where its weights came from."""
+    if not run.settings_path.exists():
+        return None, None
+    saved = run.settings()
+    task = make_task(find_task(saved["run"]["task"]), saved.get("settings", {}))
+    config = getattr(Blueprint(task.model, task.seed).model, "config", None)
+    begun = saved["run"].get("init_from") or task.pretrained()
+    known = hasattr(config, "save_pretrained")
+    return (config if known else None), (Path(begun) if begun is not None else None)

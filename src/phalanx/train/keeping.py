@@ -1,0 +1,376 @@
+"""Keeping a run's state: staged in memory every few steps, and written to files by policy.
+
+Staging copies this rank's state into a slot while the next step's forward and backward run: nothing that is copied
+changes before the next update, which waits for the copy alone. All else, hashes and files, happens behind the steps.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from phalanx.checkpoint.shelf import Shelf
+from phalanx.checkpoint.slot import Slot, Staged, free_memory
+from phalanx.checkpoint.state import Entry, State
+from phalanx.checkpoint.store import open_store
+from phalanx.checkpoint.write import pieces
+from phalanx.errors import CannotHere
+from phalanx.parallel import collectives
+from phalanx.train.engine import Engine
+from phalanx.train.neighbours import Neighbours
+
+Note = Callable[..., None]
+REST = 20
+"""After a copy that a step had to wait for, the next one in memory comes no sooner than so many times that wait."""
+HOUR = 3600.0
+"""How long the parts of other ranks are waited for at least: storage may be slow."""
+ROOM = 1.1
+"""So many times the size of a checkpoint must be free before one is begun."""
+
+
+@dataclass(frozen=True)
+class Policy:
+    """When state is kept, and for how long."""
+
+    steps: int = 0
+    """A file every so many steps; 0: none by number."""
+    minutes: float = 10.0
+    """A file every so many minutes; 0: none by time."""
+    memory_steps: int = 5
+    """A copy in memory every so many steps; 0: none."""
+    keep: int = 2
+    """So many files are kept, the newest,"""
+    keep_every: int = 0
+    """and besides those of every so many steps."""
+
+
+@dataclass
+class Work:
+    """One copy of the state on its way."""
+
+    slot: Slot
+    save: bool
+    facts: dict[str, Any]
+    numbers: dict[str, Any]
+    copies: list[tuple[torch.Tensor, torch.Tensor]]
+    after: Any = None
+    """What the device must have done before the copy may begin."""
+    staged: threading.Event = field(default_factory=threading.Event)
+    written: threading.Event = field(default_factory=threading.Event)
+    done: threading.Event = field(default_factory=threading.Event)
+    error: BaseException | None = None
+
+
+def save(engine: Engine, folder: str | Path) -> str:
+    """Write a checkpoint of the engine's state into a folder, or under a URL; where it is. All ranks must call it."""
+    keeper = Keeper(engine, Shelf(open_store(folder)), Policy(keep=sys.maxsize))
+    try:
+        if engine.environment.rank == 0:
+            keeper.shelf.abandon(0)  # what an attempt that was cut short has left
+        collectives.everybodys([], engine.mesh.world)
+        keeper.save_now()
+        return f"{keeper.shelf.store.url}/{keeper.shelf.name(engine.step_number)}"
+    finally:
+        keeper.close()
+
+
+class Keeper:
+    """A rank's keeper of state. Everything it decides, all ranks decide alike."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        shelf: Shelf,
+        policy: Policy,
+        *,
+        generation: int = 0,
+        slots: Sequence[Slot] = (),
+        guests: Sequence[Sequence[Slot]] | None = None,
+        note: Note | None = None,
+    ) -> None:
+        """``slots`` are this rank's; ``guests``, where hosts exchange copies, for those of ranks of the host before."""
+        self.engine, self.shelf, self.policy, self.generation = engine, shelf, policy, generation
+        self._own = [] if slots else [Slot(), Slot()]
+        self.slots, self.guests = list(slots) or self._own, guests or ()
+        for slot in self.slots:
+            slot.pinned = engine.device.type == "cuda"
+        self.neighbours = None if guests is None else Neighbours(engine, guests)
+        self.note = note or (lambda kind, **fields: None)
+        self.state = State(engine.spread, engine.optimizer, engine.environment.hosts)
+        if engine.environment.rank == 0:
+            self._begin()
+        self._saved_at = time.monotonic()
+        self._owed = False
+        self._given_up = False
+        self._rest_until = 0.0
+        self._begun = False
+        self._cut_off = False
+        """The next host did not answer, and is not asked again."""
+        self._frugal: bool | None = None
+        """One slot, for files alone; None: not known yet."""
+        self._work: Work | None = None
+        self._queue: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._background, name="keeper", daemon=True)
+        self._thread.start()
+        self._files = ThreadPoolExecutor(1, "files", initializer=_behind_the_steps)
+        engine.before_update = self.wait_for_copy
+
+    def _begin(self) -> None:
+        try:
+            self.shelf.fence(self.generation)
+        except OSError as error:
+            raise CannotHere(f"{self.shelf.store.url} cannot be written to: {error.strerror or error}.") from None
+
+    # In front: between two steps, on every rank.
+
+    @property
+    def busy(self) -> bool:
+        """Whether a file is being written, or a copy is on its way to another host: neither is waited for."""
+        work = self._work
+        return work is not None and not work.done.is_set() and (work.save or self.neighbours is not None)
+
+    def before_step(self) -> None:
+        """Tell the others, with the step's one sum, what this rank wants and whether it is ready."""
+        if not self._begun:
+            self.state.note_versions()
+            self._begun = True
+        wishes = self.engine.wishes
+        waited = time.monotonic() - self._saved_at
+        if self.policy.minutes and waited > 60 * self.policy.minutes and self.engine.environment.rank == 0:
+            wishes.add("save")
+        (wishes.add if self.busy else wishes.discard)("busy")
+        (wishes.add if time.monotonic() < self._rest_until else wishes.discard)("resting")
+        failed = self._work is not None and self._work.error is not None
+        (wishes.add if failed else wishes.discard)("failed")
+
+    def after_step(self, wishes: set[str], last: bool) -> None:
+        """Keep what is due."""
+        step, policy = self.engine.step_number, self.policy
+        self._given_up = "failed" in wishes
+        save = bool(policy.steps and step % policy.steps == 0) or "save" in wishes or self._owed
+        stage = save or bool(policy.memory_steps and step % policy.memory_steps == 0)
+        if last or "stop" in wishes:
+            self.save_now()
+        elif stage and ("busy" in wishes or ("resting" in wishes and not save)):
+            self._owed = save
+        elif stage:
+            self._owed = False
+            self.stage(save)
+
+    def save_now(self) -> None:
+        """Have this step on disk when this returns."""
+        self._settled()
+        if self.engine.step_number in self._steps():
+            return
+        self.stage(save=True)
+        reasons = self._settled()
+        if reasons:
+            raise CannotHere(
+                f"the state after step {self.engine.step_number} could not be saved: {reasons[-1]}. "
+                f"Mend that and go on with --resume, from the last checkpoint in {self.shelf.store.url}."
+            )
+
+    def _settled(self) -> list[str]:
+        """Wait until nothing is under way, nor for the part of a rank that could not write it; why any could not."""
+        work = self._work
+        if work is None:
+            return []
+        work.written.wait()
+        self._given_up = bool(self._reasons(work))
+        work.done.wait()
+        return self._reasons(work)
+
+    def _reasons(self, work: Work) -> list[str]:
+        """Why ranks could not save; rank 0, which misses the parts of others then, comes first."""
+        own = [] if work.error is None else [str(work.error)]
+        return [reason for said in collectives.everybodys(own, self.engine.mesh.world) for reason in said]
+
+    def _steps(self) -> list[int]:
+        """The checkpoints that rank 0 sees: another might look a moment later."""
+        group = self.engine.mesh.world
+        steps = self.shelf.steps()
+        return steps if group is None else [int(s) for s in collectives.told(list(map(str, steps)), group, 0)]
+
+    def stage(self, save: bool) -> None:
+        """Begin to copy the state as it is now."""
+        engine = self.engine
+        self.drain()
+        entries = [entry for entry in self.state.entries() if entry.kept]
+        if self._frugal is None:
+            self._frugal = self._short_of_memory(entries)
+        if self._frugal and not save:
+            return
+        slot = self.slots[0] if self._frugal else min(self.slots, key=lambda slot: slot.step() or -1)
+        places = slot.lay_out(entries)
+        copies = []
+        for entry, place in zip(entries, places, strict=True):
+            if entry.restless:
+                place.copy_(entry.value)
+            else:
+                copies.append((place, entry.value))
+        after = None
+        if engine.device.type == "cuda":
+            after = torch.cuda.Event()
+            after.record()
+        if save:
+            self._saved_at = time.monotonic()
+            engine.wishes.discard("save")
+        facts = {**engine.facts(), "generation": self.generation, "rank": engine.environment.rank}
+        self._given_up = False  # that was about the one before
+        self._work = Work(slot, save, facts, self.state.numbers(), copies, after)
+        self._queue.put(self._work)
+
+    def _short_of_memory(self, entries: Sequence[Entry]) -> bool:
+        """Whether two copies of each rank's state would take more than half of what some host has left."""
+        copies = 2 if self.neighbours is None else 4  # those of the host before it, too
+        needed = copies * sum(entry.value.numel() * entry.value.element_size() for entry in entries)
+        hosts, free = self.engine.environment.hosts, free_memory()
+        here = hosts.count(hosts[self.engine.environment.rank])
+        needed *= here
+        if free is not None:  # what slots of the generation before have is theirs already
+            free += here * sum(
+                slot.size() for slot in (*self.slots, *(slot for slots in self.guests for slot in slots))
+            )
+        short = [f"{needed:,} bytes, and {free:,} are free"] if free is not None and needed > free / 2 else []
+        found = [words for said in collectives.everybodys(short, self.engine.mesh.world) for words in said]
+        if found and self.policy.memory_steps and self.engine.environment.rank == 0:
+            print(f"   note  no copies in memory: two of them on a host would take {found[0]}", flush=True)
+        return bool(found)
+
+    def distrust(self, after: int | None) -> None:
+        """What was kept since a step may be wrong: it is put aside, so that nobody goes on from it."""
+        self.settle()
+        if self.engine.environment.rank == 0:
+            self.shelf.distrust(0 if after is None else after)
+        for slot in (*self.slots, *(slot for slots in self.guests for slot in slots)):
+            slot.void()
+        collectives.everybodys([], self.engine.mesh.world)  # nobody leaves before all of it is done
+
+    def wait_for_copy(self) -> None:
+        """Before an update: the copy of what it will change must be whole."""
+        if self._work is not None and not self._work.staged.is_set():
+            began = time.monotonic()
+            self._work.staged.wait()
+            self._rest_until = time.monotonic() + REST * (time.monotonic() - began)
+
+    def drain(self) -> None:
+        """Wait until nothing is under way here."""
+        if self._work is not None:
+            self._work.done.wait()
+
+    def settle(self) -> None:
+        """Wait until nothing is under way on any rank."""
+        self.drain()
+        collectives.everybodys([], self.engine.mesh.world)
+
+    @property
+    def new(self) -> bool:
+        """Whether a slot has no memory yet."""
+        return any(slot.step() is None for slot in self.slots)
+
+    def close(self, wait: bool = True) -> None:
+        """End; without ``wait`` what is under way is left to end with the process."""
+        self.engine.before_update = None
+        self._queue.put(None)
+        if not wait:
+            return
+        self._thread.join()
+        self._files.shutdown()
+        if self.engine.environment.rank == 0:
+            self.shelf.close(self.generation)
+        if self.neighbours is not None:
+            self.neighbours.close()
+        for slot in self.slots:
+            slot.unpin()
+        for slot in self._own:
+            slot.close()
+
+    # Behind: one copy at a time, while steps go on.
+
+    def _background(self) -> None:
+        while (work := self._queue.get()) is not None:
+            try:
+                self._copy(work)
+                work.staged.set()
+                self._hand_on(work)
+                if work.save:
+                    self._files.submit(self._write, work).result()
+            except BaseException as error:
+                work.error = error
+                reason = f"{type(error).__name__}: {error}"
+                print(f"   note  step {work.facts['step']} could not be saved, going on: {reason}", flush=True)
+                with suppress(OSError):  # where the disk is full, perhaps this cannot be written either
+                    self.note("checkpoint", step=work.facts["step"], failed=reason)
+            finally:
+                for event in (work.staged, work.written, work.done):
+                    event.set()
+
+    def _hand_on(self, work: Work) -> None:
+        """To the neighbour; where that fails, files are written all the same."""
+        try:
+            if self.neighbours is not None and not self._cut_off:
+                self.neighbours.exchange(work.slot)
+        except RuntimeError as error:
+            self._cut_off = True
+            print(f"   note  no more copies at the next host: {str(error).splitlines()[0]}", flush=True)
+
+    def _copy(self, work: Work) -> None:
+        if work.after is None:
+            for place, value in work.copies:
+                place.copy_(value)
+        else:
+            stream = torch.cuda.Stream()
+            stream.wait_event(work.after)
+            with torch.cuda.stream(stream):
+                for place, value in work.copies:
+                    place.copy_(value)
+            stream.synchronize()
+        work.copies.clear()
+        work.slot.seal(work.facts, work.numbers)
+
+    def _write(self, work: Work) -> None:
+        began, rank, step = time.monotonic(), self.engine.environment.rank, work.facts["step"]
+        staged = work.slot.staged()
+        self._check_room(staged)
+        if rank == 0:
+            self.shelf.abandon(self.generation, but=step)  # what a rank still wrote of one that others gave up
+        world, patience = self.engine.environment.world, max(HOUR, self.engine.timeout.total_seconds())
+        try:
+            self.shelf.write(self.generation, step, rank, pieces(staged), staged.facts, staged.numbers)
+            work.written.set()
+            if rank:
+                return
+            saved = self.shelf.commit(self.generation, step, world, patience, lambda: self._given_up)
+        except Exception:
+            if rank == 0:
+                self.shelf.abandon(self.generation)
+            raise
+        gone = self.shelf.retain(self.policy.keep, self.policy.keep_every, trusted=work.facts["compared"])
+        self.note(
+            "checkpoint", step=step, path=saved.where, bytes=saved.manifest.size, hash=saved.manifest.hash(),
+            seconds=time.monotonic() - began, let_go=gone,
+        )  # fmt: skip
+
+    def _check_room(self, staged: Staged) -> None:
+        needed = sum(tensor.numel() * tensor.element_size() for place, tensor in staged.tensors if place.written)
+        needed = int(ROOM * needed * (self.engine.environment.world if self.engine.environment.rank == 0 else 1))
+        free = self.shelf.store.free()
+        if free is not None and free < needed:
+            raise OSError(f"{self.shelf.store.url} has {free:,} bytes free and about {needed:,} are needed")
+
+
+def _behind_the_steps() -> None:
+    """Let this thread yield to others, where the system can tell threads apart: files have time, unlike copies."""
+    with suppress(AttributeError, OSError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)

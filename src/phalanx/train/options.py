@@ -1,0 +1,81 @@
+"""How a job is run and kept, as the command line has it."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from phalanx.errors import WrongUse
+from phalanx.launch.environment import TIMEOUT
+from phalanx.launch.supervisor import FRUITLESS
+from phalanx.train.guard import Guard
+from phalanx.train.keeping import Policy
+
+
+@dataclass(frozen=True)
+class Options:
+    """Everything beside what is trained and how it is spread."""
+
+    timeout: float = TIMEOUT.total_seconds()
+    save_steps: int = Policy.steps
+    save_minutes: float = Policy.minutes
+    memory_steps: int = Policy.memory_steps
+    keep: int = Policy.keep
+    keep_every: int = Policy.keep_every
+    checkpoints: str | None = None
+    init_from: str | None = None
+    restarts: int = FRUITLESS
+    grace: float = 30.0
+    bad: str = "skip"
+    spike: float = 0.0
+    compare_steps: int = 500
+    min_nodes: int = 1
+    max_nodes: int = 1
+    meet: str | None = None
+    """Where supervisors of several hosts meet, ``host:port``."""
+    host: str | None = None
+    kill: str | None = None
+    """A drill: ``1@60`` kills rank 1 after step 60."""
+
+    def __post_init__(self) -> None:
+        if self.timeout <= 0:
+            raise WrongUse(f"--timeout {self.timeout:g} leaves no time to wait. Give seconds above 0.")
+        Guard(self.bad, self.spike)
+        if self.keep < 1:
+            raise WrongUse(f"--keep {self.keep} would keep nothing to go on from. Give 1 or more.")
+        for name, value in asdict(self).items():
+            if isinstance(value, (int, float)) and value < 0:
+                raise WrongUse(f"--{name.replace('_', '-')} {value:g} is below 0. Give 0 for never, or more.")
+
+        if (max(self.min_nodes, self.max_nodes) > 1) != (self.meet is not None):
+            given = f"--min-nodes {self.min_nodes} --max-nodes {self.max_nodes} --meet {self.meet or '(not given)'}"
+            raise WrongUse(
+                f"{given} do not go together. For several hosts give --max-nodes and --meet on each of them, e.g. "
+                "--max-nodes 4 --meet node1:29400. For one host give none of them."
+            )
+        self.drill()
+
+    def to_repeat(self) -> dict[str, Any]:
+        """What a ``run.toml`` should say: what is not as usual, with full paths, and nothing of this host or drill."""
+        whole = replace(
+            self, host=None, kill=None, checkpoints=_full(self.checkpoints), init_from=_full(self.init_from)
+        )
+        usual = asdict(Options())
+        return {n: v for n, v in asdict(whole).items() if v != usual[n] or n == "timeout"}
+
+    def drill(self) -> tuple[int, int] | None:
+        """Which rank is killed after which step, if any."""
+        if self.kill is None:
+            return None
+        rank, at, step = self.kill.partition("@")
+        if not (at and rank.isdigit() and step.isdigit()):
+            raise WrongUse(f"--kill {self.kill} is not a rank and a step. Write it like --kill 1@60.")
+        return int(rank), int(step)
+
+    def policy(self) -> Policy:
+        return Policy(self.save_steps, self.save_minutes, self.memory_steps, self.keep, self.keep_every)
+
+
+def _full(place: str | None) -> str | None:
+    return place if place is None or "://" in place else str(Path(place).resolve())

@@ -1,0 +1,223 @@
+"""Finding a run's newest whole state again: in this host's memory, in a neighbour's, or in files.
+
+Memory is newer than files, and fast. Where a host was lost, its ranks' last copies lie in its neighbour's memory; they
+are written to a file together with everybody's, from which any layout reads. A damaged file is named and passed over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from phalanx.checkpoint.manifest import Chunk, Damaged, Held, Manifest
+from phalanx.checkpoint.read import read
+from phalanx.checkpoint.shelf import Shelf
+from phalanx.checkpoint.slot import Slot, Staged
+from phalanx.checkpoint.state import State
+from phalanx.checkpoint.store import open_store
+from phalanx.checkpoint.write import pieces
+from phalanx.errors import CannotHere
+from phalanx.parallel import collectives
+from phalanx.parallel.boxes import Box
+from phalanx.train.engine import Engine
+
+Moment = tuple[int, int]
+"""A copy's generation and step: only copies of one moment belong together."""
+
+
+def load(engine: Engine, folder: str | Path) -> int | None:
+    """Take up the newest whole checkpoint in a folder, or under a URL; its step, or None. All ranks must call it."""
+    found = Restorer(engine, Shelf(open_store(folder))).restore()
+    return None if found is None else engine.step_number
+
+
+class Restorer:
+    """A rank's way back. All ranks take the same one."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        shelf: Shelf,
+        slots: Sequence[Slot] = (),
+        own: Sequence[Slot] | None = None,
+        *,
+        generation: int = 0,
+        note: Callable[..., None] | None = None,
+    ) -> None:
+        """``slots``: all that this host has, its own ranks' and those it keeps for a neighbour.
+
+        ``own``: those of them that this rank writes to, if not all.
+        """
+        self.engine, self.shelf, self.slots, self.generation = engine, shelf, slots, generation
+        self.own = slots if own is None else own
+        self.note = note or (lambda kind, **fields: None)
+        self.state = State(engine.spread, engine.optimizer, engine.environment.hosts)
+
+    def restore(self) -> str | None:
+        """Take up the newest whole state and say where it was; None if there is none."""
+        steps = self._agreed(self.shelf.steps())
+        newest_file = max(steps, default=-1)
+        moment = self._newest_on_every_host()
+        if moment is not None and moment[1] >= newest_file:
+            self._from_memory(moment)
+            self._void_all_but(moment)
+            return "memory"
+        rescued = self._rescue(newest_file) if len(set(self.engine.environment.hosts)) > 1 else None
+        if rescued is not None:
+            steps = [*steps, rescued]
+        damaged: list[str] = []
+        torn: list[int] = []
+        for step in reversed(steps):
+            damage, changed = self._from_file(step)
+            if damage is None:
+                self._set_aside(torn)
+                self._void_all_but(None)
+                return f"{self.shelf.store.url}/{self.shelf.name(step)}"
+            damaged.append(damage)
+            torn += [step] if changed else []
+            self.note("damaged", step=step, reason=damage)
+            if self.engine.environment.rank == 0:
+                print(f"damaged  {damage}; going back to the checkpoint before it", flush=True)
+        if damaged:
+            raise CannotHere(
+                f"none of the {len(steps)} checkpoints in {self.shelf.store.url} is whole: {damaged[0]}. "
+                "phalanx verify tells all; restore one from a copy, or start again in another folder."
+            )
+        return None
+
+    def _set_aside(self, steps: Sequence[int]) -> None:
+        """Damaged checkpoints out of the way: their steps will be done and saved again."""
+        for step in steps if self.engine.environment.rank == 0 else ():
+            name = self.shelf.set_aside(step)
+            print(f"damaged  it is {self.shelf.store.url}/{name} now, for you to look at or remove", flush=True)
+
+    def _void_all_but(self, moment: Moment | None) -> None:
+        """Copies of other moments lead nowhere: the run goes on from this one, and must not lose it to make room."""
+        self._everybodys([])  # nobody looks into them any more
+        for slot in self.own:
+            if slot.step() is not None and _moment(slot.staged()) != moment:
+                slot.void()
+
+    def _agreed(self, steps: Sequence[int]) -> list[int]:
+        """Rank 0's list: another might look a moment later."""
+        return [int(step) for step in self._told([str(step) for step in steps], 0)]
+
+    def _told(self, words: list[str], rank: int) -> list[str]:
+        group = self.engine.mesh.world
+        return words if group is None else collectives.told(words, group, rank)
+
+    def _everybodys(self, words: list[str]) -> list[list[str]]:
+        return collectives.everybodys(words, self.engine.mesh.world)
+
+    # Memory of this host.
+
+    def _whole_slots(self) -> Iterator[Staged]:
+        for slot in self.slots:
+            if slot.step() is not None:
+                yield slot.staged()
+
+    def _newest_on_every_host(self) -> Moment | None:
+        """The newest moment of which each rank finds all that it needs on its own host."""
+        held: dict[Moment, list[Staged]] = {}
+        for staged in self._whole_slots():
+            held.setdefault(_moment(staged), []).append(staged)
+        whole = [f"{generation} {step}" for (generation, step), found in held.items() if self._enough(found)]
+        common = set.intersection(*(set(words) for words in self._everybodys(whole)))
+        moments = [(int(generation), int(step)) for generation, step in map(str.split, common)]
+        return max(moments, default=None)
+
+    def _enough(self, found: list[Staged]) -> bool:
+        """Whether these copies together hold all tensors whole."""
+        held: dict[str, int] = {}
+        shapes: dict[str, int] = {}
+        for place, tensor in _once(found):
+            held[place.name] = held.get(place.name, 0) + tensor.numel()
+            shapes[place.name] = torch.Size(place.shape).numel()
+        needed = {f"model/{name}" for name, weight in self.engine.spread.weights.items() if weight.piece.numel()}
+        return needed <= held.keys() and all(held[name] == shapes[name] for name in held)
+
+    def _from_memory(self, moment: Moment) -> None:
+        found = [staged for staged in self._whole_slots() if _moment(staged) == moment]
+        tensors: dict[str, Held] = {}
+        views: dict[tuple[str, Box], Tensor] = {}
+        numbers: dict[str, Any] = {}
+        options: dict[str, Any] = {}
+        for staged in found:
+            numbers |= staged.numbers
+            options |= staged.facts["options"]
+        for place, view in _once(found):
+            held = tensors.setdefault(place.name, Held(place.dtype, place.shape))
+            held.chunks.append(Chunk(place.name, place.box, "", 0, 0, 0))
+            views[place.name, place.box] = view
+        manifest = Manifest({**found[0].facts, "options": options}, tensors, numbers)
+        read(tensors, lambda chunk: views[chunk.tensor, chunk.box], self.state.wanted(manifest))
+        self.engine.resume(manifest.facts)
+
+    # Memory of all hosts.
+
+    def _rescue(self, newest_file: int) -> int | None:
+        """Write the newest moment that all hosts together still hold to a file; its step, if it beats the files."""
+        hosts, here = self.engine.environment.hosts, self.engine.environment.rank
+        speaks = hosts.index(hosts[here]) == here
+        own = {(*_moment(s), s.facts["rank"]): s for s in (self._whole_slots() if speaks else ())}
+        said = self._everybodys([f"{generation} {step} {rank}" for generation, step, rank in own])
+        keepers: dict[tuple[int, int, int], int] = {}
+        for speaker, words in enumerate(said):
+            for word in words:
+                generation, step, rank = map(int, word.split())
+                keepers.setdefault((generation, step, rank), speaker)
+        worlds = {_moment(s): s.facts["world"] for s in own.values()}
+        known = self._everybodys([f"{g} {s} {world}" for (g, s), world in worlds.items()])
+        sizes = {(int(g), int(s)): int(w) for words in known for g, s, w in map(str.split, words)}
+        whole = [m for m, world in sizes.items() if all((*m, rank) in keepers for rank in range(world))]
+        moment = max((m for m in whole if m[1] > newest_file), default=None)
+        if moment is None:
+            return None
+        for rank in range(sizes[moment]):
+            if keepers[*moment, rank] == here:
+                staged = own[*moment, rank]
+                self.shelf.write(self.generation, moment[1], rank, pieces(staged), staged.facts, staged.numbers)
+        if here == 0:
+            patience = self.engine.timeout.total_seconds()
+            self.shelf.commit(self.generation, moment[1], sizes[moment], patience, lambda: False)
+            self.note("checkpoint", step=moment[1], rescued=True)
+        self._told([], 0)  # it is there when all go on
+        return moment[1]
+
+    # Files.
+
+    def _from_file(self, step: int) -> tuple[str | None, bool]:
+        """What is wrong with a checkpoint, in the words of the first rank that cannot read it; None: it was read.
+
+        And whether it has changed: what a disk or a network would not give just now may be whole.
+        """
+        damage, changed = "", False
+        try:
+            checkpoint = self.shelf.open(step)
+            self.state.check(checkpoint.manifest)
+            checkpoint.read(self.state.wanted(checkpoint.manifest))
+        except (Damaged, OSError) as error:
+            damage, changed = str(error), isinstance(error, Damaged)
+        said = self._everybodys([damage, str(changed)])
+        found = next((words[0] for words in said if words[0]), None)
+        if found is None:
+            self.engine.resume(checkpoint.manifest.facts)
+        return found, any(words[1] == "True" for words in said)
+
+
+def _moment(staged: Staged) -> Moment:
+    return staged.facts["generation"], staged.step
+
+
+def _once(found: list[Staged]) -> Iterator[tuple[Any, Tensor]]:
+    """Everything in these copies, what several hold alike only once."""
+    seen = set()
+    for staged in found:
+        for place, tensor in staged.tensors:
+            if (place.name, place.box) not in seen:
+                seen.add((place.name, place.box))
+                yield place, tensor

@@ -1,0 +1,181 @@
+"""A run's checkpoints: committed at once, by the newest generation alone, into free names, and let go in order."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import fsspec
+import pytest
+import torch
+
+from phalanx.checkpoint.manifest import Damaged
+from phalanx.checkpoint.shelf import Fenced, Shelf
+from phalanx.checkpoint.store import open_store
+from phalanx.parallel.boxes import Box
+
+VALUE = torch.arange(12.0).view(6, 2)
+
+
+@pytest.fixture(params=["folder", "memory"])
+def shelf(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Shelf]:
+    yield Shelf(open_store(tmp_path / "checkpoints" if request.param == "folder" else "memory://shelf-test"))
+    if request.param == "memory":
+        fsspec.filesystem("memory").rm("/shelf-test", recursive=True)
+
+
+def write(shelf: Shelf, generation: int, step: int, rank: int, world: int = 2) -> None:
+    rows = len(VALUE) // world
+    part = VALUE[rank * rows : (rank + 1) * rows] + step
+    pieces = [("model/w", Box((rank * rows, 0), (rows, 2)), (6, 2), part)]
+    shelf.write(generation, step, rank, pieces, {"step": step, "world": world}, {f"rank {rank}": rank})
+
+
+def commit(shelf: Shelf, generation: int, step: int, world: int = 2, patience: float = 5.0) -> None:
+    shelf.commit(generation, step, world, patience, lambda: False)
+
+
+def save(shelf: Shelf, generation: int, step: int) -> None:
+    for rank in range(2):
+        write(shelf, generation, step, rank)
+    commit(shelf, generation, step)
+
+
+def test_a_checkpoint_appears_when_it_is_whole(shelf: Shelf) -> None:
+    shelf.fence(1)
+    write(shelf, 1, 5, 0)
+    assert shelf.steps() == []
+    assert shelf.leftovers() == [".writing-00001/step-00000005"]
+    late = threading.Timer(0.1, write, (shelf, 1, 5, 1))
+    late.start()
+    commit(shelf, 1, 5)
+    late.join()
+    assert shelf.steps() == [5]
+    assert shelf.leftovers() == []
+    found = shelf.open(5)
+    assert torch.equal(found.tensor("model/w"), VALUE + 5)
+    assert found.manifest.numbers == {"rank 0": 0, "rank 1": 1}
+    rows = torch.zeros(3, 2)
+    found.read({"model/w": [(Box((2, 0), (3, 2)), rows)]})
+    assert torch.equal(rows, VALUE[2:5] + 5)
+    assert not list(found.verify())
+
+
+def test_a_part_that_does_not_come_is_named(shelf: Shelf) -> None:
+    shelf.fence(1)
+    write(shelf, 1, 5, 1)
+    with pytest.raises(TimeoutError, match=r"1 of 2 parts are missing, part-00000\.json among them"):
+        commit(shelf, 1, 5, patience=0.05)
+    with pytest.raises(TimeoutError):
+        shelf.commit(1, 5, 2, 60, lambda: True)
+    shelf.abandon(1)
+    assert shelf.steps() == []
+    assert shelf.leftovers() == []
+    save(shelf, 1, 6)
+    assert shelf.steps() == [6]
+
+
+def test_what_others_gave_up_is_cleared_when_the_next_is_written(shelf: Shelf) -> None:
+    shelf.fence(1)
+    write(shelf, 1, 5, 1)
+    write(shelf, 1, 6, 1)
+    shelf.abandon(1, but=6)
+    assert shelf.leftovers() == [".writing-00001/step-00000006"]
+
+
+def test_an_old_generation_neither_writes_nor_commits(shelf: Shelf) -> None:
+    shelf.fence(1)
+    save(shelf, 1, 3)
+    write(shelf, 1, 5, 0)
+    write(shelf, 1, 5, 1)  # all but the commit
+    shelf.fence(2)
+    with pytest.raises(Fenced, match="generation 1"):
+        write(shelf, 1, 6, 0)
+    with pytest.raises((Fenced, TimeoutError)):
+        commit(shelf, 1, 5, patience=0.05)
+    with pytest.raises(Fenced, match="generation 1 of this run is over"):
+        shelf.fence(1)
+    assert shelf.steps() == [3]
+    assert shelf.leftovers() == []
+    save(shelf, 2, 5)
+    assert shelf.steps() == [3, 5]
+
+
+def test_a_fence_between_the_last_look_and_the_commit_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shelf = Shelf(open_store(tmp_path))
+    shelf.fence(1)
+    write(shelf, 1, 5, 0)
+    write(shelf, 1, 5, 1)
+    looked = shelf.check_fence
+
+    def look(generation: int) -> None:
+        looked(generation)
+        Shelf(open_store(tmp_path)).fence(2)
+
+    monkeypatch.setattr(shelf, "check_fence", look)
+    with pytest.raises(Fenced, match="generation 1 may not commit step 5"):
+        commit(shelf, 1, 5)
+    monkeypatch.undo()
+    monkeypatch.setattr(shelf, "check_fence", lambda generation: None)
+    with pytest.raises(Fenced, match="generation 1 may not write step 5"):
+        write(shelf, 1, 5, 0)
+    assert shelf.steps() == []
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".writing-00002"]
+
+
+def test_a_checkpoint_that_is_there_is_left_as_it_is(shelf: Shelf) -> None:
+    shelf.fence(1)
+    save(shelf, 1, 5)
+    before = {name: shelf.store.read(f"step-00000005/{name}") for name in shelf.store.names("step-00000005")}
+    write(shelf, 1, 5, 0, world=1)
+    with pytest.raises(FileExistsError, match="step-00000005 is there already"):
+        commit(shelf, 1, 5, world=1)
+    assert before == {name: shelf.store.read(f"step-00000005/{name}") for name in shelf.store.names("step-00000005")}
+
+
+def test_a_part_that_shrank_is_not_committed(tmp_path: Path) -> None:
+    shelf = Shelf(open_store(tmp_path))
+    shelf.fence(1)
+    write(shelf, 1, 5, 0)
+    write(shelf, 1, 5, 1)
+    part = tmp_path / ".writing-00001" / "step-00000005" / "part-00001.safetensors"
+    part.write_bytes(part.read_bytes()[:-1])
+    with pytest.raises(Damaged, match=r"part-00001\.safetensors is shorter than what was written to it"):
+        commit(shelf, 1, 5)
+    assert shelf.steps() == []
+
+
+def test_what_is_kept(shelf: Shelf) -> None:
+    shelf.fence(1)
+    for step in (2, 3, 4, 5):
+        save(shelf, 1, step)
+    assert shelf.retain(2, 2) == [3]
+    assert shelf.steps() == [2, 4, 5]
+    assert shelf.retain(1, 0) == [2, 4]
+    assert shelf.retain(1, 0) == []
+    assert not list(shelf.open(5).verify())
+
+
+def test_a_damaged_one_is_set_aside(shelf: Shelf) -> None:
+    shelf.fence(1)
+    for _ in range(2):
+        save(shelf, 1, 5)
+        shelf.set_aside(5)
+    assert shelf.steps() == []
+    assert shelf.damaged() == ["damaged-step-00000005", "damaged-step-00000005-1"]
+    save(shelf, 1, 5)
+    assert shelf.steps() == [5]
+    assert len(shelf.store.names("damaged-step-00000005")) == 5
+
+
+def test_half_a_folder_without_a_rename_is_no_checkpoint() -> None:
+    """Where a commit moves files one by one, the manifest comes last."""
+    shelf = Shelf(open_store("memory://shelf-half"))
+    with shelf.store.write("step-00000005/part-00000.json") as file:
+        file.write(b"")
+    assert shelf.steps() == []
+    shelf.fence(1)
+    save(shelf, 1, 5)
+    assert shelf.steps() == [5]
+    fsspec.filesystem("memory").rm("/shelf-half", recursive=True)

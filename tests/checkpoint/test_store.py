@@ -1,0 +1,102 @@
+"""Where checkpoints are kept: whole or not there, on disk and behind a URL."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import fsspec
+import pytest
+
+from phalanx import WrongUse
+from phalanx.checkpoint.store import Folder, Remote, Store, open_store
+
+
+@pytest.fixture(params=["folder", "file", "memory"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
+    urls = {"folder": str(tmp_path / "a"), "file": f"file://{tmp_path}/a", "memory": "memory://store-test"}
+    yield open_store(urls[request.param])
+    if request.param == "memory":
+        fsspec.filesystem("memory").rm("/store-test", recursive=True)
+
+
+def put(store: Store, name: str, content: bytes) -> None:
+    with store.write(name) as file:
+        file.write(content)
+
+
+def test_files_and_folders(store: Store) -> None:
+    assert store.names() == []
+    store.make("a")
+    put(store, "a/b/one", b"12345")
+    assert "b" in store.names("a")
+    assert store.names("a/b") == ["one"]
+    assert store.read("a/b/one") == b"12345"
+    assert store.read("a/b/one", 1, 3) == b"23"
+    assert store.size("a/b/one") == 5
+    assert store.exists("a/b/one")
+    assert not store.exists("a/b/two")
+    with pytest.raises(OSError, match="two"):
+        store.read("a/b/two")
+    store.rename("a/b", "c")
+    assert store.read("c/one") == b"12345"
+    assert "b" not in store.names("a")
+    store.remove("c")
+    assert not store.exists("c/one")
+    assert store.names("c") == []
+    store.remove("c")
+
+
+def test_a_commit_is_into_a_free_name(store: Store) -> None:
+    for content in (b"first", b"second"):
+        store.make("unfinished")
+        put(store, "unfinished/new/part", content)
+        if content == b"first":
+            store.commit("unfinished/new", "done", "last", b"!")
+        else:
+            with pytest.raises(OSError, match="done"):
+                store.commit("unfinished/new", "done", "last", b"?")
+    assert store.read("done/part") == b"first"
+    assert store.read("done/last") == b"!"
+
+
+def test_a_file_that_fails_on_the_way_is_not_there(tmp_path: Path) -> None:
+    store = Folder(tmp_path)
+    put(store, "a", b"good")
+
+    def fails() -> None:
+        with store.write("a") as file:
+            file.write(b"bad")
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        fails()
+    assert store.read("a") == b"good"
+    assert store.names() == ["a"]
+
+
+def test_nothing_is_written_where_the_folder_above_was_taken_away(tmp_path: Path) -> None:
+    store = Folder(tmp_path)
+    with pytest.raises(FileNotFoundError):
+        put(store, "gone/step/part", b"")
+    assert store.names() == []
+
+
+def test_one_process_at_a_time(tmp_path: Path) -> None:
+    with Folder(tmp_path / "a").held():
+        with pytest.raises(WrongUse, match=r"is being trained by process \d+ on"), Folder(tmp_path / "a").held():
+            pass
+        with Folder(tmp_path / "b").held():
+            pass
+    with Folder(tmp_path / "a").held():
+        pass
+
+
+def test_free_space_is_told_before_the_folder_is_there(tmp_path: Path) -> None:
+    assert (Folder(tmp_path / "not" / "there").free() or 0) > 0
+    assert Remote("memory://x").free() is None
+
+
+def test_a_url_that_nothing_opens_is_refused() -> None:
+    with pytest.raises(WrongUse, match="nonsense://a cannot be opened"):
+        open_store("nonsense://a")

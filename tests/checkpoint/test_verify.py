@@ -1,0 +1,124 @@
+"""Checking offline: every byte of a checkpoint counts, and what is wrong is named with its file."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from phalanx import WrongUse
+from phalanx.checkpoint.shelf import Shelf
+from phalanx.checkpoint.store import open_store
+from phalanx.checkpoint.verify import verify
+from phalanx.cli import main
+from phalanx.run import Run
+from tests.checkpoints import contents, newest, trained
+from tests.ranks import Ranks
+from tests.tasks import Digits
+
+
+def test_whole_checkpoints_hold(ranks: Ranks, tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    ranks(2, trained, Digits(), "fsdp=2", run.checkpoints_path, None, 1)
+    ranks(1, trained, Digits(), "dp=1", run.checkpoints_path, run.checkpoints_path, 1)
+    seen: list[tuple[str, int, int]] = []
+    verdict = verify(str(tmp_path), lambda *progress: seen.append(progress))
+    assert verdict.holds
+    assert verdict.exit_code == 0
+    assert verdict.summary == "2 of 2 checkpoints are whole"
+    assert "written as fsdp=2" in verdict.evidence[0]
+    assert seen[-1][:1] == ("step 2",)
+    assert seen[-1][1] == seen[-1][2] == newest(run.checkpoints_path).manifest.size
+    assert verify(str(run.checkpoints_path)).holds, "the folder itself may be given"
+
+
+def test_every_byte_counts(tmp_path: Path) -> None:
+    """Of every file: headers, which others read, and what lies between; and none may be cut short, or longer."""
+    trained(Digits(width=2), "dp=1", tmp_path, None, 1)
+    for path in (tmp_path / "step-00000001").iterdir():
+        good = path.read_bytes()
+        places = range(0, len(good), 97) if path.suffix == ".json" else range(0, len(good), 13)
+        for content in (*(good[:p] + bytes([good[p] ^ 4]) + good[p + 1 :] for p in places), good[:-2], good + b"\0\n"):
+            path.write_bytes(content)
+            verdict = verify(str(tmp_path))
+            assert verdict.exit_code == 1
+            assert any(path.name in line and "DAMAGED" in line for line in verdict.evidence)
+        path.unlink()
+        assert f"{path.name} cannot be read: No such file" in str(verify(str(tmp_path)))
+        path.write_bytes(good)
+    assert verify(str(tmp_path)).holds
+
+
+def test_a_hash_that_was_written_wrong_is_noticed(tmp_path: Path) -> None:
+    trained(Digits(), "dp=1", tmp_path, None, 1)
+    path = tmp_path / "step-00000001" / "manifest.json"
+    manifest = newest(tmp_path).manifest
+    manifest.tensors["model/0.weight"].hash += 1
+    path.write_bytes(manifest.to_json())
+    assert "manifest.json does not have the hash of model/0.weight" in str(verify(str(tmp_path)))
+
+
+def test_what_is_left_and_what_can_be_gone_on_from_is_said(tmp_path: Path) -> None:
+    trained(Digits(), "dp=1", tmp_path, None, 1)
+    trained(Digits(), "dp=1", tmp_path, tmp_path, 1)
+    (tmp_path / "step-00000002" / "manifest.json").unlink()
+    (tmp_path / ".writing-00000" / "step-00000003").mkdir(parents=True)
+    verdict = verify(str(tmp_path))
+    assert verdict.exit_code == 1
+    assert verdict.next == "The run can go on from step 1."
+    assert any("unfinished: .writing-00000/step-00000003" in line for line in verdict.evidence)
+    Shelf(open_store(tmp_path)).set_aside(2)
+    verdict = verify(str(tmp_path))
+    assert verdict.holds
+    assert any("set aside: damaged-step-00000002" in line for line in verdict.evidence)
+
+
+def test_the_final_weights_must_be_the_last_checkpoints(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    trained(Digits(), "dp=1", run.checkpoints_path, None, 1)
+    run.weights_path.parent.mkdir()
+    found = contents(run.checkpoints_path)
+    weights = {name.removeprefix("model/"): t for name, t in found.items() if name.startswith("model/")}
+    save_file(weights, run.weights_path)
+    assert verify(str(tmp_path)).holds
+    run.certificate_path.write_text('{"steps": 1}')
+    assert verify(str(tmp_path)).holds
+    assert "the weights of the last checkpoint" in str(verify(str(tmp_path)))
+    weights = load_file(run.weights_path)
+    weights["2.bias"][1] += 1e-6
+    save_file(weights, run.weights_path)
+    verdict = verify(str(tmp_path))
+    assert verdict.exit_code == 1
+    assert "is not what step 1 has: 2.bias differs" in str(verdict)
+    run.weights_path.write_bytes(run.weights_path.read_bytes()[:-9])
+    assert "model.safetensors" in str(verify(str(tmp_path)))
+    assert verify(str(tmp_path)).exit_code == 1
+
+
+def test_where_nothing_is_there(tmp_path: Path) -> None:
+    with pytest.raises(WrongUse, match="is not there"):
+        verify(str(tmp_path / "nowhere"))
+    assert verify(str(tmp_path)).exit_code == 1
+    assert "there is no checkpoint in" in str(verify(str(tmp_path)))
+
+
+def test_from_the_command_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trained(Digits(), "dp=1", tmp_path, None, 1)
+
+    def run(*words: str) -> tuple[int, str]:
+        monkeypatch.setattr(sys, "argv", ["phalanx", "verify", *words])
+        with pytest.raises(SystemExit) as left:
+            main()
+        return left.value.code, capsys.readouterr().out  # type: ignore[return-value]
+
+    code, out = run(str(tmp_path), "--json")
+    assert code == 0
+    assert json.loads(out)["holds"] is True
+    assert run(str(tmp_path / "nowhere"))[0] == 2
+    (tmp_path / "step-00000001" / "part-00000.safetensors").unlink()
+    assert run(str(tmp_path))[0] == 1

@@ -1,0 +1,59 @@
+"""Checkpoints for tests: a task trained under a layout, from one folder to another."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+import phalanx
+from phalanx import Layout
+from phalanx.checkpoint.shelf import Checkpoint, Shelf
+from phalanx.checkpoint.store import open_store
+from phalanx.train.engine import Engine
+from phalanx.train.keeping import Keeper, Policy
+from phalanx.train.restoring import Restorer
+
+ONLY_WHEN_ASKED = Policy(memory_steps=0, minutes=0)
+
+
+def shelf_at(folder: Path | str) -> Shelf:
+    return Shelf(open_store(folder))
+
+
+@contextmanager
+def keeping(engine: Engine, folder: Path | str, policy: Policy = ONLY_WHEN_ASKED, **options: Any) -> Iterator[Keeper]:
+    keeper = Keeper(engine, shelf_at(folder), policy, **options)
+    try:
+        yield keeper
+    finally:
+        keeper.close()
+
+
+def trained(
+    task: phalanx.Task, layout: str, to: Path | str | None, start: Path | str | None = None, steps: int = 0
+) -> list[float]:
+    """Take up the state in ``start``, do so many steps, save; the losses of these steps."""
+    with Engine(task, Layout.parse(layout), device="cpu") as engine:
+        if start is not None:
+            assert Restorer(engine, shelf_at(start)).restore() is not None
+        losses = [engine.step(batch).loss for batch in islice(engine.batches(), steps)]
+        if to is not None:
+            with keeping(engine, to) as keeper:
+                keeper.save_now()
+        return losses
+
+
+def newest(folder: Path | str) -> Checkpoint:
+    shelf = shelf_at(folder)
+    return shelf.open(max(shelf.steps()))
+
+
+def contents(folder: Path | str) -> dict[str, Tensor]:
+    """All tensors of the newest checkpoint, whole."""
+    checkpoint = newest(folder)
+    return {name: checkpoint.tensor(name) for name in checkpoint.manifest.tensors}

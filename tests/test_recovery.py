@@ -1,0 +1,304 @@
+"""Whatever is killed, at whatever moment: the run ends with the bits and samples of one that nothing happened to."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import random
+import signal
+import socket
+import sys
+import time
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from phalanx import Run, cli
+from phalanx.launch import beats
+from tests.conftest import children
+from tests.test_cli import phalanx
+
+TASK = """
+import time
+from dataclasses import dataclass
+import torch
+from torch import nn
+import phalanx
+
+
+@dataclass
+class Slow(phalanx.Task):
+    global_batch: int = 24
+    steps: int = 60
+    pause: float = 0.01
+
+    def model(self):
+        return nn.Sequential(nn.Linear(8, 13), nn.Dropout(0.1), nn.ReLU(), nn.Linear(13, 3))
+
+    def data(self):
+        made = torch.Generator().manual_seed(1)
+        return phalanx.data.Arrays(x=torch.randn(331, 8, generator=made), y=torch.randint(0, 3, (331,), generator=made))
+
+    def inputs(self, batch):
+        time.sleep(self.pause)
+        return batch["x"]
+
+    def loss(self, output, batch):
+        return phalanx.losses.cross_entropy(output, batch["y"])
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "slow.py").write_text(TASK)
+    return tmp_path
+
+
+def _main(words: list[str], cwd: Path) -> None:
+    os.chdir(cwd)
+    beats.LEAST_SECONDS = 1.0
+    out = os.open("out", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(out, 1)
+    os.dup2(out, 2)
+    sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
+    sys.argv = ["phalanx", "train", *words]
+    cli.main()
+
+
+def started(cwd: Path, *words: str) -> BaseProcess:
+    """The command in a process of its own, its words in ``out``."""
+    process = multiprocessing.get_context("fork").Process(target=_main, args=(list(words), cwd))
+    process.start()
+    return process
+
+
+def ended(process: BaseProcess) -> int | None:
+    process.join(timeout=90)
+    code = process.exitcode
+    if code is None:
+        process.kill()
+        process.join()
+    process.close()
+    return code
+
+
+def ranks_of(process: BaseProcess) -> list[int]:
+    found = []
+    for pid in children():
+        try:
+            if int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1]) == process.pid:
+                found.append(pid)
+        except OSError:
+            continue
+    return sorted(found)
+
+
+def until_step(run: Run, step: int, process: BaseProcess) -> None:
+    deadline = time.monotonic() + 60
+    while max(run.ledger(), default=0) < step:
+        assert process.is_alive()
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def certificate(run: Run) -> dict[str, Any]:
+    return json.loads(run.certificate_path.read_text())
+
+
+def same(found: Run, expected: Run) -> None:
+    assert certificate(found)["state"] == certificate(expected)["state"]
+    assert certificate(found)["samples"] == certificate(expected)["samples"]
+    one, other = found.ledger(), expected.ledger()
+    assert [one[step]["samples"] for step in one] == [other[step]["samples"] for step in other]
+    assert [one[step]["loss"] for step in one] == [other[step]["loss"] for step in other]
+
+
+KEPT = ("--layout", "dp=2,fsdp=2", "--save-steps", "3", "--memory-steps", "2", "--restarts", "9")
+
+
+def test_ranks_killed_at_random_moments(folder: Path) -> None:
+    assert ended(started(folder, "slow.py", *KEPT, "--run", "calm")) == 0
+    process = started(folder, "slow.py", *KEPT, "--run", "rough")
+    chosen = random.Random(7)
+    kills = 0
+    while process.is_alive() and kills < 6:
+        time.sleep(chosen.uniform(0, 0.8))
+        ranks = ranks_of(process)
+        if ranks:
+            os.kill(chosen.choice(ranks), signal.SIGKILL)
+            kills += 1
+    assert ended(process) == 0, (folder / "out").read_text()
+    same(Run(folder / "rough"), Run(folder / "calm"))
+
+
+@pytest.mark.parametrize("blow", ["supervisor killed", "SIGTERM", "rank stopped"])
+def test_every_other_blow(folder: Path, blow: str) -> None:
+    assert ended(started(folder, "slow.py", *KEPT, "--run", "calm")) == 0
+    run = Run(folder / "rough")
+    process = started(folder, "slow.py", *KEPT, "--run", "rough")
+    until_step(run, 25, process)
+    ranks = ranks_of(process)
+    assert process.pid is not None
+    if blow == "rank stopped":
+        os.kill(ranks[1], signal.SIGSTOP)
+        assert ended(process) == 0
+        assert "rank 1 has been stopped (SIGSTOP)" in (folder / "out").read_text()
+    else:
+        os.kill(process.pid, signal.SIGKILL if blow == "supervisor killed" else signal.SIGTERM)
+        assert ended(process) == (-9 if blow == "supervisor killed" else 130)
+        if blow == "SIGTERM":  # it has saved where it stood
+            assert max(run.ledger()) + 1 == max(int(p.name[5:]) for p in run.checkpoints_path.glob("step-*"))
+        assert ended(started(folder, "--resume", "--run", "rough")) == 0
+    same(run, Run(folder / "calm"))
+
+
+def test_hosts_come_and_go(folder: Path) -> None:
+    """8 -> 6 -> 4 -> 8 ranks in one run, the first host and the meeting's among those that are lost."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    settings = (
+        "slow.py",
+        "--layout",
+        "dp=2,fsdp=4",
+        "--set",
+        "precision=float64",
+        "--steps",
+        "150",
+        "--set",
+        "pause=0.02",
+    )
+    assert ended(started(folder, *settings, "--set", "pause=0", "--run", "calm")) == 0
+    run = Run(folder / "rough")
+
+    def host(name: str) -> BaseProcess:
+        return started(
+            folder, *settings, "--on", "local:2", "--run", "rough", "--max-nodes", "4", "--min-nodes", "2",
+            "--meet", address, "--host", name, "--memory-steps", "2",
+        )  # fmt: skip
+
+    hosts = {name: host(name) for name in "abcd"}
+    until_step(run, 15, hosts["a"])
+    os.kill(hosts["a"].pid or 0, signal.SIGKILL)
+    assert ended(hosts.pop("a")) == -9
+    until_step(run, 35, next(iter(hosts.values())))
+    os.kill(hosts["d"].pid or 0, signal.SIGKILL)
+    assert ended(hosts.pop("d")) == -9
+    until_step(run, 55, next(iter(hosts.values())))
+    hosts |= {name: host(name) for name in "ef"}
+    assert [ended(process) for process in hosts.values()] == [0, 0, 0, 0], (folder / "out").read_text()
+    worlds = [event["world"] for event in run.events(0) if event["kind"] == "start"]
+    assert [world for i, world in enumerate(worlds) if not i or world != worlds[i - 1]] in (
+        [8, 6, 4, 8],
+        [8, 6, 4, 6, 8],
+    )
+    one, other = run.ledger(), Run(folder / "calm").ledger()
+    assert [one[step]["samples"] for step in range(150)] == [other[step]["samples"] for step in range(150)]
+    assert max(abs(one[step]["loss"] - other[step]["loss"]) for step in range(150)) < 1e-9
+
+
+def test_a_second_run_on_one_folder_is_refused_and_harms_nothing(folder: Path) -> None:
+    process = started(folder, "slow.py", *KEPT, "--run", "one")
+    run = Run(folder / "one")
+    until_step(run, 5, process)
+    second = phalanx("train", "--resume", "--run", "one", cwd=folder)
+    assert second.returncode == 2
+    assert f"is being trained by process {process.pid}" in second.stderr
+    assert ended(process) == 0
+    assert certificate(run)["generations"] == 1
+
+
+def test_a_drill_and_a_run_that_is_finished(folder: Path) -> None:
+    done = phalanx("train", "slow.py", "--on", "local:2", "--kill", "1@7", "--steps", "9", "--run", "one", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert "rank 1 was ended by SIGKILL" in done.stderr
+    assert "2 done again after failures, with the same loss to the last bit" in done.stdout
+    again = phalanx("train", "--resume", "--run", "one", cwd=folder)
+    assert again.returncode == 0
+    assert "is finished" in again.stdout
+    longer = phalanx("train", "--resume", "--run", "one", "--steps", "12", "--on", "local:1", cwd=folder)
+    assert longer.returncode == 0, longer.stderr
+    assert certificate(Run(folder / "one"))["steps"] == 12
+    wrong = phalanx("train", "slow.py", "--kill", "3@7", cwd=folder)
+    assert wrong.returncode == 2
+    assert "would kill nobody" in wrong.stderr
+
+
+def test_a_refused_run_leaves_a_folder_of_yours_alone(folder: Path) -> None:
+    (folder / "mine").mkdir()
+    (folder / "mine" / "thesis.txt").write_text("precious")
+    done = phalanx("train", "slow.py", "--set", "global_batch=999", "--run", "mine", cwd=folder)
+    assert done.returncode == 2
+    assert (folder / "mine" / "thesis.txt").read_text() == "precious"
+    done = phalanx("train", "slow.py", "--set", "global_batch=999", "--run", "new", cwd=folder)
+    assert done.returncode == 2
+    assert not (folder / "new").exists()
+
+
+def test_a_longer_run_is_not_finished_by_the_shorter_ones_certificate(folder: Path) -> None:
+    run = Run(folder / "one")
+    assert phalanx("train", "slow.py", "--steps", "6", "--run", "one", cwd=folder).returncode == 0
+    short = run.weights_path.read_bytes()
+    process = started(folder, "--resume", "--run", "one", "--steps", "30", "--set", "pause=0.05")
+    until_step(run, 12, process)
+    os.kill(process.pid or 0, signal.SIGKILL)
+    assert ended(process) == -9
+    assert not run.certificate_path.exists()
+    assert ended(started(folder, "--resume", "--run", "one", "--steps", "30")) == 0
+    assert certificate(run)["steps"] == 30
+    assert run.weights_path.read_bytes() != short
+    less = phalanx("train", "--resume", "--run", "one", "--steps", "20", cwd=folder)
+    assert less.returncode == 2
+    assert "is finished at step 30" in less.stderr
+
+
+ODD = (
+    TASK.replace(
+        "class Slow",
+        '''class Odd(torch.optim.AdamW):
+    elementwise = True
+    calls = 0
+
+    def step(self, closure=None):
+        self.calls += 1
+        for group in self.param_groups:
+            group["betas"] = (0.9 - 0.001 * self.calls, 0.999)
+        return super().step(closure)
+
+
+class Teacher(nn.Module):
+    """Weights that nobody trains and every forward moves."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.average = nn.Linear(8, 3), nn.Parameter(torch.zeros(3), requires_grad=False)
+
+    def forward(self, x):
+        found = self.linear(x)
+        if self.training:
+            with torch.no_grad():
+                self.average.mul_(0.9).add_(self.linear.bias, alpha=0.1)
+        return found + self.average
+
+
+@dataclass
+class Slow''',
+    )
+    .replace("@dataclass\nclass Odd", "class Odd")
+    .replace(
+        "return nn.Sequential(nn.Linear(8, 13), nn.Dropout(0.1), nn.ReLU(), nn.Linear(13, 3))",
+        "return Teacher()\n\n    def optimizer(self, params):\n        return Odd(params, lr=0.01)",
+    )
+)
+
+
+def test_what_odd_optimizers_and_models_change_survives(folder: Path) -> None:
+    (folder / "odd.py").write_text(ODD)
+    words = ("train", "odd.py", "--on", "local:2", "--steps", "14", "--memory-steps", "4", "--set", "pause=0")
+    calm = phalanx(*words, "--run", "calm", cwd=folder)
+    assert calm.returncode == 0, calm.stderr
+    rough = phalanx(*words, "--run", "rough", "--kill", "1@10", cwd=folder)
+    assert rough.returncode == 0, rough.stderr
+    same(Run(folder / "rough"), Run(folder / "calm"))

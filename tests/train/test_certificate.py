@@ -1,0 +1,69 @@
+"""The certificate: given for just what was planned, done and saved."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from phalanx.run import EventLog, Run
+from phalanx.train.certificate import NotDone, certify
+from phalanx.train.engine import Engine
+from tests.checkpoints import keeping, newest, shelf_at
+from tests.tasks import Digits
+
+TASK = Digits(steps=4)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    run = Run(tmp_path)
+    with Engine(TASK, device="cpu") as engine, EventLog(run, 0) as log, keeping(engine, run.checkpoints_path) as keeper:
+        log.write("start", step=0, data=engine.order.size)
+        for batch in engine.batches():
+            log.write("step", **asdict(engine.step(batch)))
+        keeper.save_now()
+    return run
+
+
+def rewritten(run: Run, change: Any) -> None:
+    path = run.events_path(0)
+    events = [change(event) for event in run.events(0)]
+    path.write_text("".join(json.dumps(event) + "\n" for event in events if event is not None))
+
+
+def test_a_finished_run_gets_one(run: Run) -> None:
+    found = certify(run, TASK, shelf_at(run.checkpoints_path))
+    assert json.loads(run.certificate_path.read_text()) == found
+    assert (found["steps"], found["samples"], found["repeated"], found["skipped"]) == (4, 32, 0, [])
+    manifest = newest(run.checkpoints_path).manifest
+    assert (found["hash"], found["state"]) == (manifest.hash(), manifest.hash(""))
+    assert found["hash"] != found["state"]
+
+
+def test_steps_done_again_are_counted(run: Run) -> None:
+    events = list(run.events(0))
+    again = [*events[:3], {**events[0], "step": 1}, *events[2:]]
+    run.events_path(0).write_text("".join(json.dumps(event) + "\n" for event in again))
+    found = certify(run, TASK, shelf_at(run.checkpoints_path))
+    assert (found["repeated"], found["generations"]) == (1, 2)
+
+
+def test_what_is_not_shown_is_not_certified(run: Run) -> None:
+    shelf = shelf_at(run.checkpoints_path)
+    with pytest.raises(NotDone, match="2 of 6 planned steps were not done, step 5 among them"):
+        certify(run, replace(TASK, steps=6), shelf)
+    with pytest.raises(NotDone, match="the state after step 3 was not saved"):
+        certify(run, replace(TASK, steps=3), shelf)
+    before = run.events_path(0).read_text()
+    rewritten(run, lambda event: None if event.get("step") == 2 and event["kind"] == "step" else event)
+    with pytest.raises(NotDone, match="1 of 4 planned steps were not done, step 3 among them"):
+        certify(run, TASK, shelf)
+    run.events_path(0).write_text(before)
+    rewritten(run, lambda event: {**event, "samples": "others"} if event.get("step") == 2 else event)
+    with pytest.raises(NotDone, match="step 3 trained on other samples"):
+        certify(run, TASK, shelf)
+    assert not run.certificate_path.exists()

@@ -1,0 +1,101 @@
+"""Copies at the neighbour: who keeps whose, that they are whole, and that a lost host's state is found there."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from phalanx import Engine
+from phalanx.checkpoint.shelf import Shelf
+from phalanx.checkpoint.slot import Slot
+from phalanx.checkpoint.store import open_store
+from phalanx.train.keeping import Keeper, Policy
+from phalanx.train.neighbours import guests_of, keeper_of
+from phalanx.train.restoring import Restorer
+from tests.ranks import Ranks
+from tests.tasks import Digits
+
+
+def test_each_copy_has_one_keeper_on_the_next_host() -> None:
+    for hosts in ([0, 0, 1, 1, 2, 2], [0, 1, 1, 2], [0, 0, 0, 1], [0, 1]):
+        for rank, host in enumerate(hosts):
+            keeper = keeper_of(hosts, rank)
+            assert hosts[keeper] == (host + 1) % (max(hosts) + 1)
+            assert rank in guests_of(hosts, keeper)
+
+
+def exchanged(layout: str, hosts: str, folder: str) -> list[tuple[int, int]]:
+    """Copies at the neighbour that are not what their owner has, over some steps."""
+    os.environ["PHALANX_HOSTS"] = hosts
+    guests = [[Slot(), Slot()] for _ in range(2)]
+    wrong = []
+    try:
+        with Engine(Digits(), layout) as engine:
+            keeper = Keeper(engine, Shelf(open_store(folder)), Policy(minutes=0, memory_steps=1), guests=guests)
+            assert keeper.neighbours is not None
+            for batch in engine.batches():
+                keeper.before_step()
+                keeper.after_step(engine.step(batch).wishes, last=False)
+                keeper.drain()
+                every: list[Any] = [None] * dist.get_world_size()
+                own = {slot.step(): slot.content().clone() for slot in keeper.slots if slot.step() is not None}
+                dist.all_gather_object(every, own)
+                for origin, slots in zip(keeper.neighbours.origins, guests, strict=False):
+                    for slot in slots:
+                        if slot.step() is not None and not torch.equal(slot.content(), every[origin][slot.step()]):
+                            wrong.append((origin, engine.step_number))
+            keeper.close()
+        return wrong
+    finally:
+        os.environ.pop("PHALANX_HOSTS")
+        for slots in guests:
+            for slot in slots:
+                slot.close()
+
+
+@pytest.mark.parametrize(("layout", "hosts"), [("fsdp=2", "1,1"), ("fsdp=4", "2,2"), ("dp=2,fsdp=2", "1,2,1")])
+def test_copies_arrive_whole(ranks: Ranks, tmp_path: Path, layout: str, hosts: str) -> None:
+    world = sum(map(int, hosts.split(",")))
+    assert ranks(world, exchanged, layout, hosts, str(tmp_path)) == [[]] * world
+
+
+def lost_and_found(folder: str) -> tuple[str | None, int, bool]:
+    """Four hosts of one rank; then three, without the second, each with what its memory holds."""
+    rank = int(os.environ["RANK"])
+    own, guests = [Slot(), Slot()], [[Slot(), Slot()]]
+    shelf = Shelf(open_store(folder))
+    try:
+        os.environ["PHALANX_HOSTS"] = "1,1,1,1"
+        with Engine(Digits(), "fsdp=4") as engine:
+            keeper = Keeper(engine, shelf, Policy(minutes=0, memory_steps=2), generation=1, slots=own, guests=guests)
+            for batch in engine.batches():
+                keeper.before_step()
+                keeper.after_step(engine.step(batch).wishes, last=False)
+                keeper.drain()
+            keeper.close()
+            weights = engine.whole_weights()
+        held = [] if rank == 1 else [*own, *guests[0]]  # the second host has come back, with nothing
+        with Engine(Digits(), "dp=2,fsdp=2") as engine:
+            keeper = Keeper(engine, shelf, Policy(minutes=0), generation=2, slots=[Slot(), Slot()], guests=[[Slot()]])
+            source = Restorer(engine, shelf, held, generation=2).restore()
+            keeper.close()
+            again = engine.whole_weights()
+            same = all(torch.equal(again[name], weight) for name, weight in weights.items())
+            return source, engine.step_number, same
+    finally:
+        os.environ.pop("PHALANX_HOSTS")
+        for slot in (*own, *guests[0]):
+            slot.close()
+
+
+def test_a_lost_hosts_state_is_found_at_its_neighbour(ranks: Ranks, tmp_path: Path) -> None:
+    for source, step, same in ranks(4, lost_and_found, str(tmp_path)):
+        assert step == 6
+        assert same
+        assert source is not None
+        assert source.endswith("step-00000006")
