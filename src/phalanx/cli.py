@@ -85,6 +85,7 @@ def train(
     ] = False,
 ) -> None:
     """Train a task."""
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # until there is something to save
     from phalanx.run import Run
     from phalanx.train.job import Job
 

@@ -65,6 +65,8 @@ class Run:
                 raise WrongUse("there is no run here to go on with. Give its folder with --run, or leave --resume out.")
             path = found[-1].parent
         settings = Run(path).settings_path
+        if task is None and config is None and not settings.exists():
+            raise WrongUse(f"{path} holds no run to go on with. Give another --run, or name a task to begin one there.")
         return path, settings if settings.exists() and config is None else config
 
     @property

@@ -32,7 +32,9 @@ class Pretrained:
         """``shapes`` are the weights and buffers that must be there; shared ones may stand under any of their names."""
         self.path, self.shapes = Path(path), shapes
         if not self.path.exists():
-            raise WrongUse(f"there is no {path} to begin from. Check Task.pretrained.")
+            raise WrongUse(f"there is no {path} to begin from. Check --init-from, or Task.pretrained.")
+        if (self.path / "final" / "model.safetensors").is_file():
+            self.path /= "final"  # a run's folder
         files = [self.path] if self.path.is_file() else sorted(self.path.glob("*.safetensors"))
         if not files:
             raise WrongUse(f"there is no .safetensors file in {path}. Give the folder of a saved model, or its file.")

@@ -51,12 +51,17 @@ def verify(path: str, progress: Progress | None = None) -> Verdict:
             )
         else:
             wrong += found
-            lines += [f"step {step:>8}  DAMAGED  {damage}" for damage in found]
+            by_file: dict[str, list[Damaged]] = {}
+            for damage in found:
+                by_file.setdefault(damage.file, []).append(damage)
+            for damages in by_file.values():
+                more = f", and {len(damages) - 1} more there" if len(damages) > 1 else ""
+                lines.append(f"step {step:>8}  DAMAGED  {damages[0]}{more}")
     lines += [f"unfinished: {name}; it is no checkpoint, and goes when the run goes on" for name in shelf.leftovers()]
     lines += [f"set aside: {name}, found damaged when the run went on" for name in shelf.damaged()]
     final = Run(path).weights_path
     if newest is not None and final.exists() and newest.step == _finished(Run(path)):
-        differs = _final(final, newest)
+        differs = final_differs(final, newest)
         wrong += differs
         lines.append(f"{final}: " + (str(differs[0].reason) if differs else "the weights of the last checkpoint"))
     if not steps:
@@ -92,7 +97,7 @@ def _check(shelf: Shelf, step: int, progress: Progress | None) -> Manifest | lis
     return list(checkpoint.verify(advanced)) or checkpoint.manifest
 
 
-def _final(path: Path, manifest: Manifest) -> list[Damaged]:
+def final_differs(path: Path, manifest: Manifest) -> list[Damaged]:
     """Whether the final weights are, bit for bit, those of a checkpoint."""
     wanted = {name.removeprefix("model/"): t for name, t in manifest.tensors.items() if name.startswith("model/")}
     try:

@@ -94,7 +94,7 @@ class Meeting:
         self.name, self.ranks, self.host = name, ranks, host or socket.gethostname()
         self.patience, self.last_call, self.silence = patience, last_call, silence
         self._terms = {"run": name, "nodes": [min_nodes, max_nodes], "silence": silence, **(terms or {})}
-        self._max = max_nodes
+        self.least, self._max = min_nodes, max_nodes
         self._token, self._pid = secrets.token_hex(8), os.getpid()
         self._book = Book()
         self._finished: str | None = None

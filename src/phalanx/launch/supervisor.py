@@ -113,6 +113,7 @@ class Supervisor:
         """Where this host's ranks stand, and which generation they are; None if somebody wants it to end."""
         if self.meeting is None:
             return World(self.ranks), self.run.next_generation()
+        self._say(f"   host  meets others at {self.meeting.address}, {self.meeting.least} of them at least")
         met = self.meeting.next(after=self.run.generation(), asked=lambda: self._asked)
         if met is None:
             self.meeting.leave("was asked to stop")

@@ -160,6 +160,12 @@ class Engine:
         self.terms += metrics.count
         return metrics
 
+    def undo_count(self, metrics: Metrics) -> None:
+        """A step that changed nothing is not counted, and comes again."""
+        self.step_number = metrics.step
+        self.samples -= metrics.slots
+        self.terms -= metrics.count
+
     def pass_over(self, batch: StepBatch) -> None:
         """Leave a batch out: the step is counted, and nothing is learned from it."""
         self.step_number = batch.step + 1

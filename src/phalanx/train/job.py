@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, fields, replace
 from datetime import timedelta
 from functools import partial
@@ -17,7 +17,8 @@ import torch
 from phalanx.checkpoint.manifest import Damaged
 from phalanx.checkpoint.shelf import Shelf
 from phalanx.checkpoint.slot import Slot, new_memory
-from phalanx.checkpoint.store import open_store
+from phalanx.checkpoint.store import Store, open_store
+from phalanx.checkpoint.verify import final_differs
 from phalanx.cluster import Cluster
 from phalanx.data.loader import seed_globally
 from phalanx.data.order import Order
@@ -104,7 +105,8 @@ class Job:
         if exact:
             before = Layout.parse(ran["layout"]).exact if "layout" in ran else 0
             chosen = replace(chosen, exact=chosen.exact or before).exactly(made.global_batch)
-        chosen.check(made.global_batch, ranks * settled.max_nodes)
+        if settled.meet is None or not _some_fit(chosen, made.global_batch, ranks, settled.max_nodes):
+            chosen.check(made.global_batch, ranks * settled.max_nodes)
         drill = settled.drill()
         if drill and not (drill[0] < ranks * settled.max_nodes and 0 < drill[1] <= made.steps):
             raise WrongUse(
@@ -145,8 +147,11 @@ class Job:
         new = path is None or not path.exists()
         run = Run.folder(path, name) if resume else Run.create(path, name)
         shelf = Shelf(open_store(self.options.checkpoints or run.checkpoints_path))
-        with run.held(), shelf.store.held():
+        with run.held(), _held(shelf.store):
+            before = run.settings_path.read_bytes() if run.settings_path.exists() else None
             verdict = self._train(run, shelf, resume)
+            if before is not None and verdict.exit_code in (2, 3):
+                run.settings_path.write_bytes(before)  # what was refused is not what the run is
         if new and verdict.exit_code in (2, 3) and not run.ledger() and not shelf.steps():
             shutil.rmtree(run.path)  # it did nothing, and its name should be free for the next try
         return verdict
@@ -159,7 +164,7 @@ class Job:
                 "--resume, or give another folder with --checkpoints."
             )
         done = certified_steps(run)
-        if resume and done is not None and done >= self.task.steps:
+        if resume and done is not None and done >= self.task.steps and not self._final_differs(run, shelf):
             if done > self.task.steps:
                 raise WrongUse(f"{run.path} is finished at step {done}. Give more --steps to go on, or leave them out.")
             try:
@@ -190,7 +195,7 @@ class Job:
             partial(self._certified, run, shelf),
         )  # fmt: skip
         try:
-            outcome = supervisor.supervise(partial(self._rank, run, shelf))
+            outcome = supervisor.supervise(partial(self._rank, run, shelf, resume))
         except KeyboardInterrupt:  # while hosts meet; no rank was there
             outcome = Outcome(interrupted=True)
         except (NotDone, Damaged) as reason:
@@ -207,6 +212,14 @@ class Job:
             verdict.evidence.append(f"{supervisor.recoveries} times ranks were started again")
         return verdict
 
+    @staticmethod
+    def _final_differs(run: Run, shelf: Shelf) -> bool:
+        """Whether the weights of a run that was finished are not there any more as they were."""
+        try:
+            return bool(final_differs(run.weights_path, shelf.open(max(shelf.steps(), default=0)).manifest))
+        except (Damaged, OSError):
+            return True
+
     def _hosts_used(self, ranks: list[int]) -> int:
         """Of hosts with so many ranks each, how many of the first make a world that some layout fits."""
         for used in range(len(ranks), 0, -1):
@@ -214,7 +227,7 @@ class Job:
                 return used
         return 1
 
-    def _rank(self, run: Run, shelf: Shelf, host: Host) -> Summary:
+    def _rank(self, run: Run, shelf: Shelf, resume: bool, host: Host) -> Summary:
         """What each rank does."""
         options = self.options
         layout = self.layout
@@ -228,7 +241,7 @@ class Job:
             beat = Beat(row, options.timeout)
             engine = Engine(
                 self.task, layout, device=self.cluster.device, timeout=timedelta(seconds=options.timeout),
-                init_from=options.init_from, guard=Guard(options.bad, options.spike),
+                init_from=None if shelf.steps() else options.init_from, guard=Guard(options.bad, options.spike),
             )  # fmt: skip
             undo.enter_context(engine)
             own, guests = ([[Slot(m) for m in slots] for slots in by_rank] for by_rank in (host.memory, host.guests))
@@ -250,6 +263,8 @@ class Job:
                 if not host.restarted:
                     screen.start()
                 listener = Listener(screen.step, screen.evaluation, screen.resumed, screen.said)
+                if resume and not host.restarted and not shelf.steps() and options.meet is None:
+                    screen.said(f"   note  {shelf.store.url} holds nothing to go on from: beginning at step 0")
             drill = None if host.restarted else options.drill()
             loop = Loop(engine, run, log, keeper, restorer, beat, listener, options.compare_steps, drill)
             return loop.train()
@@ -268,6 +283,11 @@ class Job:
         )
 
     def _verdict(self, run: Run, shelf: Shelf, outcome: Outcome) -> Verdict:
+        if outcome.interrupted and self.options.meet is not None:
+            return Verdict(
+                False, "this host has left the run; the others go on if they are enough", [],
+                next="Start the same command here again to join them.", code=130,
+            )  # fmt: skip
         if outcome.interrupted:
             saved = f"saved up to step {max(shelf.steps())}" if shelf.steps() else "nothing was saved yet"
             return Verdict(
@@ -302,7 +322,8 @@ class Job:
                 False, f"{type(self.task).__name__} learned nothing: every step was skipped", evidence,
                 next="Look at the first step's loss: is a target out of range, a log of 0, an input not finite?",
             )  # fmt: skip
-        return Verdict(True, f"trained {type(self.task).__name__} for {summary.steps} steps on {self.layout}", evidence)
+        layout = shelf.open(summary.steps).manifest.facts["layout"]
+        return Verdict(True, f"trained {type(self.task).__name__} for {summary.steps} steps on {layout}", evidence)
 
     @staticmethod
     def _not_done(run: Run, reason: Exception) -> Verdict:
@@ -346,6 +367,23 @@ def _fitted(layout: Layout, global_batch: int, world: int, task: Task | None = N
             check_model(option, model, anatomy)
             return option
     raise WrongUse(f"the model cannot be cut by any layout near {layout} on {world} ranks. Give --layout.")
+
+
+def _some_fit(layout: Layout, global_batch: int, ranks: int, nodes: int) -> bool:
+    """Whether some number of hosts up to all of them can be laid out: others stand by then."""
+    return any(layout.fitted(global_batch, ranks * used) for used in range(nodes, 0, -1))
+
+
+@contextmanager
+def _held(store: Store) -> Iterator[None]:
+    try:
+        holding = store.held()
+        with holding:
+            yield
+    except OSError as error:
+        if error.filename is None or str(store.url) not in str(error.filename):
+            raise
+        raise WrongUse(f"{store.url} cannot be written to: {error.strerror}. Give another folder.") from None
 
 
 def _place(layout: str | None, on: str | None, nodes: int = 1) -> tuple[Layout, int]:

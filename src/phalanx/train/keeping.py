@@ -158,14 +158,19 @@ class Keeper:
         """Keep what is due."""
         step, policy = self.engine.step_number, self.policy
         self._given_up = "failed" in wishes
-        save = bool(policy.steps and step % policy.steps == 0) or "save" in wishes or self._owed
+        due = bool(
+            policy.steps and step % policy.steps == 0
+        )  # this step and no other: the file before it is waited for
+        save = due or "save" in wishes or self._owed
         stage = save or bool(policy.memory_steps and step % policy.memory_steps == 0)
         if last or "stop" in wishes:
             self.save_now()
-        elif stage and ("busy" in wishes or ("resting" in wishes and not save)):
+        elif stage and not due and ("busy" in wishes or ("resting" in wishes and not save)):
             self._owed = save
         elif stage:
             self._owed = False
+            if "busy" in wishes:
+                self._settled()
             self.stage(save)
 
     def save_now(self) -> None:

@@ -16,6 +16,7 @@ from phalanx.launch.beats import STEPS, Beat
 from phalanx.parallel import collectives
 from phalanx.run import EventLog, Run
 from phalanx.train.engine import Engine
+from phalanx.train.guard import BadNumbers
 from phalanx.train.keeping import Keeper
 from phalanx.train.replay import replay
 from phalanx.train.replicas import Corrupted, comparable, compare
@@ -86,8 +87,10 @@ class Loop:
         self.summary.steps = engine.step_number
         if not self.summary.stopped:
             self.beat.unhurried(for_ever=True)
-            self.keeper.save_now()
-            write_weights(engine.spread, self.run.weights_path, writer=engine.environment.rank == 0)
+            try:
+                self.keeper.save_now()
+            finally:  # they may have room where checkpoints have none
+                write_weights(engine.spread, self.run.weights_path, writer=engine.environment.rank == 0)
             if engine.held_out is not None and task.steps:
                 self._evaluate()
         self.log.write(
@@ -160,15 +163,20 @@ class Loop:
         if metrics.bad:
             ids = engine.order.ids(metrics.step)[:SHOWN_SAMPLES].tolist()
             self.log.write("bad", step=metrics.step, reason=metrics.bad, action=engine.guard.action, sample_ids=ids)
-        engine.guard.note(metrics.loss, metrics.bad, metrics.step)
+        try:
+            engine.guard.note(metrics.loss, metrics.bad, metrics.step)
+        except BadNumbers:
+            engine.undo_count(metrics)  # so that whoever goes on begins with this step
+            self.keeper.save_now()
+            raise
         if metrics.bad and self._undone(metrics):
             return False
         last = engine.step_number == task.steps
         if self.compare_steps and (last or engine.step_number % self.compare_steps == 0):
             self.beat.unhurried()
             self._compare()
-        if self.keeper.new:
-            self.beat.unhurried()  # the first copies also have to get their memory
+        if self.keeper.new or self.keeper.busy:
+            self.beat.unhurried(for_ever=True)  # memory has to be got, or a file to be waited for
         if last or "stop" in metrics.wishes:
             self.beat.unhurried(for_ever=True)
         self.keeper.after_step(metrics.wishes, last)

@@ -42,10 +42,14 @@ class Options:
         if self.timeout <= 0:
             raise WrongUse(f"--timeout {self.timeout:g} leaves no time to wait. Give seconds above 0.")
         Guard(self.bad, self.spike)
+        if min(self.min_nodes, self.max_nodes) < 1 or self.min_nodes > self.max_nodes:
+            raise WrongUse(
+                f"--min-nodes {self.min_nodes} and --max-nodes {self.max_nodes} cannot be. Ask for 1 <= min <= max."
+            )
         if self.keep < 1:
             raise WrongUse(f"--keep {self.keep} would keep nothing to go on from. Give 1 or more.")
         for name, value in asdict(self).items():
-            if isinstance(value, (int, float)) and value < 0:
+            if isinstance(value, (int, float)) and not value >= 0:
                 raise WrongUse(f"--{name.replace('_', '-')} {value:g} is below 0. Give 0 for never, or more.")
 
         if (max(self.min_nodes, self.max_nodes) > 1) != (self.meet is not None):
