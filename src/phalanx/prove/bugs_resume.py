@@ -101,10 +101,10 @@ def tp_parts_saved_in_each_others_place(replace: Replace) -> None:
     """Each rank of tp saves its part of a weight where the other's belongs."""
     plain = State._parts
 
-    def parts(self: State, *args: Any) -> Iterator[Entry]:
+    def parts(self: State, *args: Any, **options: Any) -> Iterator[Entry]:
         with replacing() as swap:
             swap(state, "boxes", _other_part("tp"))
-            yield from list(plain(self, *args))
+            yield from list(plain(self, *args, **options))
 
     replace(State, "_parts", parts)
 

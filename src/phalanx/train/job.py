@@ -209,7 +209,8 @@ class Job:
             return Verdict(True, f"done: the first host says what came of it, in {run.path}")
         verdict = self._verdict(run, shelf, outcome)
         if supervisor.recoveries:
-            verdict.evidence.append(f"{supervisor.recoveries} times ranks were started again")
+            times = "once" if supervisor.recoveries == 1 else f"{supervisor.recoveries} times"
+            verdict.evidence.append(f"ranks were started again {times}")
         return verdict
 
     @staticmethod
