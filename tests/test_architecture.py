@@ -105,7 +105,7 @@ def test_tests_mirror_the_source() -> None:
         "train.loop", "train.optimizers", "train.scale", "prove.trial", "prove.witness", "prove.outcome",
         "prove.record",
         "prove.scene", "prove.explain", "prove.stopped", "prove.finding", "prove.sites", "prove.bugs_around",
-        "prove.bugs_resume", "train.options",
+        "prove.bugs_resume", "train.options", "train.placing",
         "prove.cases", "prove.job", "prove.causes", "prove.replacing",
     }  # fmt: skip
     for path in modules():

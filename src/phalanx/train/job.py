@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields, replace
 from datetime import timedelta
 from functools import partial
@@ -43,6 +43,7 @@ from phalanx.train.guard import Guard
 from phalanx.train.keeping import Keeper
 from phalanx.train.loop import Listener, Loop, Summary
 from phalanx.train.options import Options
+from phalanx.train.placing import fitted, place, ranks_of, some_fit
 from phalanx.train.restoring import Restorer
 from phalanx.verdict import Verdict
 from phalanx.watch.screen import Screen, sparkline
@@ -98,14 +99,14 @@ class Job:
         given = {f.name: ran[f.name] for f in fields(Options) if f.name in ran}
         settled = Options(**given | {name: value for name, value in options.items() if value is not None})
         if resume and on and not layout and "layout" in ran:  # the same on another number of ranks: as close as can be
-            layout = str(_fitted(Layout.parse(ran["layout"]), made.global_batch, _ranks(on) * settled.max_nodes))
-        chosen, ranks = _place(
+            layout = str(fitted(Layout.parse(ran["layout"]), made.global_batch, ranks_of(on) * settled.max_nodes))
+        chosen, ranks = place(
             layout or (None if on else ran.get("layout")), on or (None if layout else ran.get("on")), settled.max_nodes
         )
         if exact:
             before = Layout.parse(ran["layout"]).exact if "layout" in ran else 0
             chosen = replace(chosen, exact=chosen.exact or before).exactly(made.global_batch)
-        if settled.meet is None or not _some_fit(chosen, made.global_batch, ranks, settled.max_nodes):
+        if settled.meet is None or not some_fit(chosen, made.global_batch, ranks, settled.max_nodes):
             chosen.check(made.global_batch, ranks * settled.max_nodes)
         drill = settled.drill()
         if drill and not (drill[0] < ranks * settled.max_nodes and 0 < drill[1] <= made.steps):
@@ -173,7 +174,7 @@ class Job:
             except (NotDone, Damaged) as reason:
                 return self._not_done(run, reason)
         run.certificate_path.unlink(missing_ok=True)  # of a shorter run, which goes on now
-        place = {
+        words = {
             "task": _absolute(self.reference),
             "layout": str(self.layout),
             "on": f"local:{self.cluster.world}",
@@ -182,7 +183,7 @@ class Job:
         }
         print(f"  proof  {said(self.task, plain_settings(self.task), self.layout, run.path.parent, self.reference)}")
         if options.meet is None or not run.settings_path.exists():
-            run.write_settings({"run": place, "settings": plain_settings(self.task)})
+            run.write_settings({"run": words, "settings": plain_settings(self.task)})
         meeting = None
         if options.meet is not None:
             meeting = Meeting(
@@ -233,7 +234,7 @@ class Job:
         options = self.options
         layout = self.layout
         if host.world != layout.world:
-            layout = _fitted(layout, self.task.global_batch, host.world, self.task)
+            layout = fitted(layout, self.task.global_batch, host.world, self.task)
         with ExitStack() as undo:
             environment = Environment.detect()
             log = undo.enter_context(EventLog(run, environment.rank))
@@ -352,29 +353,6 @@ def _absolute(reference: str) -> str:
     return f"{Path(file).resolve()}{colon}{name}" if file.endswith(".py") else reference
 
 
-def _fitted(layout: Layout, global_batch: int, world: int, task: Task | None = None) -> Layout:
-    """The closest layout for so many ranks, which the task's model, if it is given, can be cut by."""
-    options = layout.fitted(global_batch, world)
-    if not options:
-        raise WrongUse(
-            f"no layout near {layout} works on {world} ranks with global_batch={global_batch}. Give --layout."
-        )
-    if task is None:
-        return options[0]
-    model = Blueprint(task.model, task.seed).model
-    anatomy = task.anatomy(model)
-    for option in options:
-        with suppress(WrongUse):
-            check_model(option, model, anatomy)
-            return option
-    raise WrongUse(f"the model cannot be cut by any layout near {layout} on {world} ranks. Give --layout.")
-
-
-def _some_fit(layout: Layout, global_batch: int, ranks: int, nodes: int) -> bool:
-    """Whether some number of hosts up to all of them can be laid out: others stand by then."""
-    return any(layout.fitted(global_batch, ranks * used) for used in range(nodes, 0, -1))
-
-
 @contextmanager
 def _held(store: Store) -> Iterator[None]:
     try:
@@ -385,21 +363,3 @@ def _held(store: Store) -> Iterator[None]:
         if error.filename is None or str(store.url) not in str(error.filename):
             raise
         raise WrongUse(f"{store.url} cannot be written to: {error.strerror}. Give another folder.") from None
-
-
-def _place(layout: str | None, on: str | None, nodes: int = 1) -> tuple[Layout, int]:
-    """The layout and the number of ranks on each host, each from the other where only one is given."""
-    ranks = None if on is None else _ranks(on)
-    if layout is None:
-        return Layout(dp=(ranks or 1) * nodes), ranks or 1
-    parsed = Layout.parse(layout)
-    return parsed, max(1, parsed.world // nodes) if ranks is None else ranks
-
-
-def _ranks(on: str) -> int:
-    place, _, number = on.partition(":")
-    if place != "local":
-        raise WrongUse(f"--on {on}: {place!r} is not a place that is known. Use local:N, e.g. local:2.")
-    if not number.isdigit() or int(number) < 1:
-        raise WrongUse(f"--on {on} does not say how many ranks. Write it like local:2.")
-    return int(number)

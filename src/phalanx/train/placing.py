@@ -1,0 +1,52 @@
+"""Which layout on how many ranks: from the command line's words, and again when the number of ranks has changed."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+from phalanx.errors import WrongUse
+from phalanx.layout import Layout
+from phalanx.parallel.blueprint import Blueprint
+from phalanx.parallel.spread import check_model
+from phalanx.task import Task
+
+
+def fitted(layout: Layout, global_batch: int, world: int, task: Task | None = None) -> Layout:
+    """The closest layout for so many ranks, which the task's model, if it is given, can be cut by."""
+    options = layout.fitted(global_batch, world)
+    if not options:
+        raise WrongUse(
+            f"no layout near {layout} works on {world} ranks with global_batch={global_batch}. Give --layout."
+        )
+    if task is None:
+        return options[0]
+    model = Blueprint(task.model, task.seed).model
+    anatomy = task.anatomy(model)
+    for option in options:
+        with suppress(WrongUse):
+            check_model(option, model, anatomy)
+            return option
+    raise WrongUse(f"the model cannot be cut by any layout near {layout} on {world} ranks. Give --layout.")
+
+
+def some_fit(layout: Layout, global_batch: int, ranks: int, nodes: int) -> bool:
+    """Whether some number of hosts up to all of them can be laid out: others stand by then."""
+    return any(layout.fitted(global_batch, ranks * used) for used in range(nodes, 0, -1))
+
+
+def place(layout: str | None, on: str | None, nodes: int = 1) -> tuple[Layout, int]:
+    """The layout and the number of ranks on each host, each from the other where only one is given."""
+    ranks = None if on is None else ranks_of(on)
+    if layout is None:
+        return Layout(dp=(ranks or 1) * nodes), ranks or 1
+    parsed = Layout.parse(layout)
+    return parsed, max(1, parsed.world // nodes) if ranks is None else ranks
+
+
+def ranks_of(on: str) -> int:
+    place, _, number = on.partition(":")
+    if place != "local":
+        raise WrongUse(f"--on {on}: {place!r} is not a place that is known. Use local:N, e.g. local:2.")
+    if not number.isdigit() or int(number) < 1:
+        raise WrongUse(f"--on {on} does not say how many ranks. Write it like local:2.")
+    return int(number)
