@@ -115,6 +115,8 @@ class Keeper:
         self._given_up = False
         self._rest_until = 0.0
         self._begun = False
+        self.unhurried: Callable[[], object] = lambda: None
+        """Told before something that may take much longer than a step."""
         self._cut_off = False
         """The next host did not answer, and is not asked again."""
         self._frugal: bool | None = None
@@ -170,6 +172,7 @@ class Keeper:
         elif stage:
             self._owed = False
             if "busy" in wishes:
+                self.unhurried()
                 self._settled()
             self.stage(save)
 
@@ -217,6 +220,8 @@ class Keeper:
         if self._frugal and not save:
             return
         slot = self.slots[0] if self._frugal else min(self.slots, key=lambda slot: slot.step() or -1)
+        if slot.step() is None:
+            self.unhurried()  # its memory has to be got first
         places = slot.lay_out(entries)
         copies = []
         for entry, place in zip(entries, places, strict=True):
@@ -278,11 +283,6 @@ class Keeper:
         """Wait until nothing is under way on any rank."""
         self.drain()
         collectives.everybodys([], self.engine.mesh.world)
-
-    @property
-    def new(self) -> bool:
-        """Whether a slot has no memory yet."""
-        return any(slot.step() is None for slot in self.slots)
 
     def close(self, wait: bool = True) -> None:
         """End; without ``wait`` what is under way is left to end with the process."""

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import partial
 
 from phalanx.checkpoint.weights import write_weights
 from phalanx.data.loader import StepBatch
@@ -76,6 +77,7 @@ class Loop:
         """Train to the task's last step, evaluate, and leave the weights in the run's folder."""
         engine, task = self.engine, self.engine.task
         self.summary = Summary()
+        self.keeper.unhurried = partial(self.beat.unhurried, for_ever=True)
         with _asked(engine):
             fresh = not self._resume()
             if engine.held_out is not None and fresh:
@@ -175,8 +177,6 @@ class Loop:
         if self.compare_steps and (last or engine.step_number % self.compare_steps == 0):
             self.beat.unhurried()
             self._compare()
-        if self.keeper.new or self.keeper.busy:
-            self.beat.unhurried(for_ever=True)  # memory has to be got, or a file to be waited for
         if last or "stop" in metrics.wishes:
             self.beat.unhurried(for_ever=True)
         self.keeper.after_step(metrics.wishes, last)
