@@ -85,6 +85,13 @@ class Run:
     def certificate_path(self) -> Path:
         return self.path / "final" / "certificate.json"
 
+    def certified_steps(self) -> int | None:
+        """How long the run is if it is finished; None if it is not."""
+        try:
+            return int(json.loads(self.certificate_path.read_text())["steps"])
+        except (OSError, ValueError, KeyError):
+            return None
+
     def held(self, patience: float = 0.0, what: str = "") -> AbstractContextManager[None]:
         """While this process runs the run: nobody else may."""
         return held(self.path, patience, what)
@@ -98,9 +105,7 @@ class Run:
         """A number that no generation has had."""
         path = self.path / "generation"
         number = max(self.generation() + 1, at_least)
-        unfinished = path.with_name("generation.unfinished")
-        unfinished.write_text(f"{number}\n")
-        unfinished.replace(path)
+        write_whole(path, f"{number}\n")
         return number
 
     def ledger(self, rank: int = 0) -> dict[int, dict[str, Any]]:
@@ -118,22 +123,28 @@ class Run:
 
     def write_settings(self, settings: Mapping[str, Settings]) -> None:
         """Write ``run.toml``, a table a section. Values that are None are left out."""
-        unfinished = self.settings_path.with_suffix(".unfinished")
-        unfinished.write_text(to_toml(settings))
-        unfinished.replace(self.settings_path)
+        write_whole(self.settings_path, to_toml(settings))
 
     def settings(self) -> dict[str, dict[str, Any]]:
         return read_settings(self.settings_path)
 
-    def events(self, rank: int) -> Iterator[dict[str, Any]]:
-        """What a rank wrote, in order, if anything. A line cut short by a kill is the last one and is left out."""
+    def events(self, rank: int, *kinds: str) -> Iterator[dict[str, Any]]:
+        """What a rank wrote, in order, if anything; of these kinds, or all. What was cut short is no event."""
         if not self.events_path(rank).exists():
             return
+        begins = tuple(f'{{"kind": "{kind}"' for kind in kinds) or ("{",)  # a long run's log is not parsed for a few
         with self.events_path(rank).open() as lines:
             for line in lines:
-                with suppress(ValueError):  # cut short by a kill, or by a full disk: no event
-                    if line.endswith("\n"):
+                if line.startswith(begins) and line.endswith("\n"):
+                    with suppress(ValueError):  # cut by a full disk
                         yield json.loads(line)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a small file so that whoever reads it finds the old text or the new."""
+    unfinished = path.with_name(path.name + ".unfinished")
+    unfinished.write_text(text)
+    unfinished.replace(path)
 
 
 @contextmanager

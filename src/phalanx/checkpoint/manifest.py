@@ -24,6 +24,11 @@ class Damaged(Exception):
         self.file, self.reason = file, reason
 
 
+def unreadable(file: str, error: OSError) -> Damaged:
+    """What cannot be read, as damage."""
+    return Damaged(file, f"cannot be read: {error.strerror or error}")
+
+
 @dataclass(frozen=True)
 class Chunk:
     """Some rows of a box of a tensor, as bytes of a file."""

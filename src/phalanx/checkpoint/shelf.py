@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from phalanx.checkpoint.hashing import hashed
-from phalanx.checkpoint.manifest import MANIFEST, Chunk, Damaged, Manifest
+from phalanx.checkpoint.manifest import MANIFEST, Chunk, Damaged, Manifest, unreadable
 from phalanx.checkpoint.read import Wanted, read
 from phalanx.checkpoint.store import Folder, Store
 from phalanx.checkpoint.write import Piece, check_file, write_part
@@ -71,6 +71,8 @@ class Checkpoint:
                 self._check_part(f"part-{rank:05d}")
             except Damaged as damage:
                 yield damage
+            except OSError as error:
+                yield unreadable(f"{self.where}/part-{rank:05d}.json", error)
         for name, held in self.manifest.tensors.items():
             total = 0
             try:
@@ -81,16 +83,16 @@ class Checkpoint:
             except Damaged as damage:
                 yield damage
                 continue
+            except OSError as error:
+                yield unreadable(f"{self.where}/{chunk.file}", error)
+                continue
             if total % (1 << 64) != held.hash:
                 yield Damaged(f"{self.where}/{MANIFEST}", f"does not have the hash of {name} as it is")
 
     def _check_part(self, part: str) -> None:
-        where = f"{self.where}/{part}.json"
-        try:
-            content = self.store.read(f"{self.name}/{part}.json")
-        except OSError as error:
-            raise Damaged(where, f"cannot be read: {error.strerror or error}") from None
-        check_file(self.store, f"{self.name}/{part}.safetensors", Manifest.parse(content, where))
+        content = _read(self.store, f"{self.name}/{part}.json")
+        described = Manifest.parse(content, f"{self.where}/{part}.json")
+        check_file(self.store, f"{self.name}/{part}.safetensors", described)
 
 
 class Shelf:
@@ -236,7 +238,7 @@ def _read(store: Store, file: str, start: int = 0, stop: int | None = None) -> b
         try:
             return store.read(file, start, stop)
         except (FileNotFoundError, NotADirectoryError) as error:
-            raise Damaged(f"{store.url}/{file}", f"cannot be read: {error.strerror or error}") from None
+            raise unreadable(f"{store.url}/{file}", error) from None
         except OSError:
             if attempt + 1 == ATTEMPTS:
                 raise

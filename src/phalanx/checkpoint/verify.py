@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
 from phalanx.checkpoint.hashing import hashed
-from phalanx.checkpoint.manifest import Damaged, Manifest
+from phalanx.checkpoint.manifest import Damaged, Manifest, unreadable
 from phalanx.checkpoint.shelf import Shelf
 from phalanx.checkpoint.store import open_store
 from phalanx.errors import WrongUse
@@ -60,7 +59,7 @@ def verify(path: str, progress: Progress | None = None) -> Verdict:
     lines += [f"unfinished: {name}; it is no checkpoint, and goes when the run goes on" for name in shelf.leftovers()]
     lines += [f"set aside: {name}, found damaged when the run went on" for name in shelf.damaged()]
     final = Run(path).weights_path
-    if newest is not None and final.exists() and newest.step == _finished(Run(path)):
+    if newest is not None and final.exists() and newest.step == Run(path).certified_steps():
         differs = final_differs(final, newest)
         wrong += differs
         lines.append(f"{final}: " + (str(differs[0].reason) if differs else "the weights of the last checkpoint"))
@@ -73,19 +72,13 @@ def verify(path: str, progress: Progress | None = None) -> Verdict:
     return Verdict(True, f"{whole} of {len(steps)} checkpoints are whole", lines)
 
 
-def _finished(run: Run) -> int | None:
-    """The step after which the run was done; one that goes on has the weights of a shorter run, or none."""
-    try:
-        return int(json.loads(run.certificate_path.read_text())["steps"])
-    except (OSError, ValueError, KeyError):
-        return None
-
-
 def _check(shelf: Shelf, step: int, progress: Progress | None) -> Manifest | list[Damaged]:
     try:
         checkpoint = shelf.open(step)
     except Damaged as damage:
         return [damage]
+    except OSError as error:
+        return [unreadable(f"{shelf.store.url}/{shelf.name(step)}", error)]
     done = 0
 
     def advanced(count: int) -> None:

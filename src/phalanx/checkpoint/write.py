@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from phalanx.checkpoint.hashing import hashed
-from phalanx.checkpoint.manifest import Chunk, Damaged, Held, Manifest
+from phalanx.checkpoint.manifest import Chunk, Damaged, Held, Manifest, unreadable
 from phalanx.checkpoint.slot import Staged
 from phalanx.checkpoint.store import Store
 from phalanx.checkpoint.weights import header, raw_bytes
@@ -161,7 +161,7 @@ def check_file(store: Store, file: str, part: Manifest) -> None:
     try:
         size, found = store.size(file), store.read(file, 0, len(begin))
     except OSError as error:
-        raise Damaged(f"{store.url}/{file}", f"cannot be read: {error.strerror or error}") from None
+        raise unreadable(f"{store.url}/{file}", error) from None
     if size != len(begin) + part.size:
         raise Damaged(f"{store.url}/{file}", f"has {size:,} bytes, and {len(begin) + part.size:,} were written")
     if found != begin:

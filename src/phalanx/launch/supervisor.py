@@ -118,7 +118,7 @@ class Supervisor:
         if met is None:
             self.meeting.leave("was asked to stop")
             return None
-        used = self.takes_part(met.ranks)
+        used = max(1, self.takes_part(met.ranks))  # what fits nowhere is refused by its ranks, in words
         if met.node == 0 and not self.leads:
             self._hold()
         self.leads = met.node == 0

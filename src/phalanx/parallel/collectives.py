@@ -193,8 +193,10 @@ def broadcast(tensor: Tensor, group: Group, source: int) -> None:
     dist.broadcast(tensor, group=group, group_src=source)
 
 
-def told(words: list[str], group: Group, source: int) -> list[str]:
+def told(words: list[str], group: Group | None, source: int) -> list[str]:
     """What one rank of the group says."""
+    if group is None:
+        return words
     said = [words]
     dist.broadcast_object_list(said, group=group, group_src=source)
     return said[0]

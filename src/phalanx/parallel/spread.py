@@ -180,7 +180,7 @@ class Spread:
     def from_last_stage(self, words: list[str]) -> list[str]:
         """What the last stage has to say, on all stages."""
         group = self.mesh.group("pp")
-        return words if group is None else collectives.told(words, group, group.size() - 1)
+        return collectives.told(words, group, self.mesh.size("pp") - 1)
 
     def start(self, micro_batches: Sequence[Any], actions: Sequence[Action]) -> None:
         """Before the first action of a step, or of an evaluation."""

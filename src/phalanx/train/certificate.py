@@ -8,7 +8,7 @@ from typing import Any
 
 from phalanx.checkpoint.shelf import Shelf
 from phalanx.data.order import Order, digest
-from phalanx.run import Run
+from phalanx.run import Run, write_whole
 from phalanx.task import Task
 
 CHECKED = 1000
@@ -17,14 +17,6 @@ CHECKED = 1000
 
 class NotDone(Exception):
     """The run's events do not show that it is done."""
-
-
-def certified_steps(run: Run) -> int | None:
-    """How long a finished run is; None if it is not finished."""
-    try:
-        return int(json.loads(run.certificate_path.read_text())["steps"])
-    except (OSError, ValueError, KeyError):
-        return None
 
 
 def _whole_ledger(run: Run, steps: int) -> dict[int, dict[str, Any]]:
@@ -41,14 +33,13 @@ def _whole_ledger(run: Run, steps: int) -> dict[int, dict[str, Any]]:
 def _again(run: Run) -> Iterator[float]:
     """By how much the loss differed each time a step was done again, which must be on the same samples."""
     before: dict[int, dict[str, Any]] = {}
-    for event in run.events(0):
-        if event["kind"] == "step":
-            known = before.get(event["step"])
-            if known is not None and known["samples"] != event["samples"]:
-                raise NotDone(f"step {event['step'] + 1} trained on other samples when it was done again")
-            if known is not None:
-                yield abs(float(known["loss"]) - float(event["loss"])) if known["loss"] != event["loss"] else 0.0
-            before[event["step"]] = event
+    for event in run.events(0, "step"):
+        known = before.get(event["step"])
+        if known is not None and known["samples"] != event["samples"]:
+            raise NotDone(f"step {event['step'] + 1} trained on other samples when it was done again")
+        if known is not None:
+            yield abs(float(known["loss"]) - float(event["loss"])) if known["loss"] != event["loss"] else 0.0
+        before[event["step"]] = event
 
 
 def certify(run: Run, task: Task, shelf: Shelf) -> dict[str, Any]:
@@ -57,7 +48,7 @@ def certify(run: Run, task: Task, shelf: Shelf) -> dict[str, Any]:
     missing = [step for step in range(task.steps) if step not in ledger]
     if missing:
         raise NotDone(f"{len(missing)} of {task.steps} planned steps were not done, step {missing[0] + 1} among them")
-    starts = [event for event in run.events(0) if event["kind"] == "start"]
+    starts = list(run.events(0, "start"))
     order = Order(starts[-1]["data"], task.global_batch, task.seed)
     for step in range(0, task.steps, max(1, task.steps // CHECKED)):
         if ledger[step]["samples"] != digest(order.ids(step)):
@@ -80,7 +71,5 @@ def certify(run: Run, task: Task, shelf: Shelf) -> dict[str, Any]:
         "left_out": [step for step, event in ledger.items() if event["kind"] == "left out"],
     }
     run.certificate_path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = run.certificate_path.with_suffix(".unfinished")
-    unfinished.write_text(json.dumps(found, indent=1) + "\n")
-    unfinished.replace(run.certificate_path)
+    write_whole(run.certificate_path, json.dumps(found, indent=1) + "\n")
     return found

@@ -37,13 +37,13 @@ from phalanx.proofs import said
 from phalanx.run import EventLog, Run, plain, read_settings
 from phalanx.settings import find_task, make_task, parse_assignments, plain_settings
 from phalanx.task import Task
-from phalanx.train.certificate import NotDone, certified_steps, certify
+from phalanx.train.certificate import NotDone, certify
 from phalanx.train.engine import Engine, length
 from phalanx.train.guard import Guard
 from phalanx.train.keeping import Keeper
 from phalanx.train.loop import Listener, Loop, Summary
 from phalanx.train.options import Options
-from phalanx.train.placing import fitted, place, ranks_of, some_fit
+from phalanx.train.placing import fitted, hosts_used, place, ranks_of
 from phalanx.train.restoring import Restorer
 from phalanx.verdict import Verdict
 from phalanx.watch.screen import Screen, sparkline
@@ -106,7 +106,7 @@ class Job:
         if exact:
             before = Layout.parse(ran["layout"]).exact if "layout" in ran else 0
             chosen = replace(chosen, exact=chosen.exact or before).exactly(made.global_batch)
-        if settled.meet is None or not some_fit(chosen, made.global_batch, ranks, settled.max_nodes):
+        if settled.meet is None or not hosts_used(chosen, made.global_batch, [ranks] * settled.max_nodes):
             chosen.check(made.global_batch, ranks * settled.max_nodes)
         drill = settled.drill()
         if drill and not (drill[0] < ranks * settled.max_nodes and 0 < drill[1] <= made.steps):
@@ -164,7 +164,7 @@ class Job:
                 f"{shelf.store.url} holds checkpoints already, up to step {max(shelf.steps())}. Go on from them with "
                 "--resume, or give another folder with --checkpoints."
             )
-        done = certified_steps(run)
+        done = run.certified_steps()
         if resume and done is not None and done >= self.task.steps and not self._final_differs(run, shelf):
             if done > self.task.steps:
                 raise WrongUse(f"{run.path} is finished at step {done}. Give more --steps to go on, or leave them out.")
@@ -192,8 +192,8 @@ class Job:
                 terms={**options.to_repeat(), **plain({"layout": str(self.layout), **plain_settings(self.task)})},
             )  # fmt: skip
         supervisor = Supervisor(
-            run, self.cluster.world, new_memory, options.restarts, options.grace, meeting, self._hosts_used,
-            partial(self._certified, run, shelf),
+            run, self.cluster.world, new_memory, options.restarts, options.grace, meeting,
+            partial(hosts_used, self.layout, self.task.global_batch),             partial(self._certified, run, shelf),
         )  # fmt: skip
         try:
             outcome = supervisor.supervise(partial(self._rank, run, shelf, resume))
@@ -205,7 +205,7 @@ class Job:
             if meeting is not None:
                 meeting.close()
         if not supervisor.leads and not outcome.failures and not outcome.interrupted:
-            if certified_steps(run) != self.task.steps:
+            if run.certified_steps() != self.task.steps:
                 return self._not_done(run, NotDone("there is no certificate"))
             return Verdict(True, f"done: the first host says what came of it, in {run.path}")
         verdict = self._verdict(run, shelf, outcome)
@@ -221,13 +221,6 @@ class Job:
             return bool(final_differs(run.weights_path, shelf.open(max(shelf.steps(), default=0)).manifest))
         except (Damaged, OSError):
             return True
-
-    def _hosts_used(self, ranks: list[int]) -> int:
-        """Of hosts with so many ranks each, how many of the first make a world that some layout fits."""
-        for used in range(len(ranks), 0, -1):
-            if self.layout.fitted(self.task.global_batch, sum(ranks[:used])):
-                return used
-        return 1
 
     def _rank(self, run: Run, shelf: Shelf, resume: bool, host: Host) -> Summary:
         """What each rank does."""
@@ -355,9 +348,9 @@ def _absolute(reference: str) -> str:
 
 @contextmanager
 def _held(store: Store) -> Iterator[None]:
+    """A store held; one that cannot be is refused."""
     try:
-        holding = store.held()
-        with holding:
+        with store.held():
             yield
     except OSError as error:
         if error.filename is None or str(store.url) not in str(error.filename):

@@ -29,6 +29,7 @@ from phalanx.errors import CannotHere
 from phalanx.parallel import collectives
 from phalanx.train.engine import Engine
 from phalanx.train.neighbours import Neighbours
+from phalanx.train.restoring import steps_seen
 
 Note = Callable[..., None]
 REST = 20
@@ -160,9 +161,8 @@ class Keeper:
         """Keep what is due."""
         step, policy = self.engine.step_number, self.policy
         self._given_up = "failed" in wishes
-        due = bool(
-            policy.steps and step % policy.steps == 0
-        )  # this step and no other: the file before it is waited for
+        # this step and no other: the file before it is waited for
+        due = bool(policy.steps and step % policy.steps == 0)
         save = due or "save" in wishes or self._owed
         stage = save or bool(policy.memory_steps and step % policy.memory_steps == 0)
         if last or "stop" in wishes:
@@ -173,24 +173,24 @@ class Keeper:
             self._owed = False
             if "busy" in wishes:
                 self.unhurried()
-                self._settled()
+                self.settled()
             self.stage(save)
 
     def save_now(self) -> None:
         """Have this step on disk when this returns."""
-        self._settled()
-        if self.engine.step_number in self._steps():
+        self.settled()
+        if self.engine.step_number in steps_seen(self.engine, self.shelf):
             return
         self.stage(save=True)
-        reasons = self._settled()
+        reasons = self.settled()
         if reasons:
             raise CannotHere(
                 f"the state after step {self.engine.step_number} could not be saved: {reasons[-1]}. "
                 f"Mend that and go on with --resume, from the last checkpoint in {self.shelf.store.url}."
             )
 
-    def _settled(self) -> list[str]:
-        """Wait until nothing is under way, nor for the part of a rank that could not write it; why any could not."""
+    def settled(self) -> list[str]:
+        """Wait until nothing is under way on any rank, nor for a part that could not be written; why it could not."""
         work = self._work
         if work is None:
             return []
@@ -203,12 +203,6 @@ class Keeper:
         """Why ranks could not save; rank 0, which misses the parts of others then, comes first."""
         own = [] if work.error is None else [str(work.error)]
         return [reason for said in collectives.everybodys(own, self.engine.mesh.world) for reason in said]
-
-    def _steps(self) -> list[int]:
-        """The checkpoints that rank 0 sees: another might look a moment later."""
-        group = self.engine.mesh.world
-        steps = self.shelf.steps()
-        return steps if group is None else [int(s) for s in collectives.told(list(map(str, steps)), group, 0)]
 
     def stage(self, save: bool) -> None:
         """Begin to copy the state as it is now."""
@@ -249,21 +243,23 @@ class Keeper:
         here = hosts.count(hosts[self.engine.environment.rank])
         needed *= here
         if free is not None:  # what slots of the generation before have is theirs already
-            free += here * sum(
-                slot.size() for slot in (*self.slots, *(slot for slots in self.guests for slot in slots))
-            )
+            free += here * sum(slot.size() for slot in self._every_slot())
         short = [f"{needed:,} bytes, and {free:,} are free"] if free is not None and needed > free / 2 else []
         found = [words for said in collectives.everybodys(short, self.engine.mesh.world) for words in said]
         if found and self.policy.memory_steps and self.engine.environment.rank == 0:
             print(f"   note  no copies in memory: two of them on a host would take {found[0]}", flush=True)
         return bool(found)
 
+    def _every_slot(self) -> list[Slot]:
+        """All that this rank writes to."""
+        return [*self.slots, *(slot for slots in self.guests for slot in slots)]
+
     def distrust(self, after: int | None) -> None:
         """What was kept since a step may be wrong: it is put aside, so that nobody goes on from it."""
-        self.settle()
+        self.settled()
         if self.engine.environment.rank == 0:
             self.shelf.distrust(0 if after is None else after)
-        for slot in (*self.slots, *(slot for slots in self.guests for slot in slots)):
+        for slot in self._every_slot():
             slot.void()
         collectives.everybodys([], self.engine.mesh.world)  # nobody leaves before all of it is done
 
@@ -278,11 +274,6 @@ class Keeper:
         """Wait until nothing is under way here."""
         if self._work is not None:
             self._work.done.wait()
-
-    def settle(self) -> None:
-        """Wait until nothing is under way on any rank."""
-        self.drain()
-        collectives.everybodys([], self.engine.mesh.world)
 
     def close(self, wait: bool = True) -> None:
         """End; without ``wait`` what is under way is left to end with the process."""

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from typing import Any
 
 from phalanx.checkpoint.weights import write_weights
 from phalanx.data.loader import StepBatch
@@ -119,19 +120,18 @@ class Loop:
 
     def _left_out(self) -> list[int]:
         """Steps that a rollback has left out since the state that was taken up: they stay so."""
-        found: list[int] = []
-        for event in self.run.events(0) if self.engine.environment.rank == 0 else ():
-            found = event["left_out"] if event["kind"] == "rollback" else found
-        group, words = self.engine.mesh.world, [str(step) for step in found if step >= self.engine.step_number]
-        return [int(step) for step in (words if group is None else collectives.told(words, group, 0))]
+        found = [event["left_out"] for event in self._noted("rollback")]
+        words = [str(step) for step in (found[-1] if found else ()) if step >= self.engine.step_number]
+        return [int(step) for step in collectives.told(words, self.engine.mesh.world, 0)]
 
     def _was_corrupted(self) -> bool:
-        """Whether the generation before this one ended because ranks disagreed."""
-        group, corrupted = self.engine.mesh.world, False
-        for event in self.run.events(0) if self.engine.environment.rank == 0 else ():
-            corrupted = event["kind"] == "corrupted" or (corrupted and event["kind"] != "step")
-        told = [str(corrupted)]
-        return (told if group is None else collectives.told(told, group, 0)) == ["True"]
+        """Whether ranks disagreed, and no step has been done since."""
+        kinds = [event["kind"] for event in self._noted("corrupted", "step")]
+        return collectives.told(kinds[-1:], self.engine.mesh.world, 0) == ["corrupted"]
+
+    def _noted(self, *kinds: str) -> Iterator[dict[str, Any]]:
+        """What the run's events say, to rank 0, which tells the others."""
+        return self.run.events(0, *kinds) if self.engine.environment.rank == 0 else iter(())
 
     def _find_bad_device(self) -> None:
         """All ranks have the same weights again: whoever computes other bits from them is not to be trusted."""
@@ -203,7 +203,7 @@ class Loop:
             self.listener.said(f"{told}; its update was left out")
             return False
         self.beat.unhurried()
-        self.keeper.settle()
+        self.keeper.settled()
         bad_in_a_row = engine.guard.bad_in_a_row
         if self.restorer.restore() is None:
             self.listener.said(f"{told}; nothing is kept yet to go back to, so its update was left out")

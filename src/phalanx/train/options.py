@@ -51,7 +51,6 @@ class Options:
         for name, value in asdict(self).items():
             if isinstance(value, (int, float)) and not value >= 0:
                 raise WrongUse(f"--{name.replace('_', '-')} {value:g} is below 0. Give 0 for never, or more.")
-
         if (max(self.min_nodes, self.max_nodes) > 1) != (self.meet is not None):
             given = f"--min-nodes {self.min_nodes} --max-nodes {self.max_nodes} --meet {self.meet or '(not given)'}"
             raise WrongUse(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 
 from phalanx.errors import WrongUse
@@ -29,9 +30,10 @@ def fitted(layout: Layout, global_batch: int, world: int, task: Task | None = No
     raise WrongUse(f"the model cannot be cut by any layout near {layout} on {world} ranks. Give --layout.")
 
 
-def some_fit(layout: Layout, global_batch: int, ranks: int, nodes: int) -> bool:
-    """Whether some number of hosts up to all of them can be laid out: others stand by then."""
-    return any(layout.fitted(global_batch, ranks * used) for used in range(nodes, 0, -1))
+def hosts_used(layout: Layout, global_batch: int, ranks: Sequence[int]) -> int:
+    """Of hosts with so many ranks each, how many of the first make a world that some layout fits; others stand by."""
+    fits = (used for used in range(len(ranks), 0, -1) if layout.fitted(global_batch, sum(ranks[:used])))
+    return next(fits, 0)
 
 
 def place(layout: str | None, on: str | None, nodes: int = 1) -> tuple[Layout, int]:

@@ -6,7 +6,7 @@ are written to a file together with everybody's, from which any layout reads. A 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,11 @@ def load(engine: Engine, folder: str | Path) -> int | None:
     return None if found is None else engine.step_number
 
 
+def steps_seen(engine: Engine, shelf: Shelf) -> list[int]:
+    """The checkpoints that rank 0 sees: another rank might look a moment later. All ranks must ask."""
+    return [int(step) for step in collectives.told([str(step) for step in shelf.steps()], engine.mesh.world, 0)]
+
+
 class Restorer:
     """A rank's way back. All ranks take the same one."""
 
@@ -59,14 +64,15 @@ class Restorer:
 
     def restore(self) -> str | None:
         """Take up the newest whole state and say where it was; None if there is none."""
-        steps = self._agreed(self.shelf.steps())
+        steps = steps_seen(self.engine, self.shelf)
         newest_file = max(steps, default=-1)
-        moment = self._newest_on_every_host()
+        held = self._in_memory()
+        moment = self._newest_on_every_host(held)
         if moment is not None and moment[1] >= newest_file:
-            self._from_memory(moment)
+            self._from_memory(held[moment])
             self._void_all_but(moment)
             return "memory"
-        rescued = self._rescue(newest_file) if len(set(self.engine.environment.hosts)) > 1 else None
+        rescued = self._rescue(held, newest_file) if len(set(self.engine.environment.hosts)) > 1 else None
         if rescued is not None:
             steps = [*steps, rescued]
         damaged: list[str] = []
@@ -102,29 +108,22 @@ class Restorer:
             if slot.step() is not None and _moment(slot.staged()) != moment:
                 slot.void()
 
-    def _agreed(self, steps: Sequence[int]) -> list[int]:
-        """Rank 0's list: another might look a moment later."""
-        return [int(step) for step in self._told([str(step) for step in steps], 0)]
-
-    def _told(self, words: list[str], rank: int) -> list[str]:
-        group = self.engine.mesh.world
-        return words if group is None else collectives.told(words, group, rank)
-
     def _everybodys(self, words: list[str]) -> list[list[str]]:
         return collectives.everybodys(words, self.engine.mesh.world)
 
     # Memory of this host.
 
-    def _whole_slots(self) -> Iterator[Staged]:
+    def _in_memory(self) -> dict[Moment, list[Staged]]:
+        """All whole copies on this host, by moment."""
+        held: dict[Moment, list[Staged]] = {}
         for slot in self.slots:
             if slot.step() is not None:
-                yield slot.staged()
+                staged = slot.staged()
+                held.setdefault(_moment(staged), []).append(staged)
+        return held
 
-    def _newest_on_every_host(self) -> Moment | None:
+    def _newest_on_every_host(self, held: Mapping[Moment, list[Staged]]) -> Moment | None:
         """The newest moment of which each rank finds all that it needs on its own host."""
-        held: dict[Moment, list[Staged]] = {}
-        for staged in self._whole_slots():
-            held.setdefault(_moment(staged), []).append(staged)
         whole = [f"{generation} {step}" for (generation, step), found in held.items() if self._enough(found)]
         common = set.intersection(*(set(words) for words in self._everybodys(whole)))
         moments = [(int(generation), int(step)) for generation, step in map(str.split, common)]
@@ -140,8 +139,7 @@ class Restorer:
         needed = {f"model/{name}" for name, weight in self.engine.spread.weights.items() if weight.piece.numel()}
         return needed <= held.keys() and all(held[name] == shapes[name] for name in held)
 
-    def _from_memory(self, moment: Moment) -> None:
-        found = [staged for staged in self._whole_slots() if _moment(staged) == moment]
+    def _from_memory(self, found: list[Staged]) -> None:
         tensors: dict[str, Held] = {}
         views: dict[tuple[str, Box], Tensor] = {}
         numbers: dict[str, Any] = {}
@@ -159,11 +157,11 @@ class Restorer:
 
     # Memory of all hosts.
 
-    def _rescue(self, newest_file: int) -> int | None:
+    def _rescue(self, held: Mapping[Moment, list[Staged]], newest_file: int) -> int | None:
         """Write the newest moment that all hosts together still hold to a file; its step, if it beats the files."""
         hosts, here = self.engine.environment.hosts, self.engine.environment.rank
         speaks = hosts.index(hosts[here]) == here
-        own = {(*_moment(s), s.facts["rank"]): s for s in (self._whole_slots() if speaks else ())}
+        own = {(*moment, s.facts["rank"]): s for moment, found in held.items() if speaks for s in found}
         said = self._everybodys([f"{generation} {step} {rank}" for generation, step, rank in own])
         keepers: dict[tuple[int, int, int], int] = {}
         for speaker, words in enumerate(said):
@@ -185,7 +183,7 @@ class Restorer:
             patience = self.engine.timeout.total_seconds()
             self.shelf.commit(self.generation, moment[1], sizes[moment], patience, lambda: False)
             self.note("checkpoint", step=moment[1], rescued=True)
-        self._told([], 0)  # it is there when all go on
+        self._everybodys([])  # it is there when all go on
         return moment[1]
 
     # Files.
