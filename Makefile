@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: train test lint check bench clean
+.PHONY: train test test-every lint check bench clean
 
 .venv/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -22,6 +22,9 @@ train: .venv/ready  ## prove that two ranks train like one, then train a small l
 
 test: .venv/ready lint  ## lint, then all tests
 	$(BIN)/pytest
+
+test-every: .venv/ready lint  ## the exhaustive tests too: about an hour
+	$(BIN)/pytest --every
 
 lint: .venv/ready
 	$(BIN)/ruff check .

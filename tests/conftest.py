@@ -19,7 +19,19 @@ preload()  # torch sets an environment variable when it first imports its compil
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--every-layout", action="store_true", help="try all layouts of 4 and 8 ranks")
+    parser.addoption("--every", action="store_true", help="the exhaustive tests too, and all layouts of 4 and 8 ranks")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "every: an exhaustive test, run by `make test-every` alone")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--every"):
+        return
+    left = [item for item in items if item.get_closest_marker("every")]
+    config.hook.pytest_deselected(items=left)
+    items[:] = [item for item in items if item not in left]
 
 
 @pytest.fixture(scope="session")

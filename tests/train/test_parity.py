@@ -1,7 +1,7 @@
 """Every layout trains like one device, in float64, on hostile data: the promise itself.
 
 Of the many layouts of 4 and 8 ranks the suite takes some in which every two settings meet; ``pytest
-tests/train/test_parity.py --every-layout`` takes all.
+tests/train/test_parity.py --every`` takes all.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def test_every_layout_trains_like_one_device(
     ranks: Ranks, world: int, experts: bool, part: int, request: pytest.FixtureRequest
 ) -> None:
     layouts = list(every_layout(world, experts=experts))
-    if not request.config.getoption("--every-layout") and world >= 4:
+    if not request.config.getoption("--every") and world >= 4:
         layouts = covering(layouts)
     compare(ranks, world, [(task_for(layout), layout) for layout in layouts[part::4]])
 
