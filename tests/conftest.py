@@ -1,4 +1,7 @@
-"""Fixtures that every test runs under: the pool of ranks, and a check that nothing is left behind."""
+"""What every test runs under: a fork server, the pool of ranks, and a check that nothing is left behind.
+
+This process runs autograd, so whatever trains in another process is forked by the server (`tests.forking`).
+"""
 
 from __future__ import annotations
 
@@ -11,11 +14,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from phalanx.launch import forkserver
 from phalanx.parallel.torch_private import preload
+from tests import cuda_rule
 from tests.ranks import Ranks
 
 torch.set_num_threads(1)  # this process is forked from, and OpenMP's threads do not survive that
 preload()  # torch sets an environment variable when it first imports its compiler
+cuda_rule.apply()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -32,6 +38,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     left = [item for item in items if item.get_closest_marker("every")]
     config.hook.pytest_deselected(items=left)
     items[:] = [item for item in items if item not in left]
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """All test files are imported, and nothing has computed yet."""
+    forkserver.kept(forkserver.ForkServer())
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if (server := forkserver.kept()) is not None:
+        server.close()
 
 
 @pytest.fixture(scope="session")

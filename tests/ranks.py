@@ -13,6 +13,7 @@ from typing import Any
 import torch.distributed as dist
 
 from phalanx.launch.pool import Pool
+from tests.forking import server
 
 TIMEOUT = datetime.timedelta(seconds=60)
 SIZE = 8
@@ -26,7 +27,7 @@ class Ranks(Pool):
     """``ranks(world, function, *args)`` runs a function on so many ranks and returns what each of them gave."""
 
     def __init__(self, size: int = SIZE) -> None:
-        super().__init__(size, TIMEOUT, after=_check_clean)
+        super().__init__(server(), size, TIMEOUT, after=_check_clean)
 
     def __call__(self, world: int, function: Callable[..., Any], *args: Any) -> list[Any]:
         answers = self.ask(world, _noted, function, args)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import subprocess
 import sys
@@ -18,6 +17,7 @@ import pytest
 from safetensors.torch import load_file
 
 from phalanx import Run, cli
+from tests.forking import fork
 
 TASK = Path(__file__).with_name("tasks.py")
 GOOD = TASK.read_text()
@@ -39,11 +39,10 @@ def _child(function: Callable[..., None], args: tuple[Any, ...], cwd: Path, out:
 
 
 def run_forked(function: Callable[..., None], *args: Any, cwd: Path) -> Done:
-    """A function in a process of its own, forked from this warm one: a fresh one would import torch for seconds."""
+    """A function in a process of its own, forked from a warm one: a fresh one would import torch for seconds."""
     with tempfile.TemporaryDirectory() as folder:
         out, err = Path(folder) / "out", Path(folder) / "err"
-        process = multiprocessing.get_context("fork").Process(target=_child, args=(function, args, cwd, out, err))
-        process.start()
+        process = fork(_child, function, args, cwd, out, err)
         process.join(timeout=60)
         assert process.exitcode is not None
         return Done(process.exitcode, out.read_text(), err.read_text())

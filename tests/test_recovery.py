@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import random
 import signal
 import socket
 import sys
 import time
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +16,9 @@ import pytest
 
 from phalanx import Run, cli
 from phalanx.launch import beats
+from phalanx.launch.forkserver import Forked
 from tests.conftest import children
+from tests.forking import fork
 from tests.test_cli import phalanx
 
 TASK = """
@@ -68,14 +68,12 @@ def _main(words: list[str], cwd: Path) -> None:
     cli.main()
 
 
-def started(cwd: Path, *words: str) -> BaseProcess:
+def started(cwd: Path, *words: str) -> Forked:
     """The command in a process of its own, its words in ``out``."""
-    process = multiprocessing.get_context("fork").Process(target=_main, args=(list(words), cwd))
-    process.start()
-    return process
+    return fork(_main, list(words), cwd)
 
 
-def ended(process: BaseProcess) -> int | None:
+def ended(process: Forked) -> int | None:
     process.join(timeout=90)
     code = process.exitcode
     if code is None:
@@ -85,7 +83,7 @@ def ended(process: BaseProcess) -> int | None:
     return code
 
 
-def ranks_of(process: BaseProcess) -> list[int]:
+def ranks_of(process: Forked) -> list[int]:
     found = []
     for pid in children():
         try:
@@ -96,7 +94,7 @@ def ranks_of(process: BaseProcess) -> list[int]:
     return sorted(found)
 
 
-def until_step(run: Run, step: int, process: BaseProcess) -> None:
+def until_step(run: Run, step: int, process: Forked) -> None:
     deadline = time.monotonic() + 60
     while max(run.ledger(), default=0) < step:
         assert process.is_alive()
@@ -173,7 +171,7 @@ def test_hosts_come_and_go(folder: Path) -> None:
     assert ended(started(folder, *settings, "--set", "pause=0", "--run", "calm")) == 0
     run = Run(folder / "rough")
 
-    def host(name: str) -> BaseProcess:
+    def host(name: str) -> Forked:
         return started(
             folder, *settings, "--on", "local:2", "--run", "rough", "--max-nodes", "4", "--min-nodes", "2",
             "--meet", address, "--host", name, "--memory-steps", "2",

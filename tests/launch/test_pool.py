@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from phalanx.launch.pool import Pool
+from tests.forking import server
 
 
 def add(values: list[int]) -> int:
@@ -31,7 +32,7 @@ def die_on_one() -> None:
 
 
 def test_jobs_follow_each_other_and_failures_are_told() -> None:
-    pool = Pool(3, timedelta(seconds=20))
+    pool = Pool(server(), 3, timedelta(seconds=20))
     try:
         assert [answer.value for answer in pool.ask(3, add, [1, 2, 3])] == [6, 6, 6]
         answers = pool.ask(2, fail_on_one)
@@ -46,7 +47,7 @@ def test_jobs_follow_each_other_and_failures_are_told() -> None:
 
 
 def test_an_error_that_does_not_travel_is_told_in_words() -> None:
-    pool = Pool(1, timedelta(seconds=20))
+    pool = Pool(server(), 1, timedelta(seconds=20))
     try:
         answer = pool.ask(1, _raise_strange)[0]
         assert "Strange" in str(answer.error)
@@ -64,7 +65,7 @@ def _raise_strange() -> None:
 
 
 def test_ranks_are_told_who_they_are_and_none_is_left() -> None:
-    pool = Pool(2, timedelta(seconds=20))
+    pool = Pool(server(), 2, timedelta(seconds=20))
     pids = [process.pid for process in pool.processes]
     assert [answer.value for answer in pool.ask(2, os.getenv, "RANK")] == ["0", "1"]
     assert pool.ask(1, os.getenv, "RANK")[0].value is None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import resource
 import shutil
@@ -28,6 +27,7 @@ from phalanx.train.job import Job
 from phalanx.train.keeping import Keeper, Policy
 from tests import tasks
 from tests.checkpoints import contents, keeping, newest, shelf_at, trained
+from tests.forking import fork
 from tests.parity import HostileVision
 from tests.ranks import Ranks
 from tests.tasks import Digits
@@ -279,8 +279,7 @@ def killed(folder: Path, moment: str) -> None:
 
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_a_kill_leaves_what_is_whole_and_nothing_else(moment: str, tmp_path: Path) -> None:
-    process = multiprocessing.get_context("fork").Process(target=killed, args=(tmp_path, moment))
-    process.start()
+    process = fork(killed, tmp_path, moment)
     process.join()
     assert process.exitcode == -signal.SIGKILL
     slots = [Slot(os.open(tmp_path / f"slot {n}", os.O_RDWR)) for n in range(2)]

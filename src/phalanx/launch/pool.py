@@ -1,32 +1,25 @@
-"""A pool of ranks: forked once from this process, over gloo on this machine, and given one job after another.
-
-What this process holds when the pool is made, the ranks hold too. It should compute with one thread until then:
-OpenMP's threads do not survive a fork.
-"""
+"""A pool of ranks: forked once by a fork server, over gloo on this machine, and given one job after another."""
 
 from __future__ import annotations
 
 import gc
-import multiprocessing
 import os
 import pickle
 import signal
 import socket
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing.connection import Connection, wait
-from multiprocessing.process import BaseProcess
+from multiprocessing.connection import Connection, Pipe, wait
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from phalanx.parallel.torch_private import preload
-from phalanx.processes import die_with_parent
+from phalanx.launch.forkserver import Forked, ForkServer, loads
 
 PATIENCE_SECONDS = 3.0
 """How long the others may take to answer, once a rank has failed."""
@@ -52,37 +45,47 @@ class Answer:
 class Pool:
     """``ask(world, function, *args)`` runs a function on the first ranks and returns what each of them gave."""
 
-    def __init__(self, size: int, timeout: timedelta, after: Callable[[int], None] | None = None) -> None:
-        """``after`` is called with the world's size on each rank after its job, and may complain by raising."""
-        self.size, self.timeout, self.after = size, timeout, after
+    def __init__(
+        self,
+        server: ForkServer,
+        size: int,
+        timeout: timedelta,
+        after: Callable[[int], None] | None = None,
+        begin: tuple[Callable[..., None], Any] | None = None,
+        descriptors: Sequence[int] = (),
+    ) -> None:
+        """``after`` is called with the world's size on each rank after its job, and may complain by raising.
+
+        ``begin`` is a function that each rank calls first, with something to be told, and with ``descriptors``, which
+        are those of the same files there.
+        """
+        self.server, self.size, self.timeout, self.after, self.descriptors = server, size, timeout, after, descriptors
+        self.begin = server.dumps(begin)
         self.patience: float | None = 2 * timeout.total_seconds()
         """How long to wait for the first answer; None: as long as it takes, since ranks that wait say so in time."""
-        preload()
         self._start()
 
     def _start(self) -> None:
         listening = socket.create_server(("127.0.0.1", 0))
-        self.port = listening.getsockname()[1]
+        port = listening.getsockname()[1]
         self.jobs = 0
-        context = multiprocessing.get_context("fork")
         self.pipes: list[Connection] = []
-        self.processes: list[BaseProcess] = []
-        sys.stdout.flush()
+        self.processes: list[Forked] = []
         for rank in range(self.size):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=self._serve, args=(rank, theirs), name=f"rank {rank}")
-            process.start()
+            ours, theirs = Pipe()
+            given = [theirs.fileno(), *self.descriptors]
+            fixed = rank, port, self.timeout, self.after, self.begin
+            self.processes.append(self.server.fork(_serve, *fixed, descriptors=given))
             theirs.close()
             self.pipes.append(ours)
-            self.processes.append(process)
         self.store = dist.TCPStore(
-            "127.0.0.1", self.port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
+            "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
         )
 
     def ask(self, world: int, function: Callable[..., Any], *args: Any) -> list[Answer]:
         """By rank. Ranks that wait for one that failed cannot be used again, and are replaced."""
         self.jobs += 1
-        message = pickle.dumps((self.jobs, world, function, args))
+        message = pickle.dumps((self.jobs, world, self.server.dumps((function, args))))
         for pipe in self.pipes[:world]:
             with suppress(OSError):  # a rank that has died gives no answer
                 pipe.send_bytes(message)
@@ -112,50 +115,67 @@ class Pool:
             pipe.close()
         for process in self.processes:
             process.kill()
-            process.join()
-            process.close()
 
-    def _serve(self, rank: int, pipe: Connection) -> None:
-        """A rank's whole life."""
-        die_with_parent()
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the pool's owner decides
-        for other in self.pipes:
-            other.close()
-        gc.freeze()  # what was there before the fork need not be searched for garbage after every job
-        torch.set_num_threads(1)
-        if sys.platform == "linux":
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        store = None
-        while True:
-            try:
-                number, world, function, args = pickle.loads(pipe.recv_bytes())
-            except EOFError:
-                return
-            if store is None:
-                store = dist.TCPStore("127.0.0.1", self.port, is_master=False, wait_for_workers=False)
-            pipe.send_bytes(self._job(rank, dist.PrefixStore(f"job {number}", store), world, function, args))
 
-    def _job(self, rank: int, store: dist.Store, world: int, function: Callable[..., Any], args: Any) -> bytes:
-        names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
-        before = {name: os.environ.pop(name, None) for name in names}
-        if world > 1:
-            os.environ |= {name: str(value) for name, value in names.items()}
+def _serve(
+    rank: int,
+    port: int,
+    timeout: timedelta,
+    after: Callable[[int], None] | None,
+    begin: bytes,
+    pipe: int,
+    *descriptors: int,
+) -> None:
+    """A rank's whole life."""
+    connection = Connection(pipe)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the pool's owner decides
+    gc.freeze()  # what was there before the fork need not be searched for garbage after every job
+    torch.set_num_threads(1)
+    if sys.platform == "linux":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    if (beginning := loads(begin)) is not None:
+        function, told = beginning
+        function(told, *descriptors)
+    store = None
+    while True:
         try:
-            if world > 1:
-                dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=self.timeout)
-            answer = pickle.dumps(Answer(rank, function(*args)))  # not send(): torch would share file descriptors
-            if self.after is not None:
-                self.after(world)
-            return answer
-        except BaseException as error:
-            return _failure(rank, error)
-        finally:
-            if dist.is_initialized():
-                dist.destroy_process_group()
-            for name, value in before.items():
-                os.environ.pop(name, None)
-                if value is not None:
-                    os.environ[name] = value
+            number, world, work = pickle.loads(connection.recv_bytes())
+        except EOFError:
+            return
+        if store is None:
+            store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+        connection.send_bytes(_job(rank, dist.PrefixStore(f"job {number}", store), world, timeout, after, work))
+
+
+def _job(
+    rank: int,
+    store: dist.Store,
+    world: int,
+    timeout: timedelta,
+    after: Callable[[int], None] | None,
+    work: bytes,
+) -> bytes:
+    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+    before = {name: os.environ.pop(name, None) for name in names}
+    if world > 1:
+        os.environ |= {name: str(value) for name, value in names.items()}
+    try:
+        function, args = loads(work)
+        if world > 1:
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timeout)
+        answer = pickle.dumps(Answer(rank, function(*args)))  # not send(): torch would share file descriptors
+        if after is not None:
+            after(world)
+        return answer
+    except BaseException as error:
+        return _failure(rank, error)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
 
 
 def _failure(rank: int, error: BaseException) -> bytes:

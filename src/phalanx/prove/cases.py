@@ -56,9 +56,14 @@ class Docket:
     """What was shrunk."""
     hostility: list[str] = field(default_factory=list)
     """What was made awkward."""
+    attributes: frozenset[str] = field(init=False)
+    """What the task had before anything was asked of it."""
     _tasks: dict[Needs, tuple[Task, bool]] = field(default_factory=dict)
     _numbers: dict[tuple[Needs, int], int] = field(default_factory=dict)
     _narrow: dict[tuple[int, str], int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.attributes = frozenset(vars(self.task))
 
     @property
     def batch(self) -> int:
@@ -130,6 +135,7 @@ class Docket:
             if note not in self.notes:
                 self.notes.append(note)
         terms = Trial(self.steps, self.batch, length=small.length, vocabulary=small.vocabulary)
+        terms.attributes = self.attributes
         task = hostile(small.task, terms)
         _look(Reference(task), terms)
         object.__setattr__(task, "clip", math.inf)

@@ -7,7 +7,6 @@ sample's loss is not a number.
 
 from __future__ import annotations
 
-import copy
 import math
 import os
 import random
@@ -27,6 +26,8 @@ from phalanx.losses import Loss
 from phalanx.parallel import collectives, spread
 from phalanx.parallel.randomness import Moment
 from phalanx.prove.replacing import replacing
+from phalanx.prove.shrink import FromConfig
+from phalanx.prove.variant import Variant, variant
 from phalanx.task import Task, as_loss
 from phalanx.train.agreement import digest
 
@@ -57,6 +58,11 @@ class Trial:
     """The task's data, and in which process it was made."""
     moment: Moment = field(default_factory=Moment)
     """What is computed just now; whoever computes puts its own here."""
+    attributes: frozenset[str] = frozenset()
+    """What the task had, fields or not, before anything was asked of it."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"source": None, "moment": Moment()}  # each process has its own
 
     @property
     def poisoned(self) -> int:
@@ -131,10 +137,13 @@ def _stride(size: int) -> int:
     return next(n for n in range(max(1, int(size * 0.618)), 2 * size + 2) if math.gcd(n, size) == 1)
 
 
-class Hostile(Task):
+class Hostile(Variant):
     """Stands before a task's own class."""
 
     proof_trial: Trial
+
+    def sent(self) -> set[str]:
+        return super().sent() | self.proof_trial.attributes | {"proof_trial", *FromConfig.__annotations__}
 
     def model(self) -> nn.Module:
         model = super().model()
@@ -168,14 +177,10 @@ class Hostile(Task):
 
 def hostile(task: Task, trial: Trial) -> Task:
     """A copy of a task under a trial."""
-    proven, kind = copy.copy(task), type(task)
-    object.__setattr__(proven, "__class__", type(kind.__name__, (Hostile, kind), {"__module__": kind.__module__}))
-    changes: dict[str, Any] = {
-        "steps": trial.steps + 1, "precision": "float64", "workers": 0, "evaluate_every": 0, "proof_trial": trial,
-        "global_batch": trial.batch, "warmup_steps": min(1, task.warmup_steps),
-    }  # fmt: skip
-    for name, value in changes.items():
-        object.__setattr__(proven, name, value)
+    proven: Task = variant(
+        task, Hostile, steps=trial.steps + 1, precision="float64", workers=0, evaluate_every=0, proof_trial=trial,
+        global_batch=trial.batch, warmup_steps=min(1, task.warmup_steps),
+    )  # fmt: skip
     seed_globally(task.seed, "data")
     object.__setattr__(proven, "global_batch", min(trial.batch, len(proven.data())))
     return proven

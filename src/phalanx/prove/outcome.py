@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import os
 import shutil
@@ -15,6 +14,7 @@ from typing import Any, Self
 
 from phalanx.checkpoint.slot import new_memory
 from phalanx.errors import WrongUse
+from phalanx.launch.forkserver import ForkServer
 from phalanx.launch.pool import Answer, Pool
 from phalanx.layout import Layout
 from phalanx.prove import trial
@@ -107,23 +107,23 @@ def _stop(answer: Answer) -> trial.Stopped:
 class ProofRanks:
     """A pool of ranks that run layouts, with a bug planted if one is named, and what they save."""
 
-    def __init__(self, size: int, inject: str | None) -> None:
-        self.size, self.inject = size, inject
+    def __init__(self, server: ForkServer, size: int, inject: str | None) -> None:
+        self.server, self.size, self.inject = server, size, inject
         self._saved: dict[int, tuple[str, str]] = {}
         """By case, the checkpoint of the last layout that was right, and that layout; at first, one device's."""
 
     def __enter__(self) -> Self:
         self._folder = tempfile.TemporaryDirectory(prefix="phalanx-")
-        trial.MEMORY[:] = [[new_memory(), new_memory()] for _ in range(self.size)]
-        self.pool = Pool(self.size, trial.TIMEOUT)
+        self._memory = [new_memory() for _ in range(2 * self.size)]
+        begin = trial.begin, trial.CASES
+        self.pool = Pool(self.server, self.size, trial.TIMEOUT, begin=begin, descriptors=self._memory)
         self.pool.patience = None
         return self
 
     def __exit__(self, *_: Any) -> None:
         self.pool.close()
-        for memory in itertools.chain(*trial.MEMORY):
+        for memory in self._memory:
             os.close(memory)
-        trial.MEMORY.clear()
         self._folder.cleanup()
 
     def attest(self, case: int, layout: Layout, *, interrupted: bool = True, keep: bool = False) -> Outcome:

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 
 from phalanx.errors import WrongUse, closest
+from phalanx.launch import forkserver
+from phalanx.launch.forkserver import ForkServer
 from phalanx.layout import CHOICES, DEGREES, Layout
 from phalanx.parallel.blueprint import Blueprint
 from phalanx.prove import planting, trial
@@ -90,12 +92,21 @@ def prove(
     if inject is not None:
         planting.find(inject)
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # OpenMP's threads would not survive the fork of the ranks
+    torch.set_num_threads(1)  # as the ranks compute, and OpenMP's threads would not survive a fork
+    server = forkserver.kept() or ForkServer(_without_copying(task))
     try:
-        return _Prover(task, steps, dtype, inject, on_start, on_result).prove(layouts, ranks)
+        return _Prover(task, steps, dtype, inject, server, on_start, on_result).prove(layouts, ranks)
     finally:
+        if server is not forkserver.kept():
+            server.close()
         torch.set_num_threads(threads)
         trial.CASES.clear()
+
+
+def _without_copying(task: Task) -> dict[str, Any]:
+    """What of a task need not be sent to ranks that were forked with it, and perhaps cannot be."""
+    plain = (bool, int, float, str, type(None))
+    return {f"{name} of the task": value for name, value in vars(task).items() if not isinstance(value, plain)}
 
 
 class _Prover:
@@ -105,13 +116,15 @@ class _Prover:
         steps: int,
         dtype: Precision | None,
         inject: str | None,
+        server: ForkServer,
         on_start: Callable[[Docket], None] | None,
         on_result: OnResult | None,
     ) -> None:
-        self.task, self.dtype, self.inject, self.on_start, self.on_result = task, dtype, inject, on_start, on_result
+        self.task, self.dtype, self.inject, self.server = task, dtype, inject, server
+        self.on_start, self.on_result = on_start, on_result
+        self.docket = Docket(task, steps, 1)
         self.model = Blueprint(task.model, task.seed).model
         self.anatomy = task.anatomy(self.model)
-        self.docket = Docket(task, steps, 1)
         self.results: list[Result] = []
         self.works: set[Layout] = set()
         """Of all layouts, those that nothing speaks against before they run."""
@@ -130,7 +143,7 @@ class _Prover:
             for number in set(numbers.values()):
                 self.docket.narrow(number, self.dtype)
         trial.CASES[:] = self.docket.cases
-        with ProofRanks(self.docket.ranks if numbers else 0, self.inject) as self.ranks:
+        with ProofRanks(self.server, self.docket.ranks if numbers else 0, self.inject) as self.ranks:
             for layout in chosen:
                 self._timed(layout, numbers.get(layout), reasons[layout])
             if layouts == "all":

@@ -16,6 +16,7 @@ from phalanx.errors import WrongUse
 from phalanx.layout import Layout
 from phalanx.parallel.blueprint import Blueprint
 from phalanx.parallel.schedules import CHUNKS
+from phalanx.prove.variant import Variant, variant
 from phalanx.task import Task
 
 SMALL_WEIGHTS, SMALL_LENGTH = 300_000, 32
@@ -35,6 +36,16 @@ class Needs:
     def of(cls, layouts: Sequence[Layout]) -> Needs:
         blocks = [layout.pp * CHUNKS.get(layout.schedule if layout.pp > 1 else "", 1) for layout in layouts]
         return cls(max([2, *blocks]), max([4, *(layout.tp * layout.cp for layout in layouts)]))
+
+
+class FromConfig(Variant):
+    """Stands before a task's own class: its model, from a smaller configuration."""
+
+    model_kind: type[nn.Module]
+    model_config: Any
+
+    def model(self) -> nn.Module:
+        return self.model_kind(copy.deepcopy(self.model_config))
 
 
 @dataclass
@@ -130,7 +141,5 @@ def _by_config(task: Task, model: nn.Module, config: Any, needs: Needs) -> Shrun
     for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
         if isinstance(value := getattr(tiny, name, None), int) and value >= tiny.vocab_size:
             setattr(tiny, name, value % tiny.vocab_size)
-    small, kind = copy.copy(task), type(task)
-    build = {"model": lambda self: type(model)(copy.deepcopy(tiny)), "__module__": kind.__module__}
-    object.__setattr__(small, "__class__", type(kind.__name__, (kind,), build))
+    small = variant(task, FromConfig, model_kind=type(model), model_config=tiny)
     return Shrunk(small, vocabulary=getattr(tiny, "vocab_size", None))

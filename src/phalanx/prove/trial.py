@@ -50,9 +50,15 @@ class Case:
 TIMEOUT = timedelta(seconds=15)
 """How long a rank waits for another before it says so."""
 CASES: list[Case] = []
-"""Filled before the ranks are forked, so that they have them too."""
+"""Those of this proof; ranks are told them when they begin."""
 MEMORY: list[list[int]] = []
-"""Likewise: by rank, memory for copies of its state, which the others can see."""
+"""On a rank: by rank, memory for copies of its state, which the others can see."""
+
+
+def begin(cases: list[Case], *memory: int) -> None:
+    """What a rank does first."""
+    CASES[:] = cases
+    MEMORY[:] = [list(memory[n : n + 2]) for n in range(0, len(memory), 2)]
 
 
 class Stopped(Exception):
