@@ -106,7 +106,8 @@ def prove(
 def _without_copying(task: Task) -> dict[str, Any]:
     """What of a task need not be sent to ranks that were forked with it, and perhaps cannot be."""
     plain = (bool, int, float, str, type(None))
-    return {f"{name} of the task": value for name, value in vars(task).items() if not isinstance(value, plain)}
+    parts = {f"its {name}": value for name, value in vars(task).items() if not isinstance(value, plain)}
+    return {"the task": task, **parts}
 
 
 class _Prover:
