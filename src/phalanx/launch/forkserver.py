@@ -1,8 +1,8 @@
 """A fork server: a process that is warm and never computes, from which ranks are forked.
 
-A build of torch with CUDA refuses autograd in a child of a process that has run it. So whoever runs it itself, as a
-proof does for its reference, has its ranks forked by a server, which was forked from it before. Where that is too
-late, the server is a fresh interpreter.
+A build of torch with CUDA refuses autograd in a child of a process that has run it, and CUDA does not survive a fork
+either. So whoever computes itself, as a proof does for its reference, has its ranks forked by a server, which was
+forked from it before. Where that is too late, the server is a fresh interpreter.
 """
 
 from __future__ import annotations
@@ -311,10 +311,12 @@ def _prepare(words: bytes, shared: bytes) -> None:
 
 
 def _compute(connection: socket.socket) -> None:
-    """Whether a child of this process can run autograd."""
+    """Whether a child of this process can train: its owner may have run autograd, or have begun to use a GPU."""
     connection.close()
     try:
-        torch.ones(1, requires_grad=True).sum().backward()
+        weight = torch.ones(1, requires_grad=True)
+        weight.sum().backward()
+        torch.optim.AdamW([weight]).step()
     except RuntimeError:
         os._exit(1)
 

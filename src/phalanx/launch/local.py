@@ -37,6 +37,7 @@ SIGNAL_SECONDS = 0.05
 """and once one was killed, which needs no explanation."""
 LOOK_SECONDS = 0.1
 LOST, WAITED = "lost its connection", "waited for another rank"
+SPOILT = "cannot compute, since the task's file does when it is imported"
 HANDED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
@@ -277,6 +278,8 @@ def _reason(error: Exception) -> str:
     text = str(error)
     if isinstance(error, (WrongUse, CannotHere)):
         return text
+    if "fork-based multiprocessing" in text or "re-initialize CUDA in forked" in text:
+        return f"{SPOILT} ({text.splitlines()[0][:80]}). Move that into model() or data(), or under a main guard"
     if "imed out waiting" in text or "Timed out" in text:
         return f"{WAITED} until its time was up ({text.splitlines()[0][:80]}); look at the others first"
     if "Connection closed by peer" in text or "Connection reset by peer" in text:
