@@ -6,6 +6,7 @@ and the keys of the dropout with Phalanx, and nothing of meshes, buckets, shards
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -202,15 +203,15 @@ class Trace:
     """One entry, after the last step: an error in an earlier update shows in the gradients that follow it."""
 
 
-def reference(task: phalanx.Task, micro_batches: int = 1) -> Trace:
+def reference(task: phalanx.Task, micro_batches: int = 1, device: str = "cpu") -> Trace:
     """The task on one device, by hand."""
     blueprint = Blueprint(task.model, task.seed)
     values = {name: blueprint.value(p, "cpu").double() for name, p in blueprint.model.named_parameters()}
-    model = task.model().double()
+    model = task.model().double().to(device)
     for name, weight in model.named_parameters():
         weight.data.copy_(values[name])
     moment = Moment()
-    randomness = Randomness(task.seed, moment, torch.device("cpu"))
+    randomness = Randomness(task.seed, moment, torch.device(device))
     randomness.answers = Answers(randomness)
     for name in task.anatomy(model).blocks:
         block = model.get_submodule(name)
@@ -225,7 +226,7 @@ def reference(task: phalanx.Task, micro_batches: int = 1) -> Trace:
         for start, stop in share(order.slots(step), micro_batches, 1, 0):
             ids = order.ids(step, start, stop)
             batch = task.collate([data[int(i)] for i in ids])
-            batch = {n: t.double() if t.is_floating_point() else t for n, t in batch.items()}
+            batch = {n: (t.double() if t.is_floating_point() else t).to(device) for n, t in batch.items()}
             moment.step, moment.slots = step, np.arange(start, stop)
             inputs = task.inputs(batch)
             with randomness.scope("task"):
@@ -237,7 +238,7 @@ def reference(task: phalanx.Task, micro_batches: int = 1) -> Trace:
             if weight.grad is not None:
                 weight.grad.div_(count)
         named = {n: p for n, p in model.named_parameters() if p.requires_grad}
-        trace.gradients.append({n: None if p.grad is None else p.grad.clone() for n, p in named.items()})
+        trace.gradients.append(_kept({n: p.grad for n, p in named.items()}))
         trace.norms.append(float(nn.utils.clip_grad_norm_(trainable, task.clip)))
         trace.losses.append(total / count)
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
@@ -245,32 +246,41 @@ def reference(task: phalanx.Task, micro_batches: int = 1) -> Trace:
         optimizer.step()
         optimizer.zero_grad()
     tied = {n for n, _ in model.named_parameters(remove_duplicate=False)} - {n for n, _ in model.named_parameters()}
-    trace.weights.append({n: t.clone() for n, t in model.state_dict().items() if n not in tied})
+    trace.weights.append(_kept({n: t for n, t in model.state_dict().items() if n not in tied}))
     return trace
 
 
-def spread_run(task: phalanx.Task, layout: phalanx.Layout) -> Trace:
+def _kept(tensors: dict[str, Any]) -> dict[str, Any]:
+    return {name: None if tensor is None else tensor.detach().cpu().clone() for name, tensor in tensors.items()}
+
+
+def spread_run(task: phalanx.Task, layout: phalanx.Layout, device: str = "cpu") -> Trace:
     """The task under a layout, on the ranks of this process group."""
     trace = Trace()
-    with phalanx.Engine(task, layout, device="cpu") as engine:
-        engine.on_gradients = lambda *summed: trace.gradients.append(engine.whole_gradients(*summed))
+    with phalanx.Engine(task, layout, device=device) as engine:
+        engine.on_gradients = lambda *summed: trace.gradients.append(_kept(engine.whole_gradients(*summed)))
         for batch in engine.batches():
             metrics = engine.step(batch)
             assert not metrics.skipped
             trace.losses.append(metrics.loss)
             trace.norms.append(metrics.grad_norm)
-        trace.weights.append({n: t.clone() for n, t in engine.whole_weights().items()})
+        trace.weights.append(_kept(engine.whole_weights()))
     return trace
 
 
 def difference(found: Trace, expected: Trace) -> tuple[float, str]:
     """The worst norm-relative error of any tensor in any step, and where it is."""
     worst = (0.0, "")
+
+    def note(error: float, where: str) -> None:
+        nonlocal worst
+        worst = max(worst, (math.inf if math.isnan(error) else error, where))
+
     assert len(found.losses) == len(expected.losses)
     for step, (a, b) in enumerate(zip(found.losses, expected.losses, strict=True)):
-        worst = max(worst, (abs(a - b) / abs(b), f"loss, step {step}"))
+        note(abs(a - b) / abs(b), f"loss, step {step}")
     for step, (a, b) in enumerate(zip(found.norms, expected.norms, strict=True)):
-        worst = max(worst, (abs(a - b) / abs(b), f"gradient norm, step {step}"))
+        note(abs(a - b) / abs(b), f"gradient norm, step {step}")
     for kind in ("gradients", "weights"):
         for step, (mine, theirs) in enumerate(zip(getattr(found, kind), getattr(expected, kind), strict=True)):
             assert mine.keys() == theirs.keys(), (kind, step, mine.keys() ^ theirs.keys())
@@ -282,5 +292,5 @@ def difference(found: Trace, expected: Trace) -> tuple[float, str]:
                 )
                 if want is not None and want.is_floating_point():
                     size = float(want.norm()) or scale
-                    worst = max(worst, (float((have - want).norm()) / size, f"{kind} of {name}, step {step}"))
+                    note(float((have - want).norm()) / size, f"{kind} of {name}, step {step}")
     return worst

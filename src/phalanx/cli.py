@@ -10,9 +10,7 @@ from pathlib import Path
 from typing import Annotated
 
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # gloo warns of every connection that an ending rank closes
-os.environ.setdefault(
-    "PYTORCH_NVML_BASED_CUDA_CHECK", "1"
-)  # or torch.cuda.is_available() would spoil forks
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # or torch.cuda.is_available() would spoil forks
 
 import typer
 

@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from phalanx import Layout
-from phalanx.parallel.schedules import CHUNKS, Action, schedule
+from phalanx.parallel.schedules import CHUNKS, Action, forwards, receives, schedule
 
 NAMES = ("gpipe", "1f1b", "interleaved", "zb")
 
@@ -39,6 +39,49 @@ def _needs(action: Action, last: int) -> set[Action]:
         return {Action("backward", stage, micro)}
     own = {Action("forward", stage, micro)}
     return own | ({Action("backward", stage + 1, micro)} if stage < last else set())
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("name", NAMES)
+def test_messages_arrive_even_where_a_rank_does_one_thing_at_a_time(name: str, training: bool) -> None:
+    """Computing, sending and receiving in the order of launching, a send over when its receive is: the worst device."""
+    for ranks, micro_batches in itertools.product((2, 3, 4, 8), (1, 2, 3, 5, 8)):
+        queues = programs(name, ranks, micro_batches, training)
+        received: set[Action] = set()
+        while any(queues):
+            moved = False
+            for queue in queues:
+                what, action = queue[0] if queue else ("", None)
+                other = next((q for q in queues if q is not queue and q and q[0] == ("receive", action)), None)
+                if what == "send" and other is not None:
+                    received.add(other.pop(0)[1])
+                elif what != "compute" or (_message(action, ranks, name) and action not in received):
+                    continue
+                queue.pop(0)
+                moved = True
+            assert moved, f"{name} on {ranks} ranks, {micro_batches} micro-batches: {[q[:1] for q in queues]}"
+
+
+def programs(name: str, ranks: int, micro_batches: int, training: bool) -> list[list[tuple[str, Action]]]:
+    """All that each rank launches, in order; messages by the action that needs them."""
+    orders = (schedule if training else forwards)(name, ranks, micro_batches)
+    found = []
+    for own, due in zip(orders, receives(name, ranks, micro_batches, training), strict=True):
+        launched = [("receive", action) for action in due[None]]
+        for action in own:
+            launched.append(("compute", action))
+            if action in due:
+                step = 1 if action.kind == "forward" else -1
+                launched.append(("send", Action(action.kind, action.stage + step, action.micro)))
+                launched += [("receive", needed) for needed in due[action]]
+        found.append(launched)
+    return found
+
+
+def _message(action: Action, ranks: int, name: str) -> bool:
+    """Whether an action works on what another rank sends."""
+    last = ranks * CHUNKS.get(name, 1) - 1
+    return (action.kind, action.stage) not in (("forward", 0), ("backward", last)) and action.kind != "weights"
 
 
 def idle(name: str, ranks: int, micro_batches: int) -> float:

@@ -175,16 +175,16 @@ def reduce_scatter(
 
 
 def send(tensor: Tensor, group: Group, to: int) -> Pending:
-    """To a rank of the world that is in the group."""
+    """To a rank of the world that is in the group. A batch of one, for which NCCL makes no communicator of its own."""
     _count(group, "send", tensor, 1)
-    return Pending([work for work in [dist.isend(tensor, to, group=group)] if work is not None])
+    return Pending(dist.batch_isend_irecv([dist.P2POp(dist.isend, tensor, to, group)]))
 
 
 def receive(tensor: Tensor, group: Group, source: int) -> Pending:
     """From a rank of the world that is in the group."""
     if watch is not None:
         watch(group.group_desc, "receive", tensor)
-    return Pending([work for work in [dist.irecv(tensor, source, group=group)] if work is not None])
+    return Pending(dist.batch_isend_irecv([dist.P2POp(dist.irecv, tensor, source, group)]))
 
 
 def broadcast(tensor: Tensor, group: Group, source: int) -> None:

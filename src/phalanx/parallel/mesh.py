@@ -11,9 +11,11 @@ from collections.abc import Sequence
 from datetime import timedelta
 from itertools import product
 
+import torch
 import torch.distributed as dist
 
 from phalanx.layout import Layout
+from phalanx.parallel import collectives
 from phalanx.parallel.schedules import CHUNKS
 
 AXES = ("pp", "dp", "fsdp", "cp", "tp")
@@ -58,6 +60,21 @@ class Mesh:
                         if rank in pair:
                             self._lanes[way, to] = group
         self._made += self._lanes.values()
+        if self._lanes and dist.get_backend() == "nccl":
+            self._connect()
+
+    def _connect(self) -> None:
+        """Send one number along each lane, on every rank in the same order.
+
+        NCCL connects two ranks at their first message, and holds both up until the other is there: in a step, where
+        each may be at another lane, for ever.
+        """
+        for (_, to), lane in self._lanes.items():
+            number = torch.zeros(1, device="cuda")
+            receiver = self.members(("pp",))[to]
+            other = next(rank for rank in dist.get_process_group_ranks(lane) if rank != self.rank)
+            pending = (collectives.receive if self.rank == receiver else collectives.send)(number, lane, other)
+            pending.wait()
 
     def _called(self, axes: tuple[str, ...]) -> str:
         """What a group along these axes is called in logs and errors: by those that matter."""

@@ -29,7 +29,7 @@ from phalanx.parallel.collectives import Pending
 from phalanx.parallel.context import ContextParallel
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.randomness import Moment
-from phalanx.parallel.schedules import Action, schedule
+from phalanx.parallel.schedules import Action, Receives, forwards, receives, schedule
 from phalanx.parallel.stages import Stages
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -112,7 +112,9 @@ class Pipeline:
         """By stage that receives, and by the shapes of a micro-batch."""
         self._posted: dict[Action, tuple[Pending, Tensor]] = {}
         self._sending: list[tuple[Pending, Tensor]] = []
-        self._upcoming: list[Action] = []
+        self._due: Receives = {}
+        self._owed: list[Action] = []
+        """Of these, what is due and not yet being received."""
         self._signatures: Sequence[Any] = ()
         self._deferred: dict[tuple[int, int], Deferred] = {}
         self._current: Deferred | None = None
@@ -224,28 +226,28 @@ class Pipeline:
         self._posted.clear()
         self._deferred.clear()
         self._signatures = [tuple(t.shape for t in leaves(micro.tensors, Tensor)) for micro in micro_batches]
-        self._upcoming = list(actions)
+        training = any(action.kind != "forward" for action in actions)
+        self._due = receives(self.name, self.stages.ranks, len(micro_batches), training)[self.rank]
+        self._owed = []
+        self._expect(None)
 
     def actions(self, micro_batches: int) -> Sequence[Action]:
         return schedule(self.name, self.stages.ranks, micro_batches)[self.rank]
+
+    def forwards(self, micro_batches: int) -> Sequence[Action]:
+        return forwards(self.name, self.stages.ranks, micro_batches)[self.rank]
 
     def enter(self, part: Part, action: Action) -> None:
         """Begin a forward: receive what it works on."""
         self._part, self.active = part, action.stage
         self._next, self._given = 0, []
         if action.stage:
-            signature = self._signatures[action.micro]
-            if (action.stage, signature) not in self._streams:
-                header = torch.empty(HEADER, dtype=torch.int64, device=self.device)
-                self._post(action, header)
-                self._streams[action.stage, signature] = Stream.decoded(self._received(action))
-            entry = self._received(action)
-            part.entry = entry.requires_grad_(torch.is_grad_enabled())
-        self._look_ahead(action)
+            part.entry = self._received(action).requires_grad_(torch.is_grad_enabled())
 
     def leave(self, part: Part, exit: Tensor) -> None:
         """End a forward: send on the stream."""
         part.exit, self._given = exit, []
+        self._receive_owed()
         known = Stream(self._items, exit.dtype, tuple(exit.shape))
         key = part.stage + 1, self._signatures[part.micro]
         if key not in self._streams:
@@ -258,13 +260,13 @@ class Pipeline:
                 "Use fsdp instead of pp."
             )
         self._send(exit.detach().contiguous(), part.stage + 1, "forward")
+        self._expect(Action("forward", part.stage, part.micro))
 
     def await_gradient(self, action: Action) -> None:
         """Before a backward: receive what it begins with."""
         part = self._parts[action.stage, action.micro]
         if part.exit is not None:
-            part.gradient = self._received(action, part.exit)
-        self._look_ahead(action)
+            part.gradient = self._received(action)
 
     def backward(self, part: Part, action: Action, factor: float) -> None:
         """A stage's backward: from the loss, times ``factor``, or from the gradient that came back."""
@@ -280,7 +282,9 @@ class Pipeline:
         self._current = None
         if part.entry is not None:
             back = part.entry.grad
+            self._receive_owed()
             self._send(torch.zeros_like(part.entry) if back is None else back, part.stage - 1, "backward")
+            self._expect(action)
 
     def deferred(self, action: Action) -> Deferred:
         """The weights' part of a backward."""
@@ -308,39 +312,45 @@ class Pipeline:
         pending = collectives.send(tensor, self._lane(stage, way), self._rank_of(stage))
         self._sending.append((pending, tensor))
 
+    def _expect(self, sent: Action | None) -> None:
+        """After a send: begin to receive what comes before the next one, as far as its shape is known."""
+        self._owed += self._due.get(sent, ())
+        while self._owed and (room := self._room(self._owed[0])) is not None:
+            self._post(self._owed.pop(0), room)
+
+    def _receive_owed(self, until: Action | None = None) -> None:
+        """Begin to receive all that comes before the next send, or before and with the message for one action."""
+        while self._owed and until not in self._posted:
+            action = self._owed.pop(0)
+            room = self._room(action)
+            if room is None:
+                header = torch.empty(HEADER, dtype=torch.int64, device=self.device)
+                self._post(action, header)
+                known = Stream.decoded(self._received(action))
+                self._streams[action.stage, self._signatures[action.micro]] = known
+                room = self._room(action)
+            assert room is not None
+            self._post(action, room)
+
     def _post(self, action: Action, tensor: Tensor) -> None:
         source = action.stage - 1 if action.kind == "forward" else action.stage + 1
         lane = self._lane(action.stage, action.kind)
         self._posted[action] = collectives.receive(tensor, lane, self._rank_of(source)), tensor
 
-    def _received(self, action: Action, like: Tensor | None = None) -> Tensor:
-        if action not in self._posted:
-            tensor = self._room(action) if like is None else torch.empty_like(like).contiguous()
-            assert tensor is not None
-            self._post(action, tensor)
+    def _received(self, action: Action) -> Tensor:
+        self._receive_owed(until=action)
         pending, tensor = self._posted.pop(action)
         pending.wait()
         return tensor
 
     def _room(self, action: Action) -> Tensor | None:
-        """Memory for what an action waits for, or None if it waits for nothing or for what is not known yet."""
-        if action.kind == "forward" and action.stage:
+        """Memory for what an action waits for, or None if its shape is not known yet."""
+        if action.kind == "forward":
             known = self._streams.get((action.stage, self._signatures[action.micro]))
             return None if known is None else torch.empty(known.shape, dtype=known.dtype, device=self.device)
-        part = self._parts.get((action.stage, action.micro))
-        if action.kind == "backward" and part is not None and part.exit is not None:
-            return torch.empty_like(part.exit, memory_format=torch.contiguous_format)
-        return None
-
-    def _look_ahead(self, done: Action) -> None:
-        """Be ready to receive what the next action needs while this one computes."""
-        if done in self._upcoming:
-            del self._upcoming[: self._upcoming.index(done) + 1]
-        following = next((action for action in self._upcoming if action.kind != "weights"), None)
-        if following is not None and following not in self._posted:
-            room = self._room(following)
-            if room is not None:
-                self._post(following, room)
+        exit = self._parts[action.stage, action.micro].exit
+        assert exit is not None
+        return torch.empty_like(exit, memory_format=torch.contiguous_format)
 
     def _rank_of(self, stage: int) -> int:
         return self.mesh.members(("pp",))[stage % self.stages.ranks]

@@ -11,6 +11,7 @@ was played without a rank ever stuck cannot deadlock, for any number of micro-ba
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Literal
@@ -32,6 +33,66 @@ class Action:
 def alone(micro_batches: int) -> list[Action]:
     """Without a pipeline: each micro-batch forward and backward."""
     return [Action(kind, 0, micro) for micro in range(micro_batches) for kind in ("forward", "backward")]
+
+
+def forwards(name: str, ranks: int, micro_batches: int) -> tuple[tuple[Action, ...], ...]:
+    """The actions of every rank in an evaluation, in order."""
+    chunks = range(CHUNKS.get(name, 1))
+    return tuple(
+        tuple(Action("forward", chunk * ranks + rank, micro) for micro in range(micro_batches) for chunk in chunks)
+        for rank in range(ranks)
+    )
+
+
+Receives = dict[Action | None, list[Action]]
+"""The actions whose messages a rank begins to receive at the start (None), and after each action that sends one."""
+
+
+@cache
+def receives(name: str, ranks: int, micro_batches: int, training: bool) -> tuple[Receives, ...]:
+    """What every rank receives, and when it begins to, in a step or (not ``training``) an evaluation.
+
+    Messages are numbered by when they are made on a clock that all share, so each follows from those of lower numbers
+    alone. Every rank launches its sends and receives in that order: so the lowest that is not over always can be, even
+    where a device runs one at a time, and no rank ever waits for what follows from something it has yet to launch.
+    """
+    every = (schedule if training else forwards)(name, ranks, micro_batches)
+    last = ranks * CHUNKS.get(name, 1) - 1
+    due: tuple[Receives, ...] = tuple({None: []} for _ in range(ranks))
+    sent: list[Action | None] = [None] * ranks
+    over = _over(every, last)
+    for action in sorted(over, key=lambda action: (over[action], action.kind, action.stage, action.micro)):
+        after = action.stage + {"forward": 1, "backward": -1, "weights": last + 1}[action.kind]
+        if 0 <= after <= last:
+            sender, receiver = action.stage % ranks, after % ranks
+            due[receiver][sent[receiver]].append(Action(action.kind, after, action.micro))
+            sent[sender] = action
+            due[sender][action] = []
+    return due
+
+
+def _over(every: Sequence[Sequence[Action]], last: int) -> dict[Action, int]:
+    """When each action is over, where ranks act as soon as they can."""
+    over: dict[Action, int] = {}
+    free, left = [0] * len(every), [list(reversed(actions)) for actions in every]
+    while any(left):
+        for rank, actions in enumerate(left):
+            while actions:
+                needs = _needs(actions[-1], last)
+                if needs is not None and needs not in over:
+                    break
+                free[rank] = max(free[rank], over[needs] if needs else 0) + 1
+                over[actions.pop()] = free[rank]
+    return over
+
+
+def _needs(action: Action, last: int) -> Action | None:
+    """The action whose result another one works on."""
+    if action.kind == "forward":
+        return Action("forward", action.stage - 1, action.micro) if action.stage else None
+    if action.kind == "backward" and action.stage < last:
+        return Action("backward", action.stage + 1, action.micro)
+    return Action("forward" if action.kind == "backward" else "backward", action.stage, action.micro)
 
 
 @cache

@@ -171,8 +171,9 @@ class Spread:
 
     def forwards(self, micro_batches: int) -> Sequence[Action]:
         """What this rank does in an evaluation, in order."""
-        stages = range(1) if self.pipeline is None else self.pipeline.stages.of(self.mesh.index("pp"))
-        return [Action("forward", stage, micro) for micro in range(micro_batches) for stage in stages]
+        if self.pipeline is not None:
+            return self.pipeline.forwards(micro_batches)
+        return [Action("forward", 0, micro) for micro in range(micro_batches)]
 
     def gives_loss(self, action: Action) -> bool:
         return self.pipeline is None or action.stage == self.pipeline.stages.last
