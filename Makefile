@@ -11,7 +11,7 @@ BIN := .venv/bin
 
 train: .venv/ready  ## prove that two ranks train like one, then train a small language model on them and lose one
 	$(BIN)/phalanx prove gpt --layouts dp=2 fsdp=2 tp=2 pp=2
-	$(BIN)/phalanx train gpt --on local:2 --kill 1@60
+	$(BIN)/phalanx train gpt --on local:2 --device cpu --kill 1@60
 	@echo
 	@echo "Try next:"
 	@echo "  $(BIN)/phalanx train gpt --layout fsdp=2,recompute=full       the same, with the state sharded"

@@ -25,19 +25,25 @@ cuda_rule.apply()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--gpu", action="store_true", help="the tests that need a GPU, and no others")
     parser.addoption("--every", action="store_true", help="the exhaustive tests too, and all layouts of 4 and 8 ranks")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "every: an exhaustive test, run by `make test-every` alone")
+    config.addinivalue_line("markers", "gpu: a test that needs a GPU, run by `pytest --gpu` alone")
+    if not config.getoption("--gpu"):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the others compute on the CPU, whatever is here
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if config.getoption("--every"):
-        return
-    left = [item for item in items if item.get_closest_marker("every")]
-    config.hook.pytest_deselected(items=left)
-    items[:] = [item for item in items if item not in left]
+    every, gpu = config.getoption("--every"), config.getoption("--gpu")
+    chosen = {
+        item for item in items
+        if bool(item.get_closest_marker("gpu")) == gpu and (every or not item.get_closest_marker("every"))
+    }  # fmt: skip
+    config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+    items[:] = [item for item in items if item in chosen]
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

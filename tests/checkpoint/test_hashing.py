@@ -83,7 +83,7 @@ def test_many_are_joined_whatever_their_order() -> None:
         assert joined([changed, tensors[1]]) != joined(tensors)
 
 
-@pytest.mark.skipif(not torch.cuda.device_count(), reason="needs a GPU")
+@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_gpu_gives_the_same(dtype: torch.dtype) -> None:
     for shape in SHAPES:

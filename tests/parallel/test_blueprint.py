@@ -17,6 +17,7 @@ import phalanx
 from phalanx import WrongUse
 from phalanx.parallel.blueprint import Blueprint
 from phalanx.parallel.torch_private import FakeTensor
+from tests.parity import HostileTransformer
 from tests.tasks import Digits
 
 
@@ -198,3 +199,13 @@ def test_marks_on_a_weight_stay() -> None:
 
     with phalanx.Engine(Marked(), "dp=1", device="cpu") as engine:
         assert [getattr(piece, "no_decay", False) for piece in engine.spread.pieces()] == [True, False]
+
+
+@pytest.mark.gpu
+def test_a_gpu_fills_in_the_same_weights() -> None:
+    """Draws that only torch's own generators know how to make too: those of a GPU give other values."""
+    blueprint = Blueprint(lambda: HostileTransformer(2, 2, 1), seed=3)
+    for name, weight in blueprint.model.named_parameters():
+        there = blueprint.value(weight, "cuda")
+        assert there.device.type == "cuda"
+        assert torch.equal(there.cpu(), blueprint.value(weight, "cpu")), name

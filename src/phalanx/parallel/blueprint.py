@@ -205,7 +205,19 @@ class Blueprint:
             return fill(target, stream, 0.0, 1.0)
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(stream & 0x7FFFFFFFFFFFFFFF)  # torch.manual_seed looks for every device
-            return func(*args, **kwargs)
+            return _on_cpu(func, args, kwargs)
+
+
+def _on_cpu(func: Any, args: Any, kwargs: Any) -> Any:
+    """Call a function on the CPU, whatever device its tensors are on: another has a generator of its own."""
+    devices = [t.device for t in _tensors((args, kwargs))] + [torch.device(kwargs.get("device") or "cpu")]
+    if all(device.type == "cpu" for device in devices):
+        return func(*args, **kwargs)
+    there = mapped((args, kwargs | ({"device": torch.device("cpu")} if "device" in kwargs else {})), Tensor.cpu)
+    result = func(*there[0], **there[1])
+    if mutates(func):
+        return _target(args, kwargs).copy_(_target(*there))
+    return mapped(result, lambda tensor: tensor.to(kwargs.get("device") or devices[0]))
 
 
 def _two(args: Any, kwargs: Any, names: tuple[str, str], default: tuple[float, float]) -> tuple[float, float]:

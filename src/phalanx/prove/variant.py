@@ -16,6 +16,11 @@ class Variant(Task):
         """The attributes that travel: not what the task has kept for itself since, which may be an open file."""
         return {f.name for f in dataclasses.fields(self)}
 
+    def __copy__(self) -> Any:
+        made = object.__new__(type(self))
+        vars(made).update(vars(self))
+        return made
+
     def __reduce__(self) -> Any:
         before: list[type[Variant]] = []
         kind: type[Task] = type(self)
