@@ -58,11 +58,13 @@ class Trial:
     """The task's data, and in which process it was made."""
     moment: Moment = field(default_factory=Moment)
     """What is computed just now; whoever computes puts its own here."""
+    beginning: Any = None
+    """What each reference begins with, once the first has found out."""
     attributes: frozenset[str] = frozenset()
     """What the task had, fields or not, before anything was asked of it."""
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"source": None, "moment": Moment()}  # each process has its own
+        return vars(self) | {"source": None, "moment": Moment(), "beginning": None}  # each process has its own
 
     @property
     def poisoned(self) -> int:

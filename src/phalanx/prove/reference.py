@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from phalanx import counter
+from phalanx.anatomy import Anatomy
 from phalanx.data.loader import seed_globally
 from phalanx.data.order import Order, digest, share
 from phalanx.parallel import batchnorm, hugging_face
@@ -53,6 +54,28 @@ class Step:
     buffers: State = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Beginning:
+    """What every run of a task begins with: found once, since a constructor may be slow."""
+
+    anatomy: Anatomy
+    weights: State
+    buffers: State
+    """Those that are drawn; others are what the constructor itself computes."""
+
+    @classmethod
+    def of(cls, task: Task) -> Beginning:
+        blueprint = Blueprint(task.model, task.seed)
+        seed_globally(task.seed, "reference")
+        once = dict(task.model().named_buffers())
+        seed_globally(task.seed, "another")
+        again = dict(task.model().named_buffers())
+        drawn = [n for n, b in blueprint.model.named_buffers() if not torch.equal(once[n], again[n])]
+        weights = {name: blueprint.value(weight, "cpu") for name, weight in blueprint.model.named_parameters()}
+        buffers = {name: blueprint.value(blueprint.model.get_buffer(name), "cpu") for name in drawn}
+        return cls(task.anatomy(blueprint.model), weights, buffers)
+
+
 Observe = Callable[[nn.Module, Randomness], None]
 
 
@@ -73,13 +96,17 @@ class Reference:
         """
         assert isinstance(task, Hostile)
         self.task, self.micro_batches = task, micro_batches
-        blueprint = Blueprint(task.model, task.seed)
-        self.model = _real(task, blueprint).double()
-        self.anatomy = task.anatomy(blueprint.model)
+        beginning = task.proof_trial.beginning = task.proof_trial.beginning or Beginning.of(task)
+        seed_globally(task.seed, "reference")
+        self.model, self.anatomy = task.model(), beginning.anatomy
+        for name, buffer in self.model.named_buffers():
+            if name in beginning.buffers:
+                buffer.copy_(beginning.buffers[name])
+        self.model.double()
         hugging_face.prepare(self.model, torch.float64)
         self.parameters = dict(self.model.named_parameters())
         for name, weight in self.parameters.items():
-            weight.data.copy_(blueprint.value(blueprint.model.get_parameter(name), "cpu"))
+            weight.data.copy_(beginning.weights[name])
             weight.logical_name = name  # type: ignore[attr-defined]
             if nudge and weight.is_floating_point():
                 weight.data.mul_(1 + _signs(weight, nudge, name) * torch.finfo(weight.dtype).eps)
@@ -211,18 +238,6 @@ def options(optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
         for group in optimizer.param_groups
         for weight in group["params"]
     }
-
-
-def _real(task: Task, blueprint: Blueprint) -> nn.Module:
-    """The model with memory for its weights; buffers that are drawn, as the blueprint draws them."""
-    seed_globally(task.seed, "reference")
-    model = task.model()
-    seed_globally(task.seed, "another")
-    again, described = dict(task.model().named_buffers()), dict(blueprint.model.named_buffers())
-    for name, buffer in model.named_buffers():
-        if not torch.equal(buffer, again[name]):  # drawn; others are what the constructor itself computes
-            buffer.copy_(blueprint.value(described[name], "cpu"))
-    return model
 
 
 def _signs(weight: Tensor, nudge: int, name: str) -> Tensor:
