@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import sys
+from datetime import timedelta
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from phalanx.parallel import torch_private
+from tests.ranks import Ranks
 
 
 def test_views_share_a_storage_and_copies_do_not() -> None:
@@ -63,3 +66,23 @@ def test_writing_in_place_is_counted() -> None:
     before = torch_private.version(weight)
     weight.view(-1)[0] = 1
     assert torch_private.version(weight) > before
+
+
+def group_facts() -> tuple[str, str, list[int], int]:
+    rank = dist.get_rank()
+    group = torch_private.new_group((0, 1), rank, "a name", timedelta(seconds=17), "described", None)
+    found = group.group_name, group.group_desc, dist.get_process_group_ranks(group), dist.get_rank(group)
+    dist.destroy_process_group(group)
+    return found
+
+
+def test_a_group_has_the_name_it_was_given(ranks: Ranks) -> None:
+    assert ranks(2, group_facts) == [("a name", "described", [0, 1], rank) for rank in range(2)]
+
+
+def count() -> int:
+    return torch_private.default_store().add("a number", 1)
+
+
+def test_the_world_has_a_store(ranks: Ranks) -> None:
+    assert sorted(ranks(2, count)) == [1, 2]

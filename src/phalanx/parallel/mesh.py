@@ -1,13 +1,14 @@
 """The mesh: ranks in a grid with one axis a parallelism, and the process groups along its axes.
 
 Groups are made here and nowhere else, each with its axis as its name and the run's timeout: a group that torch makes
-for a mesh would wait 30 minutes and tell nobody which axis it was.
+for a mesh would wait 30 minutes and tell nobody which axis it was. A rank makes the groups that it is in and no others.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from itertools import product
 
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from phalanx.layout import Layout
 from phalanx.parallel import collectives
 from phalanx.parallel.schedules import CHUNKS
+from phalanx.parallel.torch_private import default_store, new_group
 
 AXES = ("pp", "dp", "fsdp", "cp", "tp")
 """From the outermost, whose members are far apart, to the innermost, who are neighbours."""
@@ -30,51 +32,89 @@ EXPERT_SHARD = ("fsdp", "cp", "without ep")
 GROUPS = (("dp",), SHARD, ("cp",), ("tp",), ("pp",), BATCH, AXES, EXPERTS, EXPERT_SHARD)
 
 
-class Mesh:
-    """Where this rank stands on each axis, and whom it speaks to along it."""
+@dataclass(frozen=True)
+class Members:
+    """The ranks of one process group."""
 
-    def __init__(self, layout: Layout, rank: int, timeout: timedelta) -> None:
+    ranks: tuple[int, ...]
+    called: str
+    """What it is called in logs and errors."""
+    name: str
+    """Told from every other group of the mesh by it."""
+
+
+class Grid:
+    """Where one rank stands on each axis, and whom it shares groups with: arithmetic, without a process group."""
+
+    def __init__(self, layout: Layout, rank: int) -> None:
         self.degrees = {axis: getattr(layout, axis) for axis in AXES}
-        self.ep = layout.ep
-        self.rank = rank
-        self.coordinates = dict(zip(AXES, self._place(rank), strict=True))
-        self._groups: dict[tuple[str, ...], dist.ProcessGroup | None] = {}
-        made: dict[tuple[int, ...], dict[str, dist.ProcessGroup]] = {}
-        for axes in GROUPS:
-            called = self._called(axes)
-            for members in self._partition(axes):  # every rank makes every group, in one order: torch numbers them
-                known = made.setdefault(members, {})
-                if len(members) > 1 and called not in known and not (known and axes in (BATCH, AXES)):
-                    known[called] = dist.new_group(list(members), timeout=timeout, group_desc=called)
-            own = made[self.members(axes)]
-            self._groups[axes] = own.get(called) or next(iter(own.values()), None)
-        self._made = [group for members, known in made.items() if rank in members for group in known.values()]
-        self._lanes: dict[tuple[str, int], dist.ProcessGroup] = {}
-        rings = CHUNKS.get(layout.schedule, 1) > 1
-        for members in self._partition(("pp",)):
-            for way, step in (("forward", 1), ("backward", -1)):
-                for to, receiver in enumerate(members if layout.pp > 1 else ()):
-                    if rings or 0 <= to - step < layout.pp:
-                        pair = [members[(to - step) % layout.pp], receiver]
-                        group = dist.new_group(pair, timeout=timeout, group_desc=f"pp {way}")
-                        if rank in pair:
-                            self._lanes[way, to] = group
-        self._made += self._lanes.values()
-        if self._lanes and dist.get_backend() == "nccl":
-            self._connect()
+        self.ep, self.rank = layout.ep, rank
+        self.rings = CHUNKS.get(layout.schedule, 1) > 1
+        self.coordinates: dict[str, int] = {}
+        for axis in reversed(AXES):
+            rank, self.coordinates[axis] = divmod(rank, self.degrees[axis])
+        self._strides = {axis: math.prod(self.degrees[a] for a in AXES[i + 1 :]) for i, axis in enumerate(AXES)}
+        self._members: dict[tuple[str, ...], tuple[int, ...]] = {}
+        self._indices: dict[tuple[str, ...], int] = {}
 
-    def _connect(self) -> None:
-        """Send one number along each lane, on every rank in the same order.
+    def members(self, axes: tuple[str, ...]) -> tuple[int, ...]:
+        """The ranks that differ from this one along these axes alone, itself among them."""
+        if axes not in self._members:
+            self._members[axes] = self._along(axes)
+        return self._members[axes]
 
-        NCCL connects two ranks at their first message, and holds both up until the other is there: in a step, where
-        each may be at another lane, for ever.
+    def _along(self, axes: tuple[str, ...]) -> tuple[int, ...]:
+        if axes in (EXPERTS, EXPERT_SHARD):
+            sharing, index = self.members(SHARD), self.index(*SHARD)
+            start = index - index % self.ep
+            return sharing[start : start + self.ep] if axes == EXPERTS else sharing[index % self.ep :: self.ep]
+        return tuple(self.among(**dict.fromkeys(axes)))
+
+    def among(self, **indices: Sequence[int] | None) -> list[int]:
+        """The ranks at these indices of some axes (None: at any) and at this one's of the others."""
+        found = [0]
+        for axis in AXES:
+            at: Sequence[int] = [self.coordinates[axis]]
+            if axis in indices:
+                chosen = indices[axis]
+                at = range(self.degrees[axis]) if chosen is None else chosen
+            found = [number + index * self._strides[axis] for number, index in product(found, at)]
+        return sorted(found)
+
+    def size(self, *axes: str) -> int:
+        return len(self.members(axes)) if axes in (EXPERTS, EXPERT_SHARD) else math.prod(self.degrees[a] for a in axes)
+
+    def index(self, *axes: str) -> int:
+        """This rank's place among the members of these axes."""
+        if axes not in self._indices:
+            self._indices[axes] = self.members(axes).index(self.rank)
+        return self._indices[axes]
+
+    def groups(self) -> dict[tuple[str, ...], Members]:
+        """By axes: the group along them, where this rank is not alone on them; the same for axes that need no other.
+
+        In the order in which they are made. It is one order of all groups of all ranks, so whoever waits for the others
+        at the first that is not made waits for ranks that are on their way to it.
         """
-        for (_, to), lane in self._lanes.items():
-            number = torch.zeros(1, device="cuda")
-            receiver = self.members(("pp",))[to]
-            other = next(rank for rank in dist.get_process_group_ranks(lane) if rank != self.rank)
-            pending = (collectives.receive if self.rank == receiver else collectives.send)(number, lane, other)
-            pending.wait()
+        found: dict[tuple[str, ...], Members] = {}
+        for number, axes in enumerate(GROUPS):
+            ranks, called = self.members(axes), self._called(axes)
+            alike = [group for group in found.values() if group.ranks == ranks]
+            fits = [group for group in alike if group.called == called or axes in (BATCH, AXES)]
+            if len(ranks) > 1:
+                found[axes] = fits[0] if fits else Members(ranks, called, f"{number} of {ranks[0]}")
+        return found
+
+    def lanes(self) -> dict[tuple[str, int], Members]:
+        """By way and receiver: this rank's groups of two for messages along ``pp``, in one order of all ranks."""
+        ranks = self.members(("pp",))
+        found = {}
+        for to in sorted(range(len(ranks) if len(ranks) > 1 else 0), key=lambda to: (to % 2, to)):
+            for way, step in (("forward", 1), ("backward", -1)):
+                pair = (ranks[(to - step) % len(ranks)], ranks[to])
+                if self.rank in pair and (self.rings or 0 <= to - step < len(ranks)):
+                    found[way, to] = Members(tuple(sorted(pair)), f"pp {way}", f"{way} to {ranks[to]}")
+        return found
 
     def _called(self, axes: tuple[str, ...]) -> str:
         """What a group along these axes is called in logs and errors: by those that matter."""
@@ -83,53 +123,40 @@ class Mesh:
             return shards if axes == SHARD or self.ep == 1 else f"{shards} of experts"
         return "world" if axes == AXES else "x".join(a for a in axes if self.degrees.get(a, 2) > 1)
 
-    def _partition(self, axes: tuple[str, ...]) -> list[tuple[int, ...]]:
-        """All ranks, in sets that differ along these axes alone."""
-        world = range(self.size(*AXES))
-        return list(dict.fromkeys(self._along(axes, self._place(rank)) for rank in world))
 
-    def _place(self, rank: int) -> tuple[int, ...]:
-        place = []
-        for axis in reversed(AXES):
-            rank, index = divmod(rank, self.degrees[axis])
-            place.append(index)
-        return tuple(reversed(place))
+class Mesh(Grid):
+    """A rank's place in the grid, and the process groups through which it speaks along each axis."""
 
-    def members(self, axes: tuple[str, ...]) -> tuple[int, ...]:
-        """The ranks that differ from this one along these axes alone, itself among them."""
-        return self._along(axes, tuple(self.coordinates[axis] for axis in AXES))
+    def __init__(self, layout: Layout, rank: int, timeout: timedelta) -> None:
+        super().__init__(layout, rank)
+        wanted, lanes = self.groups(), self.lanes()
+        number = default_store().add(f"meshes of rank {rank}", 1) if wanted else 0  # in this world, so far
+        nccl = bool(wanted) and dist.get_backend() == "nccl"
+        device = torch.device("cuda", torch.cuda.current_device()) if nccl else None
+        self._made = {
+            group: new_group(group.ranks, rank, f"mesh {number}, {group.name}", timeout, group.called, device)
+            for group in dict.fromkeys([*wanted.values(), *lanes.values()])
+        }
+        self._groups: dict[tuple[str, ...], dist.ProcessGroup | None] = {
+            axes: self._made[wanted[axes]] if axes in wanted else None for axes in GROUPS
+        }
+        self._lanes = {lane: self._made[group] for lane, group in lanes.items()}
+        if device is not None:
+            self._connect(device)
 
-    def _along(self, axes: tuple[str, ...], place: tuple[int, ...]) -> tuple[int, ...]:
-        if axes in (EXPERTS, EXPERT_SHARD):
-            sharing = self._along(SHARD, place)
-            index = sharing.index(self._number(place))
-            start = index - index % self.ep
-            return sharing[start : start + self.ep] if axes == EXPERTS else sharing[index % self.ep :: self.ep]
-        spans = [range(self.degrees[a]) if a in axes else [at] for a, at in zip(AXES, place, strict=True)]
-        return tuple(self._number(found) for found in product(*spans))
+    def _connect(self, device: torch.device) -> None:
+        """Send one number along each lane, on every rank in the order of lanes.
 
-    def among(self, **indices: Sequence[int] | None) -> list[int]:
-        """The ranks at these indices of some axes (None: at any) and at this one's of the others."""
-        spans = [
-            (range(self.degrees[axis]) if indices[axis] is None else indices[axis] or ())
-            if axis in indices
-            else [self.coordinates[axis]]
-            for axis in AXES
-        ]
-        return sorted(self._number(place) for place in product(*spans))
-
-    def _number(self, place: tuple[int, ...]) -> int:
-        number = 0
-        for axis, index in zip(AXES, place, strict=True):
-            number = number * self.degrees[axis] + index
-        return number
-
-    def size(self, *axes: str) -> int:
-        return len(self.members(axes)) if axes in (EXPERTS, EXPERT_SHARD) else math.prod(self.degrees[a] for a in axes)
-
-    def index(self, *axes: str) -> int:
-        """This rank's place among the members of these axes."""
-        return self.members(axes).index(self.rank)
+        NCCL connects two ranks at their first message, and holds both up until the other is there: in a step, where
+        each may be at another lane, for ever.
+        """
+        for (way, to), lane in self._lanes.items():
+            number, receiver = torch.zeros(1, device=device), self.members(("pp",))[to]
+            sender = next(rank for rank in self.lanes()[way, to].ranks if rank != receiver)
+            if self.rank == receiver:
+                collectives.receive(number, lane, sender).wait()
+            else:
+                collectives.send(number, lane, receiver).wait()
 
     def group(self, *axes: str) -> dist.ProcessGroup | None:
         """The group along these axes, or None where this rank is alone on them."""
@@ -145,7 +172,7 @@ class Mesh:
 
     def close(self) -> None:
         """Take the groups apart."""
-        for group in self._made:
+        for group in self._made.values():
             dist.destroy_process_group(group)
         self._made.clear()
         self._groups.clear()

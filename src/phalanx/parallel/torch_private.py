@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -13,9 +17,11 @@ __all__ = [
     "FakeTensor",
     "FakeTensorMode",
     "TorchDispatchMode",
+    "default_store",
     "has_hooks",
     "install",
     "mutates",
+    "new_group",
     "preload",
     "storage_id",
     "version",
@@ -53,3 +59,31 @@ def version(tensor: Tensor) -> int:
 def mutates(func: Any) -> bool:
     """Whether an operation writes to one of its arguments."""
     return func._schema.is_mutable
+
+
+def default_store() -> dist.Store:
+    """Where the ranks of the world left their addresses."""
+    return dist.distributed_c10d._get_default_store()
+
+
+def new_group(
+    members: Sequence[int], rank: int, name: str, timeout: timedelta, described: str, device: torch.device | None
+) -> dist.ProcessGroup:
+    """A process group that its members alone make, under a name that no group of their world has had.
+
+    `dist.new_group` has every rank of the world take part; with ``use_local_synchronization`` it numbers groups by how
+    many a rank has just now, which members need not agree on, and uses names again, under which old addresses are left.
+    """
+    c10d: Any = dist.distributed_c10d
+    world = dist.group.WORLD
+    assert world is not None
+    bound, world.bound_device_id = world.bound_device_id, None  # or NCCL would split the world, which takes all ranks
+    try:
+        group, _ = c10d._new_process_group_helper(
+            len(members), members.index(rank), list(members), dist.get_backend(), default_store(), name,
+            timeout=timeout, device_id=device, group_desc=described,
+        )  # fmt: skip
+    finally:
+        world.bound_device_id = bound
+    c10d._world.pg_group_ranks[group] = {member: index for index, member in enumerate(members)}
+    return group
