@@ -49,7 +49,7 @@ ROOT = Path(__file__).parent.parent
 BAR = 1e-12
 STEPS = 2
 """The second has a short batch, and gradients that show the first update."""
-START_SECONDS = 120
+START_SECONDS = 300
 """How long processes may take to begin."""
 WARNING = re.compile(r"NCCL WARN|\[W\d|Warning:|WARNING")
 """In what ranks print: NCCL's own, those of torch's C++ and of Python."""
@@ -148,9 +148,12 @@ class Team:
     def begin(self) -> None:
         """Wait for all to be there."""
         for rank, pipe in enumerate(self.pipes):
-            if not pipe.poll(START_SECONDS):
+            try:
+                begun = pipe.poll(START_SECONDS) and pipe.recv_bytes()
+            except EOFError:
+                begun = False
+            if not begun:
                 raise RuntimeError(f"rank {rank} did not begin:\n{self.said(rank)}")
-            pipe.recv_bytes()
 
     def ask(self, case: Case) -> list[Trace | str | None]:
         """By rank: what it did, how it failed, or None where it was not done in time."""

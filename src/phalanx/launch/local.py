@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 
 from phalanx.errors import CannotHere, WrongUse
+from phalanx.launch import blame
 from phalanx.parallel.torch_private import preload
 from phalanx.processes import die_with_parent
 
@@ -36,8 +37,6 @@ GRACE_SECONDS = 1.0
 SIGNAL_SECONDS = 0.05
 """and once one was killed, which needs no explanation."""
 LOOK_SECONDS = 0.1
-LOST, WAITED = "lost its connection", "waited for another rank"
-SPOILT = "cannot compute, since the task's file does when it is imported"
 HANDED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
@@ -210,7 +209,7 @@ def _supervise(
     if not failures:
         return Outcome(result=reports.get(first))
     silent = [Failure(rank, float("inf"), "was stopped") for rank in running if rank not in failures]
-    ordered = sorted(failures.values(), key=lambda f: (not f.by_signal, f.secondary, f.when)) + silent
+    ordered = sorted(failures.values(), key=lambda f: (f.secondary, not f.by_signal, f.when)) + silent
     return Outcome(failures=ordered)
 
 
@@ -224,9 +223,8 @@ def _failure(rank: int, exitcode: int, report: Any) -> Failure | None:
     if isinstance(report, Failure):
         return report
     if exitcode < 0:
-        name = signal.Signals(-exitcode).name
-        hint = " (the system ends a process so when memory runs out)" if name == "SIGKILL" else ""
-        return Failure(rank, time.monotonic(), f"was ended by {name}{hint}", by_signal=True)
+        reason, secondary = blame.ended_by(-exitcode)
+        return Failure(rank, time.monotonic(), reason, by_signal=True, secondary=secondary)
     if exitcode:
         return Failure(rank, time.monotonic(), f"left with exit code {exitcode}")
     return None
@@ -263,25 +261,12 @@ def _rank(program: Callable[[], Any], local: int, world: World, port: int, pipe:
         pipe.send_bytes(pickle.dumps(program()))
     except Exception as error:
         code = error.exit_code if isinstance(error, (WrongUse, CannotHere)) else 1
-        trace, reason = traceback.format_exc(), _reason(error)
+        trace, reason = traceback.format_exc(), blame.reason(error)
         failure = Failure(
             rank, time.monotonic(), reason, trace, code, final=isinstance(error, (WrongUse, CannotHere)),
-            secondary=reason.startswith((LOST, WAITED)),
+            secondary=blame.secondary(reason),
         )  # fmt: skip
         pipe.send_bytes(pickle.dumps(failure))
         sys.stdout.flush()
         os._exit(1)  # not through destructors that would wait for the others
     pipe.close()
-
-
-def _reason(error: Exception) -> str:
-    text = str(error)
-    if isinstance(error, (WrongUse, CannotHere)):
-        return text
-    if "fork-based multiprocessing" in text or "re-initialize CUDA in forked" in text:
-        return f"{SPOILT} ({text.splitlines()[0][:80]}). Move that into model() or data(), or under a main guard"
-    if "imed out waiting" in text or "Timed out" in text:
-        return f"{WAITED} until its time was up ({text.splitlines()[0][:80]}); look at the others first"
-    if "Connection closed by peer" in text or "Connection reset by peer" in text:
-        return f"{LOST} to a rank that ended"
-    return f"{type(error).__name__}: {text.splitlines()[0]}" if text else type(error).__name__

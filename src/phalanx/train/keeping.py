@@ -295,6 +295,8 @@ class Keeper:
     # Behind: one copy at a time, while steps go on.
 
     def _background(self) -> None:
+        if self.engine.device.type == "cuda":
+            torch.cuda.set_device(self.engine.device)  # a thread begins with the first one
         while (work := self._queue.get()) is not None:
             try:
                 self._copy(work)
