@@ -5,8 +5,9 @@ python benchmarks/nccl.py [LAYOUT ...] [--ranks 2|4|8] [--experts] [--every] [--
 Without layouts: all of 2 and of 4 ranks and a covering set of 8, dense and with experts. NCCL refuses two ranks on one
 GPU of one host, and takes them for ranks of several hosts where NCCL_HOSTID differs: what comes out, the order of what
 is launched and whether it can get stuck are those of such hosts, its speed is not. ``--device cpu`` does the same over
-gloo. Ranks are processes that take one layout after another, several teams of them side by side. Where a layout takes
-longer than the limit, every rank's stack is printed, and a new team goes on with the next.
+gloo. Ranks are processes that take one layout after another, several teams of them side by side; under NVIDIA's MPS, if
+it is there, since processes that take turns on a GPU wait for each other's waiting kernels. Where a layout takes longer
+than the limit, every rank's stack is printed, and a new team goes on with the next.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import itertools
 import os
 import pickle
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -27,6 +29,7 @@ import traceback
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
@@ -42,6 +45,7 @@ from tests.parity import Trace, difference, reference, spread_run
 
 import phalanx
 from phalanx import Layout, Task
+from phalanx.parallel.torch_private import preload
 from phalanx.prove.layouts import covering
 from report import Figure, report
 
@@ -51,6 +55,13 @@ STEPS = 2
 """The second has a short batch, and gradients that show the first update."""
 START_SECONDS = 300
 """How long processes may take to begin."""
+QUICK = {
+    "NCCL_ALGO": "Ring", "NCCL_MIN_NCHANNELS": "1", "NCCL_MAX_NCHANNELS": "1", "NCCL_MAX_P2P_NCHANNELS": "1",
+    "NCCL_NTHREADS": "64", "NCCL_BUFFSIZE": "262144", "NCCL_SOCKET_NTHREADS": "1", "NCCL_NSOCKS_PERTHREAD": "1",
+    "NCCL_NVLS_ENABLE": "0", "NCCL_CUMEM_ENABLE": "0", "NCCL_RAS_ENABLE": "0",
+}  # fmt: skip
+"""Few and small connections: a layout makes a dozen communicators, and sends little through them."""
+MPS_SECONDS = 60
 WARNING = re.compile(r"NCCL WARN|\[W\d|Warning:|WARNING")
 """In what ranks print: NCCL's own, those of torch's C++ and of Python."""
 
@@ -67,6 +78,10 @@ class Case:
         return replace(task_for(self.layout), steps=STEPS)
 
     @property
+    def micro_batches(self) -> int:
+        return self.layout.micro_batches(self.task.global_batch)
+
+    @property
     def kind(self) -> str:
         return f"{self.world} ranks, {'with experts' if self.layout.ep > 1 else 'dense'}"
 
@@ -77,6 +92,8 @@ class Result:
 
     case: Case
     seconds: float
+    ready: float = 0.0
+    """Of these, until the engine was made."""
     error: float = float("inf")
     words: str = ""
     """Where the error is largest, or what else happened."""
@@ -90,7 +107,8 @@ class Result:
 def serve(rank: int, descriptor: int, device: str, limit: float) -> None:
     """A rank's whole life: one layout after another, each in a process group of its own."""
     pipe = Connection(descriptor)
-    assert phalanx.Engine  # modules are imported, and CUDA is up, before the first layout's time begins
+    preload()  # modules are imported, and CUDA is up, before the first layout's time begins
+    assert phalanx.Engine
     torch.zeros(1, device=device)
     pipe.send_bytes(b"ready")
     while True:
@@ -100,9 +118,11 @@ def serve(rank: int, descriptor: int, device: str, limit: float) -> None:
             return
         faulthandler.dump_traceback_later(limit)
         try:
-            trace = spread_run(case.task, case.layout, device)
-            answer = trace if rank == 0 else Trace(trace.losses, trace.norms)
-            pipe.send_bytes(pickle.dumps(answer))
+            if os.environ["WORLD_SIZE"] == "1":
+                trace = reference(case.task, case.micro_batches, device)
+            else:
+                trace = spread_run(case.task, case.layout, device)
+            pipe.send_bytes(pickle.dumps(trace if rank == 0 else Trace(trace.losses, trace.norms)))
         except Exception:
             pipe.send_bytes(pickle.dumps(traceback.format_exc()))
         faulthandler.cancel_dump_traceback_later()
@@ -117,7 +137,7 @@ class Team:
     """So many rank processes, which find each other in a store of their own."""
 
     def __init__(self, world: int, device: str, limit: float, folder: Path) -> None:
-        self.world, self.limit = world, limit
+        self.world, self.limit, self.begun = world, limit, False
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.pipes: list[Connection] = []
         self.processes: list[subprocess.Popen[bytes]] = []
@@ -142,11 +162,12 @@ class Team:
         if device == "cpu":
             return {**os.environ, **alike, **own, "GLOO_SOCKET_IFNAME": "lo"}
         own["NCCL_HOSTID"] = f"host{rank}"
-        nccl = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1", "NCCL_DEBUG": os.environ.get("NCCL_DEBUG", "WARN")}
-        return {**os.environ, **alike, **own, **nccl}
+        nccl = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1", "NCCL_DEBUG": "WARN", **QUICK}
+        return {**nccl, **os.environ, **alike, **own}
 
     def begin(self) -> None:
         """Wait for all to be there."""
+        self.begun = True
         for rank, pipe in enumerate(self.pipes):
             try:
                 begun = pipe.poll(START_SECONDS) and pipe.recv_bytes()
@@ -198,7 +219,8 @@ class Bench:
         self.results: list[Result] = []
         self.warnings: Counter[str] = Counter()
         self._known: dict[tuple[str, int], Trace] = {}
-        self._lock, self._printing = threading.Lock(), threading.Lock()
+        self._one = Team(1, device, limit, folder)
+        self._lock, self._knowing, self._printing = threading.Lock(), threading.Lock(), threading.Lock()
 
     def run(self, cases: Sequence[Case], teams: int) -> None:
         """Cases of one number of ranks."""
@@ -218,14 +240,14 @@ class Bench:
                 result = self._result(case, answers, time.monotonic() - started)
                 self.results.append(result)
                 self._tell(result, team)
-                if result.hung or result.failed:
+                if result.hung or result.failed:  # what its ranks say of each other's end is no news
                     team.close(kill=True)
-                    self._gather_warnings(team)
                     team = Team(world, self.device, self.limit, self.folder)
                     team.begin()
-        finally:
             team.close()
             self._gather_warnings(team)
+        finally:
+            team.close(kill=True)
 
     def _next(self, queue: Iterator[Case]) -> Case | None:
         with self._lock:
@@ -243,21 +265,30 @@ class Bench:
             error, where = difference(traces[0], self._one_device(case))
             assert all((t.losses, t.norms) == (traces[0].losses, traces[0].norms) for t in traces), "ranks disagree"
         except AssertionError as unequal:
-            return Result(case, seconds, words=f"differs: {unequal}")
-        return Result(case, seconds, error, where)
+            return Result(case, seconds, traces[0].ready, words=f"differs: {unequal}")
+        return Result(case, seconds, traces[0].ready, error, where)
 
     def _one_device(self, case: Case) -> Trace:
-        key = repr(case.task), case.layout.micro_batches(case.task.global_batch)
-        with self._lock:
+        """The same on one device, in a process of its own: this one touches no GPU."""
+        key = repr(case.task), case.micro_batches
+        with self._knowing:
+            if not self._one.begun:
+                self._one.begin()
             if key not in self._known:
-                self._known[key] = reference(case.task, key[1], self.device)
+                (trace,) = self._one.ask(case)
+                assert isinstance(trace, Trace), f"one device: {trace}"
+                self._known[key] = trace
             return self._known[key]
+
+    def close(self) -> None:
+        self._one.close()
 
     def _tell(self, result: Result, team: Team) -> None:
         with self._printing:
             said = f"{result.error:9.2e}" if result.error < float("inf") else "     FAIL"
             words = result.words.strip().splitlines()[-1] if result.failed else result.words
-            print(f"{said}  {result.seconds:5.1f} s  {result.case.kind:<22} {result.case.layout}  {words}", flush=True)
+            took = f"{result.ready:4.1f} + {result.seconds - result.ready:4.1f} s"
+            print(f"{said}  {took}  {result.case.kind:<22} {result.case.layout}  {words}", flush=True)
             if result.failed:
                 print(result.words, flush=True)
             if result.hung:
@@ -302,11 +333,36 @@ def chosen(options: argparse.Namespace) -> list[Case]:
     cases = []
     for world in [options.ranks] if options.ranks else [2, 4, 8]:
         for experts in [True] if options.experts else [False, True]:
-            layouts = list(every_layout(world, experts=experts))
+            layouts = sorted(every_layout(world, experts=experts), key=lambda layout: layout.pp == 1)  # hardest first
             if options.quick or (world > 4 and not options.every):
                 layouts = covering(layouts)
             cases += [Case(world, layout) for layout in layouts]
     return cases
+
+
+@contextmanager
+def shared_gpu(folder: Path) -> Iterator[bool]:
+    """While processes share the GPU through MPS: whether they do."""
+    control = shutil.which("nvidia-cuda-mps-control")
+    pipes = {"CUDA_MPS_PIPE_DIRECTORY": str(folder / "mps"), "CUDA_MPS_LOG_DIRECTORY": str(folder / "mps")}
+    if control is None:
+        yield False
+        return
+    (folder / "mps").mkdir()
+    environment = {**os.environ, **pipes}
+    try:
+        subprocess.run([control, "-d"], env=environment, check=True, timeout=MPS_SECONDS, capture_output=True)
+        trying = [sys.executable, "-c", "import torch; torch.zeros(1, device='cuda')"]
+        subprocess.run(trying, env=environment, check=True, timeout=MPS_SECONDS, capture_output=True)
+        os.environ.update(pipes)
+        yield True
+    except subprocess.SubprocessError as error:
+        print(f"note: no MPS, processes take turns on the GPU: {error}", flush=True)
+        yield False
+    finally:
+        for name in pipes:
+            os.environ.pop(name, None)
+        subprocess.run([control], input="quit\n", env=environment, text=True, timeout=MPS_SECONDS, capture_output=True)
 
 
 def main() -> None:
@@ -324,14 +380,16 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     cases = chosen(options)
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder, ExitStack() as undo:
+        shared = options.device == "cuda" and undo.enter_context(shared_gpu(Path(folder)))
         bench = Bench(options.device, options.limit, Path(folder))
+        undo.callback(bench.close)
         started = time.monotonic()
         for world in sorted({case.world for case in cases}):
-            teams = options.jobs or max(1, (os.cpu_count() or 1) // world)
+            teams = options.jobs or max(1, (2 if shared else 1) * (os.cpu_count() or 1) // world)
             bench.run([case for case in cases if case.world == world], teams)
-        print(f"{len(cases)} layouts in {time.monotonic() - started:.0f} s")
-        report(bench.figures())
+        print(f"{len(cases)} layouts in {time.monotonic() - started:.0f} s{', under MPS' if shared else ''}")
+    report(bench.figures())
 
 
 if __name__ == "__main__":

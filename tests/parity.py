@@ -7,6 +7,7 @@ and the keys of the dropout with Phalanx, and nothing of meshes, buckets, shards
 from __future__ import annotations
 
 import math
+import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -201,6 +202,8 @@ class Trace:
     gradients: list[dict[str, Tensor | None]] = field(default_factory=list)
     weights: list[dict[str, Tensor]] = field(default_factory=list)
     """One entry, after the last step: an error in an earlier update shows in the gradients that follow it."""
+    ready: float = 0.0
+    """Seconds until the first step could begin."""
 
 
 def reference(task: phalanx.Task, micro_batches: int = 1, device: str = "cpu") -> Trace:
@@ -256,8 +259,9 @@ def _kept(tensors: dict[str, Any]) -> dict[str, Any]:
 
 def spread_run(task: phalanx.Task, layout: phalanx.Layout, device: str = "cpu") -> Trace:
     """The task under a layout, on the ranks of this process group."""
-    trace = Trace()
+    trace, started = Trace(), time.monotonic()
     with phalanx.Engine(task, layout, device=device) as engine:
+        trace.ready = time.monotonic() - started
         engine.on_gradients = lambda *summed: trace.gradients.append(_kept(engine.whole_gradients(*summed)))
         for batch in engine.batches():
             metrics = engine.step(batch)
