@@ -94,6 +94,7 @@ def nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     assert not dist.is_initialized(), "the test left a process group behind"
     renewed = {process.pid for process in pool.processes} if isinstance(pool, Ranks) else set()  # after a failure
     assert children() <= processes | renewed, "the test left a process behind"
+    threads |= {pool.store.thread} if isinstance(pool, Ranks) else set()
     left = [t for t in set(threading.enumerate()) - threads if t.is_alive()]
     assert not left, f"the test left threads behind: {left}"
     now = {k: v for k, v in os.environ.items() if k != "PYTEST_CURRENT_TEST"}

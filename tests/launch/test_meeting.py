@@ -10,17 +10,21 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 
 from phalanx import CannotHere, WrongUse
 from phalanx.launch import meeting as module
-from phalanx.launch.meeting import Change, Meeting, Round
+from phalanx.launch.key import Key
+from phalanx.launch.meeting import Meeting
+from phalanx.launch.rank_store import RankStore, StoreServer
+from phalanx.launch.rounds import Change, Round
 
+KEY = Key(b"of these tests")
 LONG = 20.0
 """Seconds after which a test gives up; nothing here takes that long."""
 
@@ -83,17 +87,18 @@ class Seat:
         one = self.round
         assert one is not None
         if one.listening is not None:
-            self.store = dist.TCPStore(
-                one.address, one.port, is_master=True, wait_for_workers=False, master_listen_fd=one.listening.detach()
-            )
-            self.store.set("generation", str(one.generation))
-        else:
-            self.store = dist.TCPStore(one.address, one.port, is_master=False, wait_for_workers=False)
-        return self.store.get("generation").decode()
+            self.server = StoreServer(one.listening, KEY, one.nodes)
+        store = RankStore(one.address, one.port, KEY, timedelta(seconds=LONG))
+        if one.listening is not None:
+            store.set("generation", str(one.generation))
+        return store.get("generation").decode()
 
 
 def supervisor(pipe: Connection, version: int, settings: dict[str, Any]) -> None:
     module.VERSION = version
+    settings = {"key": KEY, **settings}
+    if "key_of" in settings:
+        settings["key"] = Key(settings.pop("key_of").encode())
     meeting = Meeting(**settings)
     seat = Seat(meeting, pipe)
     while True:
@@ -371,14 +376,15 @@ def test_too_few_hosts_are_told_who_came(host: Callable[..., Host]) -> None:
         ({"host": "a"}, "two hosts call themselves 'a'. Name them apart."),
         ({"name": "other"}, "host b came for run 'other', but the meeting, opened by host a, is for run 'run'"),
         ({"max_nodes": 3}, "host b came for nodes [2, 3], but the meeting, opened by host a, is for nodes [2, 2]"),
-        ({"version": 0}, "host b speaks version 0 of the meeting's protocol and host a version 1. Install the same"),
+        ({"key_of": "another"}, "is for those who know another key than host b. Give all hosts the same --run folder"),
+        ({"version": 0}, "host b speaks version 0 of the meeting's protocol and host a version 2. Install the same"),
     ],
 )
 def test_hosts_that_do_not_belong_are_refused(host: Callable[..., Host], settings: dict[str, Any], words: str) -> None:
     a = host("a", 2, 2, silence=1.0).start("next")
     time.sleep(0.3)
     refusal = host("b", 2, 2, silence=1.0, **settings).ask("next")
-    assert isinstance(refusal, WrongUse)
+    assert isinstance(refusal, CannotHere if "key_of" in settings else WrongUse)
     assert words in str(refusal)
     assert met(a, host("b", 2, 2, silence=1.0).start("next")).nodes == 2
 
@@ -397,7 +403,7 @@ def test_a_port_that_is_anothers_is_refused(says: bytes, monkeypatch: pytest.Mon
         thread = threading.Thread(target=answer)
         thread.start()
         meeting = Meeting(
-            f"localhost:{other.getsockname()[1]}", name="run", ranks=1, min_nodes=1, max_nodes=1, silence=0.5
+            f"localhost:{other.getsockname()[1]}", key=KEY, name="run", ranks=1, min_nodes=1, max_nodes=1, silence=0.5
         )
         with pytest.raises(CannotHere, match=r"is not a meeting of Phalanx, or is stopped\. Choose another port"):
             meeting.next()
@@ -416,7 +422,9 @@ def test_a_port_that_is_anothers_is_refused(says: bytes, monkeypatch: pytest.Mon
     ],
 )
 def test_wrong_settings_are_refused(settings: dict[str, Any], words: str) -> None:
-    usual: dict[str, Any] = {"address": "localhost:29400", "name": "run", "ranks": 1, "min_nodes": 1, "max_nodes": 2}
+    usual: dict[str, Any] = {
+        "address": "localhost:29400", "key": KEY, "name": "run", "ranks": 1, "min_nodes": 1, "max_nodes": 2,
+    }  # fmt: skip
     with pytest.raises(WrongUse) as refusal:
         Meeting(**usual | settings)
     assert words in str(refusal.value)
@@ -427,7 +435,7 @@ def test_waiting_ends_when_the_caller_is_asked_to_stop_and_nothing_is_left(port:
         return len(list(Path("/proc/self/fd").iterdir()))
 
     before = open_files()
-    meeting = Meeting(f"localhost:{port}", name="run", ranks=1, min_nodes=2, max_nodes=2)
+    meeting = Meeting(f"localhost:{port}", key=KEY, name="run", ranks=1, min_nodes=2, max_nodes=2)
     started = time.monotonic()
     assert meeting.next(asked=lambda: time.monotonic() - started > 0.5) is None
     assert threading.active_count() > 1

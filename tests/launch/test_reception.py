@@ -1,87 +1,130 @@
-"""The reception: what a book says, and what hosts bring after it has moved. Whole rounds are in ``test_meeting``."""
+"""The reception: what hosts bring after it has moved, and what it does not take. Rounds are in ``test_meeting``."""
 
 from __future__ import annotations
 
 import socket
 from collections.abc import Iterator
-from dataclasses import asdict
 from typing import Any
 
 import pytest
 
+from phalanx.launch import messages
+from phalanx.launch.key import Key
 from phalanx.launch.lines import Line, ready
-from phalanx.launch.reception import VERSION, Book, Reception
+from phalanx.launch.messages import Book, Message, decoded, encoded
+from phalanx.launch.reception import PURPOSE, VERSION, Reception
 
-
-def test_the_first_reason_stays_and_urgency_may_come_later() -> None:
-    book = Book(generation=1, hosts=["a", "b"])
-    book.end("host c wants to join", urgent=False)
-    book.lose("b", "its connection broke")
-    assert (book.over, book.urgent, book.lost) == ("host c wants to join", True, ["b"])
-
-
-def test_who_has_finished_cannot_be_lost() -> None:
-    book = Book(generation=1, hosts=["a", "b"], done={"a": "trained"})
-    book.lose("a", "its connection broke")
-    assert book.running
-    assert book.finished is None
-    book.done["b"] = "stopped early"
-    assert book.finished == "stopped early, trained"
-
-
-def test_a_book_reads_what_it_wrote_and_ignores_what_it_does_not_know() -> None:
-    book = Book(generation=3, hosts=["a"], facts={"resume": "step 40"})
-    assert Book.read(asdict(book) | {"mood": "good"}) == book
+KEY = Key(b"of these tests")
+TERMS = {"run": "'run'"}
 
 
 @pytest.fixture
 def reception() -> Iterator[Reception]:
-    terms = {"run": "run", "nodes": [2, 2], "silence": 5.0}
-    one = Reception(socket.create_server(("localhost", 0)), "a", terms, last_call=1.0)
+    one = Reception(socket.create_server(("localhost", 0)), KEY, "a", TERMS, (2, 2), silence=5.0, last_call=1.0)
     yield one
     one.close()
 
 
-def say(reception: Reception, **message: Any) -> tuple[Line, list[dict[str, Any]]]:
-    """What the reception answers, after its greeting, until it hangs up or has answered."""
-    line = Line(socket.create_connection(reception.door.getsockname()))
-    line.send(**message)
-    found: list[dict[str, Any]] = []
-    while len(found) < 2 and not line.broken and ready([line], 5.0):
-        found += [message for message in line.receive() if "beat" not in message]
-    return line, found[1:]
+def come(reception: Reception) -> Line:
+    """A connection of somebody who knows the key."""
+    line = Line(socket.create_connection(reception.listener.sock.getsockname()), KEY, PURPOSE)
+    while not line.proven:
+        assert ready([line], 5.0)
+        assert line.receive() == []
+        assert not line.broken
+    return line
 
 
-def hello(book: Book, **other: Any) -> dict[str, Any]:
-    usual = {"version": VERSION, "host": "b", "token": "1", "terms": {"run": "run", "nodes": [2, 2], "silence": 5.0}}
-    return {**usual, "book": asdict(book), **other}
+def say(reception: Reception, *payloads: bytes) -> tuple[Line, list[Message]]:
+    """What the reception answers, until it hangs up or has answered."""
+    line = come(reception)
+    for payload in payloads:
+        line.send(payload)
+    found: list[Message] = []
+    while not found and not line.broken and ready([line], 5.0):
+        found += heard(line)
+    return line, found
+
+
+def heard(line: Line) -> list[Message]:
+    return [message for message in map(decoded, line.receive()) if not isinstance(message, messages.Beat)]
+
+
+def hello(book: Book, **other: Any) -> bytes:
+    usual: dict[str, Any] = {"version": VERSION, "host": "b", "token": "1", "terms": TERMS}
+    return encoded(messages.Hello(**usual | {"book": book} | other))
 
 
 def test_a_host_brings_the_round_it_is_in(reception: Reception) -> None:
-    line, answers = say(reception, hello=hello(Book(generation=5, hosts=["b", "c"], facts={"resume": "step 40"})))
-    assert answers[0] == {"welcome": 5}
-    other, answers = say(reception, hello=hello(Book(generation=4, hosts=["c", "d"]), host="d"))
-    assert answers[0] == {"welcome": 5}  # and so it knows that the others went on
+    line, answers = say(
+        reception, hello(Book(generation=5, hosts=["b", "c"], ranks=[1, 1], facts={"resume": "step 40"}))
+    )
+    assert answers[0] == messages.Welcome("a", 5)
+    other, answers = say(reception, hello(Book(generation=4, hosts=["c", "d"], ranks=[1, 1]), host="d"))
+    assert answers[0] == messages.Welcome("a", 5)  # and so it knows that the others went on
     assert (reception.book.generation, reception.book.hosts) == (5, ["b", "c"])
     line.close()
     other.close()
 
 
 def test_a_host_that_was_started_anew_is_no_member_of_the_round_it_was_in(reception: Reception) -> None:
-    line, _ = say(reception, hello=hello(Book(generation=5, hosts=["b", "c"])))
-    other, answers = say(reception, hello=hello(Book(), host="c", token="2"))
-    assert answers[0] == {"welcome": 5}
+    line, _ = say(reception, hello(Book(generation=5, hosts=["b", "c"], ranks=[1, 1])))
+    other, answers = say(reception, hello(Book(), host="c", token="2"))
+    assert answers[0] == messages.Welcome("a", 5)
     assert reception.book.over == "host c was lost: it came back without its ranks"
-    while not (news := [message["news"] for message in line.receive() if "news" in message]) or not news[-1]["over"]:
+    news: list[Book] = []
+    while not news or not news[-1].over:
         assert ready([line], 5.0)
-    assert not [message for message in answers + other.receive() if "news" in message]
+        news += [message.book for message in heard(line) if isinstance(message, messages.News)]
+    assert not [message for message in answers + heard(other) if isinstance(message, messages.News)]
     line.close()
     other.close()
 
 
-@pytest.mark.parametrize("words", [{"join": {}}, {"hello": 1}, {"hello": {}}, {"failed": "x", "generation": 0}])
-def test_strangers_are_sent_away(reception: Reception, words: dict[str, Any]) -> None:
-    line, answers = say(reception, **words)
-    assert answers == []
-    assert line.broken
+@pytest.mark.parametrize(
+    "payloads",
+    [
+        [b"[" * 200_000],
+        [b'["Join", {}]'],
+        [encoded(messages.Failed(0, "x"))],
+        [hello(Book()).replace(b'"b"', b'["b"]')],
+        [hello(Book()).replace(b'"hosts": []', b'"hosts": 7')],
+        [hello(Book()), b'["Join", {}]'],
+        [hello(Book()), encoded(messages.Welcome("a", 7))],
+        [b"\xff\xfe"],
+    ],
+)
+def test_what_no_host_says_ends_that_connection_and_nothing_else(reception: Reception, payloads: list[bytes]) -> None:
+    line, _ = say(reception, *payloads)
+    while not line.broken:
+        assert ready([line], 5.0)
+        line.receive()
     line.close()
+    other, answers = say(reception, hello(Book(), host="c"))
+    assert answers == [messages.Welcome("a", 0)]
+    other.close()
+
+
+def test_a_guest_that_reads_nothing_holds_up_nobody(reception: Reception) -> None:
+    """And when it reads again it gets the newest news, not all that it has missed."""
+    book = Book(generation=5, hosts=["b", "c"], ranks=[1, 1], facts={f"fact {n}": "x" * 60_000 for n in range(20)})
+    deaf, _ = say(reception, hello(book))
+    line, _ = say(reception, hello(book, host="c", token="2"))
+    for number in range(15):
+        line.send(encoded(messages.Fact(5, "newest", str(number))))
+        until(line, number)
+    assert max(len(guest.line.unsent) for guest in reception.guests) < 1 << 22, "kept for one that does not read"
+    until(deaf, 14)
+    deaf.close()
+    line.close()
+
+
+def until(line: Line, number: int) -> None:
+    """Read until the newest fact is this one."""
+    newest = ""
+    while newest != str(number):
+        assert ready([line], 5.0)
+        line.flush()
+        for message in heard(line):
+            if isinstance(message, messages.News):
+                newest = message.book.facts.get("newest", "")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -16,6 +17,14 @@ from phalanx.errors import CannotHere
 TIMEOUT = timedelta(minutes=10)
 _stores: list[dist.Store] = []
 """The job's store, and one a meeting."""
+_open: list[Callable[[timedelta], dist.Store]] = []
+"""How a rank of ours opens the job's store."""
+
+
+def find_others_by(store: Callable[[timedelta], dist.Store]) -> None:
+    """In a rank that was forked for it: the job's store, to be opened when it is needed."""
+    _open[:] = [store]
+    _stores.clear()
 
 
 @dataclass(frozen=True)
@@ -73,7 +82,8 @@ class Environment:
     def _store(self, timeout: timedelta) -> dist.Store:
         """Where ranks leave their addresses; each time they meet under a new name, or they would find old ones."""
         if not _stores:
-            _stores.append(next(rendezvous("env://", self.rank, self.world, timeout=timeout))[0])
+            theirs = None if _open else next(rendezvous("env://", self.rank, self.world, timeout=timeout))[0]
+            _stores.append(theirs or _open[0](timeout))
         _stores.append(dist.PrefixStore(f"meeting {len(_stores)}", _stores[0]))
         return _stores[-1]
 

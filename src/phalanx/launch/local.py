@@ -18,17 +18,20 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from types import FrameType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from phalanx.errors import CannotHere, WrongUse
-from phalanx.launch import blame
+from phalanx.launch import blame, environment
+from phalanx.launch.key import Key
+from phalanx.launch.lines import not_for_children
+from phalanx.launch.rank_store import RankStore, StoreServer
 from phalanx.parallel.torch_private import preload
 from phalanx.processes import die_with_parent
 
@@ -37,6 +40,7 @@ GRACE_SECONDS = 1.0
 SIGNAL_SECONDS = 0.05
 """and once one was killed, which needs no explanation."""
 LOOK_SECONDS = 0.1
+BACKLOG = 1024
 HANDED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
@@ -87,6 +91,8 @@ class World:
     """Of the store where ranks find each other; 0: this host makes one for its own."""
     listening: socket.socket | None = None
     """The socket behind that address, on the host that opens the store."""
+    key: Key = field(default_factory=Key)
+    """What lets ranks in there."""
 
 
 Look = Callable[[dict[int, int]], "Failure | str | None"]
@@ -109,7 +115,9 @@ def run_ranks(
     frozen = gc.get_freeze_count()  # by who starts ranks again and again
     gc.collect()
     gc.freeze()  # the ranks share this memory as long as nobody touches it
-    listening = world.listening if world.port else socket.create_server(("127.0.0.1", 0))
+    listening = world.listening if world.port else socket.create_server(("127.0.0.1", 0), backlog=BACKLOG)
+    if listening is not None:
+        not_for_children(listening)
     port = world.port or (listening.getsockname()[1] if listening else 0)
     context = multiprocessing.get_context("fork")
     processes: list[BaseProcess] = []
@@ -128,9 +136,7 @@ def run_ranks(
             processes.append(process)
             pipes.append(ours)
         if listening is not None and (world.size or world.ranks) > 1:
-            store = dist.TCPStore(
-                world.address, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
-            )
+            store = StoreServer(listening, world.key, world.size or world.ranks)
         outcome = _supervise(processes, pipes, asked, world.first, look, grace)
         _end(processes)
         if outcome.failures and wait([asked], timeout=0) and set(os.read(asked, 64)) - {signal.SIGUSR1}:
@@ -138,7 +144,8 @@ def run_ranks(
         return outcome
     finally:
         _end(processes)
-        del store
+        if store is not None:
+            store.close()
         if listening is not None:
             listening.close()
         for pipe in pipes:
@@ -251,8 +258,9 @@ def _rank(program: Callable[[], Any], local: int, world: World, port: int, pipe:
     os.environ |= {
         "RANK": str(rank), "WORLD_SIZE": str(world.size or ranks), "LOCAL_RANK": str(local),
         "LOCAL_WORLD_SIZE": str(ranks), "PHALANX_HOSTS": world.hosts or str(ranks), "MASTER_ADDR": world.address,
-        "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "MASTER_PORT": str(port),
     }  # fmt: skip
+    environment.find_others_by(partial(RankStore, world.address, port, world.key))
     if sys.platform == "linux" and world.address.startswith("127."):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, (os.cpu_count() or 1) // ranks))

@@ -25,55 +25,32 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from phalanx.errors import CannotHere, WrongUse
+from phalanx.launch import messages
+from phalanx.launch.key import VARIABLE, Key
 from phalanx.launch.lines import Line, not_for_children, ready
-from phalanx.launch.reception import BEATS, MAGIC, TICK, VERSION, Book, Reception
+from phalanx.launch.messages import Book, Message, Unreadable, decoded, encoded, shortened
+from phalanx.launch.reception import BEATS, PURPOSE, TICK, VERSION, Reception
+from phalanx.launch.rounds import Change, Round
 
 PATIENT = 6
 """So many times longer than for a member's word is waited for a greeting: a meeting whose host is stopped may go on."""
-
-
-@dataclass(frozen=True)
-class Round:
-    """Who is in, and where this round's ranks find their store."""
-
-    generation: int
-    """Larger in every round, and never used again as long as one host, or the caller's ``after``, remembers it."""
-    node: int
-    """This host's place: hosts of the last round keep their order, new ones come after them."""
-    hosts: list[str]
-    ranks: list[int]
-    """How many each host brings."""
-    address: str
-    port: int
-    listening: socket.socket | None = field(default=None, compare=False, repr=False)
-    """On node 0: the socket behind that address, to open a new store with (``master_listen_fd``); now the caller's."""
-
-    @property
-    def nodes(self) -> int:
-        return len(self.hosts)
-
-
-@dataclass(frozen=True)
-class Change:
-    """Why a round is over, or should be."""
-
-    why: str
-    urgent: bool
-    """Ranks are gone: stop the others now. If not: stop at the next good moment."""
+TURNED_AWAY = 1.0
+"""Seconds without once being let in, after which it was no accident."""
 
 
 class Meeting:
     """One host's seat. ``next()`` waits for a round, ``changed()`` says when it is over, ``leave()`` ends it all."""
 
     def __init__(
-        self, address: str, *, name: str, ranks: int, min_nodes: int, max_nodes: int, host: str | None = None,
+        self, address: str, *, key: Key, name: str, ranks: int, min_nodes: int, max_nodes: int, host: str | None = None,
         patience: float = 600.0, last_call: float = 10.0, silence: float = 5.0, terms: Mapping[str, Any] | None = None,
     ) -> None:  # fmt: skip
-        """``last_call``: how long the first round waits for one more host, if there are enough but not all.
+        """``key``: who does not know it is not let in.
+
+        ``last_call``: how long the first round waits for one more host, if there are enough but not all.
 
         ``terms``: what else all hosts must agree on.
         """
@@ -93,7 +70,8 @@ class Meeting:
         self.address, self._at, self._port = address, at.strip("[]"), int(port)
         self.name, self.ranks, self.host = name, ranks, host or socket.gethostname()
         self.patience, self.last_call, self.silence = patience, last_call, silence
-        self._terms = {"run": name, "nodes": [min_nodes, max_nodes], "silence": silence, **(terms or {})}
+        agreed = {"run": name, "nodes": [min_nodes, max_nodes], "silence": silence, **(terms or {})}
+        self.key, self._terms = key, {what: repr(value) for what, value in agreed.items()}
         self.least, self._max = min_nodes, max_nodes
         self._token, self._pid = secrets.token_hex(8), os.getpid()
         self._book = Book()
@@ -102,7 +80,7 @@ class Meeting:
         self._family, self._where = socket.AF_INET, ("", 0)
         # between the caller and the thread: each of these is written whole, by one of them, and needs no lock
         self._wish: dict[str, Any] | None = None
-        self._outbox: deque[dict[str, Any]] = deque()
+        self._outbox: deque[Message] = deque()
         self._refusal: Exception | None = None
         self._attending = self._closing = False
         self._leaving = "its meeting was closed"
@@ -113,9 +91,9 @@ class Meeting:
         self._ring.setblocking(False)
         # the thread's own
         self._line: Line | None = None
-        self._welcomed = self._farewell = False
+        self._welcomed = self._farewell = self._introduced = False
         self._server, self._heard, self._beat = "", time.monotonic(), 0.0
-        self._taken = self._mute = 0.0
+        self._taken = self._mute = self._away = 0.0
         self._met = False
 
     def next(self, after: int = 0, asked: Callable[[], bool] | None = None) -> Round | None:
@@ -167,12 +145,12 @@ class Meeting:
 
     def failed(self, reason: str) -> None:
         """Ranks of this host failed: the others need not find out by themselves."""
-        self._say(failed=reason)
+        self._say(messages.Failed(self._book.generation, shortened(reason)))
 
     def finish(self, outcome: str) -> None:
         """All ranks of this host returned. The run is ``finished`` when every host of the round said so."""
-        self._book.done[self.host] = outcome
-        self._say(done=outcome)
+        self._book.done = {**self._book.done, self.host: outcome}
+        self._say(messages.Done(self._book.generation, shortened(outcome)))
 
     @property
     def finished(self) -> str | None:
@@ -181,8 +159,8 @@ class Meeting:
 
     def put(self, key: str, text: str) -> None:
         """Let all hosts of this round know a small fact."""
-        self._book.facts[key] = text
-        self._say(fact={key: text})
+        self._book.facts = {**self._book.facts, key: text}  # whole, for the thread
+        self._say(messages.Fact(self._book.generation, key, text))
 
     def get(self, key: str) -> str | None:
         """A fact of this round, if it is known here yet."""
@@ -206,8 +184,8 @@ class Meeting:
         self._bell.close()
         self._ring.close()
 
-    def _say(self, **message: Any) -> None:
-        self._outbox.append({**message, "generation": self._book.generation})
+    def _say(self, message: Message) -> None:
+        self._outbox.append(message)
         self._wake()
 
     def _wake(self) -> None:
@@ -242,8 +220,9 @@ class Meeting:
             if self._line is not None:
                 self._converse(self._line)
         if self._line is not None:
-            self._empty_outbox(self._line)
-            self._line.send(leave=self._leaving)
+            if self._welcomed:
+                self._empty_outbox(self._line)
+                self._line.send(encoded(messages.Leave(shortened(self._leaving))))
             self._line.close(patience=1.0)
 
     def _dial(self) -> None:
@@ -257,7 +236,8 @@ class Meeting:
             sock.close()
             self._open_reception()
             return
-        self._line, self._server = Line(sock), ""
+        self._line, self._server = Line(sock, self.key, PURPOSE), ""
+        self._introduced = False
         self._mute = self._mute or time.monotonic()
         self._welcomed = self._farewell = False
         if self._wish is not None:
@@ -274,17 +254,31 @@ class Meeting:
             if error.errno not in (errno.EADDRINUSE, errno.EADDRNOTAVAIL):  # another's turn: it will answer soon
                 self._refuse(CannotHere(f"cannot open a meeting at {self.address}: {error}. Choose another port."))
             return
-        self._reception = Reception(door, self.host, self._terms, self.last_call)
+        self._reception = Reception(
+            door, self.key, self.host, self._terms, (self.least, self._max), self.silence, self.last_call
+        )
 
     def _converse(self, line: Line) -> None:
         now = time.monotonic()
-        for message in line.receive():
+        for payload in line.receive():
             self._heard = now
-            self._hear(line, message)
+            try:
+                self._hear(decoded(payload))
+            except Unreadable:
+                line.strange = True
             self._news.set()
         if line is not self._line:  # refused
             return
-        if line.strange:
+        if line.proven and not self._introduced:
+            self._introduced, self._mute, self._away = True, 0.0, 0.0
+            line.send(encoded(messages.Hello(VERSION, self.host, self._token, self._terms, self._book)))
+        if line.broken and not line.proven and (line.tried or self._met):
+            self._away = self._away or now
+            if not self._met and now - self._away > TURNED_AWAY:
+                self._refuse(self._turned_away())
+            else:
+                self._hang_up("")
+        elif line.strange:
             self._refuse(self._stranger())
         elif line.broken:
             self._hang_up("its connection broke, and it hosted the meeting")
@@ -297,48 +291,39 @@ class Meeting:
             self._empty_outbox(line)
             if self._wish is not None and not self._wish["sent"]:
                 self._wish["sent"] = True
-                line.send(join=self._wish | {"address": self._own_address(line), **self._waited(now)})
+                line.send(encoded(self._wished(self._wish, self._own_address(line), now)))
             if now - self._beat > self.silence / BEATS:
                 self._beat = now
-                line.send(beat=True)
+                line.send(encoded(messages.Beat()))
 
-    def _waited(self, now: float) -> dict[str, float]:
-        assert self._wish is not None
-        return {"patience": self.patience, "waited": now - self._wish["began"]}
+    def _wished(self, wish: dict[str, Any], address: str, now: float) -> messages.Join:
+        waited = now - wish["began"]
+        return messages.Join(wish["ranks"], wish["after"], address, wish["port"], self.patience, waited)
 
     def _empty_outbox(self, line: Line) -> None:
         while self._outbox:
-            line.send(**self._outbox.popleft())
+            line.send(encoded(self._outbox.popleft()))
         line.flush()
 
-    def _hear(self, line: Line, message: dict[str, Any]) -> None:
-        if not self._server:
-            if message.get("greeting") != MAGIC:
-                line.strange = True
-                return
-            self._server, self._mute = message["host"], 0.0
-            line.send(
-                hello={
-                    "version": VERSION, "host": self.host, "token": self._token, "terms": self._terms,
-                    "book": asdict(self._book),
-                }
-            )  # fmt: skip
-        elif "welcome" in message:
-            self._welcomed, self._met, self._taken = True, True, 0.0
-            if message["welcome"] > self._book.generation and self._book.running:
+    def _hear(self, message: Message) -> None:
+        if isinstance(message, messages.Welcome):
+            self._server, self._welcomed, self._met, self._taken = message.host, True, True, 0.0
+            if message.generation > self._book.generation and self._book.running:
                 self._book.end(f"the others went on without host {self.host}", urgent=True)
-        elif "news" in message:
-            book = Book.read(message["news"])
+        elif isinstance(message, messages.News):
+            book = message.book
             if book.generation > self._book.generation:
                 self._wish = None
             if book.generation >= self._book.generation:
                 self._book = book
-        elif "evicted" in message:
-            self._book.end(f"the others gave host {self.host} up: {message['evicted']}", urgent=True)
-        elif "farewell" in message:
+        elif isinstance(message, messages.Evicted):
+            self._book.end(f"the others gave host {self.host} up: {message.why}", urgent=True)
+        elif isinstance(message, messages.Farewell):
             self._farewell = True
-        elif "refused" in message:
-            self._refused(message["refused"], message["why"])
+        elif isinstance(message, messages.Refused):
+            self._refused(message.kind, message.why)
+        elif not isinstance(message, messages.Beat):
+            raise Unreadable(f"a {type(message).__name__} is from hosts, not for them")
 
     def _refused(self, kind: str, why: str) -> None:
         if kind == "taken":  # perhaps by this very host before it was started anew, and nobody has noticed yet
@@ -369,6 +354,13 @@ class Meeting:
         """How others reach this host: as the meeting does; if that is through loopback, as they reach the meeting."""
         own = line.sock.getsockname()[0]
         return self._at if _loopback(own) and not self._local() else own
+
+    def _turned_away(self) -> CannotHere:
+        return CannotHere(
+            f"the meeting at {self.address} is for those who know another key than host {self.host}. Give all hosts "
+            f"the same --run folder, which must be one that all of them see, or the same {VARIABLE}; and every run a "
+            "port of its own."
+        )
 
     def _stranger(self) -> CannotHere:
         return CannotHere(

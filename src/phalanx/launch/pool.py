@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import pickle
+import secrets
 import signal
 import socket
 import sys
@@ -20,6 +21,9 @@ import torch
 import torch.distributed as dist
 
 from phalanx.launch.forkserver import Forked, ForkServer, loads
+from phalanx.launch.key import Key
+from phalanx.launch.lines import not_for_children
+from phalanx.launch.rank_store import RankStore, StoreServer
 
 PATIENCE_SECONDS = 3.0
 """How long the others may take to answer, once a rank has failed."""
@@ -66,21 +70,19 @@ class Pool:
         self._start()
 
     def _start(self) -> None:
-        listening = socket.create_server(("127.0.0.1", 0))
-        port = listening.getsockname()[1]
+        listening = not_for_children(socket.create_server(("127.0.0.1", 0), backlog=self.size))
+        port, secret = listening.getsockname()[1], secrets.token_bytes(32)
         self.jobs = 0
         self.pipes: list[Connection] = []
         self.processes: list[Forked] = []
         for rank in range(self.size):
             ours, theirs = Pipe()
             given = [theirs.fileno(), *self.descriptors]
-            fixed = rank, port, self.timeout, self.after, self.begin
+            fixed = rank, port, secret, self.timeout, self.after, self.begin
             self.processes.append(self.server.fork(_serve, *fixed, descriptors=given))
             theirs.close()
             self.pipes.append(ours)
-        self.store = dist.TCPStore(
-            "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
-        )
+        self.store = StoreServer(listening, Key(secret), self.size)
 
     def ask(self, world: int, function: Callable[..., Any], *args: Any) -> list[Answer]:
         """By rank. Ranks that wait for one that failed cannot be used again, and are replaced."""
@@ -115,11 +117,13 @@ class Pool:
             pipe.close()
         for process in self.processes:
             process.kill()
+        self.store.close()
 
 
 def _serve(
     rank: int,
     port: int,
+    secret: bytes,
     timeout: timedelta,
     after: Callable[[int], None] | None,
     begin: bytes,
@@ -143,7 +147,7 @@ def _serve(
         except EOFError:
             return
         if store is None:
-            store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+            store = RankStore("127.0.0.1", port, Key(secret), timeout)
         connection.send_bytes(_job(rank, dist.PrefixStore(f"job {number}", store), world, timeout, after, work))
 
 

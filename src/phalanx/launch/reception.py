@@ -14,13 +14,18 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from dataclasses import asdict, dataclass, field, fields
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass
 
-from phalanx.launch.lines import Line, not_for_children, ready
+from phalanx.launch import messages
+from phalanx.launch.key import Key
+from phalanx.launch.lines import Line, packed, ready
+from phalanx.launch.listener import Listener, note
+from phalanx.launch.messages import Book, Message, Unreadable, decoded, encoded
 
-MAGIC = "phalanx meeting"
-VERSION = 1
+PURPOSE = "meeting"
+VERSION = 2
+MOST_FACTS = 1 << 10
 TICK = 0.1
 BEATS = 10
 """Signs of life, in both directions, in the time after which none at all is a loss."""
@@ -30,81 +35,45 @@ STRAGGLING = 30.0
 """Seconds for a host of the last round, still there, to stop its ranks and come to the next one."""
 
 
-@dataclass
-class Book:
-    """What every member knows of the present round."""
-
-    generation: int = 0
-    hosts: list[str] = field(default_factory=list)
-    ranks: list[int] = field(default_factory=list)
-    address: str = ""
-    port: int = 0
-    over: str = ""
-    """Why, once the round is over."""
-    urgent: bool = False
-    wanted: str = ""
-    """A host that waits for a place, and could have one."""
-    lost: list[str] = field(default_factory=list)
-    done: dict[str, str] = field(default_factory=dict)
-    """Outcomes, of the hosts whose ranks have all returned."""
-    facts: dict[str, str] = field(default_factory=dict)
-
-    @property
-    def running(self) -> bool:
-        return bool(self.hosts) and not self.over
-
-    @property
-    def finished(self) -> str | None:
-        """The outcome, once every host of the round has one."""
-        if not self.hosts or any(host not in self.done for host in self.hosts):
-            return None
-        return ", ".join(sorted(set(self.done.values())))
-
-    def end(self, why: str, urgent: bool) -> None:
-        """The first reason stays; that it became urgent may come later."""
-        self.over = self.over or why
-        self.urgent = self.urgent or urgent
-
-    def lose(self, host: str, why: str) -> None:
-        if host in self.hosts and host not in self.lost and host not in self.done:
-            self.lost.append(host)
-            self.end(f"host {host} was lost: {why}", urgent=True)
-
-    @classmethod
-    def read(cls, values: dict[str, Any]) -> Book:
-        return cls(**{f.name: values[f.name] for f in fields(cls) if f.name in values})
-
-
-@dataclass
+@dataclass(eq=False)
 class Guest:
     """One connection, and who is behind it once it has said so."""
 
     line: Line
     host: str = ""
     token: str = ""
-    """Tells a host that comes back from another one of the same name."""
     generation: int = 0
     """The last round it was in."""
     joined: float | None = None
     """Since when it has been waiting for a round."""
-    wish: dict[str, Any] = field(default_factory=dict)
+    wish: messages.Join | None = None
+    told: int = 0
+    """Which edition of the book it has been sent."""
+
+    def send(self, message: Message) -> None:
+        self.line.send(encoded(message))
 
 
 class Reception:
     """Serves the hosts of one run at a socket that already listens, until it is closed."""
 
-    def __init__(self, door: socket.socket, host: str, terms: dict[str, Any], last_call: float) -> None:
-        """``terms``: what all hosts must agree on."""
-        self.door, self.host, self.terms, self.last_call = not_for_children(door), host, terms, last_call
-        self.silence: float = terms["silence"]
+    def __init__(
+        self, door: socket.socket, key: Key, host: str, terms: Mapping[str, str], nodes: tuple[int, int],
+        silence: float, last_call: float,
+    ) -> None:  # fmt: skip
+        """``terms``: what all hosts must agree on, in words."""
+        self.host, self.terms, self.nodes, self.silence, self.last_call = host, terms, nodes, silence, last_call
+        self.listener = Listener(door, key, PURPOSE, expected=nodes[1])
         self.book = Book()
         self.guests: list[Guest] = []
         self.since = self.opened = time.monotonic()
         """Since when the book's round has been over, or since when it is known here."""
-        self._news = False
+        self._edition = 0
+        """Of the book: one more with every change."""
+        self._stir = True
+        """Somebody came, went, or said more than that it lives."""
         self._closing = False
-        self._beat = 0.0
-        door.setblocking(False)
+        self._beat = self._next_news = 0.0
         self._thread = threading.Thread(target=self._serve, name="meeting's reception", daemon=True)
         self._thread.start()
 
@@ -113,88 +82,95 @@ class Reception:
         self._thread.join()
 
     def _serve(self) -> None:
-        last = time.monotonic()
+        last = looked = time.monotonic()
         while not self._closing:
-            found = ready([self.door, *(guest.line for guest in self.guests)], TICK)
+            found = ready([*self.listener.waited_for(), *(guest.line for guest in self.guests)], TICK)
             now = time.monotonic()
-            if self.door.fileno() in found:
-                self._accept()
-            for guest in list(self.guests):
+            late = now - last > self.silence / BEATS + TICK  # this thread did not listen: nobody was silent meanwhile
+            for guest in self.guests:
                 if guest.line.fileno() in found:
-                    guest.line.flush()
-                    for message in guest.line.receive():
-                        try:
-                            self._hear(guest, message)
-                        except (KeyError, TypeError, AttributeError):  # a stranger's words; ours are of one version
-                            guest.line.broken = True
-                if now - last > self.silence / BEATS + TICK:  # this thread did not listen: nobody was silent meanwhile
+                    self._listen(guest)
+                if late:
                     guest.line.heard = min(now, guest.line.heard + now - last)
+            for line in self.listener.admitted(found, len(self.guests)):
+                self.guests.append(Guest(line))
             last = now
-            self._look_after(now)
-            self._form(now)
-            self._tell(now)
+            if self._stir or now - looked > TICK:  # not for every sign of life, of which there are thousands
+                self._stir, looked = False, now
+                self._look_after(now)
+                self._form(now)
+                self._tell(now)
         for guest in self.guests:
-            guest.line.send(farewell=True)
+            guest.send(messages.Farewell())
         deadline = time.monotonic() + 1.0
         for guest in self.guests:
             guest.line.close(deadline - time.monotonic())
-        self.door.close()
+        self.listener.close()
 
-    def _accept(self) -> None:
-        try:
-            line = Line(self.door.accept()[0])
-        except OSError:  # it left while it stood in the queue
+    def _listen(self, guest: Guest) -> None:
+        guest.line.flush()
+        for payload in guest.line.receive():
+            try:
+                self._hear(guest, decoded(payload))
+            except Unreadable as reason:
+                note(f"the connection of host {guest.host or '(no name yet)'} was closed, for what it sent: {reason}")
+                guest.line.broken = True
+            if guest.line.broken:
+                break
+        self._stir |= guest.line.broken
+
+    def _hear(self, guest: Guest, message: Message) -> None:
+        if isinstance(message, messages.Beat):
             return
-        line.send(greeting=MAGIC, version=VERSION, host=self.host)
-        self.guests.append(Guest(line))
-
-    def _hear(self, guest: Guest, message: dict[str, Any]) -> None:
+        self._stir = True
         book = self.book
-        if "hello" in message:
-            self._welcome(guest, message["hello"])
+        if isinstance(message, messages.Hello):
+            self._welcome(guest, message)
         elif not guest.host:
-            guest.line.broken = True  # a stranger
-        elif "join" in message:
-            self._join(guest, message["join"])
-        elif "leave" in message:
+            guest.line.broken = True  # it has not said who it is, or was refused
+        elif isinstance(message, messages.Join):
+            self._join(guest, message)
+        elif isinstance(message, messages.Leave):
             if guest.generation == book.generation and guest.host in book.hosts and guest.host not in book.done:
                 book.lost.append(guest.host)
-                self._end(f"host {guest.host} left: {message['leave']}", urgent=True)
+                self._end(f"host {guest.host} left: {message.why}", urgent=True)
             guest.line.broken = True
-        elif message.get("generation") == book.generation == guest.generation and guest.host not in book.lost:
-            self._news = True
-            if "failed" in message:
-                self._end(f"host {guest.host} failed: {message['failed']}", urgent=True)
-            elif "done" in message:
-                book.done[guest.host] = message["done"]
-            elif "fact" in message:
-                book.facts |= message["fact"]
+        elif not isinstance(message, (messages.Failed, messages.Done, messages.Fact)):
+            raise Unreadable(f"a {type(message).__name__} is for hosts, not from them")
+        elif message.generation == book.generation == guest.generation and guest.host not in book.lost:
+            self._edition += 1
+            if isinstance(message, messages.Failed):
+                self._end(f"host {guest.host} failed: {message.why}", urgent=True)
+            elif isinstance(message, messages.Done):
+                book.done[guest.host] = message.outcome
+            elif len(book.facts) < MOST_FACTS:
+                book.facts[message.key] = message.text
 
-    def _welcome(self, guest: Guest, hello: dict[str, Any]) -> None:
-        host, book = hello["host"], Book.read(hello["book"])
-        if hello["version"] != VERSION:
+    def _welcome(self, guest: Guest, hello: messages.Hello) -> None:
+        host = hello.host
+        if hello.version != VERSION:
             return self._refuse(
                 guest, "use",
-                f"host {host} speaks version {hello['version']} of the meeting's protocol and host {self.host} version "
+                f"host {host} speaks version {hello.version} of the meeting's protocol and host {self.host} version "
                 f"{VERSION}. Install the same Phalanx on all hosts.",
             )  # fmt: skip
         for key, ours in self.terms.items():
-            if (theirs := hello["terms"].get(key)) != ours:
+            if (theirs := hello.terms.get(key)) != ours:
                 return self._refuse(
                     guest, "use",
-                    f"host {host} came for {key} {theirs!r}, but the meeting, opened by host {self.host}, is for {key} "
-                    f"{ours!r}. Start all hosts of a run with the same settings, and every run with a port of its own.",
+                    f"host {host} came for {key} {theirs}, but the meeting, opened by host {self.host}, is for {key} "
+                    f"{ours}. Start all hosts of a run with the same settings, and every run with a port of its own.",
                 )  # fmt: skip
         for other in self.guests:
-            if other.host == host and not other.line.broken:
-                if other.token != hello["token"]:
+            if other.host == host and not other.line.broken and other is not guest:
+                if other.token != hello.token:
                     return self._refuse(guest, "taken", f"two hosts call themselves {host!r}. Name them apart.")
                 other.host, other.line.broken = "", True  # the same one, through a new connection
-        guest.host, guest.token, guest.generation = host, hello["token"], book.generation
-        self._put_together(book)
+        guest.host, guest.token, guest.generation = host, hello.token, hello.book.generation
+        self._put_together(hello.book)
         if guest.generation < self.book.generation and self.book.running:
             self._lose(host, "it came back without its ranks")
-        guest.line.send(welcome=self.book.generation)
+        guest.send(messages.Welcome(self.host, self.book.generation))
         return None
 
     def _put_together(self, theirs: Book) -> None:
@@ -204,7 +180,7 @@ class Reception:
             ours.end(f"generation {theirs.generation} of the same run is known", urgent=True)
             for guest in self.guests:  # who began anew here, because nobody remembered it yet
                 if guest.host in ours.hosts and guest.generation == ours.generation:
-                    guest.line.send(news=asdict(ours))
+                    guest.send(messages.News(ours))
             self.book, self.since = theirs, time.monotonic()
         elif theirs.generation == ours.generation and theirs.hosts == ours.hosts:
             if theirs.over:
@@ -212,9 +188,9 @@ class Reception:
             ours.lost += [host for host in theirs.lost if host not in ours.lost]
             ours.done |= theirs.done
             ours.facts |= theirs.facts
-        self._news = True
+        self._edition += 1
 
-    def _join(self, guest: Guest, wish: dict[str, Any]) -> None:
+    def _join(self, guest: Guest, wish: messages.Join) -> None:
         if self.book.finished is not None:
             return self._refuse(guest, "finished", self.book.finished)
         if guest.generation == self.book.generation and self.book.running:
@@ -226,7 +202,7 @@ class Reception:
         if not self.book.over:
             self.since = time.monotonic()
         self.book.end(why, urgent)
-        self._news = True
+        self._edition += 1
 
     def _lose(self, host: str, why: str) -> None:
         if host not in self.book.hosts:
@@ -234,28 +210,27 @@ class Reception:
         if self.book.running:
             self.since = time.monotonic()
         self.book.lose(host, why)
-        self._news = True
+        self._edition += 1
 
     def _refuse(self, guest: Guest, kind: str, why: str) -> None:
-        guest.line.send(refused=kind, why=why)
+        guest.send(messages.Refused(kind, why))
         guest.host, guest.joined = "", None  # it hangs up when it has read this
 
     def _look_after(self, now: float) -> None:
         """Let those go that are out of patience, dead or silent."""
         book = self.book
-        tired = [g for g in self.guests if g.joined and now - g.joined + g.wish["waited"] > g.wish["patience"]]
+        tired = [g for g in self.guests if g.joined and g.wish and now - g.joined + g.wish.waited > g.wish.patience]
         for guest, why in [(guest, self._why_not(guest)) for guest in tired]:
             self._refuse(guest, "here", why)
-        for guest in list(self.guests):
-            silent = now - guest.line.heard
-            if not guest.line.broken and silent <= self.silence:
-                continue
-            self.guests.remove(guest)
+        gone = [g for g in self.guests if g.line.broken or now - g.line.heard > self.silence]
+        if gone:
+            self.guests = [guest for guest in self.guests if guest not in set(gone)]
+        for guest in gone:
             if guest.host:
-                why = "its connection broke" if guest.line.broken else f"silent for {silent:.1f} s"
+                why = "its connection broke" if guest.line.broken else f"silent for {now - guest.line.heard:.1f} s"
                 if guest.generation == book.generation:
                     self._lose(guest.host, why)
-                guest.line.send(evicted=why)
+                guest.send(messages.Evicted(why))
             guest.line.close()
         there = {guest.host for guest in self.guests}
         if now - self.since > self.silence and book.running:
@@ -281,11 +256,11 @@ class Reception:
         """Begin a round if those who are to be in it are there."""
         book = self.book
         waiting = [guest for guest in self.guests if guest.joined is not None]
-        least, most = self.terms["nodes"]
+        least, most = self.nodes
         if book.running:
             new = next((guest.host for guest in waiting if guest.host not in book.hosts), "")
             wanted = new if len(book.hosts) < most else ""
-            self._news |= wanted != book.wanted
+            self._edition += wanted != book.wanted
             book.wanted = wanted
             return
         if len(waiting) < least or self._expected(now):
@@ -298,38 +273,54 @@ class Reception:
         place = {host: node for node, host in enumerate(book.hosts)}
         waiting.sort(key=lambda guest: (place.get(guest.host, len(place)), guest.joined or 0.0))
         members = waiting[:most]
+        wishes = [guest.wish for guest in members if guest.wish is not None]
         self.book = Book(
-            generation=1 + max(book.generation, *(guest.wish["after"] for guest in members)),
+            generation=1 + max(book.generation, *(wish.after for wish in wishes)),
             hosts=[guest.host for guest in members],
-            ranks=[guest.wish["ranks"] for guest in members],
-            address=members[0].wish["address"],
-            port=members[0].wish["port"],
+            ranks=[wish.ranks for wish in wishes],
+            address=wishes[0].address,
+            port=wishes[0].port,
         )
-        self.since, self._news = now, True
+        self.since = now
+        self._edition += 1
         for guest in members:
             guest.joined, guest.generation = None, self.book.generation
 
     def _tell(self, now: float) -> None:
-        """News to the members, a sign of life to everybody."""
-        book = self.book
-        finished, beat = book.finished, now - self._beat > self.silence / BEATS
+        """The newest edition of the book to the members, a sign of life to everybody else.
+
+        What all get is made once. Who has not read the last yet gets the newest later: nobody is waited for. And at
+        most half of the time goes into telling, so that signs of life are heard however much there is to tell.
+        """
+        book, finished = self.book, self.book.finished
+        beat, tell = now - self._beat > self.silence / BEATS, now >= self._next_news
+        news, alive = None, packed(encoded(messages.Beat()))
+        members = set(book.hosts)
         for guest in self.guests:
-            if self._news and guest.host in book.hosts and guest.generation == book.generation:
-                guest.line.send(news=asdict(book))
+            member = guest.host in members and guest.generation == book.generation
+            if tell and member and guest.told != self._edition and not guest.line.unsent:
+                news = news or packed(encoded(messages.News(book)))
+                guest.told = self._edition
+                guest.line.send(news)
             elif finished is not None and guest.joined is not None:
                 self._refuse(guest, "finished", finished)
-            elif beat:
-                guest.line.send(beat=True)
-        self._news = False
+            elif beat and not guest.line.unsent:
+                guest.line.send(alive)
         if beat:
             self._beat = now
+        if news is not None:
+            ended = time.monotonic()
+            self._next_news = ended + (ended - now)
+        elif not tell:
+            self._stir = True  # come back as soon as it may be told
 
     def _why_not(self, guest: Guest) -> str:
-        waited, (least, most), book = guest.wish["patience"], self.terms["nodes"], self.book
+        assert guest.wish is not None
+        waited, (least, most), book = guest.wish.patience, self.nodes, self.book
         if book.running:
             full = len(book.hosts) == most
             return (
-                f"host {guest.host} waited {waited:g} s for a place in run {self.terms['run']!r}, which has "
+                f"host {guest.host} waited {waited:g} s for a place in run {self.terms['run']}, which has "
                 f"{len(book.hosts)} of at most {most} hosts: {', '.join(book.hosts)}. "
                 + ("Let it wait longer, or allow more nodes." if full else "Let it wait until they stop to let it in.")
             )
@@ -338,6 +329,6 @@ class Reception:
             f"{other.host} (still stopping its ranks)" for other in self.guests if other.host and other.joined is None
         ]
         return (
-            f"{len(here)} of at least {least} hosts came to run {self.terms['run']!r} in {waited:g} s: "
+            f"{len(here)} of at least {least} hosts came to run {self.terms['run']} in {waited:g} s: "
             f"{', '.join(here + late)}. Start the others with the same address and name, or ask for fewer nodes."
         )

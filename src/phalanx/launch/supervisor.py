@@ -130,6 +130,7 @@ class Supervisor:
         world = World(
             self.ranks if met.node < used else 0, sum(met.ranks[: met.node]), sum(met.ranks[:used]),
             ",".join(map(str, met.ranks[:used])), met.address, met.port, met.listening,
+            self.meeting.key,
         )  # fmt: skip
         self._say(f"   host  {met.node + 1} of {met.nodes}, generation {met.generation}, {world.size} ranks in all")
         return world, met.generation

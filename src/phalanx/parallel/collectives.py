@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Callable, Sequence
 
@@ -14,6 +15,8 @@ from phalanx.parallel.memory import Buffers
 
 Group = dist.ProcessGroup
 SMALL_BYTES = 1 << 18
+MOST_BYTES = 1 << 24
+"""Of the words that one rank can say at once."""
 BEHIND = "neighbours"
 """The group that speaks behind the steps, while they go on."""
 
@@ -197,18 +200,50 @@ def told(words: list[str], group: Group | None, source: int) -> list[str]:
     """What one rank of the group says."""
     if group is None:
         return words
-    said = [words]
-    dist.broadcast_object_list(said, group=group, group_src=source)
-    return said[0]
+    own = _spelled(words, group) if group.rank() == source else _spelled([], group)
+    size = own.new_tensor([len(own)], dtype=torch.int64)
+    dist.broadcast(size, group=group, group_src=source)
+    letters = own if group.rank() == source else own.new_empty(_bounded(int(size)))
+    dist.broadcast(letters, group=group, group_src=source)
+    return _read(letters)
 
 
 def everybodys(words: list[str], group: Group | None) -> list[list[str]]:
     """What each rank of the group says."""
     if group is None:
         return [words]
-    said: list[list[str]] = [[] for _ in range(group.size())]
-    dist.all_gather_object(said, words, group=group)
-    return said
+    own = _spelled(words, group)
+    sizes = own.new_empty(group.size(), dtype=torch.int64)
+    _gather_now(sizes, own.new_tensor([len(own)], dtype=torch.int64), group)
+    each = _bounded(int(sizes.max()))
+    rows = own.new_empty(group.size(), each)
+    _gather_now(rows, torch.cat([own, own.new_zeros(each - len(own))]), group)
+    return [_read(row[:size]) for row, size in zip(rows.cpu(), sizes.tolist(), strict=True)]
+
+
+def _spelled(words: list[str], group: Group) -> Tensor:
+    """Words as bytes, where the group's collectives work. Not pickled: whoever unpickles runs what the sender likes."""
+    letters = bytearray(json.dumps(words).encode())
+    _bounded(len(letters))
+    device = "cpu" if dist.get_backend(group) == "gloo" else torch.device("cuda", torch.cuda.current_device())
+    return torch.frombuffer(letters, dtype=torch.uint8).to(device)
+
+
+def _read(letters: Tensor) -> list[str]:
+    words = json.loads(letters.cpu().numpy().tobytes())
+    if not (isinstance(words, list) and all(isinstance(word, str) for word in words)):
+        raise ValueError("a rank sent what is no list of words")
+    return words
+
+
+def _bounded(size: int) -> int:
+    if not 0 < size <= MOST_BYTES:
+        raise ValueError(f"a rank sends words of {size} bytes; there can be 1 to {MOST_BYTES}")
+    return size
+
+
+def _gather_now(output: Tensor, part: Tensor, group: Group) -> None:
+    _all_gather(output.view(-1), part, group=group)
 
 
 def exchange(rows: Tensor, group: Group) -> Tensor:

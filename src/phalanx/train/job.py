@@ -25,6 +25,7 @@ from phalanx.data.order import Order
 from phalanx.errors import WrongUse, closest
 from phalanx.launch.beats import LAUNCHED, Beat
 from phalanx.launch.environment import Environment
+from phalanx.launch.key import Key
 from phalanx.launch.local import Failure, Outcome
 from phalanx.launch.meeting import Meeting
 from phalanx.launch.supervisor import Host, Supervisor
@@ -187,8 +188,8 @@ class Job:
         meeting = None
         if options.meet is not None:
             meeting = Meeting(
-                options.meet, name=str(run.path.resolve()), ranks=self.cluster.world, min_nodes=options.min_nodes,
-                max_nodes=options.max_nodes, host=options.host, patience=options.timeout,
+                options.meet, key=Key.of_run(run.path), name=str(run.path.resolve()), ranks=self.cluster.world,
+                min_nodes=options.min_nodes, max_nodes=options.max_nodes, host=options.host, patience=options.timeout,
                 terms={**options.to_repeat(), **plain({"layout": str(self.layout), **plain_settings(self.task)})},
             )  # fmt: skip
         supervisor = Supervisor(

@@ -1,0 +1,36 @@
+"""What hosts that meet agree on: a round of so many hosts, and why it is over."""
+
+from __future__ import annotations
+
+import socket
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Round:
+    """Who is in, and where this round's ranks find their store."""
+
+    generation: int
+    """Larger in every round, and never used again as long as one host, or the caller's ``after``, remembers it."""
+    node: int
+    """This host's place: hosts of the last round keep their order, new ones come after them."""
+    hosts: list[str]
+    ranks: list[int]
+    """How many each host brings."""
+    address: str
+    port: int
+    listening: socket.socket | None = field(default=None, compare=False, repr=False)
+    """On node 0: the socket behind that address, to open a new store with; now the caller's."""
+
+    @property
+    def nodes(self) -> int:
+        return len(self.hosts)
+
+
+@dataclass(frozen=True)
+class Change:
+    """Why a round is over, or should be."""
+
+    why: str
+    urgent: bool
+    """Ranks are gone: stop the others now. If not: stop at the next good moment."""
