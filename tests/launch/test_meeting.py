@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import multiprocessing
 import os
+import random
 import signal
 import socket
 import threading
@@ -20,6 +21,7 @@ import pytest
 from phalanx import CannotHere, WrongUse
 from phalanx.launch import meeting as module
 from phalanx.launch.key import Key
+from phalanx.launch.lines import CHALLENGE_BYTES, MAGIC
 from phalanx.launch.meeting import Meeting
 from phalanx.launch.rank_store import RankStore, StoreServer
 from phalanx.launch.rounds import Change, Round
@@ -442,3 +444,78 @@ def test_waiting_ends_when_the_caller_is_asked_to_stop_and_nothing_is_left(port:
     meeting.leave("asked to stop")
     meeting.close()
     assert open_files() == before
+
+
+class Between:
+    """A stranger on the path: passes on what a host and the meeting say, and keeps it."""
+
+    def __init__(self, to: int) -> None:
+        self.door = socket.create_server(("localhost", 0))
+        self.port, self.to = self.door.getsockname()[1], to
+        self.said: list[bytes] = []
+        self.thread = threading.Thread(target=self.pass_on)
+        self.thread.start()
+
+    def pass_on(self) -> None:
+        theirs, ours = self.door.accept()[0], socket.create_connection(("localhost", self.to))
+
+        def back() -> None:
+            while some := ours.recv(1 << 12):
+                theirs.sendall(some)
+
+        thread = threading.Thread(target=back)
+        thread.start()
+        while some := theirs.recv(1 << 12):
+            self.said.append(some)
+            ours.sendall(some)
+        ours.shutdown(socket.SHUT_RDWR)
+        thread.join()
+        theirs.close()
+        ours.close()
+
+    def close(self) -> None:
+        self.thread.join()
+        self.door.close()
+
+
+def answered(port: int, words: bytes) -> bytes:
+    """What comes back until the meeting hangs up."""
+    found = b""
+    with socket.create_connection(("localhost", port), timeout=10.0) as sock:
+        try:
+            sock.sendall(words)
+            while some := sock.recv(1 << 12):
+                found += some
+        except ConnectionError:
+            pass
+    return found
+
+
+def test_a_meeting_bears_with_strangers(host: Callable[..., Host], port: int) -> None:
+    """Also with one who was on the path, and says again what it has heard."""
+    a = host("a", 2, 2, silence=1.5).start("come")
+    assert a.answer() == "come"
+    between = Between(port)
+    b = host("b", 2, 2, silence=1.5, address=f"localhost:{between.port}").start("next")
+    assert met(a, b).hosts == ["a", "b"]
+    recorded = b"".join(between.said)
+    idle = [socket.create_connection(("localhost", port)) for _ in range(400)]
+    chosen = random.Random(3)
+    attempts = [
+        recorded,
+        b"[" * 200_000 + b"\n",
+        b'{"hello": {"host": [], "book": {"hosts": 7}}}\n{"join": {}}\n',
+        MAGIC + chosen.randbytes(64),
+        *(chosen.randbytes(chosen.choice((1, 72, 5000))) + b"\n" * 72 for _ in range(40)),
+    ]
+    heard = [answered(port, words) for words in attempts]
+    assert {words[: len(MAGIC)] for words in heard} <= {MAGIC, b""}
+    assert all(len(words) <= CHALLENGE_BYTES for words in heard)
+    assert [one.ask("change", 0.5) for one in (a, b)] == [None, None]
+    for sock in idle:
+        sock.close()
+    a.ask("finish", "trained")
+    b.ask("finish", "trained")
+    assert [one.ask("finished") for one in (a, b)] == ["trained", "trained"]
+    b.ask("close")
+    between.close()
