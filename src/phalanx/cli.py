@@ -65,6 +65,9 @@ def train(
     max_nodes: Annotated[int | None, typer.Option(help="run on so many hosts, with this command on each")] = None,
     meet: Annotated[str | None, typer.Option(help="where they meet, host:port, on a host that stays")] = None,
     host: Annotated[str | None, typer.Option(help="this host's name among them; by default its own")] = None,
+    interface: Annotated[
+        str | None, typer.Option(help="through which they reach this host; by default the one that reaches the meeting")
+    ] = None,
     kill: Annotated[
         str | None, typer.Option(metavar="RANK@STEP", help="a drill: kill that rank after that step")
     ] = None,
@@ -97,7 +100,7 @@ def train(
         save_steps=save_steps, save_minutes=save_minutes, keep=keep, keep_every=keep_every, memory_steps=memory_steps,
         checkpoints=checkpoints, restarts=restarts, grace=grace, init_from=init_from,
         bad=bad, spike=spike, compare_steps=compare_steps, min_nodes=min_nodes, max_nodes=max_nodes, meet=meet,
-        host=host, kill=kill, resume=resume, exact=exact,
+        host=host, interface=interface, kill=kill, resume=resume, exact=exact,
     )  # fmt: skip
     if dry_run:
         print(job.describe())

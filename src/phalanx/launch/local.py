@@ -16,9 +16,9 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from phalanx.errors import CannotHere, WrongUse
-from phalanx.launch import blame, environment
+from phalanx.launch import blame, environment, network
 from phalanx.launch.key import Key
 from phalanx.launch.lines import not_for_children
 from phalanx.launch.rank_store import RankStore, StoreServer
@@ -93,6 +93,8 @@ class World:
     """The socket behind that address, on the host that opens the store."""
     key: Key = field(default_factory=Key)
     """What lets ranks in there."""
+    variables: Mapping[str, str] = field(default_factory=dict)
+    """Those that tell gloo and NCCL through which interface the other hosts are reached."""
 
 
 Look = Callable[[dict[int, int]], "Failure | str | None"]
@@ -115,10 +117,14 @@ def run_ranks(
     frozen = gc.get_freeze_count()  # by who starts ranks again and again
     gc.collect()
     gc.freeze()  # the ranks share this memory as long as nobody touches it
-    listening = world.listening if world.port else socket.create_server(("127.0.0.1", 0), backlog=BACKLOG)
+    listening = world.listening
+    if not world.port:
+        listening = network.listen_alone()
+        address, port = listening.getsockname()[:2]
+        through = network.variables(network.interface_of(address))
+        world = replace(world, address=address, port=port, variables=through)
     if listening is not None:
         not_for_children(listening)
-    port = world.port or (listening.getsockname()[1] if listening else 0)
     context = multiprocessing.get_context("fork")
     processes: list[BaseProcess] = []
     pipes: list[Connection] = []
@@ -130,7 +136,7 @@ def run_ranks(
     try:
         for rank in range(world.ranks):
             ours, theirs = context.Pipe(duplex=False)
-            process = context.Process(target=_rank, args=(program, rank, world, port, theirs), name=f"rank {rank}")
+            process = context.Process(target=_rank, args=(program, rank, world, theirs), name=f"rank {rank}")
             process.start()
             theirs.close()
             processes.append(process)
@@ -248,7 +254,7 @@ def _end(processes: list[BaseProcess]) -> None:
     processes.clear()
 
 
-def _rank(program: Callable[[], Any], local: int, world: World, port: int, pipe: Connection) -> None:
+def _rank(program: Callable[[], Any], local: int, world: World, pipe: Connection) -> None:
     """A rank's whole life."""
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the warm process decides
@@ -258,11 +264,9 @@ def _rank(program: Callable[[], Any], local: int, world: World, port: int, pipe:
     os.environ |= {
         "RANK": str(rank), "WORLD_SIZE": str(world.size or ranks), "LOCAL_RANK": str(local),
         "LOCAL_WORLD_SIZE": str(ranks), "PHALANX_HOSTS": world.hosts or str(ranks), "MASTER_ADDR": world.address,
-        "MASTER_PORT": str(port),
+        "MASTER_PORT": str(world.port), **world.variables,
     }  # fmt: skip
-    environment.find_others_by(partial(RankStore, world.address, port, world.key))
-    if sys.platform == "linux" and world.address.startswith("127."):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    environment.find_others_by(partial(RankStore, world.address, world.port, world.key))
     threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, (os.cpu_count() or 1) // ranks))
     torch.set_num_threads(int(threads))
     try:

@@ -16,7 +16,6 @@ server sees a connection break, but tells nobody.
 from __future__ import annotations
 
 import errno
-import ipaddress
 import os
 import secrets
 import socket
@@ -28,7 +27,7 @@ from contextlib import suppress
 from typing import Any
 
 from phalanx.errors import CannotHere, WrongUse
-from phalanx.launch import messages
+from phalanx.launch import messages, network
 from phalanx.launch.key import VARIABLE, Key
 from phalanx.launch.lines import Line, not_for_children, ready
 from phalanx.launch.messages import Book, Message, Unreadable, decoded, encoded, shortened
@@ -47,12 +46,14 @@ class Meeting:
     def __init__(
         self, address: str, *, key: Key, name: str, ranks: int, min_nodes: int, max_nodes: int, host: str | None = None,
         patience: float = 600.0, last_call: float = 10.0, silence: float = 5.0, terms: Mapping[str, Any] | None = None,
+        interface: str | None = None,
     ) -> None:  # fmt: skip
         """``key``: who does not know it is not let in.
 
         ``last_call``: how long the first round waits for one more host, if there are enough but not all.
 
-        ``terms``: what else all hosts must agree on.
+        ``terms``: what else all hosts must agree on. ``interface``: through which others reach this host; by default
+        the one that reaches the meeting.
         """
         if not 1 <= min_nodes <= max_nodes:
             raise WrongUse(f"at least {min_nodes} and at most {max_nodes} nodes cannot be. Ask for 1 <= min <= max.")
@@ -60,14 +61,8 @@ class Meeting:
             raise WrongUse(f"host brings {ranks} ranks. Bring at least one.")
         if silence < 5 * TICK:
             raise WrongUse(f"a host cannot be given up after {silence:g} s of silence. Wait at least {5 * TICK:g} s.")
-        at, colon, port = address.rpartition(":")
-        if not (colon and at and port.isdigit() and 0 < int(port) < 1 << 16):
-            raise WrongUse(f"{address!r} is no address to meet at. Write it as host:port, like node1:29400.")
-        if at in ("0.0.0.0", "::", "[::]"):
-            raise WrongUse(
-                f"{at} means every address of every host. Give the one by which all hosts reach one of them."
-            )
-        self.address, self._at, self._port = address, at.strip("[]"), int(port)
+        self.address = address
+        self._at, self._port = network.parse(address)
         self.name, self.ranks, self.host = name, ranks, host or socket.gethostname()
         self.patience, self.last_call, self.silence = patience, last_call, silence
         agreed = {"run": name, "nodes": [min_nodes, max_nodes], "silence": silence, **(terms or {})}
@@ -77,7 +72,8 @@ class Meeting:
         self._book = Book()
         self._finished: str | None = None
         self._reception: Reception | None = None
-        self._family, self._where = socket.AF_INET, ("", 0)
+        self.interface = interface
+        self._way = network.Way(socket.AF_INET, "", "", "")
         # between the caller and the thread: each of these is written whole, by one of them, and needs no lock
         self._wish: dict[str, Any] | None = None
         self._outbox: deque[Message] = deque()
@@ -103,8 +99,10 @@ class Meeting:
         """
         if self.finished is not None:
             raise CannotHere(f"run {self.name!r} is finished: {self.finished}. There is nothing left to do.")
-        door = self._new_door()
         began = time.monotonic()
+        door = self._new_door(asked)
+        if door is None:
+            return None
         self._refusal = None
         self._wish = {"ranks": self.ranks, "after": after, "port": door.getsockname()[1], "began": began, "sent": False}
         self._attending = True
@@ -125,7 +123,9 @@ class Meeting:
             book = self._book
             node = book.hosts.index(self.host)
             listening = None if node else door.dup()
-            return Round(book.generation, node, book.hosts, book.ranks, book.address, book.port, listening)
+            through = self._way.interface
+            address = network.scoped(book.address, through)
+            return Round(book.generation, node, book.hosts, book.ranks, address, book.port, through, listening)
         finally:
             self._wish = None
             door.close()
@@ -192,21 +192,28 @@ class Meeting:
         with suppress(OSError):  # full: it has been rung already
             self._ring.send(b"!")
 
-    def _new_door(self) -> socket.socket:
-        """A socket for the ranks' store, should this host become node 0. Also finds the meeting's address anew."""
-        try:
-            found = socket.getaddrinfo(self._at, self._port, type=socket.SOCK_STREAM)
-        except socket.gaierror as error:
-            raise CannotHere(
-                f"host {self._at!r} is not known here ({error}). Give the meeting a name or an IP."
-            ) from None
-        found.sort(key=lambda entry: entry[0] != socket.AF_INET)  # machines without IPv6 still list ::1 as localhost
-        self._family, self._where = found[0][0], found[0][4]  # type: ignore[assignment]
-        return socket.create_server((self._where[0] if self._local() else "", 0), family=self._family)
+    def _new_door(self, asked: Callable[[], bool] | None) -> socket.socket | None:
+        """A socket for the ranks' store, should this host become node 0. Also finds the way to the meeting anew.
 
-    def _local(self) -> bool:
-        """Whether the meeting is meant for this machine only."""
-        return self._at == "localhost" or (_loopback(self._at) and _loopback(self._where[0]))
+        A host that was in and has lost its network, and perhaps its names, waits for it; None: it was asked to stop.
+        """
+        deadline = time.monotonic() + self.patience
+        while True:
+            try:
+                self._way = network.way_to(self._at, self._port, self.interface)
+                return network.listen(self._way.own, interface=self._way.interface)
+            except socket.gaierror as error:
+                why = f"host {self._at!r} is not known here ({error}). Give the meeting a name or an IP."
+            except OSError as error:
+                why = (
+                    f"no network of this host leads to the meeting at {self.address} ({error.strerror or error}). "
+                    "Bring one up, or give an address that can be reached."
+                )
+            if not self._met or time.monotonic() > deadline:
+                raise CannotHere(why) from None
+            if asked is not None and asked():
+                return None
+            time.sleep(0.5)
 
     # from here on: the thread
 
@@ -226,10 +233,11 @@ class Meeting:
             self._line.close(patience=1.0)
 
     def _dial(self) -> None:
-        sock = socket.socket(self._family)
+        way = self._way
+        sock = socket.socket(way.family)
         sock.settimeout(1.0)
         try:
-            sock.connect(self._where)
+            sock.connect(network.sockaddr(way.to, self._port, way.interface))
             if sock.getsockname() == sock.getpeername():  # a port nobody listens at can be connected to itself
                 raise ConnectionRefusedError
         except OSError:
@@ -244,12 +252,10 @@ class Meeting:
             self._wish["sent"] = False
 
     def _open_reception(self) -> None:
-        # a name that means this machine to itself may be known to others: be there for all of them
-        at = self._where[0] if self._local() or not _loopback(self._where[0]) else ""
         if self._reception is not None:
             return
         try:
-            door = socket.create_server((at, self._port), family=self._family, backlog=1024)
+            door = network.listen(self._way.to, self._port, self._way.interface)
         except OSError as error:
             if error.errno not in (errno.EADDRINUSE, errno.EADDRNOTAVAIL):  # another's turn: it will answer soon
                 self._refuse(CannotHere(f"cannot open a meeting at {self.address}: {error}. Choose another port."))
@@ -291,7 +297,7 @@ class Meeting:
             self._empty_outbox(line)
             if self._wish is not None and not self._wish["sent"]:
                 self._wish["sent"] = True
-                line.send(encoded(self._wished(self._wish, self._own_address(line), now)))
+                line.send(encoded(self._wished(self._wish, self._way.own, now)))
             if now - self._beat > self.silence / BEATS:
                 self._beat = now
                 line.send(encoded(messages.Beat()))
@@ -350,11 +356,6 @@ class Meeting:
             self._line.close()
         self._line, self._welcomed = None, False
 
-    def _own_address(self, line: Line) -> str:
-        """How others reach this host: as the meeting does; if that is through loopback, as they reach the meeting."""
-        own = line.sock.getsockname()[0]
-        return self._at if _loopback(own) and not self._local() else own
-
     def _turned_away(self) -> CannotHere:
         return CannotHere(
             f"the meeting at {self.address} is for those who know another key than host {self.host}. Give all hosts "
@@ -372,12 +373,6 @@ class Meeting:
         return (
             f"host {self.host} reached no meeting at {self.address} in {self.patience:g} s and cannot open one there: "
             f"the address is another machine's, or its port is held by a process that does not answer. "
-            f"Start the host the address belongs to, and see that its port can be reached."
+            f"Start the host the address belongs to, and see that its port can be reached (--interface, on that host, "
+            f"says which of its addresses others know)."
         )
-
-
-def _loopback(address: str) -> bool:
-    try:
-        return ipaddress.ip_address(address.partition("%")[0]).is_loopback
-    except ValueError:
-        return False

@@ -7,8 +7,6 @@ import os
 import pickle
 import secrets
 import signal
-import socket
-import sys
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -20,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from phalanx.launch import network
 from phalanx.launch.forkserver import Forked, ForkServer, loads
 from phalanx.launch.key import Key
 from phalanx.launch.lines import not_for_children
@@ -70,15 +69,16 @@ class Pool:
         self._start()
 
     def _start(self) -> None:
-        listening = not_for_children(socket.create_server(("127.0.0.1", 0), backlog=self.size))
-        port, secret = listening.getsockname()[1], secrets.token_bytes(32)
+        listening = not_for_children(network.listen_alone())
+        address, port = listening.getsockname()[:2]
+        secret = secrets.token_bytes(32)
         self.jobs = 0
         self.pipes: list[Connection] = []
         self.processes: list[Forked] = []
         for rank in range(self.size):
             ours, theirs = Pipe()
             given = [theirs.fileno(), *self.descriptors]
-            fixed = rank, port, secret, self.timeout, self.after, self.begin
+            fixed = rank, address, port, secret, self.timeout, self.after, self.begin
             self.processes.append(self.server.fork(_serve, *fixed, descriptors=given))
             theirs.close()
             self.pipes.append(ours)
@@ -122,6 +122,7 @@ class Pool:
 
 def _serve(
     rank: int,
+    address: str,
     port: int,
     secret: bytes,
     timeout: timedelta,
@@ -135,8 +136,7 @@ def _serve(
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the pool's owner decides
     gc.freeze()  # what was there before the fork need not be searched for garbage after every job
     torch.set_num_threads(1)
-    if sys.platform == "linux":
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    os.environ |= network.variables(network.interface_of(address))
     if (beginning := loads(begin)) is not None:
         function, told = beginning
         function(told, *descriptors)
@@ -147,7 +147,7 @@ def _serve(
         except EOFError:
             return
         if store is None:
-            store = RankStore("127.0.0.1", port, Key(secret), timeout)
+            store = RankStore(address, port, Key(secret), timeout)
         connection.send_bytes(_job(rank, dist.PrefixStore(f"job {number}", store), world, timeout, after, work))
 
 

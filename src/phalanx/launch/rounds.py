@@ -19,6 +19,8 @@ class Round:
     """How many each host brings."""
     address: str
     port: int
+    interface: str = ""
+    """Through which this host reaches the others; "" where that cannot be told."""
     listening: socket.socket | None = field(default=None, compare=False, repr=False)
     """On node 0: the socket behind that address, to open a new store with; now the caller's."""
 

@@ -21,6 +21,7 @@ from types import FrameType
 from typing import Any
 
 from phalanx.errors import WrongUse
+from phalanx.launch import network
 from phalanx.launch.beats import Beats, Watch
 from phalanx.launch.local import Failure, Outcome, World, run_ranks
 from phalanx.launch.meeting import Meeting
@@ -131,6 +132,7 @@ class Supervisor:
             self.ranks if met.node < used else 0, sum(met.ranks[: met.node]), sum(met.ranks[:used]),
             ",".join(map(str, met.ranks[:used])), met.address, met.port, met.listening,
             self.meeting.key,
+            network.variables(met.interface, insist=self.meeting.interface is not None),
         )  # fmt: skip
         self._say(f"   host  {met.node + 1} of {met.nodes}, generation {met.generation}, {world.size} ranks in all")
         return world, met.generation

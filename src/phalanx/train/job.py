@@ -190,6 +190,7 @@ class Job:
             meeting = Meeting(
                 options.meet, key=Key.of_run(run.path), name=str(run.path.resolve()), ranks=self.cluster.world,
                 min_nodes=options.min_nodes, max_nodes=options.max_nodes, host=options.host, patience=options.timeout,
+                interface=options.interface,
                 terms={**options.to_repeat(), **plain({"layout": str(self.layout), **plain_settings(self.task)})},
             )  # fmt: skip
         supervisor = Supervisor(

@@ -8,6 +8,7 @@ from typing import Any
 
 from phalanx.errors import WrongUse
 from phalanx.launch.environment import TIMEOUT
+from phalanx.launch.network import check_interface
 from phalanx.launch.supervisor import FRUITLESS
 from phalanx.train.guard import Guard
 from phalanx.train.keeping import Policy
@@ -35,6 +36,8 @@ class Options:
     meet: str | None = None
     """Where supervisors of several hosts meet, ``host:port``."""
     host: str | None = None
+    interface: str | None = None
+    """Through which other hosts reach this one; by default the one that reaches the meeting."""
     kill: str | None = None
     """A drill: ``1@60`` kills rank 1 after step 60."""
 
@@ -57,12 +60,24 @@ class Options:
                 f"{given} do not go together. For several hosts give --max-nodes and --meet on each of them, e.g. "
                 "--max-nodes 4 --meet node1:29400. For one host give none of them."
             )
+        if self.interface is not None:
+            if self.meet is None:
+                raise WrongUse(
+                    f"--interface {self.interface} has no effect on one host: its ranks speak through loopback. Leave "
+                    "it out, or give --meet."
+                )
+            check_interface(self.interface)
         self.drill()
 
     def to_repeat(self) -> dict[str, Any]:
         """What a ``run.toml`` should say: what is not as usual, with full paths, and nothing of this host or drill."""
         whole = replace(
-            self, host=None, kill=None, checkpoints=_full(self.checkpoints), init_from=_full(self.init_from)
+            self,
+            host=None,
+            interface=None,
+            kill=None,
+            checkpoints=_full(self.checkpoints),
+            init_from=_full(self.init_from),
         )
         usual = asdict(Options())
         return {n: v for n, v in asdict(whole).items() if v != usual[n] or n == "timeout"}
