@@ -14,14 +14,15 @@ import signal
 import subprocess
 from collections.abc import Callable
 from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import pytest
 
+from phalanx.launch.forkserver import Forked
 from phalanx.processes import die_with_parent
+from tests.forking import fork
 
 CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWNET = 0x00020000, 0x04000000, 0x40000000
 MS_BIND, MS_REC, MS_PRIVATE = 4096, 16384, 1 << 18
@@ -59,11 +60,25 @@ def _hold(name: str, table: Path | None, ready: Any) -> None:
     signal.pause()
 
 
-def _answer(pipe: Connection, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    try:
-        pipe.send(function(*args))
-    except Exception as error:
-        pipe.send(error)
+def _on_host(pid: int, function: Callable[..., None], args: tuple[Any, ...], *descriptors: int) -> None:
+    """Run a function with the namespaces of another process."""
+    for kind in ("net", "uts", "mnt"):
+        handle = os.open(f"/proc/{pid}/ns/{kind}", os.O_RDONLY)
+        _checked(LIBC.setns(handle, 0))
+        os.close(handle)
+    function(*args, *descriptors)
+
+
+def _answer(function: Callable[..., Any], args: tuple[Any, ...], pipe: int) -> None:
+    with Connection(pipe) as connection:
+        try:
+            connection.send(function(*args))
+        except Exception as error:
+            connection.send(error)
+
+
+def _mount_empty(folder: Path) -> None:
+    _checked(LIBC.mount(b"none", bytes(folder), b"tmpfs", 0, None))
 
 
 class Host:
@@ -85,34 +100,26 @@ class Host:
         assert done.returncode == 0, f"ip {words}: {done.stderr}"
         return done.stdout
 
-    def enter(self) -> None:
-        """Move the calling process, which must have one thread, to this host."""
-        for kind in ("net", "uts", "mnt"):
-            handle = os.open(f"/proc/{self.process.pid}/ns/{kind}", os.O_RDONLY)
-            _checked(LIBC.setns(handle, 0))
-            os.close(handle)
-
-    def start(self, function: Callable[..., None], *args: Any) -> BaseProcess:
+    def start(self, function: Callable[..., None], *args: Any, descriptors: tuple[int, ...] = ()) -> Forked:
         """A function in a process of its own on this host."""
-        process = multiprocessing.get_context("fork").Process(target=self._entered, args=(function, args))
-        process.start()
-        return process
-
-    def _entered(self, function: Callable[..., None], args: tuple[Any, ...]) -> None:
-        self.enter()
-        function(*args)
+        return fork(_on_host, self.process.pid, function, args, descriptors=descriptors)
 
     def ask(self, function: Callable[..., Any], *args: Any) -> Any:
         """What a function returns on this host, or the exception that it raises."""
         ours, theirs = multiprocessing.Pipe(duplex=False)
-        process = self.start(_answer, theirs, function, args)
-        theirs.close()
         with ours:
+            with theirs:
+                process = self.start(_answer, function, args, descriptors=(theirs.fileno(),))
             assert ours.poll(60), "no answer"
             answer = ours.recv()
         process.join()
-        process.close()
         return answer
+
+    def hide(self, folder: Path) -> None:
+        """Let this host see an empty folder of its own there."""
+        folder.mkdir(exist_ok=True)
+        failed = self.ask(_mount_empty, folder)
+        assert failed is None, failed
 
     def close(self) -> None:
         self.process.kill()

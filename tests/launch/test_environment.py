@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import threading
+from pathlib import Path
+
 import pytest
+import torch
+import torch.distributed as dist
 
 from phalanx import CannotHere
 from phalanx.launch.environment import Environment
+from tests.hosts import Hosts, needs_namespaces
 
 
 def test_alone_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -23,3 +30,36 @@ def test_alone_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_rank_without_a_gpu_says_so() -> None:
     with pytest.raises(CannotHere, match="GPUs"):
         Environment(9, 10, 9).device("cuda")
+
+
+def _rank(rank: int) -> tuple[float, str]:
+    """What torchrun tells a rank, of two hosts with one each."""
+    os.environ |= {
+        "RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "node1",
+        "MASTER_PORT": "29500",
+    }  # fmt: skip
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        os.environ.pop(name, None)
+    environment = Environment.detect()
+    assert environment.join(torch.device("cpu"))
+    total = torch.tensor(1.0 + rank)
+    dist.all_reduce(total)
+    environment.leave()
+    return float(total), os.environ["GLOO_SOCKET_IFNAME"]
+
+
+@needs_namespaces
+@pytest.mark.parametrize("ipv6", [False, True])
+def test_the_interface_that_reaches_torchruns_store_is_used(tmp_path: Path, ipv6: bool) -> None:
+    """On the store's own host its name means loopback; the other host knows better."""
+    found = {}
+    with Hosts(2, tmp_path, ipv6) as hosts:
+        threads = [
+            threading.Thread(target=lambda rank=rank, name=name: found.update({name: hosts[name].ask(_rank, rank)}))
+            for rank, name in enumerate(hosts.names)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert found == {"node1": (3.0, "eth0"), "node2": (3.0, "eth0")}

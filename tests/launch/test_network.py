@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from phalanx import CannotHere, WrongUse
 from phalanx.launch import network
+from phalanx.launch.meeting import Meeting
 from phalanx.launch.network import Way
 from tests.hosts import Host, needs_namespaces
 
@@ -70,6 +72,11 @@ def wired(host: Host, interface: str, *addresses: str) -> None:
     host.ip(f"link set {interface} up")
 
 
+def _listening(address: str | None) -> tuple:
+    with network.listen_alone() if address is None else network.listen(address, interface="eth0") as sock:
+        return sock.getsockname()
+
+
 @needs_namespaces
 def test_no_network_but_loopback(host: Host) -> None:
     assert host.ask(network.way_to, "node1", 1) == Way(socket.AF_INET, "127.0.1.1", "127.0.0.1", "lo")
@@ -79,7 +86,7 @@ def test_no_network_but_loopback(host: Host) -> None:
 @needs_namespaces
 def test_a_loopback_without_ipv4_and_one_that_is_down(host: Host) -> None:
     host.ip("addr del 127.0.0.1/8 dev lo")
-    assert host.ask(lambda: network.listen_alone().getsockname()[0]) == "::1"
+    assert host.ask(_listening, None)[0] == "::1"
     host.ip("link set lo down")
     said = host.ask(network.listen_alone)
     assert isinstance(said, CannotHere)
@@ -96,7 +103,7 @@ def test_the_interface_that_reaches_the_meeting(host: Host) -> None:
     there = host.ask(network.way_to, "fe80::9%eth0", 1)
     assert there == Way(socket.AF_INET6, "fe80::9", "fe80::1", "eth0")
     assert host.ask(network.scoped, there.own, there.interface) == "fe80::1%eth0"
-    assert host.ask(lambda: network.listen(there.own, interface="eth0").getsockname()[3]) > 0
+    assert host.ask(_listening, there.own)[3] > 0
     asked = host.ask(network.way_to, "node9", 1, "eth1")
     assert asked == Way(socket.AF_INET, "10.1.0.9", "10.2.0.1", "eth1")
     said = host.ask(network.way_to, "fd01::9", 1, "eth1")
@@ -119,3 +126,24 @@ def test_a_name_that_means_loopback_here_means_another_address_to_others(host: H
     assert host.ask(network.way_to, "node1", 1, "eth0") == Way(socket.AF_INET, "10.1.0.1", "10.1.0.1", "eth0")
     host.ip("route add default via 10.2.0.254")
     assert host.ask(network.way_to, "node1", 1) == Way(socket.AF_INET, "10.2.0.1", "10.2.0.1", "eth1")
+
+
+def _listening_hosts(address: str, interface: str | None) -> list[str]:
+    """Where a host listens that has opened a meeting, and is ready to open its ranks' store."""
+    with closing(Meeting(address, name="run", ranks=1, min_nodes=1, max_nodes=1, interface=interface)) as meeting:
+        met = meeting.next()
+        assert met is not None
+        assert met.listening is not None
+        with met.listening:
+            lines = [line.split() for line in Path("/proc/self/net/tcp").read_text().splitlines()[1:]]
+    packed = [bytes.fromhex(fields[1].partition(":")[0])[::-1] for fields in lines if fields[3] == "0A"]
+    return sorted(socket.inet_ntoa(address) for address in packed)
+
+
+@needs_namespaces
+def test_a_meeting_and_a_store_listen_at_one_address(host: Host) -> None:
+    wired(host, "eth0", "10.1.0.1/24")
+    assert host.ask(_listening_hosts, "node1:29400", None) == ["10.1.0.1", "10.1.0.1"]
+    assert host.ask(_listening_hosts, "localhost:29400", None) == ["127.0.0.1", "127.0.0.1"]
+    wired(host, "eth1", "10.2.0.1/24")
+    assert host.ask(_listening_hosts, "10.1.0.1:29400", "eth1") == ["10.1.0.1", "10.2.0.1"]

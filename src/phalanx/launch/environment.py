@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from phalanx.errors import CannotHere
+from phalanx.launch import network
 
 TIMEOUT = timedelta(minutes=10)
 _stores: list[dist.Store] = []
@@ -64,11 +66,31 @@ class Environment:
         if self.world == 1 or dist.is_initialized():
             return False
         cuda = device.type == "cuda"
+        store = self._store(timeout)
+        if "GLOO_SOCKET_IFNAME" not in os.environ:
+            os.environ |= network.variables(self._interface(store))
         dist.init_process_group(
-            "nccl" if cuda else "gloo", store=self._store(timeout), rank=self.rank, world_size=self.world,
+            "nccl" if cuda else "gloo", store=store, rank=self.rank, world_size=self.world,
             timeout=timeout, device_id=device if cuda else None,
         )  # fmt: skip
         return True
+
+    def _interface(self, store: dist.Store) -> str:
+        """The interface that reaches the store, by which other hosts are reached too; "" where it cannot be told.
+
+        On the store's own host its name may mean loopback. What the next host knows it by is this host's, too.
+        """
+        try:
+            way = network.way_to(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), as_named=True)
+        except OSError:
+            way = network.Way(socket.AF_INET, "", "", "")
+        hosts = self.hosts
+        if self.local_rank == 0:
+            store.set(f"store seen from host {hosts[self.rank]}", way.to)
+        if hosts[-1] == 0 or not network.is_loopback(way.to):
+            return way.interface
+        known = store.get("store seen from host 1").decode()
+        return way.interface if network.is_loopback(known) else network.interface_of(known)
 
     def leave(self) -> None:
         """Part from the other ranks.

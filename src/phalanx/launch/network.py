@@ -90,11 +90,11 @@ def parse(address: str) -> tuple[str, int]:
     return at.strip("[]"), int(port)
 
 
-def way_to(name: str, port: int, interface: str | None = None) -> Way:
+def way_to(name: str, port: int, interface: str | None = None, as_named: bool = False) -> Way:
     """How the host of that name or address is reached, and how it, and others, reach this one.
 
     A name that means this machine to itself (127.0.1.1 on many) means another address to others: one of the interface
-    asked for, the only one there is, or the one that the default route takes.
+    asked for, the only one there is, or the one that the default route takes; unless ``as_named``.
     """
     found = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)
     found.sort(key=lambda entry: entry[0] != socket.AF_INET)  # machines without IPv6 still list ::1 as localhost
@@ -102,7 +102,7 @@ def way_to(name: str, port: int, interface: str | None = None) -> Way:
     for family, _, _, _, where in found:
         to = str(where[0]).partition("%")[0]
         scope = int(where[-1]) if family == socket.AF_INET6 else 0
-        if is_loopback(to) and not (name == "localhost" or is_loopback(name)):
+        if is_loopback(to) and not (as_named or name == "localhost" or is_loopback(name)):
             to = _known_to_others(to, interface)
         try:
             if interface is not None:

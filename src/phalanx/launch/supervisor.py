@@ -20,11 +20,12 @@ from functools import partial
 from types import FrameType
 from typing import Any
 
-from phalanx.errors import WrongUse
+from phalanx.errors import CannotHere, WrongUse
 from phalanx.launch import network
 from phalanx.launch.beats import Beats, Watch
 from phalanx.launch.local import Failure, Outcome, World, run_ranks
 from phalanx.launch.meeting import Meeting
+from phalanx.launch.shared import Shared
 from phalanx.run import EventLog, Run
 
 FRUITLESS = 3
@@ -62,6 +63,8 @@ class Supervisor:
     """Where it meets those of other hosts; None: there are none."""
     takes_part: Callable[[list[int]], int] = len
     """Of hosts with so many ranks each, how many of the first can be used; the others stand by."""
+    shared: Shared | None = None
+    """What hosts that meet must all see."""
     concluded: Callable[[], object] = lambda: None
     """Called by the first host when all its ranks have ended well, before any host goes home."""
     recoveries: int = field(default=0, init=False)
@@ -89,6 +92,8 @@ class Supervisor:
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+            if self.shared is not None:
+                self.shared.close()
             gc.unfreeze()
 
     def _note_signal(self, number: int, frame: FrameType | None) -> None:
@@ -120,6 +125,8 @@ class Supervisor:
             self.meeting.leave("was asked to stop")
             return None
         used = max(1, self.takes_part(met.ranks))  # what fits nowhere is refused by its ranks, in words
+        if self.shared is not None and met.nodes > 1:
+            self.shared.check(met, lambda: self._asked)
         if met.node == 0 and not self.leads:
             self._hold()
         self.leads = met.node == 0
@@ -185,6 +192,8 @@ class Supervisor:
         if outcome.interrupted:
             self.meeting.leave("was asked to stop")
             return True
+        if self.shared is not None and not self.recoveries and (unshared := self.shared.unshared()):
+            raise CannotHere(unshared)  # later, when all were well before, the others go on without that host
         if outcome.failures:
             return self._failed_here(outcome.failures[0], generation)
         if outcome.over:  # another host's trouble, which is that host's to count
