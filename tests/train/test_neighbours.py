@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from phalanx.checkpoint.shelf import Shelf
 from phalanx.checkpoint.slot import Slot
 from phalanx.checkpoint.store import open_store
 from phalanx.train.keeping import Keeper, Policy
-from phalanx.train.neighbours import guests_of, keeper_of
+from phalanx.train.neighbours import guests_of, keeper_of, pairs
 from phalanx.train.restoring import Restorer
 from tests.ranks import Ranks
 from tests.tasks import Digits
@@ -29,6 +30,29 @@ def test_each_copy_has_one_keeper_on_the_next_host() -> None:
             assert rank in guests_of(hosts, keeper)
 
 
+def test_who_keeps_whose_is_found_in_no_time_among_ten_thousand() -> None:
+    hosts = [rank // 8 for rank in range(10_240)]
+    started = time.process_time()
+    assert keeper_of(hosts, 10_239) == 7
+    assert guests_of(hosts, 7) == [10_239]
+    assert [pair for pair in pairs(hosts) if 7 in pair] == [(7, 15), (10_239, 7)]
+    assert time.process_time() - started < 1  # it took 50 minutes
+
+
+@pytest.mark.parametrize("sizes", [[1, 1], [2, 2], [1, 2, 1], [3, 1, 2], [1] * 4, [2] * 5, [1] * 9])
+def test_links_are_made_in_a_few_turns(sizes: list[int]) -> None:
+    hosts = [host for host, ranks in enumerate(sizes) for _ in range(ranks)]
+    assert sorted(pairs(hosts)) == [(rank, keeper_of(hosts, rank)) for rank in range(len(hosts))]
+    left = [[pair for pair in pairs(hosts) if rank in pair] for rank in range(len(hosts))]
+    turns = 0
+    while any(left):
+        ready = {own[0] for own in left if own and all(left[other][0] == own[0] for other in own[0])}
+        assert ready, "all wait for each other"
+        left = [own[1:] if own and own[0] in ready else own for own in left]
+        turns += 1
+    assert turns <= 3 * max(sizes)
+
+
 def exchanged(layout: str, hosts: str, folder: str) -> list[tuple[int, int]]:
     """Copies at the neighbour that are not what their owner has, over some steps."""
     os.environ["PHALANX_HOSTS"] = hosts
@@ -38,6 +62,7 @@ def exchanged(layout: str, hosts: str, folder: str) -> list[tuple[int, int]]:
         with Engine(Digits(), layout) as engine:
             keeper = Keeper(engine, Shelf(open_store(folder)), Policy(minutes=0, memory_steps=1), guests=guests)
             assert keeper.neighbours is not None
+            assert all(group.size() == 2 for group in keeper.neighbours._groups.values())
             for batch in engine.batches():
                 keeper.before_step()
                 keeper.after_step(engine.step(batch).wishes, last=False)
@@ -58,7 +83,9 @@ def exchanged(layout: str, hosts: str, folder: str) -> list[tuple[int, int]]:
                 slot.close()
 
 
-@pytest.mark.parametrize(("layout", "hosts"), [("fsdp=2", "1,1"), ("fsdp=4", "2,2"), ("dp=2,fsdp=2", "1,2,1")])
+@pytest.mark.parametrize(
+    ("layout", "hosts"), [("fsdp=2", "1,1"), ("fsdp=4", "2,2"), ("dp=2,fsdp=2", "1,2,1"), ("fsdp=4", "1,1,1,1")]
+)
 def test_copies_arrive_whole(ranks: Ranks, tmp_path: Path, layout: str, hosts: str) -> None:
     world = sum(map(int, hosts.split(",")))
     assert ranks(world, exchanged, layout, hosts, str(tmp_path)) == [[]] * world

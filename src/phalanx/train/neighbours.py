@@ -14,14 +14,38 @@ from phalanx.train.engine import Engine
 
 def guests_of(hosts: Sequence[int], rank: int) -> list[int]:
     """The ranks of the host before, whose copies this rank takes in."""
-    return [other for other in range(len(hosts)) if keeper_of(hosts, other) == rank]
+    members = _by_host(hosts)
+    here = members[hosts[rank]]
+    return members[(hosts[rank] - 1) % len(members)][here.index(rank) :: len(here)]
 
 
 def keeper_of(hosts: Sequence[int], rank: int) -> int:
     """The rank on the next host that takes in this rank's copies."""
-    members = [[r for r, host in enumerate(hosts) if host == h] for h in range(max(hosts) + 1)]
+    members = _by_host(hosts)
     there = members[(hosts[rank] + 1) % len(members)]
     return there[members[hosts[rank]].index(rank) % len(there)]
+
+
+def _by_host(hosts: Sequence[int]) -> list[list[int]]:
+    members: list[list[int]] = [[] for _ in range(max(hosts) + 1)]
+    for rank, host in enumerate(hosts):
+        members[host].append(rank)
+    return members
+
+
+def pairs(hosts: Sequence[int]) -> list[tuple[int, int]]:
+    """Every rank and the one that takes in its copies, in the order in which they are connected.
+
+    Those of hosts of even number come first, then those of odd ones: no rank waits for a connection that waits for
+    another one, on and on around the ring.
+    """
+    members = _by_host(hosts)
+    turns: tuple[list[tuple[int, int]], ...] = [], [], []
+    for host, here in enumerate(members):
+        there = members[(host + 1) % len(members)]
+        closes_odd_ring = host == len(members) - 1 and host % 2 == 0
+        turns[2 if closes_odd_ring else host % 2].extend((r, there[i % len(there)]) for i, r in enumerate(here))
+    return [pair for turn in turns for pair in turn]
 
 
 class Neighbours:
@@ -32,25 +56,36 @@ class Neighbours:
         hosts, rank = engine.environment.hosts, engine.environment.rank
         self.to, self.origins = keeper_of(hosts, rank), guests_of(hosts, rank)
         self.guests = guests
-        # a group of its own, in the host's memory: it speaks while steps go on
-        self.group = dist.new_group(backend="gloo", timeout=engine.timeout, group_desc=collectives.BEHIND)
+        # groups of their own, in the host's memory: they speak while steps go on. Each has two ranks, since gloo
+        # connects all members of a group; and every rank names all of them in one order, since torch numbers them
+        self._groups: dict[frozenset[int], dist.ProcessGroup] = {}
+        for pair in dict.fromkeys(map(frozenset, pairs(hosts))):
+            group = dist.new_group(sorted(pair), backend="gloo", timeout=engine.timeout, group_desc=collectives.BEHIND)
+            if rank in pair:
+                self._groups[pair] = group
+        self.rank = rank
+
+    def _with(self, other: int) -> dist.ProcessGroup:
+        return self._groups[frozenset([self.rank, other])]
 
     def exchange(self, slot: Slot) -> None:
         """Both ways at once: a whole copy leaves, and others come."""
         own = slot.summary()
-        pending = [collectives.send(own, self.group, self.to)]
+        pending = [collectives.send(own, self._with(self.to), self.to)]
         arriving = []
         for origin, slots in zip(self.origins, self.guests, strict=False):
             coming = torch.zeros_like(own)
-            collectives.receive(coming, self.group, origin).wait()
+            collectives.receive(coming, self._with(origin), origin).wait()
             guest = min(slots, key=lambda slot: slot.step() or -1)
             arriving.append((origin, guest, coming, guest.room(coming)))
-        pending.append(collectives.send(slot.content(), self.group, self.to))
+        pending.append(collectives.send(slot.content(), self._with(self.to), self.to))
         for origin, guest, coming, room in arriving:
-            collectives.receive(room, self.group, origin).wait()
+            collectives.receive(room, self._with(origin), origin).wait()
             guest.admit(coming)
         for work in pending:
             work.wait()
 
     def close(self) -> None:
-        dist.destroy_process_group(self.group)
+        for group in self._groups.values():
+            dist.destroy_process_group(group)
+        self._groups.clear()
