@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import numpy as np
+import pytest
 import torch
 
 from phalanx import counter
@@ -24,9 +25,8 @@ def test_torch_and_numpy_mix_alike() -> None:
 
 
 def test_an_element_does_not_depend_on_what_else_is_drawn() -> None:
-    cpu = torch.device("cpu")
-    whole = counter.bits(7, 0, 100, cpu)
-    assert torch.equal(counter.bits(7, 40, 60, cpu), whole[40:60])
+    whole = counter.bits(7, torch.arange(100))
+    assert torch.equal(counter.bits(7, torch.arange(40, 60)), whole[40:60])
     keys = torch.tensor([3, 5])
     wide, narrow = counter.grid_bits(keys, (4, 9)), counter.grid_bits(keys, (3, 5))
     assert torch.equal(wide[:, :3, :5], narrow), "padding a sample longer changed its numbers"
@@ -58,7 +58,32 @@ def test_masks_drop_the_fraction_asked_for() -> None:
 
 def test_filling_in_chunks_and_out_of_order_is_the_same(monkeypatch) -> None:
     whole = counter.fill_normal(torch.empty(3, 50), 9, 0.0, 1.0)
-    monkeypatch.setattr(counter, "CHUNK", 7)
+    monkeypatch.setitem(counter.CHUNK, "cpu", 7)
     assert torch.equal(counter.fill_normal(torch.empty(3, 50), 9, 0.0, 1.0), whole)
     transposed = torch.empty(50, 3).t()
     assert torch.equal(counter.fill_normal(transposed, 9, 0.0, 1.0), whole)
+
+
+@pytest.mark.parametrize("fill", [counter.fill_normal, counter.fill_uniform])
+def test_a_box_is_drawn_as_it_is_in_the_whole(fill, monkeypatch) -> None:
+    whole = fill(torch.empty(6, 5, 8), 9, -1.0, 1.0)
+    for offsets, sizes in [
+        ((0, 0, 0), (6, 5, 8)),
+        ((2, 0, 0), (3, 5, 8)),
+        ((1, 2, 0), (4, 2, 8)),
+        ((5, 1, 3), (1, 4, 2)),
+    ]:
+        for chunk in (1 << 16, 16, 3):
+            monkeypatch.setitem(counter.CHUNK, "cpu", chunk)
+            part = fill(torch.empty(sizes), 9, -1.0, 1.0, (offsets, whole.shape))
+            box = tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=True))
+            assert torch.equal(part, whole[box])
+    assert fill(torch.empty(0, 5, 8), 9, -1.0, 1.0, ((3, 0, 0), whole.shape)).numel() == 0
+
+
+def test_bits_do_not_depend_on_where_a_draw_begins() -> None:
+    """Kernels compute neighbours together: an element at the end of a run, or of another, must come out the same."""
+    whole = counter.fill_normal(torch.empty(1 << 18, dtype=torch.float64), 3, 0.0, 1.0)
+    for start, size in [(1, 65_535), (7, 100_003), (65_530, 13), (12_345, 1), (9, 31)]:
+        part = torch.empty(size, dtype=torch.float64)
+        assert torch.equal(counter.fill_normal(part, 3, 0.0, 1.0, ((start,), whole.shape)), whole[start : start + size])

@@ -14,7 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-CHUNK = 1 << 16  # elements filled at a time: few enough to stay in a cache
+CHUNK = {"cpu": 1 << 16}
+"""Elements filled at a time: few enough to stay in a processor's cache,"""
+LARGE_CHUNK = 1 << 24
+"""and enough to fill any other device, whose launches cost more."""
 
 
 def _signed(value: int) -> int:
@@ -26,6 +29,10 @@ GAMMA, FIRST, SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111E
 STRIDE = _signed(GAMMA)
 """Multiplied by an index and added to a key, it gives the key of that index's own stream."""
 CALL = 0xD1B54A32D192ED03
+
+
+Place = tuple[Sequence[int], Sequence[int]]
+"""Where a box begins in a whole tensor, and that one's sizes. Elements are numbered as in the whole."""
 
 
 def key(*parts: int | str) -> int:
@@ -57,9 +64,9 @@ def mix_array(x: np.ndarray) -> np.ndarray:
         return x ^ (x >> np.uint64(31))
 
 
-def bits(stream: int, start: int, stop: int, device: torch.device) -> Tensor:
-    """64 random bits for each index in ``start:stop`` of a stream."""
-    return mix(torch.arange(start + 1, stop + 1, dtype=torch.int64, device=device).mul_(STRIDE).add_(stream))
+def bits(stream: int, index: Tensor) -> Tensor:
+    """64 random bits for each index of a stream, in place."""
+    return mix(index.add_(1).mul_(STRIDE).add_(stream))
 
 
 def grid_bits(keys: Tensor, grid: Sequence[int | Tensor]) -> Tensor:
@@ -100,25 +107,51 @@ def keep_mask(keys: Tensor, grid: Sequence[int | Tensor], drop: float) -> Tensor
     return mask if grid else mask.squeeze(-1)
 
 
-def _chunks(count: int) -> Iterator[tuple[int, int]]:
-    for start in range(0, count, CHUNK):
-        yield start, min(start + CHUNK, count)
-
-
-def fill_uniform(target: Tensor, stream: int, low: float, high: float) -> Tensor:
-    """Fill ``target`` with uniforms in [low, high); element i depends on the stream and i alone."""
+def fill_uniform(target: Tensor, stream: int, low: float, high: float, place: Place | None = None) -> Tensor:
+    """Fill ``target`` with uniforms in [low, high); an element depends on the stream and its place alone."""
     flat = _flat(target)
-    for start, stop in _chunks(flat.numel()):
-        flat[start:stop] = uniform(bits(stream, start, stop, flat.device)).mul_(high - low).add_(low).to(flat.dtype)
+    for part, raw in _drawn(flat, target.shape, stream, place):
+        part.copy_(uniform(raw).mul_(high - low).add_(low))
     return _unflat(target, flat)
 
 
-def fill_normal(target: Tensor, stream: int, mean: float, std: float) -> Tensor:
-    """Fill ``target`` with normals; element i depends on the stream and i alone."""
+def fill_normal(target: Tensor, stream: int, mean: float, std: float, place: Place | None = None) -> Tensor:
+    """Fill ``target`` with normals; an element depends on the stream and its place alone."""
     flat = _flat(target)
-    for start, stop in _chunks(flat.numel()):
-        flat[start:stop] = normal(bits(stream, start, stop, flat.device)).mul_(std).add_(mean).to(flat.dtype)
+    for part, raw in _drawn(flat, target.shape, stream, place):
+        part.copy_(normal(raw).mul_(std).add_(mean))
     return _unflat(target, flat)
+
+
+def _drawn(flat: Tensor, sizes: Sequence[int], stream: int, place: Place | None) -> Iterator[tuple[Tensor, Tensor]]:
+    """Parts of a flat target, each with 64 random bits an element."""
+    if not flat.numel():
+        return
+    starts, length = _runs(sizes, place or ((0,) * len(sizes), sizes), flat.device)
+    rows, chunk = flat.view(len(starts), length), CHUNK.get(flat.device.type, LARGE_CHUNK)
+    together = max(1, chunk // length)
+    for row in range(0, len(starts), together):
+        for start in range(0, length, chunk):
+            part = rows[row : row + together, start : start + chunk]
+            along = torch.arange(start, start + part.shape[1], dtype=torch.int64, device=flat.device)
+            yield part, bits(stream, starts[row : row + together, None] + along)
+
+
+def _runs(sizes: Sequence[int], place: Place, device: torch.device) -> tuple[Tensor, int]:
+    """Where in the whole each run of a box's neighbouring elements begins, and how long they all are."""
+    offsets, whole = place
+    dim, length = len(sizes) - 1, 1
+    while dim >= 0:
+        length *= sizes[dim]
+        if sizes[dim] != whole[dim]:
+            break
+        dim -= 1
+    starts = torch.zeros(1, dtype=torch.int64, device=device)
+    for axis, offset in enumerate(offsets):
+        stride = math.prod(whole[axis + 1 :])
+        steps = torch.arange(offset, offset + (sizes[axis] if axis < dim else 1), dtype=torch.int64, device=device)
+        starts = (starts[:, None] + steps * stride).view(-1)
+    return starts, length
 
 
 def _flat(target: Tensor) -> Tensor:

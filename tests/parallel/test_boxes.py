@@ -16,7 +16,8 @@ def weight(value: torch.Tensor, ranks: int, rank: int) -> Weight:
     cpu, kind = torch.device("cpu"), torch.float32
     storage = Storage(ranks, rank, None, kind, kind, kind, cpu, cpu, Buffers(cpu), False, False)
     made = Weight("w", nn.Parameter(value), value.shape, [], storage)
-    made.fill(value, storage)
+    made.make_room()
+    made.piece.data.copy_(made.own_rows(value))
     return made
 
 

@@ -25,7 +25,8 @@ def weights(ranks: int, rank: int, shapes: list[tuple[int, ...]]) -> list[Weight
         weight = Weight(
             f"w{index}", nn.Parameter(torch.empty(shape)), torch.Size(shape), [(holder, "w")], storage(ranks, rank)
         )
-        weight.fill(torch.arange(float(torch.Size(shape).numel())).view(shape), storage(ranks, rank))
+        weight.make_room()
+        weight.full.data.copy_(torch.arange(float(torch.Size(shape).numel())).view(shape))
         made.append(weight)
     return made
 

@@ -29,6 +29,8 @@ FACTORIES = {
     aten.ones.default,
     aten.full.default,
 }
+DRAWS = {aten.uniform_.default, aten.normal_.default, aten.randn.default, aten.rand.default}
+"""Draws of which each element's is numbered by its place."""
 NEEDS_VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 
@@ -118,7 +120,7 @@ class Blueprint:
                 result = func(*args, **kwargs)
         results = list(_tensors(result))
         known = {storage_id(t) for t in _tensors((args, kwargs))}
-        if not mutates(func) and results and all(storage_id(t) in known for t in results):
+        if not mutates(func) and all(storage_id(t) in known for t in results):
             return result
         for tensor in results:
             self._alive.setdefault(storage_id(tensor), tensor)
@@ -169,13 +171,25 @@ class Blueprint:
                 if "device" in kwargs or not any(True for _ in _tensors(args)):
                     kwargs["device"] = torch.device(device)
                 if operation.draw:
-                    result = self._draw(operation.func, args, kwargs, counter.key(self.seed, "init", operation.draw))
+                    result = self.draw(operation, operation.func, args, kwargs)
                 else:
                     result = operation.func(*args, **kwargs)
                 for ref, out in zip(operation.results, _tensors(result), strict=True):
                     if ref.storage not in made:
                         made[ref.storage] = _whole_storage(out, ref)
         return real(_ref(tensor))
+
+    def draw(self, operation: Operation, func: Any, args: Any, kwargs: Any, place: counter.Place | None = None) -> Any:
+        """Answer a noted draw; what is drawn may be a box of the whole."""
+        return self._draw(func, args, kwargs, counter.key(self.seed, "init", operation.draw), place)
+
+    def leading_to(self, tensor: Tensor) -> tuple[Ref | None, list[Operation]]:
+        """The operations that make a described tensor that is all of its memory, in order; None for others."""
+        if not self._described(tensor) or not tensor.is_contiguous() or not tensor.ndim or not tensor.numel():
+            return None, []
+        if tensor.untyped_storage().nbytes() != tensor.numel() * tensor.element_size():
+            return None, []
+        return _ref(tensor), list(self._leading_to(storage_id(tensor)))
 
     def _leading_to(self, storage: int) -> Iterator[Operation]:
         """The noted operations that this memory's contents depend on, in order."""
@@ -192,17 +206,17 @@ class Blueprint:
         return (self._operations[index] for index in sorted(needed))
 
     @staticmethod
-    def _draw(func: Any, args: Any, kwargs: Any, stream: int) -> Any:
+    def _draw(func: Any, args: Any, kwargs: Any, stream: int, place: counter.Place | None = None) -> Any:
         """Answer a random operation from the counter-based generator; a rare one from torch's, seeded by the stream."""
         if func is aten.uniform_.default:
-            return counter.fill_uniform(args[0], stream, *_two(args, kwargs, ("from", "to"), (0.0, 1.0)))
+            return counter.fill_uniform(args[0], stream, *_two(args, kwargs, ("from", "to"), (0.0, 1.0)), place)
         if func is aten.normal_.default:
-            return counter.fill_normal(args[0], stream, *_two(args, kwargs, ("mean", "std"), (0.0, 1.0)))
+            return counter.fill_normal(args[0], stream, *_two(args, kwargs, ("mean", "std"), (0.0, 1.0)), place)
         if func in (aten.randn.default, aten.rand.default):
             kwargs = {name: value for name, value in kwargs.items() if value is not None}
             target = torch.empty(args[0], **kwargs)
             fill = counter.fill_normal if func is aten.randn.default else counter.fill_uniform
-            return fill(target, stream, 0.0, 1.0)
+            return fill(target, stream, 0.0, 1.0, place)
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(stream & 0x7FFFFFFFFFFFFFFF)  # torch.manual_seed looks for every device
             return _on_cpu(func, args, kwargs)

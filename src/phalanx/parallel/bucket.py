@@ -72,14 +72,13 @@ class Weight:
         self.in_use: bool
         """An update of the piece is one of the whole: they are the same memory."""
 
-    def fill(self, value: Tensor, storage: Storage) -> None:
-        """Take the initial value: keep it whole, keep this rank's rows, or both in one memory where they can be."""
+    def make_room(self) -> None:
+        """For all of it, for this rank's rows, or for both in one memory where they can be; nothing is there yet."""
+        storage = self.storage
         self.whole = Room(self.shape, storage.compute, storage.device)
         self.full = self._parameter(self.whole.tensor)
         one_memory = storage.always_whole and (storage.parameter, storage.home) == (storage.compute, storage.device)
-        if storage.always_whole:
-            self.whole.tensor.copy_(value)
-        else:
+        if not storage.always_whole:
             self.whole.empty()
         self.in_use = one_memory and storage.ranks == 1
         if self.in_use and self.shape:  # one number is a row of one, here as under every layout
@@ -87,8 +86,8 @@ class Weight:
         elif one_memory:
             self.piece = self._parameter(self.own_rows(self.whole.tensor))
         else:
-            rows = self.own_rows(value)
-            self.piece = self._parameter(Room(rows.shape, storage.parameter, storage.home).tensor.copy_(rows))
+            size = self.last - self.first, *self.shape[1:]
+            self.piece = self._parameter(Room(size, storage.parameter, storage.home).tensor)
         self.install(self.full)
 
     def own_rows(self, whole: Tensor) -> Tensor:

@@ -164,6 +164,7 @@ class Spread:
             self.model, self.buckets, self.holding, self.trainable, self.dtypes, self.device, self.state_names
         )
         self.reduction = Reduction(self.buckets, self.mesh.group("dp"), self.gathering)
+        self._gather_whole()
 
     def actions(self, micro_batches: int) -> Sequence[Action]:
         """What this rank does in a step, in order."""
@@ -301,15 +302,17 @@ class Spread:
             weight.piece.grad = None
         if self.gathering is not None:
             self.gathering.rest()
+        self._gather_whole()
+
+    def _gather_whole(self) -> None:
+        """Make weights that stay whole from the rows that ranks own."""
         stale = [b for b in self.buckets if b.storage.always_whole and not all(w.in_use for w in b.weights)]
-        if stale:
-            for bucket in stale:
-                bucket.is_whole = False
-            for bucket, following in zip(stale, [*stale[1:], None], strict=True):
-                bucket.start_gather()
-                if following is not None:
-                    following.start_gather()  # on its way while this one is unpacked
-                bucket.finish_gather()
+        for bucket in stale:
+            bucket.is_whole = False
+        for index, bucket in enumerate(stale):
+            for near in stale[index : index + 2]:
+                near.start_gather()  # the next is on its way while this one is unpacked
+            bucket.finish_gather()
 
     def rest(self) -> None:
         """After an evaluation: let go of weights that it left whole."""

@@ -11,10 +11,12 @@ from torch import Tensor, nn
 from phalanx.anatomy import Anatomy
 from phalanx.errors import WrongUse
 from phalanx.parallel.blueprint import Blueprint, leaves, mapped
+from phalanx.parallel.boxes import boxes
 from phalanx.parallel.bucket import Storage, Weight
 from phalanx.parallel.calls import shapeless
 from phalanx.parallel.cuts import Cut
 from phalanx.parallel.holding import Holding
+from phalanx.parallel.parts import parts
 from phalanx.parallel.torch_private import FakeTensor, has_hooks, install
 
 Saved = Callable[[str, Cut | None, int], Tensor]
@@ -58,16 +60,20 @@ def fill(
     device: torch.device,
     wide: bool,
 ) -> None:
-    """Fill weights one at a time; at most one is ever whole here beyond what the layout keeps whole."""
+    """Fill this rank's rows of each weight, one at a time; weights that stay whole are gathered from them later."""
     described = dict(blueprint.model.named_parameters())
     for name, weight in weights.items():
-        described_one = described.pop(name)
-        if saved is None:
-            part = holding.part(name, blueprint.value(described_one, device))
-        else:
-            cut = holding.cut(name)
-            part = saved(name, cut, holding.mesh.index(cut.axis) if cut else 0)
-        weight.fill(part, weight.storage)
+        described_one, cut = described.pop(name), holding.cut(name)
+        index = holding.mesh.index(cut.axis) if cut else 0
+        weight.make_room()
+        rows = weight.piece.data
+        if saved is not None:
+            rows.copy_(weight.own_rows(saved(name, cut, index)))
+            continue
+        places = list(boxes(weight, cut, index, rows))
+        drawn = parts(blueprint, described_one, [box for box, _ in places], device)
+        for (_, view), part in zip(places, drawn, strict=True):
+            view.copy_(part)
     for name, parameter in described.items():  # whole numbers, as of a quantised weight: every rank keeps them
         if parameter.is_floating_point():
             continue  # another stage's
