@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 import phalanx
 from phalanx import Layout, WrongUse
+from phalanx.parallel import collectives
 from tests.ranks import RankFailed, Ranks
 from tests.tasks import Digits
 
@@ -107,6 +108,17 @@ def disagree(what: str) -> None:
 def test_ranks_that_mean_different_jobs_are_told(ranks: Ranks, what: str) -> None:
     with pytest.raises(RankFailed, match=f"the {what} of rank 1 is not that of rank 0"):
         ranks(2, disagree, what)
+
+
+def agree() -> int:
+    """All-gathers of the whole world before the first step."""
+    before = collectives.calls.copy()
+    phalanx.Engine(Digits(), Layout(dp=2), device="cpu").close()
+    return (collectives.calls - before)[dist.group.WORLD.group_desc if dist.group.WORLD else "", "all-gather"]
+
+
+def test_ranks_that_mean_the_same_job_send_a_few_numbers_at_any_world_size(ranks: Ranks) -> None:
+    assert ranks(2, agree) == [0, 0]
 
 
 class Drawn(Digits):

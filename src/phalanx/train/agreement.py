@@ -39,17 +39,20 @@ def check_agreement(engine: Engine, *names: str) -> None:
         return
     facts = {name: FACTS[name](engine) for name in names}
     own = torch.tensor([counter.key(fact) for fact in facts.values()], device=engine.device)
-    every = own.new_empty(engine.environment.world, len(own))
     assert dist.group.WORLD is not None
+    bounds = torch.cat([own, ~own])  # the largest of these, and the smallest: the same where all are
+    collectives.largest(bounds, dist.group.WORLD)
+    if torch.equal(bounds[: len(own)], ~bounds[len(own) :]):
+        return
+    every = own.new_empty(engine.environment.world, len(own))
     collectives.all_gather(every, own, dist.group.WORLD).wait()
-    for column, name in enumerate(names):
-        advice = ADVICE[name]
-        different = [rank for rank, value in enumerate(every[:, column].tolist()) if value != every[0, column]]
+    for name, first, *others in zip(names, *every.tolist(), strict=True):
+        different = [rank for rank, value in enumerate(others, 1) if value != first]
         if different:
             ranks = ", ".join(map(str, different[:8]))
             raise Disagreement(
                 f"the {name} of rank {ranks} is not that of rank 0 "
-                f"(rank {engine.environment.rank} has: {facts[name][:200]}). {advice}"
+                f"(rank {engine.environment.rank} has: {facts[name][:200]}). {ADVICE[name]}"
             )
 
 
