@@ -69,7 +69,8 @@ class ContextParallel:
         self._wholes: list[tuple[Tensor, Tensor]] = []
         self._known_places: dict[tuple[int, int], Tensor] = {}
         self._known_orders: dict[int, Tensor] = {}
-        self._known_mask: tuple[tuple[int, int, torch.dtype] | None, Tensor] = (None, torch.empty(0))
+        self._known_masks: dict[tuple[int, int, torch.dtype], Tensor] = {}
+        self._masked_time = 0
         check_context(model, anatomy, self.ranks)
         for name in anatomy.blocks:
             block = model.get_submodule(name)
@@ -248,11 +249,17 @@ class ContextParallel:
         return _joined(parts, time)
 
     def _mask(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
-        """What positions of a chunk may not see, as attention adds it. One for all blocks: each would keep its own."""
-        if self._known_mask[0] != (start, stop, dtype):
+        """What positions of a chunk may not see, as attention adds it. One for all blocks: each would keep its own.
+
+        A rank has two chunks of a sequence, so two are known at a time, of sequences of one length.
+        """
+        if self._masked_time != self.randomness.moment.time:
+            self._known_masks.clear()
+            self._masked_time = self.randomness.moment.time
+        if (start, stop, dtype) not in self._known_masks:
             ahead = torch.full((stop - start, stop), float("-inf"), dtype=dtype, device=self.randomness.device)
-            self._known_mask = (start, stop, dtype), ahead.triu(start + 1)
-        return self._known_mask[1]
+            self._known_masks[start, stop, dtype] = ahead.triu(start + 1)
+        return self._known_masks[start, stop, dtype]
 
     def _exchanged(
         self, name: str, attend: Attend, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool,
