@@ -9,10 +9,10 @@ from torch import nn
 from phalanx import Anatomy, WrongUse
 from phalanx.models.transformer import Transformer, TransformerConfig
 from phalanx.parallel.blueprint import Blueprint
-from phalanx.parallel.cuts import Cut, make_plan
+from phalanx.parallel.cuts import Cut, Plan, make_plan
 
 
-def plan(model: nn.Module, ranks: int, **rules: object) -> object:
+def plan(model: nn.Module, ranks: int, **rules: object) -> Plan:
     described = Blueprint(lambda: model, 0).model
     return make_plan(described, Anatomy.of(described, **rules), ranks, 0)
 
@@ -48,6 +48,11 @@ def test_what_does_not_divide_is_refused_by_name_and_number() -> None:
         plan(Plain(WordlessBlock), 2)
     with pytest.raises(WrongUse, match=r"tp=2 finds nothing to cut in Plain.*Give rules in Task.anatomy"):
         plan(Plain(lambda: nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 3))), 2)
+
+
+def test_a_heads_width_is_no_count_of_heads_though_it_be_the_same_number() -> None:
+    found = plan(Transformer(TransformerConfig(width=64, heads=8, kv_heads=8, layers=2)), 4)
+    assert found.containers["blocks.0.attention"].attributes == {}
 
 
 def test_the_residual_stream_is_cut_by_time_only_where_nothing_else_mixes_tokens() -> None:

@@ -269,7 +269,10 @@ def _attribute(module: nn.Module, names: Sequence[str]) -> int | None:
 
 def _beliefs(container: nn.Module, heads: int, ranks: int) -> dict[str, int]:
     """Counts of heads and the like, as they are for one rank."""
-    counted = [n for n, value in vars(container).items() if type(value) is int and "head" in n and value == heads]
+    counted = [
+        n for n, value in vars(container).items()
+        if type(value) is int and "head" in n and value == heads and n not in HEAD_WIDTHS
+    ]  # fmt: skip
     found = {
         name: getattr(container, name) // ranks
         for name in {*COUNTS, *counted}
