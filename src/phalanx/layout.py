@@ -231,9 +231,9 @@ class Layout:
         options = {
             replace(self, dp=dp, fsdp=rest // dp, tp=tp, cp=cp, pp=pp, ep=ep, **dict(micro, compile=compiled))
             for tp, cp, pp, ep in product({self.tp, 1}, {self.cp, 1}, {self.pp, 1}, {self.ep, 1})
+            if world % (tp * cp * pp) == 0
             for rest in [world // (tp * cp * pp)]
-            for dp in range(1, rest + 1)
-            if world % (tp * cp * pp * dp) == 0
+            for dp in _divisors(rest)
             for micro in ({"micro_batch": self.micro_batch}, self._fitting(global_batch, rest))
             for compiled in {self.compile, "none"}
         }
@@ -250,6 +250,11 @@ class Layout:
         weights = dict.fromkeys(DEGREES[2:], 3)  # dp and fsdp stand in for each other, the others are wanted
         far = sum(weights.get(n, 1) * abs(math.log2(getattr(self, n) / getattr(other, n))) for n in DEGREES)
         return far, *(getattr(self, name) != getattr(other, name) for name in ("compile", "micro_batch", "exact"))
+
+
+def _divisors(number: int) -> list[int]:
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return sorted({*small, *(number // n for n in small)})
 
 
 def _power_of_two(most: int) -> int:

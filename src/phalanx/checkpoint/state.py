@@ -54,6 +54,7 @@ class State:
         self._versions: dict[str, int] = {}
         self._turns: dict[int, dict[str, int]] = {}
         self._roles: dict[tuple[str, bool], tuple[bool, bool]] = {}
+        self._among: dict[tuple[Any, ...], tuple[list[int], list[int]]] = {}
 
     def entries(self) -> Iterator[Entry]:
         """All that this rank holds."""
@@ -81,8 +82,8 @@ class State:
                         "saved. Keep a tensor of the weight's shape, or a number."
                     )
         for name, tensor in self._replicated():
-            holders = self.mesh.among(pp=self.holding.stage_ranks(name), dp=ALL, fsdp=ALL, cp=ALL, tp=ALL)
-            kept, written = self._keeper(name, holders)
+            places = {"pp": self.holding.stage_ranks(name), "dp": ALL, "fsdp": ALL, "cp": ALL, "tp": ALL}
+            kept, written = self._keeper(name, places)
             yield Entry(f"model/{name}", Box.whole(tensor), tuple(tensor.shape), tensor.detach(), kept, written, True)
 
     def numbers(self) -> dict[str, Any]:
@@ -169,26 +170,30 @@ class State:
         cut = self.holding.cut(weight.name)
         return weight.first == 0 and weight.rows > 0 and (cut is None or self.mesh.index(cut.axis) == 0)
 
-    def _holders(self, weight: Weight, every_part: bool = False) -> list[int]:
-        """The ranks that hold the same rows as this one, which is among them."""
+    def _places(self, weight: Weight, every_part: bool = False) -> dict[str, list[int] | None]:
+        """Where the ranks are that hold the same rows as this one, which is among them."""
         cut = self.holding.cut(weight.name)
         alike = [0] if every_part and cut is not None and cut.axis == "tp" else self.holding.alike(weight.name)
-        return self.mesh.among(pp=self.holding.stage_ranks(weight.name), dp=ALL, tp=alike)
+        return {"pp": self.holding.stage_ranks(weight.name), "dp": ALL, "tp": alike}
 
     def _role(self, weight: Weight, every_part: bool = False) -> tuple[bool, bool]:
         """What `_keeper` says of a weight, found once: it is asked between two steps."""
         known = self._roles.get((weight.name, every_part))
         if known is None:
-            known = self._keeper(weight.name, self._holders(weight, every_part))
+            known = self._keeper(weight.name, self._places(weight, every_part))
             self._roles[weight.name, every_part] = known
         return known
 
-    def _keeper(self, name: str, holders: Sequence[int]) -> tuple[bool, bool]:
-        """Whether this rank keeps what these hold alike for its host, and whether it writes it for all."""
-        writer, here = holders[self._turn(name, len(holders))], self.hosts[self.mesh.rank]
+    def _keeper(self, name: str, places: dict[str, list[int] | None]) -> tuple[bool, bool]:
+        """Whether this rank keeps what those there hold alike for its host, and whether it writes it for all."""
+        here, key = self.hosts[self.mesh.rank], tuple((axis, at and tuple(at)) for axis, at in places.items())
+        if key not in self._among:  # the same for most weights, and as many ranks as there are replicas
+            holders = self.mesh.among(**places)
+            self._among[key] = holders, [rank for rank in holders if self.hosts[rank] == here]
+        holders, local = self._among[key]
+        writer = holders[self._turn(name, len(holders))]
         if self.hosts[writer] == here:
             return writer == self.mesh.rank, writer == self.mesh.rank
-        local = [rank for rank in holders if self.hosts[rank] == here]
         return local[self._turn(name, len(local))] == self.mesh.rank, False
 
     def _turn(self, name: str, of: int) -> int:

@@ -83,6 +83,7 @@ class Spread:
         self.holding = Holding(self.plan, stages, mesh, shapes)
         self.parts: dict[tuple[int, int], Part] = {}
         """By stage and micro-batch: forwards that a backward will follow."""
+        self._reach: dict[int, set[str]] = {}
         self.pipeline: Pipeline | None = None
         if stages is not None:
             self.pipeline = Pipeline(stages, mesh, layout.schedule, self.moment, self.parts, device)
@@ -239,10 +240,12 @@ class Spread:
         """Which weights a stage's backward may reach."""
         if self.pipeline is None:
             return None
-        blocks, every = self.pipeline.stages.blocks[action.stage], self.anatomy.blocks
-        return lambda name: (
-            any(name.startswith(b + ".") for b in blocks) or not any(name.startswith(b + ".") for b in every)
-        )
+        if action.stage not in self._reach:  # found once: it is asked for every weight in every backward
+            others = tuple(
+                f"{b}." for b in {*self.anatomy.blocks}.difference(self.pipeline.stages.blocks[action.stage])
+            )
+            self._reach[action.stage] = {name for name in self.weights if not name.startswith(others)}
+        return self._reach[action.stage].__contains__
 
     def pieces(self) -> list[nn.Parameter]:
         """What the optimizer updates on this rank: its rows of every trainable weight."""
