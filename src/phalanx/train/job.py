@@ -36,7 +36,7 @@ from phalanx.parallel.blueprint import Blueprint
 from phalanx.parallel.spread import check_model
 from phalanx.precision import DTYPES
 from phalanx.proofs import said
-from phalanx.run import EventLog, Run, plain, read_settings
+from phalanx.run import EventLog, Run, pause_of, plain, read_settings
 from phalanx.settings import find_task, make_task, parse_assignments, plain_settings
 from phalanx.task import Task
 from phalanx.train.certificate import NotDone, certify
@@ -234,7 +234,7 @@ class Job:
             layout = fitted(layout, self.task.global_batch, host.world, self.task)
         with ExitStack() as undo:
             environment = Environment.detect()
-            log = undo.enter_context(EventLog(run, environment.rank))
+            log = undo.enter_context(EventLog(run, environment.rank, pause_of(environment.rank, environment.world)))
             row = host.beats.row(environment.local_rank)
             collectives.launched = row[LAUNCHED:]
             beat = Beat(row, options.timeout)
