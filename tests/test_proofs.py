@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
+
+import pytest
 
 from phalanx import Layout
 from phalanx.proofs import code_hash, said
+from phalanx.settings import find_task
 from tests.prove.tasks import Averaging, Plain
 
+TASK = "from dataclasses import dataclass\nimport phalanx\n\n@dataclass\nclass Mine(phalanx.Task):\n    pass\n"
 SETTINGS = {"width": 8, "steps": 100}
 
 
@@ -42,3 +47,44 @@ def test_other_code_planted_bugs_and_torn_files_do_not_count(tmp_path: Path) -> 
     (tmp_path / "prove-1" / "proof.json").write_text("{")
     assert words(tmp_path).startswith("not proven")
     assert code_hash(Plain) == code_hash(Averaging)  # they are in one file
+
+
+def test_what_an_editor_leaves_beside_the_task_is_no_code(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(TASK)
+    task = find_task(str(tmp_path / "mine.py"))
+    before = code_hash(task)
+    (tmp_path / ".#mine.py").symlink_to("me@here.4711:1")
+    (tmp_path / "folder.py").mkdir()
+    os.mkfifo(tmp_path / "pipe.py")
+    assert code_hash(task) == before
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "[]", "3", "null", '"text"', "{}", '{"results": 3}', "\x00\xff", "[" * 100_000, '{"settings": []}',
+        '{"class": "Plain", "settings": {}, "results": [3, {}, {"layout": 4}, {"layout": "xp=2", "verdict": "equal"}]}',
+    ],
+)  # fmt: skip
+def test_a_proof_of_another_shape_is_none(content: str, tmp_path: Path) -> None:
+    (tmp_path / "odd").mkdir()
+    (tmp_path / "odd" / "proof.json").write_bytes(content.encode("latin-1"))
+    assert words(tmp_path).startswith("not proven")
+    leave(tmp_path)
+    assert words(tmp_path).startswith("dp=2 trains like one device")
+
+
+def test_a_proof_that_is_no_file_is_none(tmp_path: Path) -> None:
+    for name in ("folder", "link", "pipe"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "folder" / "proof.json").mkdir()
+    (tmp_path / "link" / "proof.json").symlink_to("nowhere")
+    os.mkfifo(tmp_path / "pipe" / "proof.json")
+    leave(tmp_path)
+    assert words(tmp_path).startswith("dp=2 trains like one device")
+
+
+def test_a_layout_of_a_later_version_spoils_no_proof(tmp_path: Path) -> None:
+    results = [{"layout": "xp=2", "verdict": "equal"}, {"layout": "dp=2", "verdict": "equal"}]
+    leave(tmp_path, results=results)
+    assert words(tmp_path).startswith("dp=2 trains like one device")

@@ -6,10 +6,12 @@ import hashlib
 import inspect
 import json
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from phalanx.errors import WrongUse
 from phalanx.layout import Layout
 from phalanx.task import Task
 
@@ -33,24 +35,22 @@ def code_hash(task: type[Task]) -> str:
             files += [file, *sorted(file.parent.glob("*.py"))]
     found = hashlib.sha256()
     for file in dict.fromkeys(files):
-        found.update(file.read_bytes())
+        with suppress(OSError):  # it cannot be imported either
+            found.update(file.read_bytes() if file.is_file() else b"")  # an editor leaves links to nowhere
     return found.hexdigest()[:16]
 
 
 def said(task: Task, settings: Mapping[str, Any], layout: Layout, folder: Path, reference: str) -> str:
     """One line: whether this layout of this code has been proven."""
     code, wanted = code_hash(type(task)), _plain(layout)
-    for path, proof in _proofs(folder):
+    for path, proof, verdicts in _proofs(folder):
         if proof.get("class") != type(task).__name__ or proof.get("inject"):
             continue
-        verdicts = {_plain(Layout.parse(r["layout"])): r["verdict"] for r in proof.get("results", ())}
-        if verdicts.get(wanted) is None or proof.get("code") != code:
-            continue
-        if verdicts[wanted] == "not applicable":
+        if verdicts.get(wanted) in (None, "not applicable") or proof.get("code") != code:
             continue
         if verdicts[wanted] != "equal":
             return f"NOT like one device: {wanted} differs in {path.parent}"
-        then = proof.get("settings", {})
+        then = proof["settings"]
         other = [n for n, v in settings.items() if n not in FREE and then.get(n) != v]
         if other:
             here, there = (", ".join(f"{n}={of.get(n)}" for n in other) for of in (settings, then))
@@ -66,10 +66,22 @@ def _plain(layout: Layout) -> Layout:
     return replace(layout, micro_batch=None)
 
 
-def _proofs(folder: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """The newest first; what cannot be read is none."""
-    for path in sorted(folder.glob("*/proof.json"), key=lambda path: -path.stat().st_mtime):
-        try:
-            yield path, json.loads(path.read_text())
-        except (OSError, ValueError):
-            continue
+def _proofs(folder: Path) -> Iterator[tuple[Path, dict[str, Any], dict[Layout, str]]]:
+    """With the verdict on each layout, the newest first; what cannot be read, or is none of ours, is none."""
+    found = []
+    for path in folder.glob("*/proof.json"):
+        with suppress(OSError, ValueError, RecursionError):
+            proof = json.loads(path.read_text()) if path.is_file() else None
+            if isinstance(proof, dict) and isinstance(proof.get("settings"), dict):
+                found.append((path.stat().st_mtime, path, proof))
+    for _, path, proof in sorted(found, key=lambda entry: -entry[0]):
+        yield path, proof, _verdicts(proof.get("results"))
+
+
+def _verdicts(results: Any) -> dict[Layout, str]:
+    """What a proof says of layouts; of those that this version has no words for, nothing."""
+    verdicts = {}
+    for result in results if isinstance(results, list) else ():
+        with suppress(WrongUse, LookupError, TypeError, AttributeError):
+            verdicts[_plain(Layout.parse(result["layout"]))] = str(result["verdict"])
+    return verdicts
