@@ -91,8 +91,14 @@ def test_nothing_is_written_over(tmp_path: Path) -> None:
         with pytest.raises(WrongUse, match=f"{name} is there and not an empty folder"):
             export(newest(tmp_path / "run"), tmp_path / name)
     (tmp_path / "to" / "mine").unlink()
-    export(newest(tmp_path / "run"), tmp_path / "to")
+    (tmp_path / "to.unfinished").mkdir()
+    (tmp_path / "to.unfinished" / "mine").touch()
+    (tmp_path / "link").symlink_to(tmp_path / "to")
+    export(newest(tmp_path / "run"), tmp_path / "link")
     assert [path.name for path in (tmp_path / "to").iterdir()] == ["model.safetensors"]
+    assert (tmp_path / "to").stat().st_mode == (tmp_path / "run").stat().st_mode
+    assert (tmp_path / "to.unfinished" / "mine").exists(), "somebody else's, whatever its name"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "link", "run", "to", "to.unfinished"]
 
 
 def test_what_is_damaged_or_does_not_fit_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

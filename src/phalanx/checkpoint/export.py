@@ -10,6 +10,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -38,22 +39,20 @@ def export(
 
     ``beside`` is where the model came from, whose tokenizer goes along.
     """
-    if to.exists() and (not to.is_dir() or any(to.iterdir())):
-        raise WrongUse(f"{to} is there and not an empty folder. Give another folder to export to, or empty it.")
-    unfinished = to.with_name(to.name + ".unfinished")
-    shutil.rmtree(unfinished, ignore_errors=True)
+    place = to.resolve()
     try:
-        unfinished.mkdir(parents=True)
-        _write(checkpoint, unfinished, shard_bytes, progress)
-        if config is not None:
-            _describe(checkpoint, unfinished, config, beside)
-        if to.exists():
-            to.rmdir()
-        unfinished.rename(to)
+        if place.exists() and (not place.is_dir() or any(place.iterdir())):
+            raise WrongUse(f"{to} is there and not an empty folder. Give another folder to export to, or empty it.")
+        place.parent.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(prefix=".exporting-", dir=place.parent) as aside:
+            unfinished = Path(aside) / "weights"
+            unfinished.mkdir()
+            _write(checkpoint, unfinished, shard_bytes, progress)
+            if config is not None:
+                _describe(checkpoint, unfinished, config, beside)
+            unfinished.rename(place)  # which is not there, or empty still
     except OSError as error:
         raise CannotHere(f"{to} cannot be written: {error.strerror or error}. Make room, or give another.") from None
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
     return sorted(to.iterdir())
 
 
