@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 
 from phalanx import CannotHere, Cluster, WrongUse
+from phalanx.cluster import cores, threads
 
 
 def test_this_machine_as_a_cluster() -> None:
@@ -13,6 +16,24 @@ def test_this_machine_as_a_cluster() -> None:
     assert (str(cluster), cluster.world, cluster.backend) == ("cpux4*1", 4, "gloo")
     assert cluster.memory_bytes > 0
     assert not torch.cuda.is_initialized(), "counting devices must leave the process fit to fork"
+
+
+def test_more_ranks_than_could_ever_run_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    Cluster.here(64, "cpu").check_room()
+    with pytest.raises(CannotHere, match=r"99999 ranks were asked for .* Ask for \d+ or fewer"):
+        Cluster.here(99999, "cpu").check_room()
+    monkeypatch.delattr("os.sched_getaffinity", raising=False)  # as on macOS
+    assert cores() == os.cpu_count()
+
+
+def test_threads_are_what_openmp_would_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    for text, number in {"": 7, "3": 3, "4,2": 4, " 5 , 1": 5, ",2": 7}.items():
+        monkeypatch.setenv("OMP_NUM_THREADS", text)
+        assert threads(7) == number
+    for text in ("0", "-1", "x", "2.5", "²", "9" * 40):
+        monkeypatch.setenv("OMP_NUM_THREADS", text)
+        with pytest.raises(WrongUse, match="is no number of threads"):
+            threads(7)
 
 
 def test_devices_that_are_not_here_are_refused() -> None:

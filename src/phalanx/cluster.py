@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass
 
 import torch
 
 from phalanx.errors import CannotHere, WrongUse
+
+LEAST_RANKS, RANKS_A_CORE = 64, 16
+"""Ranks without a GPU that any machine may be asked for, and those that each core allows: more would only wait."""
 
 
 @dataclass(frozen=True)
@@ -50,3 +54,29 @@ class Cluster:
             )
         host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         return cls(device, ranks, memory_bytes=host // ranks if device == "cpu" else 0)
+
+    def check_room(self) -> None:
+        """Refuse more ranks than this machine could ever run."""
+        most = max(LEAST_RANKS, RANKS_A_CORE * cores())
+        if self.device == "cpu" and self.per_node > most:
+            raise CannotHere(
+                f"{self.per_node} ranks were asked for and this machine has {cores()} cores, enough for {most} ranks. "
+                f"Ask for {most} or fewer."
+            )
+
+
+def cores() -> int:
+    """How many cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def threads(otherwise: int) -> int:
+    """As many threads as ``OMP_NUM_THREADS`` asks for at the outermost level (``4,2``: 4), or else so many."""
+    asked = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    if not asked:
+        return otherwise
+    if not re.fullmatch("0*[1-9][0-9]{0,4}", asked):
+        raise WrongUse(f"OMP_NUM_THREADS={asked} is no number of threads. Set one, or unset it.")
+    return int(asked)

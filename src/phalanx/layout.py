@@ -15,6 +15,7 @@ from typing import Any, get_type_hints
 from phalanx.errors import WrongUse, closest
 
 DEGREES = ("dp", "fsdp", "tp", "cp", "pp", "ep")
+MOST_RANKS = 1 << 20
 CHOICES: dict[str, tuple[str, ...]] = {
     "schedule": ("gpipe", "1f1b", "interleaved", "zb"),
     "cp_kind": ("gather", "ulysses"),
@@ -140,6 +141,8 @@ class Layout:
 
     def check(self, global_batch: int, world: int) -> None:
         """Refuse, with the numbers and the nearest layout that works, what this task and world size cannot do."""
+        if max(world, self.world) > MOST_RANKS:
+            raise WrongUse(f"{max(world, self.world):,} ranks are more than can be, {MOST_RANKS:,}. Ask for fewer.")
         for problem in self._problems(global_batch, world):
             near = self._nearest(global_batch, world)
             raise WrongUse(f"{problem}. The nearest layout that works: {near}")
@@ -221,7 +224,7 @@ class Layout:
 
     def _nearest(self, global_batch: int, world: int) -> str:
         """The closest valid layout over the same world, or over the largest world that can work."""
-        for size in range(world, 0, -1):
+        for size in range(min(world, global_batch * self.tp * self.cp * self.pp), 0, -1):
             for best in self.fitted(global_batch, size):
                 return f"{best}" + ("" if size == world else f" on {size} ranks")
         raise AssertionError("dp=1 always works")
@@ -233,6 +236,7 @@ class Layout:
             for tp, cp, pp, ep in product({self.tp, 1}, {self.cp, 1}, {self.pp, 1}, {self.ep, 1})
             if world % (tp * cp * pp) == 0
             for rest in [world // (tp * cp * pp)]
+            if rest <= global_batch and not (self.exact and rest & (rest - 1))  # as exact sums need powers of two
             for dp in _divisors(rest)
             for micro in ({"micro_batch": self.micro_batch}, self._fitting(global_batch, rest))
             for compiled in {self.compile, "none"}

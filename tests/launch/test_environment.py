@@ -27,6 +27,29 @@ def test_alone_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
         Environment.detect()
 
 
+@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "MASTER_PORT", "LOCAL_RANK"])
+def test_a_variable_that_is_no_number_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = {"RANK": "3", "WORLD_SIZE": "8", "MASTER_ADDR": "host", "MASTER_PORT": "1", "LOCAL_RANK": "1"}
+    for text in ("x", "-1", "²", "1.5"):
+        for variable, value in (told | {name: text}).items():
+            monkeypatch.setenv(variable, value)
+        with pytest.raises(CannotHere, match=f"{name}={text} is no number"):
+            Environment.detect()
+
+
+def test_empty_variables_are_not_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.setenv(name, "")
+    assert Environment.detect() == Environment(0, 1, 0)
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(CannotHere, match="WORLD_SIZE, MASTER_ADDR, MASTER_PORT is not"):
+        Environment.detect()
+    for name, value in {"WORLD_SIZE": "1", "MASTER_ADDR": "host", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(CannotHere, match="RANK=1 is not below WORLD_SIZE=1"):
+        Environment.detect()
+
+
 def test_a_rank_without_a_gpu_says_so() -> None:
     with pytest.raises(CannotHere, match="GPUs"):
         Environment(9, 10, 9).device("cuda")

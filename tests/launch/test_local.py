@@ -117,7 +117,7 @@ def gone(pids: list[int]) -> bool:
     return False
 
 
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
 def test_no_rank_outlives_the_process_that_forked_it(how: signal.Signals) -> None:
     reading, writing = os.pipe()
     process = multiprocessing.get_context("fork").Process(target=launcher, args=(writing,))
@@ -128,8 +128,8 @@ def test_no_rank_outlives_the_process_that_forked_it(how: signal.Signals) -> Non
         assert process.pid is not None
         ranks = descendants(process.pid)
         assert len(ranks) == 2
-        if how is signal.SIGINT:
-            os.killpg(process.pid, how)  # as Ctrl-C does, to everybody in the terminal
+        if how in (signal.SIGINT, signal.SIGHUP):
+            os.killpg(process.pid, how)  # as Ctrl-C does and a terminal that closes, to everybody in it
         else:
             os.kill(process.pid, how)
         rest = said.read()
@@ -142,6 +142,20 @@ def test_no_rank_outlives_the_process_that_forked_it(how: signal.Signals) -> Non
     process.close()
 
 
+def hung_up() -> int:
+    os.kill(os.getppid(), signal.SIGHUP)
+    return 7
+
+
+def test_under_nohup_a_closed_terminal_ends_nothing() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        outcome = run_ranks(hung_up, 1)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert (outcome.result, outcome.interrupted) == (7, False)
+
+
 def threads() -> int:
     import torch
 
@@ -151,5 +165,5 @@ def threads() -> int:
 def test_ranks_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     assert run_ranks(threads, 1).result == os.cpu_count()
     assert run_ranks(threads, 64).result == 1
-    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    monkeypatch.setenv("OMP_NUM_THREADS", "3,2")
     assert run_ranks(threads, 1).result == 3

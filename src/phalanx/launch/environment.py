@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import time
 from collections.abc import Callable
@@ -41,24 +42,26 @@ class Environment:
     def detect(cls) -> Environment:
         """From torchrun's variables, which our own launchers set too; alone if there are none."""
         if dist.is_initialized():
-            return cls(dist.get_rank(), dist.get_world_size(), int(os.environ.get("LOCAL_RANK", 0)))
-        if "RANK" not in os.environ:
+            return cls(dist.get_rank(), dist.get_world_size(), _number("LOCAL_RANK", 0))
+        if not os.environ.get("RANK"):
             return cls()
         names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-        missing = [name for name in names if name not in os.environ]
+        missing = [name for name in names if not os.environ.get(name)]
         if missing:
             raise CannotHere(
                 f"RANK is set but {', '.join(missing)} is not. Start with torchrun, or unset RANK to run alone."
             )
-        rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        return cls(rank, world, int(os.environ.get("LOCAL_RANK", rank)))
+        rank, world, _ = _number("RANK"), _number("WORLD_SIZE"), _number("MASTER_PORT")
+        if rank >= world:
+            raise CannotHere(f"RANK={rank} is not below WORLD_SIZE={world}. Start with torchrun, which sets both.")
+        return cls(rank, world, _number("LOCAL_RANK", rank))
 
     @property
     def hosts(self) -> list[int]:
         """On which host each rank is."""
         if "PHALANX_HOSTS" in os.environ and self.world > 1:  # how many ranks each host has, by our own launcher
             return [host for host, n in enumerate(os.environ["PHALANX_HOSTS"].split(",")) for _ in range(int(n))]
-        local = int(os.environ.get("LOCAL_WORLD_SIZE", self.world)) or 1
+        local = _number("LOCAL_WORLD_SIZE", self.world) or 1
         return [rank // local for rank in range(self.world)]
 
     def join(self, device: torch.device, timeout: timedelta = TIMEOUT) -> bool:
@@ -122,3 +125,11 @@ class Environment:
         device = torch.device("cuda", self.local_rank)
         torch.cuda.set_device(device)
         return device
+
+
+def _number(name: str, otherwise: int = 0) -> int:
+    """A variable of the launcher's; empty is as good as not set."""
+    text = os.environ.get(name) or str(otherwise)
+    if not re.fullmatch("[0-9]{1,9}", text):
+        raise CannotHere(f"{name}={text} is no number. Start with torchrun, which sets it, or unset it.")
+    return int(text)

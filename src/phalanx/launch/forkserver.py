@@ -244,7 +244,8 @@ def serve_fresh(descriptor: int) -> None:
 def _serve(connection: socket.socket, owners: socket.socket | None = None) -> None:
     """A server's whole life: until its owner hangs up."""
     die_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the owner decides
+    for number in (signal.SIGINT, signal.SIGHUP):  # they reach the whole terminal; the owner decides
+        signal.signal(number, signal.SIG_IGN)
     if owners is not None:
         owners.close()
     gc.collect()
@@ -329,5 +330,6 @@ def _run(work: bytes, descriptors: list[int], connection: socket.socket) -> None
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
     function(*args, *descriptors)

@@ -16,7 +16,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 
+from phalanx.cluster import cores, threads
 from phalanx.errors import CannotHere, WrongUse
 from phalanx.launch import blame, environment, network
 from phalanx.launch.key import Key
@@ -40,8 +41,9 @@ GRACE_SECONDS = 1.0
 SIGNAL_SECONDS = 0.05
 """and once one was killed, which needs no explanation."""
 LOOK_SECONDS = 0.1
-BACKLOG = 1024
-HANDED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Signals that ask a job to end: Ctrl-C, a scheduler's, a terminal that was closed."""
+HANDED_ON = (*ENDING, signal.SIGUSR1)
 
 
 @dataclass(frozen=True)
@@ -109,8 +111,8 @@ def run_ranks(
 ) -> Outcome:
     """Run ``program`` on this host's ranks and wait for all of them.
 
-    SIGTERM and SIGINT are handed on to the ranks, which have ``grace`` seconds to end well; a second one ends them at
-    once. SIGUSR1 is handed on.
+    SIGTERM, SIGINT and SIGHUP are handed on to the ranks, which have ``grace`` seconds to end well; a second one ends
+    them at once. SIGUSR1 is handed on.
     """
     world = ranks if isinstance(ranks, World) else World(ranks)
     preload()
@@ -130,7 +132,7 @@ def run_ranks(
     pipes: list[Connection] = []
     asked, ask = os.pipe()
     # a note, not an exception: one raised inside a destructor or a weak reference's callback would be lost
-    previous = {number: signal.signal(number, _noting(ask)) for number in HANDED_ON}
+    previous = {number: signal.signal(number, _noting(ask)) for number in heeded(HANDED_ON)}
     sys.stdout.flush()
     store = None
     try:
@@ -162,6 +164,11 @@ def run_ranks(
         os.close(ask)
         if not frozen:
             gc.unfreeze()
+
+
+def heeded(numbers: Iterable[signal.Signals]) -> list[signal.Signals]:
+    """Those of these signals that are to be handled: under ``nohup`` a closed terminal means nothing."""
+    return [n for n in numbers if n != signal.SIGHUP or signal.getsignal(n) is not signal.SIG_IGN]
 
 
 def _noting(ask: int) -> Callable[[int, FrameType | None], None]:
@@ -227,9 +234,9 @@ def _supervise(
 
 
 def _hand_on(process: BaseProcess, number: int) -> None:
-    """A signal for a rank; Ctrl-C, which a terminal gives to everybody, as a plain request to end."""
+    """A signal for a rank; one that a terminal gives to everybody, as a plain request to end."""
     with suppress(ProcessLookupError):
-        os.kill(process.pid or 0, signal.SIGTERM if number == signal.SIGINT else number)
+        os.kill(process.pid or 0, signal.SIGTERM if number in ENDING else number)
 
 
 def _failure(rank: int, exitcode: int, report: Any) -> Failure | None:
@@ -257,7 +264,8 @@ def _end(processes: list[BaseProcess]) -> None:
 def _rank(program: Callable[[], Any], local: int, world: World, pipe: Connection) -> None:
     """A rank's whole life."""
     die_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the warm process decides
+    for number in (signal.SIGINT, signal.SIGHUP):  # they reach the whole terminal; the warm process decides
+        signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     rank, ranks = world.first + local, world.ranks
@@ -267,9 +275,8 @@ def _rank(program: Callable[[], Any], local: int, world: World, pipe: Connection
         "MASTER_PORT": str(world.port), **world.variables,
     }  # fmt: skip
     environment.find_others_by(partial(RankStore, world.address, world.port, world.key))
-    threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, (os.cpu_count() or 1) // ranks))
-    torch.set_num_threads(int(threads))
     try:
+        torch.set_num_threads(threads(max(1, cores() // ranks)))
         pipe.send_bytes(pickle.dumps(program()))
     except Exception as error:
         code = error.exit_code if isinstance(error, (WrongUse, CannotHere)) else 1

@@ -133,7 +133,8 @@ def _serve(
 ) -> None:
     """A rank's whole life."""
     connection = Connection(pipe)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the pool's owner decides
+    for number in (signal.SIGINT, signal.SIGHUP):  # they reach the whole terminal; the pool's owner decides
+        signal.signal(number, signal.SIG_IGN)
     gc.freeze()  # what was there before the fork need not be searched for garbage after every job
     torch.set_num_threads(1)
     os.environ |= network.variables(network.interface_of(address))

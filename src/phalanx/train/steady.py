@@ -10,6 +10,8 @@ import torch
 import torch.utils.deterministic
 from torch import optim
 
+from phalanx.cluster import threads
+
 MEMORY: Any = torch.utils.deterministic
 WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 
@@ -21,7 +23,7 @@ def steady(device: torch.device) -> Callable[[], None]:
     whatever order threads come are replaced by torch, or refused by it.
     """
     before = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled(), os.environ.get(WORKSPACE)
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or 1))
+    torch.set_num_threads(threads(1))
     torch.use_deterministic_algorithms(True)
     filling = MEMORY.fill_uninitialized_memory
     MEMORY.fill_uninitialized_memory = False  # ours is always written before it is read
