@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
+import time
 import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -30,21 +32,26 @@ class Done:
     stderr: str
 
 
-def _child(function: Callable[..., None], args: tuple[Any, ...], cwd: Path, out: Path, err: Path) -> None:
+def _child(
+    function: Callable[..., None], args: tuple[Any, ...], options: dict[str, Any], cwd: Path, out: Path, err: Path
+) -> None:
     os.chdir(cwd)
     for stream, path in ((1, out), (2, err)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), stream)
     sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
-    function(*args)
+    function(*args, **options)
 
 
-def run_forked(function: Callable[..., None], *args: Any, cwd: Path) -> Done:
+def run_forked(function: Callable[..., None], *args: Any, cwd: Path, **options: Any) -> Done:
     """A function in a process of its own, forked from a warm one: a fresh one would import torch for seconds."""
     with tempfile.TemporaryDirectory() as folder:
         out, err = Path(folder) / "out", Path(folder) / "err"
-        process = fork(_child, function, args, cwd, out, err)
+        process = fork(_child, function, args, options, cwd, out, err)
         process.join(timeout=60)
-        assert process.exitcode is not None
+        if process.exitcode is None:
+            process.kill()
+            process.join()
+            raise AssertionError(f"it did not end in 60 s: {out.read_text()}{err.read_text()}")
         return Done(process.exitcode, out.read_text(), err.read_text())
 
 
@@ -162,6 +169,85 @@ def test_a_run_in_which_every_step_was_skipped_does_not_hold(tmp_path: Path) -> 
     assert "learned nothing: every step was skipped" in done.stderr
 
 
+SECRET = """
+from dataclasses import dataclass
+from tests.tasks import Digits
+
+@dataclass
+class Mine(Digits):
+    api_key: str = ""
+
+    def data(self):
+        assert self.api_key == "HUSH"
+        if self.mistake == "told":
+            raise OSError("sftp://me:HUSH@host/ did not answer")
+        return super().data()
+"""
+
+
+def test_no_secret_is_written_or_printed(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(SECRET)
+    url, key = f"local://{tmp_path}/kept?token=HUSH", ("--set", "api_key=HUSH")
+    words = ("mine.py", *key, "--checkpoints", url, "--run", "run")
+    done = [phalanx("train", *words, "--steps", "2", cwd=tmp_path)]
+    assert done[0].returncode == 0, done[0].stderr
+    assert (tmp_path / "kept?token=HUSH" / "step-00000002").exists()
+    assert (tmp_path / "run" / "run.toml").stat().st_mode & 0o777 in (0o600, 0o640)
+
+    on = ("train", "--resume", "--run", "run", "--steps", "3")
+    refused = {
+        "Give --checkpoints again": phalanx(*on, *key, cwd=tmp_path),
+        "Give it again: --set api_key=": phalanx(*on, "--checkpoints", url, cwd=tmp_path),
+        "Give that URL itself": phalanx("verify", "run", cwd=tmp_path),
+        "Give that URL with --checkpoints": phalanx("export", "run", "--to", "to", cwd=tmp_path),
+    }
+    for advice, refusal in refused.items():
+        assert refusal.returncode == 2, refusal.stderr
+        assert advice in refusal.stderr
+    done += [
+        phalanx(*on, *key, "--checkpoints", url, cwd=tmp_path), phalanx("verify", url, cwd=tmp_path),
+        phalanx("export", "run", "--to", "to", "--checkpoints", url, "--format", "safetensors", cwd=tmp_path),
+        phalanx("train", *words, "--dry-run", cwd=tmp_path),
+    ]  # fmt: skip
+    assert [one.returncode for one in done] == [0] * 5, done
+    told = phalanx("train", "mine.py", *key, "--set", "mistake=told", "--run", "told", cwd=tmp_path)
+    assert told.returncode == 1
+    assert "sftp://me:***@host/" in told.stderr
+    files = [path for name in ("run", "told", "to") for path in (tmp_path / name).rglob("*") if path.is_file()]
+    assert len(files) > 8
+    for path in files:
+        assert b"HUSH" not in path.read_bytes(), path
+    for one in [*done, *refused.values(), told]:
+        assert "HUSH" not in one.stdout + one.stderr
+
+
+def test_a_refused_resume_changes_nothing(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(GOOD)
+    assert phalanx("train", "mine.py", "--run", "run", "--steps", "2", cwd=tmp_path).returncode == 0
+    run = Run(tmp_path / "run")
+    before = run.settings_path.read_bytes(), run.certificate_path.read_bytes()
+    done = phalanx("train", "--resume", "--run", "run", "--steps", "3", "--set", "width=24", cwd=tmp_path)
+    assert done.returncode in (2, 3), done.stderr
+    assert (run.settings_path.read_bytes(), run.certificate_path.read_bytes()) == before
+    (tmp_path / "mine-2.py").write_text(GOOD)
+    done = phalanx("train", "mine-2.py", "--resume", "--run", "run", "--steps", "3", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "is a run of another task" in done.stderr
+    assert (run.settings_path.read_bytes(), run.certificate_path.read_bytes()) == before
+
+
+def test_odd_values_are_repeated(tmp_path: Path) -> None:
+    field = "from dataclasses import dataclass\nfrom tests.tasks import Digits\n@dataclass\nclass Mine(Digits):\n"
+    (tmp_path / "mine.py").write_text(field + "    größe: str = ''\n    seen: str = ''\n")
+    odd = ("--set", "größe=a\x7f\n\"'", "--set", f"seen={os.fsdecode(b'caf' + bytes([233]))}")
+    assert phalanx("train", "mine.py", *odd, "--steps", "1", "--run", "run", cwd=tmp_path).returncode == 0
+    done = phalanx("train", "--resume", "--run", "run", "--steps", "2", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    found = Run(tmp_path / "run").settings()["settings"]
+    assert found["größe"] == "a\x7f\n\"'"
+    assert os.fsencode(found["seen"]) == b"caf\xe9"
+
+
 MISTAKES = {
     "an unknown field": (["--set", "wdith=3"], "no field 'wdith'; did you mean 'width'"),
     "a value of another type": (["--set", "width=wide"], "width='wide' is not a whole number"),
@@ -207,6 +293,82 @@ def test_a_mistake_is_one_clear_screen(tmp_path: Path, mistake: str) -> None:
     words, expected = MISTAKES[mistake]
     (tmp_path / "mine.py").write_text(GOOD)
     refused(phalanx("train", "mine.py", *words, cwd=tmp_path), expected, tmp_path)
+
+
+REFUSED: list[tuple[list[str], str]] = [
+    (["train", "mine.py", "--layout", "dp=1000000000"], "1,000,000,000 ranks are more than can be"),
+    (["train", "mine.py", "--on", "local:99999"], "The nearest layout that works: dp=8 on 8 ranks"),
+    (["train", "mine.py", "--max-nodes", "9" * 30, "--meet", "a:1"], "Ask for fewer"),
+    (["train", "mine.py", "--on", "local:²"], "Write it like local:2"),
+    (["train", "mine.py", "--kill", "²@1"], "Write it like --kill 1@60"),
+    (["train", "mine.py", "--on", f"local:{'9' * 5000}"], "Write it like local:2"),
+    (["train", "mine.py", "--set", "steps=1e400"], "is not a whole number"),
+    (["train", "mine.py", "--set", f"steps={'9' * 5000}"], "is not a whole number"),
+    (["train", "mine.py", "--steps", "9" * 30], "Set steps to"),
+    (["train", "mine.py", "--set", f"seed={'9' * 30}"], "Set seed to"),
+    (["train", "mine.py", "--timeout", "inf"], "Give seconds above 0"),
+    (["train", "mine.py", "--timeout", "nan"], "Give seconds above 0"),
+    (["train", "mine.py", "--save-minutes", "inf"], "Give 0 for never"),
+    (["train", "mine.py", "--grace", "1e30"], "Give at most"),
+    (["train", "mine.py", "--spike", "nan"], "--spike"),
+    (["train", "mine.py", "--run", "x" * 300], "Give another folder with --run"),
+    (["train", "mine.py", "--run", "/proc/self"], "cannot be written to"),
+    (["train", "mine.py", "--config", "."], "is not a file"),
+    (["train", "mine.py", "--config", sys.executable], "is not valid TOML"),
+    (["train", "mine.py", "--config", "pipe"], "is not a file"),
+    (["train", "mine.py", "--config", "odd.toml"], "timeout='x' is not a number"),
+    (["train", "mine.py", "--config", "number.toml"], "layout = 3 in number.toml is not text"),
+    (["train", "mine.py", "--config", "x" * 300], "cannot be read"),
+    (["train", "mine.py", "--max-nodes", "2", "--meet", "²", "--run", "r"], "Write it as host:port"),
+    (["train", "."], "is neither a recipe nor a Python file"),
+    (["train", "folder.py"], "is not there"),
+    (["train", "pipe.py"], "is not there"),
+    (["train", "x" * 300 + ".py"], "is not there"),
+    (["train", "binary.py"], "phalanx: binary.py: source code"),
+    (["train", "--config", "none.toml"], "there is no task to train"),
+    (["train", "--resume"], "there is no run here to go on with"),
+    (["train", "--resume", "--run", "x" * 300], "holds no run to go on with"),
+    (["prove", "mine.py", "--layouts", "dp=1000000000"], "Ask for"),
+    (["prove", "mine.py", "--ranks", "99999"], "Ask for"),
+    (["prove", "mine.py", "--layouts", "dp=²"], "is not a whole number"),
+    (["prove", "mine.py", "--steps", "9" * 30], "Give at most 10,000"),
+    (["prove", "mine.py", "--run", "x" * 300], "Give another folder with --run"),
+    (["verify", "x" * 300], "is not there"),
+    (["verify", "nowhere://x"], "cannot be opened"),
+    (["export", "x" * 300, "--to", "to"], "is not there"),
+    (["export", "folder.py", "--to", "to"], "there is no checkpoint"),
+]
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"), REFUSED, ids=lambda given: " ".join(given)[:60] if isinstance(given, list) else ""
+)
+def test_what_cannot_work_is_refused_in_one_line(
+    words: list[str], expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["phalanx", *words])
+    monkeypatch.setattr("sys.path", sys.path[:])
+    Path("mine.py").write_text(GOOD)
+    Path("binary.py").write_bytes(b"\x00\xff\x7fELF")
+    Path("odd.toml").write_text('[run]\ntimeout = "x"\n')
+    Path("number.toml").write_text("[run]\nlayout = 3\n")
+    Path("none.toml").write_text("[settings]\nwidth = 3\n")
+    Path("folder.py").mkdir()
+    os.mkfifo("pipe")
+    os.mkfifo("pipe.py")
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGHUP)}
+    began = time.monotonic()
+    code = cli.exit_code()
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+    told = capsys.readouterr()
+    assert code in (2, 3), told
+    assert expected in told.out + told.err
+    assert "Traceback" not in told.err
+    assert len(told.err.splitlines()) <= 2
+    assert not list(Path("runs").glob("*"))
+    assert time.monotonic() - began < 20, "it hung"
 
 
 @pytest.mark.parametrize("mistake", BROKEN)

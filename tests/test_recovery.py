@@ -132,7 +132,7 @@ def test_ranks_killed_at_random_moments(folder: Path) -> None:
     same(Run(folder / "rough"), Run(folder / "calm"))
 
 
-@pytest.mark.parametrize("blow", ["supervisor killed", "SIGTERM", "rank stopped"])
+@pytest.mark.parametrize("blow", ["supervisor killed", "SIGTERM", "SIGHUP", "rank stopped"])
 def test_every_other_blow(folder: Path, blow: str) -> None:
     assert ended(started(folder, "slow.py", *KEPT, "--run", "calm")) == 0
     run = Run(folder / "rough")
@@ -145,9 +145,12 @@ def test_every_other_blow(folder: Path, blow: str) -> None:
         assert ended(process) == 0
         assert "rank 1 has been stopped (SIGSTOP)" in (folder / "out").read_text()
     else:
-        os.kill(process.pid, signal.SIGKILL if blow == "supervisor killed" else signal.SIGTERM)
+        os.kill(process.pid, getattr(signal, blow, signal.SIGKILL))
+        if blow == "SIGHUP":  # a terminal gives it to everybody in it
+            for rank in ranks:
+                os.kill(rank, signal.SIGHUP)
         assert ended(process) == (-9 if blow == "supervisor killed" else 130)
-        if blow == "SIGTERM":  # it has saved where it stood
+        if blow != "supervisor killed":  # it has saved where it stood
             assert max(run.ledger()) + 1 == max(int(p.name[5:]) for p in run.checkpoints_path.glob("step-*"))
         assert ended(started(folder, "--resume", "--run", "rough")) == 0
     same(run, Run(folder / "calm"))

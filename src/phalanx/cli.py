@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import io
 import os
 import signal
 import sys
+import traceback
 from pathlib import Path
 from typing import Annotated
 
@@ -16,6 +16,7 @@ import typer
 
 from phalanx import __version__ as version
 from phalanx.errors import CannotHere, WrongUse
+from phalanx.redact import redact
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False)
 
@@ -90,11 +91,11 @@ def train(
 ) -> None:
     """Train a task."""
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # until there is something to save
-    from phalanx.run import Run
+    from phalanx.train.choosing import to_resume
     from phalanx.train.job import Job
 
     if resume:
-        run, config = Run.to_resume(run, task, config)
+        run, config = to_resume(run, task, config)
     job = Job.resolve(
         task=task, layout=layout, on=on, assignments=set_, steps=steps, config=config, device=device, timeout=timeout,
         save_steps=save_steps, save_minutes=save_minutes, keep=keep, keep_every=keep_every, memory_steps=memory_steps,
@@ -106,10 +107,7 @@ def train(
         print(job.describe())
         return
     verdict = job.train(run, resume)
-    try:
-        print(verdict, file=sys.stdout if verdict.holds else sys.stderr, flush=True)
-    except BrokenPipeError:  # whoever read this has left; what was done is done
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    print(verdict, file=sys.stdout if verdict.holds else sys.stderr, flush=True)
     raise SystemExit(verdict.exit_code)
 
 
@@ -136,7 +134,9 @@ def prove(
         task=task, layouts=[*layouts, *(more or [])], assignments=set_, ranks=ranks, steps=steps, dtype=dtype,
         inject=inject,
     )  # fmt: skip
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that ranks and folders are seen to
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
+            signal.signal(number, signal.default_int_handler)  # so that ranks and folders are seen to
     try:
         raise SystemExit(job.run(run, as_text=not json))
     except KeyboardInterrupt:
@@ -167,30 +167,51 @@ def export(
         str | None, typer.Option(help="safetensors, or hf; by default hf where the model is one of Hugging Face's")
     ] = None,
     step: Annotated[int | None, typer.Option(help="which checkpoint; by default the last")] = None,
+    checkpoints: Annotated[str | None, typer.Option(help="where they lie; by default as the run says")] = None,
 ) -> None:
     """Write a run's weights as safetensors, or as a folder that Hugging Face's from_pretrained reads."""
     from phalanx.train.exporting import export_run
     from phalanx.watch.screen import progress
 
     with progress() as show:
-        verdict = export_run(run, to, format, step, lambda done, total: show("exporting", done, total))
+        verdict = export_run(run, to, format, step, lambda done, total: show("exporting", done, total), checkpoints)
     print(verdict)
     raise SystemExit(verdict.exit_code)
 
 
 def main() -> None:
     """Run a verb; what the user can mend is one message and an exit code, never our traceback."""
-    for number, stream in ((1, sys.stdout), (2, sys.stderr)):
-        if stream is None:  # closed by the caller
-            os.dup2(os.open(os.devnull, os.O_WRONLY), number)
-            setattr(sys, "stdout" if number == 1 else "stderr", os.fdopen(number, "w"))
-        elif isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # a terminal that cannot show a character shows another
+    from phalanx.watch.output import install
+
+    out = install()
+    code = exit_code()
+    if lost := out.lost():
+        print(f"phalanx: not all output could be written: {lost}. Make room, or send it elsewhere.", file=sys.stderr)
+        code = code or 3
+    raise SystemExit(code)
+
+
+def exit_code() -> int:
+    """What the verb came to; its message is printed."""
     try:
+        try:
+            os.getcwd()
+        except OSError:
+            raise CannotHere("the current folder is not there any more. Change to one that is.") from None
         app()
+    except SystemExit as leaving:
+        return leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
     except (WrongUse, CannotHere) as error:
-        print(f"phalanx: {error}", file=sys.stderr)
-        raise SystemExit(error.exit_code) from None
+        print(redact(f"phalanx: {error}"), file=sys.stderr)
+        return error.exit_code
+    except OSError as error:
+        what = f"{error.filename}: " if error.filename is not None else ""
+        print(redact(f"phalanx: {what}{error.strerror or error}. Mend that, or use another folder."), file=sys.stderr)
+        return 3
+    except Exception:
+        print(redact(traceback.format_exc()), file=sys.stderr)
+        return 1
+    return 0
 
 
 if __name__ == "__main__":

@@ -14,16 +14,19 @@ import json
 import math
 import os
 import socket
+import stat
 import threading
 import time
-import tomllib
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
 
 from phalanx.errors import WrongUse
+from phalanx.redact import redact
+from phalanx.toml import from_toml, to_toml
 
 Settings = Mapping[str, Any]
 
@@ -37,8 +40,8 @@ class Run:
     @classmethod
     def create(cls, path: str | Path | None, name: str) -> Run:
         """A new folder: the one asked for, which must not hold a run, or the next free ``runs/<name>-<number>``."""
-        if path is not None and cls(path).settings_path.exists():
-            raise WrongUse(f"{path} holds a run already. Give another --run, or remove that folder.")
+        if path is not None:
+            cls(path).check_free()
         return cls.folder(path, name)
 
     @classmethod
@@ -47,6 +50,7 @@ class Run:
         if path is not None:
             _make(Path(path), exist_ok=True)
             return cls(path)
+        _make(Path("runs"), exist_ok=True)
         number = 1
         while True:
             try:
@@ -56,19 +60,10 @@ class Run:
             except FileExistsError:  # taken, perhaps by another run that starts at this moment
                 number += 1
 
-    @staticmethod
-    def to_resume(path: Path | None, task: str | None, config: Path | None) -> tuple[Path | None, Path | None]:
-        """The folder of a run to go on with, the one asked for or a task's last, and its settings if it has begun."""
-        if path is None:
-            name = Path((task or "").partition(":")[0]).stem
-            found = sorted(Path("runs").glob(f"{name or '*'}-[0-9]*/run.toml"), key=lambda p: p.stat().st_mtime)
-            if not found:
-                raise WrongUse("there is no run here to go on with. Give its folder with --run, or leave --resume out.")
-            path = found[-1].parent
-        settings = Run(path).settings_path
-        if task is None and config is None and not settings.exists():
-            raise WrongUse(f"{path} holds no run to go on with. Give another --run, or name a task to begin one there.")
-        return path, settings if settings.exists() and config is None else config
+    def check_free(self) -> None:
+        """Refuse a folder that holds a run."""
+        if exists(self.settings_path):
+            raise WrongUse(f"{self.path} holds a run already. Give another --run, or remove that folder.")
 
     @property
     def settings_path(self) -> Path:
@@ -123,11 +118,21 @@ class Run:
         return self.path / "events" / f"rank-{rank:05d}.jsonl"
 
     def write_settings(self, settings: Mapping[str, Settings]) -> None:
-        """Write ``run.toml``, a table a section. Values that are None are left out."""
-        write_whole(self.settings_path, to_toml(settings))
+        """Write ``run.toml``, a table a section, for the user and their group. Values that are None are left out."""
+        write_whole(self.settings_path, to_toml(settings), 0o640)
 
     def settings(self) -> dict[str, dict[str, Any]]:
         return read_settings(self.settings_path)
+
+    def task(self) -> str:
+        """What it trains, by its own word."""
+        task = self.settings().get("run", {}).get("task")
+        if not isinstance(task, str):
+            raise WrongUse(
+                f"{self.settings_path} does not say what was trained: it was cut short, perhaps. Restore it, or begin "
+                "a run in another folder."
+            )
+        return task
 
     def events(self, rank: int, *kinds: str) -> Iterator[dict[str, Any]]:
         """What a rank wrote, in order, if anything; of these kinds, or all. What was cut short is no event."""
@@ -141,17 +146,31 @@ class Run:
                         yield json.loads(line)
 
 
-def write_whole(path: Path, text: str) -> None:
+def exists(path: Path) -> bool:
+    """Whether it is there; what cannot even be asked for, its name being too long perhaps, is not."""
+    try:
+        return path.exists()
+    except (OSError, ValueError):
+        return False
+
+
+def write_whole(path: Path, text: str, mode: int = 0o666) -> None:
     """Write a small file so that whoever reads it finds the old text or the new."""
     unfinished = path.with_name(path.name + ".unfinished")
-    unfinished.write_text(text)
+    unfinished.unlink(missing_ok=True)  # with whatever mode it had
+    with open(unfinished, "w", encoding="utf-8", opener=partial(os.open, mode=mode)) as file:
+        file.write(text)
     unfinished.replace(path)
 
 
 @contextmanager
 def held(path: Path, patience: float = 0.0, what: str = "") -> Iterator[None]:
     """While this process writes to a folder: nobody else may. They are told who it is, and ``what`` for."""
-    with (path / "lock").open("a+") as file:
+    try:
+        lock = (path / "lock").open("a+")
+    except OSError as error:
+        raise WrongUse(f"{path} cannot be written to: {error.strerror}. Give another folder.") from None
+    with lock as file:
         deadline = time.monotonic() + patience
         while not _locked(file):
             if time.monotonic() < deadline:
@@ -159,7 +178,7 @@ def held(path: Path, patience: float = 0.0, what: str = "") -> Iterator[None]:
                 continue
             file.seek(0)
             raise WrongUse(
-                f"{path} is being trained by {file.read().strip() or 'another process'}. "
+                f"{path} is being trained by {file.read(200).strip() or 'another process'}. "
                 "Wait for it, stop it, or give another folder."
             )
         file.truncate(0)
@@ -183,16 +202,29 @@ def _make(path: Path, exist_ok: bool = False) -> None:
         if isinstance(error, FileExistsError) and not exist_ok:
             raise
         raise WrongUse(f"{path} cannot be made: {error.strerror}. Give another folder with --run.") from None
+    except ValueError as error:  # a null byte
+        raise WrongUse(f"{str(path)!r} cannot be made: {error}. Give another folder with --run.") from None
 
 
 def read_settings(path: Path) -> dict[str, dict[str, Any]]:
     """The tables of a ``run.toml``."""
+    advice = "Give the run.toml of a run's folder."
     try:
-        return tomllib.loads(path.read_text())
+        if not stat.S_ISREG(path.stat().st_mode):  # a pipe would be waited for
+            raise WrongUse(f"{path} is not a file. {advice}")
+        read = from_toml(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise WrongUse(f"{path} is not there. Give the run.toml of a run's folder.") from None
-    except tomllib.TOMLDecodeError as error:
+        raise WrongUse(f"{path} is not there. {advice}") from None
+    except OSError as error:
+        raise WrongUse(f"{path} cannot be read: {error.strerror}. {advice}") from None
+    except (ValueError, RecursionError) as error:  # not UTF-8, not TOML
+        if isinstance(error, WrongUse):
+            raise
         raise WrongUse(f"{path} is not valid TOML: {error}. Mend that line, or take the file of another run.") from None
+    for name, table in read.items():
+        if not isinstance(table, dict):
+            raise WrongUse(f"{name!r} in {path} is not a table. {advice}")
+    return read
 
 
 def pause_of(rank: int, world: int) -> float:
@@ -267,31 +299,11 @@ def _drop_cut_line(path: Path) -> None:
 
 
 def plain(value: Any) -> Any:
-    """What JSON has no word for, nan and inf and paths among it, as text."""
+    """What JSON has no word for, nan and inf and paths among it, as text; no text with a secret."""
     if isinstance(value, dict):
         return {name: plain(item) for name, item in value.items()}
     if isinstance(value, (list, tuple, set)):
         return [plain(item) for item in value]
-    if value is None or isinstance(value, (bool, int, str)) or (isinstance(value, float) and math.isfinite(value)):
+    if value is None or isinstance(value, (bool, int)) or (isinstance(value, float) and math.isfinite(value)):
         return value
-    return str(value)
-
-
-def to_toml(tables: Mapping[str, Settings]) -> str:
-    """Tables of plain values as TOML, which the standard library reads but does not write."""
-    lines: list[str] = []
-    for table, values in tables.items():
-        lines.append(f"[{table}]")
-        lines.extend(f"{name} = {_toml_value(value)}" for name, value in values.items() if value is not None)
-        lines.append("")
-    return "\n".join(lines)
-
-
-def _toml_value(value: Any) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, (int, float)):
-        return repr(value)
-    if isinstance(value, (list, tuple)):
-        return "[" + ", ".join(_toml_value(item) for item in value) + "]"
-    return json.dumps(str(value), ensure_ascii=False)
+    return redact(str(value))

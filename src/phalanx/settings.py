@@ -7,6 +7,7 @@ import enum
 import importlib
 import importlib.util
 import inspect
+import re
 import sys
 import traceback
 import types
@@ -15,6 +16,8 @@ from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from phalanx.errors import WrongUse, closest
+from phalanx.redact import is_redacted, redact_field
+from phalanx.run import exists
 from phalanx.task import Task
 
 RECIPES = {"gpt": "phalanx.recipes.gpt:GPT", "shapes": "phalanx.recipes.shapes:Shapes"}
@@ -30,8 +33,8 @@ def find_task(reference: str) -> type[Task]:
     path = Path(file)
     if path.suffix != ".py":
         raise WrongUse(f"{reference!r} is neither a recipe nor a Python file; {closest(reference, RECIPES)}")
-    if not path.is_file():
-        nearby = [str(p) for p in path.parent.glob("*.py")] if path.parent.is_dir() else []
+    if not (exists(path) and path.is_file()):
+        nearby = [str(p) for p in path.parent.glob("*.py")] if exists(path.parent) and path.parent.is_dir() else []
         raise WrongUse(f"the task file {file} is not there; {closest(file, [*nearby, *RECIPES])}")
     return _choose(_import(path), name, file)
 
@@ -47,7 +50,7 @@ def _import(path: Path) -> types.ModuleType:
     try:
         spec.loader.exec_module(module)
     except SyntaxError as error:
-        where = f"{error.filename or path}, line {error.lineno}"
+        where = f"{error.filename or path}" + (f", line {error.lineno}" if error.lineno else "")
         pointer = f"\n    {(error.text or '').rstrip()}\n    {' ' * ((error.offset or 1) - 1)}^" if error.text else ""
         raise WrongUse(f"{where}: {error.msg}{pointer}\nMend that line and start again.") from None
     except WrongUse:
@@ -63,10 +66,10 @@ def _import(path: Path) -> types.ModuleType:
 
 
 def plain_settings(task: Task) -> dict[str, Any]:
-    """A task's fields, as far as text can set them."""
+    """A task's fields, as far as text can set them, without secrets."""
     fields = {f.name: getattr(task, f.name) for f in dataclasses.fields(task) if f.init}
     return {
-        name: value.name if isinstance(value, enum.Enum) else "none" if value is None else value
+        name: value.name if isinstance(value, enum.Enum) else "none" if value is None else redact_field(name, value)
         for name, value in fields.items()
         if value is None or isinstance(value, (bool, int, float, str, list, tuple, Path, enum.Enum))
     }
@@ -99,6 +102,8 @@ def make_task(kind: type[Task], values: Mapping[str, Any]) -> Task:
     for name, value in values.items():
         if name not in hints:
             raise WrongUse(f"{kind.__name__} has no field {name!r}; {closest(name, hints)}")
+        if is_redacted(name, value):
+            raise WrongUse(f"{name} is a secret, which no run.toml holds. Give it again: --set {name}=...")
         resolved[name] = convert(value, hints[name], name)
     needed = [f.name for f in dataclasses.fields(kind) if _required(f) and f.name not in resolved]
     if needed:
@@ -137,7 +142,7 @@ def convert(value: Any, hint: Any, name: str) -> Any:
     """``value``, text or already typed, as the type a field declares."""
     try:
         return _convert(value, hint)
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, OverflowError):
         raise WrongUse(f"{name}={value!r} is not {_describe(hint)}. Give {name} such a value.") from None
 
 
@@ -170,7 +175,7 @@ def _convert_union(value: Any, options: tuple[Any, ...]) -> Any:
     for option in options:
         try:
             return _convert(value, option)
-        except (ValueError, TypeError):
+        except (ValueError, TypeError, OverflowError):
             continue
     raise ValueError(value)
 
@@ -185,6 +190,11 @@ def _items(value: Any) -> list[Any]:
     if isinstance(value, (list, tuple)):
         return list(value)
     return [part.strip() for part in str(value).strip("[]()").split(",") if part.strip()]
+
+
+def digits(text: str) -> int | None:
+    """A count written in plain digits, and not too many of them; None: it is none."""
+    return int(text) if re.fullmatch(r"[0-9]{1,9}", text) else None
 
 
 def _whole(value: Any) -> int:

@@ -35,6 +35,10 @@ class Batch(dict[str, Any]):
         raise NoSuchColumn(f"the batch has no {name!r}; {closest(str(name), self)}")
 
 
+MOST = 2**48
+"""Of anything that is counted: numbers of samples and steps are multiplied, and must fit into 64 bits."""
+
+
 @dataclass(kw_only=True)
 class Task:
     """What to train. Give ``model``, ``data``, ``inputs`` and ``loss``; the rest has defaults."""
@@ -127,6 +131,9 @@ class Task:
             value = getattr(self, name)
             if value < least:
                 raise WrongUse(f"{name}={value} is below {least}. Set {name} to {least} or more.")
+        for name in (*bounds, "seed"):
+            if not -MOST <= getattr(self, name) <= MOST:
+                raise WrongUse(f"{name}={getattr(self, name)} is too large to count. Set {name} to at most {MOST}.")
         for name in ("learning_rate", "weight_decay"):
             value = getattr(self, name)
             if not 0 <= value < math.inf:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, field
 
+from phalanx.redact import redact
+
 
 @dataclass
 class Verdict:
@@ -25,8 +27,9 @@ class Verdict:
         lines = [self.summary, *self.evidence]
         if self.next:
             lines.append(self.next)
-        return "\n".join(lines)
+        return redact("\n".join(lines))
 
     def to_json(self) -> str:
         """One JSON object with the exit code in place of ``code``."""
-        return json.dumps(asdict(self) | {"code": self.exit_code})
+        told = asdict(self) | {"summary": redact(self.summary), "evidence": [redact(line) for line in self.evidence]}
+        return json.dumps(told | {"code": self.exit_code})

@@ -18,6 +18,7 @@ from typing import Any, BinaryIO
 import fsspec
 
 from phalanx.errors import WrongUse
+from phalanx.redact import redact
 from phalanx.run import held
 
 
@@ -145,7 +146,8 @@ class Remote(Store):
     """A store that fsspec knows by its URL."""
 
     def __init__(self, url: str) -> None:
-        self.url = url.rstrip("/")
+        self._address = url.rstrip("/")
+        self.url = redact(self._address)
         self._opened: tuple[int, Any, str] | None = None
         self._open()
 
@@ -154,10 +156,10 @@ class Remote(Store):
         if self._opened is None or self._opened[0] != os.getpid():
             again = {} if self._opened is None else {"skip_instance_cache": True}
             try:
-                fs, root = fsspec.core.url_to_fs(self.url, **again)
+                fs, root = fsspec.core.url_to_fs(self._address, **again)
             except (ImportError, ValueError) as error:
                 advice = "Install what it needs, or give a folder."
-                raise WrongUse(f"{self.url} cannot be opened: {error}. {advice}") from None
+                raise WrongUse(f"{self.url} cannot be opened: {redact(str(error))}. {advice}") from None
             self._opened = os.getpid(), fs, root
         return self._opened
 

@@ -13,21 +13,27 @@ from phalanx.checkpoint.shelf import Shelf
 from phalanx.checkpoint.store import open_store
 from phalanx.errors import WrongUse
 from phalanx.parallel.boxes import Box
-from phalanx.run import Run
+from phalanx.redact import is_redacted
+from phalanx.run import Run, exists
 from phalanx.verdict import Verdict
 
 Progress = Callable[[str, int, int], None]
 """Told which checkpoint is read, and how many of its bytes have been."""
 
 
-def shelf_of(path: str) -> Shelf:
-    """The checkpoints of a run, given its folder, or the folder or URL that they lie in."""
+def shelf_of(path: str, advice: str = "Give that URL itself.") -> Shelf:
+    """The checkpoints of a run, given its folder, or the folder or URL that they lie in.
+
+    ``advice``: what to do where the run's folder does not hold all of that URL.
+    """
     if "://" not in path:
         run = Run(path)
-        if run.settings_path.exists():
+        if exists(run.settings_path):
             elsewhere = run.settings().get("run", {}).get("checkpoints")
+            if is_redacted("checkpoints", elsewhere):
+                raise WrongUse(f"{path} keeps its checkpoints at {elsewhere}, whose secret it does not hold. {advice}")
             return Shelf(open_store(elsewhere or run.checkpoints_path))
-        if not run.path.exists():
+        if not exists(run.path):
             raise WrongUse(f"{path} is not there. Give the folder of a run, or the one its checkpoints lie in.")
         if run.checkpoints_path.exists():
             return Shelf(open_store(run.checkpoints_path))

@@ -23,9 +23,10 @@ from typing import Any
 from phalanx.errors import CannotHere, WrongUse
 from phalanx.launch import network
 from phalanx.launch.beats import Beats, Watch
-from phalanx.launch.local import Failure, Outcome, World, run_ranks
+from phalanx.launch.local import ENDING, Failure, Outcome, World, heeded, run_ranks
 from phalanx.launch.meeting import Meeting
 from phalanx.launch.shared import Shared
+from phalanx.redact import redact
 from phalanx.run import EventLog, Run
 
 FRUITLESS = 3
@@ -84,7 +85,7 @@ class Supervisor:
     def supervise(self, program: Callable[[Host], Any]) -> Outcome:
         """Generation after generation."""
         gc.freeze()  # once: to search all that is here for garbage again would hold up every generation
-        signals = (signal.SIGINT, signal.SIGTERM) if self.meeting is not None else ()  # also while hosts meet
+        signals = heeded(ENDING) if self.meeting is not None else []  # also while hosts meet
         before = {number: signal.signal(number, self._note_signal) for number in signals}
         try:
             with self._held:
@@ -251,4 +252,4 @@ class Supervisor:
 
     @staticmethod
     def _say(line: str) -> None:
-        print(line, file=sys.stderr, flush=True)
+        print(redact(line), file=sys.stderr, flush=True)

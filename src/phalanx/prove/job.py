@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from phalanx.cluster import Cluster
 from phalanx.errors import WrongUse
 from phalanx.layout import Layout
 from phalanx.prove.bugs import BUGS
@@ -75,9 +76,10 @@ class Job:
                 f"--ranks {ranks} and the layout {wrong[0]}, which has {wrong[0].world}, do not go together. Leave "
                 "--ranks out: every layout says how many it needs."
             )
-        return cls(
-            reference, make_task(kind, values), chosen, RANKS if ranks is None else ranks, steps, dtype, bug, notes
-        )
+        ranks = RANKS if ranks is None else ranks
+        worlds = [layout.world for layout in chosen if isinstance(layout, Layout)]
+        Cluster("cpu", max(worlds, default=ranks)).check_room()
+        return cls(reference, make_task(kind, values), chosen, ranks, steps, dtype, bug, notes)
 
     def run(self, path: Path | None, as_text: bool) -> int:
         """Prove, tell, and leave it in a run's folder; returns the exit code."""

@@ -68,6 +68,9 @@ OPTIONS = ("zero", "exact", *CHOICES)
 OnResult = Callable[[Result], None]
 
 
+MOST_STEPS = 10_000
+
+
 def prove(
     task: Task,
     layouts: Sequence[Layout | str] | Layout | str = "all",
@@ -85,6 +88,8 @@ def prove(
     task.check()
     if steps < 1:
         raise WrongUse(f"--steps {steps} proves nothing. Give 1 or more; from 3 on an epoch's end is among them.")
+    if steps > MOST_STEPS:
+        raise WrongUse(f"--steps {steps} are more than a proof holds in memory. Give at most {MOST_STEPS:,}.")
     if ranks < 1:
         raise WrongUse(f"--ranks {ranks} is not a number of ranks. Give 1 or more.")
     if dtype is not None and dtype not in NARROW:

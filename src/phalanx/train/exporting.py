@@ -10,18 +10,23 @@ from phalanx.checkpoint.shelf import Checkpoint, Shelf
 from phalanx.checkpoint.verify import shelf_of
 from phalanx.errors import WrongUse
 from phalanx.parallel.blueprint import Blueprint
-from phalanx.run import Run
+from phalanx.run import Run, exists
 from phalanx.settings import find_task, make_task
 from phalanx.verdict import Verdict
 
 
 def export_run(
-    path: Path, to: Path, format: str | None = None, step: int | None = None, progress: Progress | None = None
+    path: Path,
+    to: Path,
+    format: str | None = None,
+    step: int | None = None,
+    progress: Progress | None = None,
+    checkpoints: str | None = None,
 ) -> Verdict:
     """Write the weights of a run's last checkpoint, or of a step's, into a new folder."""
     if format not in (None, "safetensors", "hf"):
         raise WrongUse(f"--format {format} is not known. Choose safetensors or hf.")
-    checkpoint = _chosen(shelf_of(str(path)), step)
+    checkpoint = _chosen(shelf_of(checkpoints or str(path), "Give that URL with --checkpoints."), step)
     config, beside = None, None
     if format != "safetensors":
         config, beside = _hugging_face(Run(path))
@@ -53,10 +58,10 @@ def _chosen(shelf: Shelf, step: int | None) -> Checkpoint:
 
 def _hugging_face(run: Run) -> tuple[object | None, Path | None]:
     """The configuration of the run's model if it is one of Hugging Face's, and where its weights came from."""
-    if not run.settings_path.exists():
+    if not exists(run.settings_path):
         return None, None
     saved = run.settings()
-    task = make_task(find_task(saved["run"]["task"]), saved.get("settings", {}))
+    task = make_task(find_task(run.task()), saved.get("settings", {}))
     config = getattr(Blueprint(task.model, task.seed).model, "config", None)
     begun = saved["run"].get("init_from") or task.pretrained()
     known = hasattr(config, "save_pretrained")

@@ -22,7 +22,7 @@ from phalanx.checkpoint.verify import final_differs
 from phalanx.cluster import Cluster
 from phalanx.data.loader import seed_globally
 from phalanx.data.order import Order
-from phalanx.errors import WrongUse, closest
+from phalanx.errors import CannotHere, WrongUse, closest
 from phalanx.launch.beats import LAUNCHED, Beat
 from phalanx.launch.environment import Environment
 from phalanx.launch.key import Key
@@ -36,10 +36,11 @@ from phalanx.parallel.blueprint import Blueprint
 from phalanx.parallel.spread import check_model
 from phalanx.precision import DTYPES
 from phalanx.proofs import said
-from phalanx.run import EventLog, Run, pause_of, plain, read_settings
+from phalanx.run import EventLog, Run, exists, pause_of, plain, read_settings
 from phalanx.settings import find_task, make_task, parse_assignments, plain_settings
 from phalanx.task import Task
 from phalanx.train.certificate import NotDone, certify
+from phalanx.train.choosing import full_reference
 from phalanx.train.engine import Engine, length
 from phalanx.train.guard import Guard
 from phalanx.train.keeping import Keeper
@@ -85,7 +86,10 @@ class Job:
             for name in names:
                 if table == "table" or name not in known:
                     raise WrongUse(f"{config} has a {table} {name!r} that means nothing; {closest(name, known)}")
-        if int(os.environ.get("WORLD_SIZE", 1)) > 1 and "TORCHELASTIC_RUN_ID" in os.environ:
+        for name in known[:4]:
+            if not isinstance(ran.get(name, ""), str):
+                raise WrongUse(f"{name} = {ran[name]!r} in {config} is not text. Mend that line.")
+        if os.environ.get("WORLD_SIZE", "") not in ("", "1") and "TORCHELASTIC_RUN_ID" in os.environ:
             raise WrongUse(
                 "phalanx train starts its ranks itself, and torchrun would start one such job a process. Use --on "
                 "local:N without torchrun, or phalanx.Engine in a program of your own with it."
@@ -98,8 +102,7 @@ class Job:
         if steps is not None:
             values["steps"] = steps
         made = make_task(kind, values)
-        given = {f.name: ran[f.name] for f in fields(Options) if f.name in ran}
-        settled = Options(**given | {name: value for name, value in options.items() if value is not None})
+        settled = Options.resolve(options, ran)
         if resume and on and not layout and "layout" in ran:  # the same on another number of ranks: as close as can be
             layout = str(fitted(Layout.parse(ran["layout"]), made.global_batch, ranks_of(on) * settled.max_nodes))
         chosen, ranks = place(
@@ -141,22 +144,35 @@ class Job:
 
     def train(self, path: Path | None, resume: bool = False) -> Verdict:
         """Run it to the end, in a new folder, or in that of a run that did not come to its own."""
+        self.cluster.check_room()
         name = Path(self.reference.partition(":")[0]).stem
         if self.options.meet is not None:
             if path is None:
                 raise WrongUse("several hosts need one folder that all of them see. Give it with --run.")
             run = Run.folder(path, name)  # the first host will hold it
-            return self._train(run, Shelf(open_store(self.options.checkpoints or run.checkpoints_path)), resume=True)
-        new = path is None or not path.exists()
+            shelf = Shelf(open_store(self.options.checkpoints or run.checkpoints_path))
+            return self._train_or_put_back(run, shelf, resume=True)
+        new = path is None or not exists(path)
         run = Run.folder(path, name) if resume else Run.create(path, name)
         shelf = Shelf(open_store(self.options.checkpoints or run.checkpoints_path))
         with run.held(), _held(shelf.store):
-            before = run.settings_path.read_bytes() if run.settings_path.exists() else None
+            if not resume:
+                run.check_free()  # somebody may have been faster
+            verdict = self._train_or_put_back(run, shelf, resume)
+            if new and verdict.exit_code in (2, 3) and not run.ledger() and not shelf.steps():
+                shutil.rmtree(run.path)  # it did nothing, and its name should be free for the next try
+        return verdict
+
+    def _train_or_put_back(self, run: Run, shelf: Shelf, resume: bool) -> Verdict:
+        """What was refused is not what the run is: its settings and its certificate stay as they were."""
+        before = {path: path.read_bytes() for path in (run.settings_path, run.certificate_path) if path.exists()}
+        try:
             verdict = self._train(run, shelf, resume)
-            if before is not None and verdict.exit_code in (2, 3):
-                run.settings_path.write_bytes(before)  # what was refused is not what the run is
-        if new and verdict.exit_code in (2, 3) and not run.ledger() and not shelf.steps():
-            shutil.rmtree(run.path)  # it did nothing, and its name should be free for the next try
+        except (WrongUse, CannotHere):
+            _put_back(before)
+            raise
+        if verdict.exit_code in (2, 3):
+            _put_back(before)
         return verdict
 
     def _train(self, run: Run, shelf: Shelf, resume: bool) -> Verdict:
@@ -177,7 +193,7 @@ class Job:
                 return self._not_done(run, reason)
         run.certificate_path.unlink(missing_ok=True)  # of a shorter run, which goes on now
         words = {
-            "task": _absolute(self.reference),
+            "task": full_reference(self.reference),
             "layout": str(self.layout),
             "on": f"local:{self.cluster.world}",
             "device": self.cluster.device,
@@ -344,10 +360,9 @@ class Job:
         return verdict
 
 
-def _absolute(reference: str) -> str:
-    """A task file by its full path, so that the run can be repeated from anywhere; a recipe by its name."""
-    file, colon, name = reference.partition(":")
-    return f"{Path(file).resolve()}{colon}{name}" if file.endswith(".py") else reference
+def _put_back(files: Mapping[Path, bytes]) -> None:
+    for path, content in files.items():
+        path.write_bytes(content)
 
 
 @contextmanager

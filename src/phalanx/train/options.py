@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 from phalanx.errors import WrongUse
 from phalanx.launch.environment import TIMEOUT
 from phalanx.launch.network import check_interface
 from phalanx.launch.supervisor import FRUITLESS
+from phalanx.redact import is_redacted, redact_field
+from phalanx.settings import convert, digits
 from phalanx.train.guard import Guard
 from phalanx.train.keeping import Policy
+
+MOST_NODES = 1 << 16
+LONGEST_SECONDS = 2_000_000
+"""What the system can wait for at once, its clock having 31 bits of milliseconds."""
 
 
 @dataclass(frozen=True)
@@ -42,18 +50,24 @@ class Options:
     """A drill: ``1@60`` kills rank 1 after step 60."""
 
     def __post_init__(self) -> None:
-        if self.timeout <= 0:
-            raise WrongUse(f"--timeout {self.timeout:g} leaves no time to wait. Give seconds above 0.")
+        if not 0 < self.timeout <= LONGEST_SECONDS:
+            most = f"Give seconds above 0, up to {LONGEST_SECONDS:,}."
+            raise WrongUse(f"--timeout {self.timeout:g} is no time to wait. {most}")
         Guard(self.bad, self.spike)
         if min(self.min_nodes, self.max_nodes) < 1 or self.min_nodes > self.max_nodes:
             raise WrongUse(
                 f"--min-nodes {self.min_nodes} and --max-nodes {self.max_nodes} cannot be. Ask for 1 <= min <= max."
             )
+        if self.max_nodes > MOST_NODES:
+            raise WrongUse(f"--max-nodes {self.max_nodes} is more than can be, {MOST_NODES:,}. Ask for fewer.")
         if self.keep < 1:
             raise WrongUse(f"--keep {self.keep} would keep nothing to go on from. Give 1 or more.")
         for name, value in asdict(self).items():
-            if isinstance(value, (int, float)) and not value >= 0:
-                raise WrongUse(f"--{name.replace('_', '-')} {value:g} is below 0. Give 0 for never, or more.")
+            if isinstance(value, (int, float)) and not 0 <= value < math.inf:
+                wrong = "below 0" if value < 0 else "no number to count to"
+                raise WrongUse(f"--{name.replace('_', '-')} {value} is {wrong}. Give 0 for never, or more.")
+        if self.grace > LONGEST_SECONDS:
+            raise WrongUse(f"--grace {self.grace:g} is too long. Give at most {LONGEST_SECONDS:,} seconds.")
         if (max(self.min_nodes, self.max_nodes) > 1) != (self.meet is not None):
             given = f"--min-nodes {self.min_nodes} --max-nodes {self.max_nodes} --meet {self.meet or '(not given)'}"
             raise WrongUse(
@@ -69,6 +83,21 @@ class Options:
             check_interface(self.interface)
         self.drill()
 
+    @classmethod
+    def resolve(cls, given: Mapping[str, Any], saved: Mapping[str, Any]) -> Options:
+        """The command line's words, over those of a ``run.toml``, which has no secret."""
+        kinds = get_type_hints(cls)
+        values = {name: convert(saved[name], kinds[name], name) for name in kinds if name in saved}
+        values |= {name: value for name, value in given.items() if value is not None}
+        for name in ("checkpoints", "init_from"):
+            if is_redacted(name, values.get(name)):
+                option = f"--{name.replace('_', '-')}"
+                raise WrongUse(
+                    f"the run's settings have {values[name]}, without its secret. Give {option} again, with the secret "
+                    "in it, or without where fsspec's own configuration or environment has it."
+                )
+        return cls(**values)
+
     def to_repeat(self) -> dict[str, Any]:
         """What a ``run.toml`` should say: what is not as usual, with full paths, and nothing of this host or drill."""
         whole = replace(
@@ -80,16 +109,16 @@ class Options:
             init_from=_full(self.init_from),
         )
         usual = asdict(Options())
-        return {n: v for n, v in asdict(whole).items() if v != usual[n] or n == "timeout"}
+        return {n: redact_field(n, v) for n, v in asdict(whole).items() if v != usual[n] or n == "timeout"}
 
     def drill(self) -> tuple[int, int] | None:
         """Which rank is killed after which step, if any."""
         if self.kill is None:
             return None
         rank, at, step = self.kill.partition("@")
-        if not (at and rank.isdigit() and step.isdigit()):
+        if not (at and (which := digits(rank)) is not None and (after := digits(step)) is not None):
             raise WrongUse(f"--kill {self.kill} is not a rank and a step. Write it like --kill 1@60.")
-        return int(rank), int(step)
+        return which, after
 
     def policy(self) -> Policy:
         return Policy(self.save_steps, self.save_minutes, self.memory_steps, self.keep, self.keep_every)

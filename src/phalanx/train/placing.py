@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
+from itertools import accumulate
 
 from phalanx.errors import WrongUse
 from phalanx.layout import Layout
 from phalanx.parallel.blueprint import Blueprint
 from phalanx.parallel.spread import check_model
+from phalanx.settings import digits
 from phalanx.task import Task
 
 
@@ -32,7 +34,8 @@ def fitted(layout: Layout, global_batch: int, world: int, task: Task | None = No
 
 def hosts_used(layout: Layout, global_batch: int, ranks: Sequence[int]) -> int:
     """Of hosts with so many ranks each, how many of the first make a world that some layout fits; others stand by."""
-    fits = (used for used in range(len(ranks), 0, -1) if layout.fitted(global_batch, sum(ranks[:used])))
+    worlds = list(accumulate(ranks))
+    fits = (used for used in range(len(ranks), 0, -1) if layout.fitted(global_batch, worlds[used - 1]))
     return next(fits, 0)
 
 
@@ -49,6 +52,7 @@ def ranks_of(on: str) -> int:
     place, _, number = on.partition(":")
     if place != "local":
         raise WrongUse(f"--on {on}: {place!r} is not a place that is known. Use local:N, e.g. local:2.")
-    if not number.isdigit() or int(number) < 1:
+    ranks = digits(number)
+    if not ranks:
         raise WrongUse(f"--on {on} does not say how many ranks. Write it like local:2.")
-    return int(number)
+    return ranks

@@ -1,0 +1,48 @@
+"""Redaction: passwords and keys taken out of all that is written or printed.
+
+A URL may carry a password (``sftp://me:password@host/runs``) or a key (``https://host/x?token=...``), a task a field
+that is one. They stay where they were given. In their place stands `REDACTED`, and what has it must be given again.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+REDACTED = "***"
+WORD = r"(?:key|token|secret|passw(?:or)?d|passphrase|pwd|sig|signature|credentials?|sas|auth)"
+_PASSWORD = re.compile(r"(\w://[^\s/?#@:]*:)(?:[^\s/?#]*|(?!\d{1,5}/)[^\s@]*)@")
+"""``://user:password@``, up to the last ``@`` before the path; a port is no password."""
+_TOKEN = re.compile(r"(\bhttps?://)[^\s/?#@:]+@")
+_PARAMETER = re.compile(rf"([?&;#][\w.%-]*{WORD}[\w.%-]*=)[^&;#\s'\"]+", re.IGNORECASE)
+_FIELD = re.compile(
+    r"(?:.*_)?(?:password|passwd|passphrase|pwd|secret|credentials?|api_?key|access_?key|secret_?key|private_?key"
+    r"|(?:api|access|auth|hf|hub|bearer|session|secret|wandb)_?token)|key|token",
+    re.IGNORECASE,
+)
+_LEFT_OUT = re.compile(r"(?:://\S*|[?&;#][^\s=]*=)" + re.escape(REDACTED))
+
+
+def redact(text: str) -> str:
+    """The text with the secrets of all URLs in it hidden."""
+    if "://" in text:
+        text = _TOKEN.sub(rf"\1{REDACTED}@", _PASSWORD.sub(rf"\1{REDACTED}@", text))
+    return _PARAMETER.sub(rf"\1{REDACTED}", text) if "=" in text else text
+
+
+def redact_field(name: str, value: Any) -> Any:
+    """A setting as it may be written: hidden if its name says that it is a secret, or without the secrets in it."""
+    if isinstance(value, str):
+        return REDACTED if value and _FIELD.fullmatch(name) else redact(value)
+    if isinstance(value, (list, tuple)):
+        return type(value)(redact_field(name, item) for item in value)
+    return value
+
+
+def is_redacted(name: str, value: Any) -> bool:
+    """Whether a secret was left out of a setting that was read back."""
+    if isinstance(value, list):
+        return any(is_redacted(name, item) for item in value)
+    if not isinstance(value, str):
+        return False
+    return bool(_LEFT_OUT.search(value)) or (value == REDACTED and _FIELD.fullmatch(name) is not None)
