@@ -101,7 +101,7 @@ def test_private_torch_names_are_in_one_file() -> None:
 def test_tests_mirror_the_source() -> None:
     here = Path(__file__).parent
     elsewhere = {
-        "errors", "processes", "parallel.answers", "parallel.replicate", "train.agreement", "train.clock", "train.job",
+        "errors", "parallel.answers", "parallel.replicate", "train.agreement", "train.clock", "train.job",
         "train.loop", "train.optimizers", "train.scale", "prove.trial", "prove.witness", "prove.outcome",
         "prove.record",
         "prove.scene", "prove.explain", "prove.stopped", "prove.finding", "prove.sites", "prove.bugs_around",
