@@ -6,11 +6,13 @@ import json
 import math
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from phalanx import Run, WrongUse
-from phalanx.run import EventLog, pause_of, read_settings
+from phalanx import run as run_of
+from phalanx.run import EventLog, pause_of, read_settings, write_whole
 
 
 def test_settings_read_back(tmp_path: Path) -> None:
@@ -88,3 +90,78 @@ def test_settings_that_are_missing_or_broken_are_refused(tmp_path: Path) -> None
     (tmp_path / "run.toml").write_text("a = ")
     with pytest.raises(WrongUse, match="not valid TOML"):
         read_settings(tmp_path / "run.toml")
+
+
+# Disks that are full, and power that fails.
+
+
+def test_events_wait_in_memory_while_the_disk_is_full(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = Run.create(tmp_path / "one", "x")
+    run.events_path(0).parent.mkdir()
+    run.events_path(0).symlink_to("/dev/full")
+    with EventLog(run, 0) as log:
+        for step in range(3):
+            log.write("step", step=step)
+        log.write("checkpoint", step=3)
+        assert capsys.readouterr().err.count("No space left on device; going on, events wait in memory") == 1
+        real = os.open(tmp_path / "real", os.O_WRONLY | os.O_CREAT)
+        os.dup2(real, log._file or -1)
+        os.close(real)
+        log.write("step", step=3)
+        assert "can be written again" in capsys.readouterr().err
+    run.events_path(0).unlink()
+    (tmp_path / "real").rename(run.events_path(0))
+    assert [event["step"] for event in run.events(0)] == [0, 1, 2, 3, 3]
+
+
+def test_not_more_events_wait_than_memory_may_hold(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(run_of, "BACKLOG_BYTES", 200)
+    run = Run.create(tmp_path / "one", "x")
+    run.events_path(0).parent.mkdir()
+    run.events_path(0).symlink_to("/dev/full")
+    log = EventLog(run, 0)
+    for step in range(20):
+        log.write("step", step=step)
+    log.close()
+    assert len(log._waiting) <= 200
+    assert "lacks 3 events, for which there was no room to the end" in capsys.readouterr().err
+
+
+def test_a_small_file_is_on_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, done = Run.create(tmp_path / "one", "x"), []
+
+    def noted(name: str, real: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            which = os.readlink(f"/proc/self/fd/{args[0]}") if isinstance(args[0], int) else str(args[0])
+            done.append((name, Path(which).name))
+            return real(*args, **kwargs)
+
+        return call
+
+    monkeypatch.setattr(os, "fsync", noted("fsync", os.fsync))
+    monkeypatch.setattr(Path, "replace", noted("rename", Path.replace))
+    for write, name in (
+        (lambda: write_whole(run.path / "a", "text"), "a"),
+        (lambda: run.next_generation(), "generation"),
+        (lambda: run.write_settings({}), "run.toml"),
+    ):
+        done.clear()
+        write()
+        assert done == [("fsync", f"{name}.unfinished"), ("rename", f"{name}.unfinished"), ("fsync", "one")]
+
+
+@pytest.mark.parametrize("content", ["", "4", "\0\0\0"])
+def test_the_number_of_the_last_generation_is_found_again(
+    content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = Run.create(tmp_path / "one", "x")
+    with EventLog(run, 0) as log:
+        for generation in (3, 7):
+            log.write("start", step=0, generation=generation)
+    assert run.generation() == 7
+    (run.path / "generation").write_text(content)
+    assert run.generation() == (4 if content == "4" else 7)
+    assert ("generation is damaged" in capsys.readouterr().err) == (content != "4")
+    assert run.next_generation(at_least=20) == 20

@@ -9,15 +9,18 @@ runs/<name>/final/certificate.json     that every planned step was done, once, a
 
 from __future__ import annotations
 
+import errno
 import fcntl
+import itertools
 import json
 import math
 import os
 import socket
 import stat
+import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -29,6 +32,10 @@ from phalanx.redact import redact
 from phalanx.toml import from_toml, to_toml
 
 Settings = Mapping[str, Any]
+BACKLOG_BYTES = 64 << 20
+"""Events that wait in memory for a disk to take them; more than that are lost, and counted."""
+LONGEST_PAUSE = 30.0
+"""Seconds between two looks whether there is room on a disk that was full."""
 
 
 class Run:
@@ -95,14 +102,25 @@ class Run:
     def generation(self) -> int:
         """The number of the last set of ranks of this run: each start of them is a generation."""
         path = self.path / "generation"
-        return int(path.read_text()) if path.exists() else 0
+        try:
+            return int(path.read_text())
+        except (FileNotFoundError, ValueError) as error:
+            noted = max((int(event.get("generation", 0)) for event in self.events(0, "start")), default=0)
+            if isinstance(error, ValueError):
+                print(f"   note  {path} is damaged; the run's events know of generation {noted}", file=sys.stderr)
+            return noted
 
     def next_generation(self, at_least: int = 0) -> int:
         """A number that no generation has had."""
         path = self.path / "generation"
         number = max(self.generation() + 1, at_least)
-        write_whole(path, f"{number}\n")
+        when_there_is_room(path, lambda: write_whole(path, f"{number}\n"))
         return number
+
+    def last_committed(self) -> int | None:
+        """The step of the newest checkpoint that the run's events say was committed."""
+        saved = (event["step"] for event in self.events(0, "checkpoint") if "failed" not in event)
+        return max(saved, default=None)
 
     def ledger(self, rank: int = 0) -> dict[int, dict[str, Any]]:
         """The steps that led to where the run stands; one that was done again counts as it was last done."""
@@ -154,13 +172,52 @@ def exists(path: Path) -> bool:
         return False
 
 
-def write_whole(path: Path, text: str, mode: int = 0o666) -> None:
-    """Write a small file so that whoever reads it finds the old text or the new."""
+def write_whole(path: Path, content: str | bytes, mode: int = 0o666) -> None:
+    """Write a small file so that whoever reads it, after a power cut too, finds the old content or the new."""
     unfinished = path.with_name(path.name + ".unfinished")
     unfinished.unlink(missing_ok=True)  # with whatever mode it had
-    with open(unfinished, "w", encoding="utf-8", opener=partial(os.open, mode=mode)) as file:
-        file.write(text)
+    with open(unfinished, "wb", opener=partial(os.open, mode=mode)) as file:
+        file.write(content.encode() if isinstance(content, str) else content)
+        file.flush()
+        os.fsync(file.fileno())
     unfinished.replace(path)
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """What a folder lists, on disk."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def no_room(error: BaseException | None) -> bool:
+    """Whether a disk is full, or a quota."""
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
+def pauses() -> Iterator[float]:
+    """Seconds to wait before each next look whether there is room."""
+    return (min(LONGEST_PAUSE, 0.25 * 2**attempt) for attempt in itertools.count())
+
+
+def when_there_is_room(path: Path, write: Callable[[], None]) -> None:
+    """Write what the run cannot go on without, as soon as the disk takes it."""
+    for attempt, pause in enumerate(pauses()):
+        try:
+            write()
+        except OSError as error:
+            if not no_room(error):
+                raise
+            if not attempt:
+                print(f"   note  {path} cannot be written: {error.strerror}; waiting for room", file=sys.stderr)
+            time.sleep(pause)
+            continue
+        if attempt:
+            print(f"   note  {path} could be written at last", file=sys.stderr)
+        return
 
 
 @contextmanager
@@ -238,37 +295,73 @@ def pause_of(rank: int, world: int) -> float:
 
 
 class EventLog:
-    """Appends a rank's events, each flushed as it is written; steps may wait for a ``pause`` between two writes."""
+    """Appends a rank's events, each flushed as it is written; what the disk does not take waits in memory.
+
+    Steps may wait for a ``pause`` between two writes.
+    """
 
     def __init__(self, run: Run, rank: int, pause: float = 0.0) -> None:
         self._pause, self._written = pause, time.monotonic()
+        self._path = run.events_path(rank)
+        self._file: int | None = None
         self._waiting = bytearray()
+        self._lost = 0
+        self._refused = False
         self._lock = threading.Lock()  # checkpoints are noted behind the steps
-        path = run.events_path(rank)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        _drop_cut_line(path)
-        self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        try:
+            self._open()
+        except OSError as error:
+            if not no_room(error):
+                raise
 
     def write(self, kind: str, **fields: Any) -> None:
         """A line, in one piece; with a checkpoint, all before it is on disk too."""
         line = json.dumps({"kind": kind, "time": time.time(), **plain(fields)}).encode() + b"\n"
         with self._lock:
-            self._waiting += line
-            if kind == "step" and time.monotonic() < self._written + self._pause:
-                return
-            self._flush()
-            if kind == "checkpoint":
-                os.fsync(self._file)
+            if len(self._waiting) + len(line) <= BACKLOG_BYTES:
+                self._waiting += line
+            else:
+                self._lost += 1
+            if kind != "step" or time.monotonic() >= self._written + self._pause:
+                self._flush(sync=kind == "checkpoint")
 
-    def _flush(self) -> None:
-        while self._waiting:
-            del self._waiting[: os.write(self._file, self._waiting)]
+    def _open(self) -> int:
+        if self._file is None:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            _drop_cut_line(self._path)
+            self._file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        return self._file
+
+    def _flush(self, sync: bool) -> None:
+        """Write what waits; where that fails, the run goes on."""
         self._written = time.monotonic()
+        try:
+            file = self._open()
+            while self._waiting:
+                del self._waiting[: os.write(file, self._waiting)]
+            if sync:
+                os.fsync(file)
+        except OSError as error:
+            if not self._refused:
+                self._say(f"cannot be written: {error.strerror}; going on, events wait in memory")
+            self._refused = True
+            return
+        if self._refused:
+            self._say("can be written again" + (f"; {self._lost} events were too many to keep" if self._lost else ""))
+        self._refused = False
+
+    def _say(self, words: str) -> None:
+        with suppress(OSError):
+            print(f"   note  {self._path} {words}", file=sys.stderr, flush=True)
 
     def close(self) -> None:
+        """What the disk takes at last is written; what it does not is lost, and said to be."""
         with self._lock:
-            self._flush()
-            os.close(self._file)
+            self._flush(sync=False)
+            if self._waiting:
+                self._say(f"lacks {self._waiting.count(10)} events, for which there was no room to the end")
+            if self._file is not None:
+                os.close(self._file)
 
     def __enter__(self) -> Self:
         return self

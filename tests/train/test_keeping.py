@@ -252,7 +252,7 @@ MOMENTS = {
     "sealing": (Slot, "_mark", 2),
     "writing": (write.Part, "_note", 3),
     "between a file and its description": (write, "check_file", 1),
-    "committing": (store_of, "_sync", 1),
+    "committing": (store_of, "sync_folder", 1),
     "appearing": (os, "rename", 4),
 }
 """In which call of what, after the first checkpoint."""

@@ -19,7 +19,7 @@ import fsspec
 
 from phalanx.errors import WrongUse
 from phalanx.redact import redact
-from phalanx.run import held
+from phalanx.run import held, sync_folder
 
 
 class Store(ABC):
@@ -117,9 +117,9 @@ class Folder(Store):
     def commit(self, unfinished: str, name: str, last: str, content: bytes, files: Collection[str] = ()) -> None:
         with self.write(f"{unfinished}/{last}") as file:
             file.write(content)
-        _sync(self.path / unfinished)
+        sync_folder(self.path / unfinished)
         os.rename(self.path / unfinished, self.path / name)  # fails if a checkpoint of that name is there
-        _sync(self.path)
+        sync_folder(self.path)
 
     def remove(self, folder: str) -> None:
         """It goes out of sight by one rename, and is then deleted."""
@@ -131,7 +131,7 @@ class Folder(Store):
 
     def rename(self, folder: str, name: str) -> None:
         os.rename(self.path / folder, self.path / name)
-        _sync(self.path)
+        sync_folder(self.path)
 
     def held(self) -> AbstractContextManager[None]:
         self.make("")
@@ -231,12 +231,3 @@ def open_store(url: str | Path) -> Store:
     if text.startswith("file://"):
         text = text.removeprefix("file://")
     return Remote(text) if "://" in text else Folder(text)
-
-
-def _sync(folder: Path) -> None:
-    """What a folder lists, on disk."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from phalanx.errors import WrongUse
 from phalanx.parallel.spread import Spread
+from phalanx.run import sync_folder
 
 DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
@@ -58,6 +59,7 @@ def write_weights(spread: Spread, path: Path, writer: bool) -> None:
         file.flush()
         os.fsync(file.fileno())
     unfinished.replace(path)
+    sync_folder(path.parent)
 
 
 def header(tensors: Iterable[tuple[str, torch.dtype, Sequence[int]]], metadata: Mapping[str, str]) -> bytes:
