@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import signal
 import socket
 import sys
@@ -15,6 +16,8 @@ from typing import Any
 import pytest
 
 from phalanx import Run, cli
+from phalanx.checkpoint.shelf import Shelf
+from phalanx.checkpoint.store import open_store
 from phalanx.launch import beats
 from phalanx.launch.forkserver import Forked
 from tests.conftest import children
@@ -303,3 +306,68 @@ def test_what_odd_optimizers_and_models_change_survives(folder: Path) -> None:
     rough = phalanx(*words, "--run", "rough", "--kill", "1@10", cwd=folder)
     assert rough.returncode == 0, rough.stderr
     same(Run(folder / "rough"), Run(folder / "calm"))
+
+
+# What was lost, is not there, or cannot be read.
+
+
+def test_a_lost_run_folder_goes_on_from_checkpoints_elsewhere(folder: Path) -> None:
+    """They know the number of the last generation, which the new folder does not."""
+    words = ["slow.py", "--set", "pause=0", "--checkpoints", "kept", "--resume"]
+    assert phalanx("train", *words, "--run", "one", "--steps", "4", cwd=folder).returncode == 0
+    (folder / "kept" / ".writing-00009").mkdir()  # of a generation that was killed
+    done = phalanx("train", *words, "--run", "two", "--steps", "6", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert "of the first 4 steps the checkpoint alone is known" in done.stdout
+    assert "Fenced" not in done.stdout + done.stderr
+    assert Shelf(open_store(folder / "kept")).steps()[-1] == 6
+    assert (folder / "two" / "generation").read_text() == "10\n"
+
+
+def test_checkpoints_that_are_not_mounted_are_missed(folder: Path) -> None:
+    words = ["slow.py", "--set", "pause=0", "--run", "one", "--checkpoints", "kept", "--resume"]
+    assert phalanx("train", *words, "--steps", "4", cwd=folder).returncode == 0
+    (folder / "kept").rename(folder / "elsewhere")
+    events = (folder / "one" / "events" / "rank-00000.jsonl").read_bytes()
+    for make in (lambda: None, (folder / "kept").mkdir):
+        make()
+        done = phalanx("train", *words, "--steps", "6", cwd=folder)
+        assert done.returncode == 3
+        assert "has saved checkpoints, up to step 4, and there is nothing in" in done.stderr
+    assert (folder / "one" / "events" / "rank-00000.jsonl").read_bytes() == events
+    words[words.index("kept")] = "elsewhere"
+    assert phalanx("train", *words, "--steps", "6", cwd=folder).returncode == 0
+
+
+@pytest.mark.parametrize("left", [0, 1], ids=["empty", "cut"])
+def test_settings_that_were_lost_are_not_taken_to_be_the_usual(folder: Path, left: int) -> None:
+    words = ["slow.py", "--set", "pause=0", "--run", "one"]
+    assert phalanx("train", *words, "--steps", "2", cwd=folder).returncode == 0
+    path = folder / "one" / "run.toml"
+    lines = path.read_text().splitlines(keepends=True)
+    cut = next(n for n, line in enumerate(lines) if line.startswith("pause"))
+    path.write_text("".join(lines[: cut * left]))
+    done = phalanx("train", "slow.py", "--resume", "--run", "one", "--steps", "3", cwd=folder)
+    assert (done.returncode, "names no task: it is empty, or was cut short" in done.stderr) == ((2, True), (0, False))[
+        left
+    ]
+    assert ("does not say what pause is: it is 0.01 now" in done.stdout) == bool(left)
+
+
+def test_what_cannot_be_read_costs_no_other_checkpoint(folder: Path) -> None:
+    words = ["slow.py", "--set", "pause=0", "--run", "one", "--steps", "6"]
+    assert phalanx("train", *words, "--save-steps", "3", cwd=folder).returncode == 0
+    shutil.rmtree(folder / "one" / "final")
+    part = folder / "one" / "checkpoints" / "step-00000006" / "part-00000.safetensors"
+    part.unlink()
+    part.mkdir()
+    found = phalanx("verify", "one", cwd=folder)
+    assert found.returncode == 1
+    assert "part-00000.safetensors cannot be read: Is a directory" in found.stdout
+    done = phalanx("train", *words, "--resume", "--save-steps", "1", "--keep", "1", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert "cannot be read: Is a directory; going back to the checkpoint before it" in done.stdout
+    assert phalanx("verify", "one", cwd=folder).returncode == 0
+    shelf = Shelf(open_store(folder / "one" / "checkpoints"))
+    assert shelf.steps() == [5, 6]
+    assert shelf.damaged() == ["damaged-step-00000006"]

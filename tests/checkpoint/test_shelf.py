@@ -150,10 +150,12 @@ def test_what_is_kept(shelf: Shelf) -> None:
     shelf.fence(1)
     for step in (2, 3, 4, 5):
         save(shelf, 1, step)
-    assert shelf.retain(2, 2) == [3]
+    assert shelf.retain(5, 2, 2) == [3]
     assert shelf.steps() == [2, 4, 5]
-    assert shelf.retain(1, 0) == [2, 4]
-    assert shelf.retain(1, 0) == []
+    assert shelf.retain(5, 1, 0, sure=[None, 3]) == [4]
+    assert shelf.retain(4, 1, 0) == [], "what is newer was not gone on from, and counts for nothing"
+    assert shelf.retain(5, 1, 0) == [2]
+    assert shelf.retain(5, 1, 0) == []
     assert not list(shelf.open(5).verify())
 
 

@@ -6,9 +6,11 @@ import math
 from pathlib import Path
 
 import pytest
+import torch
 
 from phalanx import Run, WrongUse
-from phalanx.train.guard import IN_A_ROW, BadNumbers, Guard
+from phalanx.train.guard import IN_A_ROW, BadNumbers, Guard, first_not_finite
+from tests.checkpoints import shelf_at
 from tests.test_cli import phalanx
 
 TASK = '''
@@ -113,3 +115,30 @@ def test_a_run_may_end_at_the_first(folder: Path) -> None:
     assert "step 33: the loss is nan" in done.stderr
     assert "Traceback" not in done.stderr
     assert not (folder / "one" / "final").exists()
+
+
+def test_which_tensor_is_not_finite() -> None:
+    large = torch.full((9,), torch.finfo(torch.float64).max, dtype=torch.float64)
+    assert first_not_finite([("a", torch.ones(3)), ("large", large), ("half", torch.full((9,), 6e4).half())]) == ""
+    for value in (math.nan, math.inf, -math.inf):
+        assert first_not_finite([("a", torch.ones(3)), ("b", torch.tensor([1.0, value]).bfloat16())]) == "b"
+    assert first_not_finite([("opposite", torch.tensor([math.inf, -math.inf]))]) == "opposite"
+
+
+@pytest.mark.parametrize("rate", ["1e38", "1e39"], ids=["finite and useless", "not finite"])
+def test_weights_that_lead_nowhere_are_not_certified_and_cost_no_good_checkpoint(folder: Path, rate: str) -> None:
+    words = ["spoilt.py", "--set", "value=0", "--set", "warmup_steps=0", "--run", "one", "--save-steps", "2"]
+    words += ["--keep", "1"]
+    assert phalanx("train", *words, "--steps", "4", cwd=folder).returncode == 0
+    good = shelf_at(folder / "one" / "checkpoints").steps()[-1]
+    words += ["--resume", "--on", "local:2", "--set", f"learning_rate={rate}"]
+    done = phalanx("train", *words, "--steps", "15", cwd=folder)
+    assert done.returncode == 1, done.stdout
+    assert "Traceback" not in done.stderr
+    if rate == "1e39":
+        assert "weight is not finite after step 15, so nothing was saved. Lower the learning rate" in done.stderr
+    else:
+        assert "the update of step 15 was left out (the loss is inf), and those of 9 before it" in done.stderr
+    assert not (folder / "one" / "final" / "certificate.json").exists()
+    assert good == 4
+    assert good in shelf_at(folder / "one" / "checkpoints").steps()

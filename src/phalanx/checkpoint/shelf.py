@@ -26,6 +26,8 @@ from phalanx.checkpoint.write import Piece, check_file, write_part
 
 POLL_SECONDS = 0.02
 ATTEMPTS = 4
+FINAL = (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError)
+"""What trying again does not change."""
 
 
 class Fenced(Exception):
@@ -71,8 +73,6 @@ class Checkpoint:
                 self._check_part(f"part-{rank:05d}")
             except Damaged as damage:
                 yield damage
-            except OSError as error:
-                yield unreadable(f"{self.where}/part-{rank:05d}.json", error)
         for name, held in self.manifest.tensors.items():
             total = 0
             try:
@@ -82,9 +82,6 @@ class Checkpoint:
                         progress(chunk.length)
             except Damaged as damage:
                 yield damage
-                continue
-            except OSError as error:
-                yield unreadable(f"{self.where}/{chunk.file}", error)
                 continue
             if total % (1 << 64) != held.hash:
                 yield Damaged(f"{self.where}/{MANIFEST}", f"does not have the hash of {name} as it is")
@@ -112,6 +109,10 @@ class Shelf:
         if isinstance(self.store, Folder):
             return sorted(found)
         return sorted(step for step in found if self.store.exists(f"{self.name(step)}/{MANIFEST}"))
+
+    def empty(self) -> bool:
+        """Whether nothing was ever written here, or what lies here is not what was."""
+        return not set(self.store.names()) - {"lock"}
 
     def open(self, step: int) -> Checkpoint:
         file = f"{self.name(step)}/{MANIFEST}"
@@ -145,6 +146,10 @@ class Shelf:
         for older in self._generations():
             if older < generation:
                 self.store.remove(_writing(older))
+
+    def generation(self) -> int:
+        """The newest generation that has begun to write here; 0 if none is known."""
+        return max(self._generations(), default=0)
 
     def leftovers(self) -> list[str]:
         """What was being written when its generation ended, or is being written now."""
@@ -211,17 +216,18 @@ class Shelf:
         """What was set aside."""
         return [name for name in self.store.names() if name.startswith(("damaged-", "distrusted-"))]
 
-    def retain(self, last: int, every: int, trusted: int | None = None) -> list[int]:
-        """Let go of all but the ``last`` so many and those of every so many steps; tells which.
+    def retain(self, step: int, last: int, every: int, sure: Iterable[int | None] = ()) -> list[int]:
+        """After ``step`` was saved and read back: let go of older ones; tells which.
 
-        The newest up to ``trusted``, when ranks last found that they hold the same, is kept as well.
+        Kept are the ``last`` so many up to it, those of every so many steps, and the newest up to each of ``sure``:
+        states that are known to be good. What is newer than the step was not gone on from, and is left alone.
         """
-        steps = self.steps()
-        sure = max((step for step in steps if trusted is not None and step <= trusted), default=None)
-        old = steps[: max(0, len(steps) - last)]
-        gone = [step for step in old if step != sure and not (every and step % every == 0)]
-        for step in gone:
-            self.store.remove(self.name(step))
+        steps = [known for known in self.steps() if known <= step]
+        kept = {*steps[-last:], *(known for known in steps if every and known % every == 0)}
+        kept |= {max((known for known in steps if good is not None and known <= good), default=step) for good in sure}
+        gone = [known for known in steps if known not in kept]
+        for known in gone:
+            self.store.remove(self.name(known))
         return gone
 
     def distrust(self, after: int) -> list[int]:
@@ -233,15 +239,13 @@ class Shelf:
 
 
 def _read(store: Store, file: str, start: int = 0, stop: int | None = None) -> bytes:
-    """What is not there is damage; what cannot be read just now is tried again, and is none."""
+    """What cannot be read is damage; what may be there all the same is tried again first."""
     for attempt in range(ATTEMPTS):
         try:
             return store.read(file, start, stop)
-        except (FileNotFoundError, NotADirectoryError) as error:
-            raise unreadable(f"{store.url}/{file}", error) from None
-        except OSError:
-            if attempt + 1 == ATTEMPTS:
-                raise
+        except OSError as error:
+            if isinstance(error, FINAL) or attempt + 1 == ATTEMPTS:
+                raise unreadable(f"{store.url}/{file}", error) from None
             time.sleep(2.0**attempt / 4)
     raise AssertionError
 

@@ -8,10 +8,10 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 
 from phalanx.checkpoint.hashing import hashed
-from phalanx.checkpoint.manifest import Damaged, Manifest, unreadable
+from phalanx.checkpoint.manifest import Damaged, Manifest
 from phalanx.checkpoint.shelf import Shelf
 from phalanx.checkpoint.store import open_store
-from phalanx.errors import WrongUse
+from phalanx.errors import CannotHere, WrongUse
 from phalanx.parallel.boxes import Box
 from phalanx.redact import is_redacted
 from phalanx.run import Run, exists
@@ -42,6 +42,14 @@ def shelf_of(path: str, advice: str = "Give that URL itself.") -> Shelf:
 
 def verify(path: str, progress: Progress | None = None) -> Verdict:
     """Whether every checkpoint there is whole, and the final weights are those of the last."""
+    try:
+        return _verify(path, progress)
+    except OSError as error:
+        advice = "Mount it, or see that you may read it."
+        raise CannotHere(f"{error.filename or path} cannot be read: {error.strerror or error}. {advice}") from None
+
+
+def _verify(path: str, progress: Progress | None) -> Verdict:
     shelf = shelf_of(path)
     whole, wrong, lines = 0, [], []
     newest: Manifest | None = None
@@ -83,8 +91,6 @@ def _check(shelf: Shelf, step: int, progress: Progress | None) -> Manifest | lis
         checkpoint = shelf.open(step)
     except Damaged as damage:
         return [damage]
-    except OSError as error:
-        return [unreadable(f"{shelf.store.url}/{shelf.name(step)}", error)]
     done = 0
 
     def advanced(count: int) -> None:
@@ -100,6 +106,8 @@ def final_differs(path: Path, manifest: Manifest) -> list[Damaged]:
     """Whether the final weights are, bit for bit, those of a checkpoint."""
     wanted = {name.removeprefix("model/"): t for name, t in manifest.tensors.items() if name.startswith("model/")}
     try:
+        if not path.is_file():
+            return [Damaged(str(path), "is no regular file")]
         with safe_open(path, framework="pt") as file:
             names = set(file.keys())
             for name in sorted(wanted.keys() | {name for name in names if 0 not in file.get_slice(name).get_shape()}):

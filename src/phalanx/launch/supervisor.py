@@ -68,6 +68,8 @@ class Supervisor:
     """What hosts that meet must all see."""
     concluded: Callable[[], object] = lambda: None
     """Called by the first host when all its ranks have ended well, before any host goes home."""
+    begun: Callable[[], int] = lambda: 0
+    """The newest generation that the run's checkpoints know of, whose number its folder may have lost."""
     recoveries: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
@@ -119,9 +121,9 @@ class Supervisor:
     def _gather(self) -> tuple[World, int] | None:
         """Where this host's ranks stand, and which generation they are; None if somebody wants it to end."""
         if self.meeting is None:
-            return World(self.ranks), self.run.next_generation()
+            return World(self.ranks), self.run.next_generation(self.begun() + 1)
         self._say(f"   host  meets others at {self.meeting.address}, {self.meeting.least} of them at least")
-        met = self.meeting.next(after=self.run.generation(), asked=lambda: self._asked)
+        met = self.meeting.next(after=max(self.run.generation(), self.begun()), asked=lambda: self._asked)
         if met is None:
             self.meeting.leave("was asked to stop")
             return None

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator
 from typing import Any
 
 from phalanx.checkpoint.shelf import Shelf
 from phalanx.data.order import Order, digest
-from phalanx.run import Run, write_whole
+from phalanx.run import Run, when_there_is_room, write_whole
 from phalanx.task import Task
 
 CHECKED = 1000
@@ -16,15 +17,19 @@ CHECKED = 1000
 
 
 class NotDone(Exception):
-    """The run's events do not show that it is done."""
+    """The run's events do not show that it is done; the ``advice`` is what to do, where going on is not enough."""
+
+    def __init__(self, reason: str, advice: str = "") -> None:
+        super().__init__(reason)
+        self.advice = advice
 
 
-def _whole_ledger(run: Run, steps: int) -> dict[int, dict[str, Any]]:
+def _whole_ledger(run: Run, steps: range) -> dict[int, dict[str, Any]]:
     """Rank 0's, and what a host that lost power may have lost of it from the others': they note the same."""
     ledger = run.ledger()
     others = (int(path.stem.removeprefix("rank-")) for path in sorted(run.events_path(0).parent.glob("rank-*.jsonl")))
     for rank in others:
-        if all(step in ledger for step in range(steps)):
+        if all(step in ledger for step in steps):
             break
         ledger = {**run.ledger(rank), **ledger}
     return ledger
@@ -42,23 +47,46 @@ def _again(run: Run) -> Iterator[float]:
         before[event["step"]] = event
 
 
+def _check_numbers(run: Run, task: Task, steps: list[dict[str, Any]]) -> None:
+    """Refuse weights that no good step speaks for: the last one that could be judged must not have been bad."""
+    if steps and all(event["skipped"] for event in steps):
+        raise NotDone(
+            f"{type(task).__name__} learned nothing: every step was skipped",
+            "Look at the first step's loss: is a target out of range, a log of 0, an input not finite?",
+        )
+    judged = [event for event in steps if not event["skipped"] or event.get("bad")]  # else an overflow, or no terms
+    bad = list(itertools.takewhile(lambda event: event.get("bad"), reversed(judged)))
+    if bad:
+        before = f", and those of {len(bad) - 1} before it" if len(bad) > 1 else ""
+        raise NotDone(
+            f"the update of step {bad[0]['step'] + 1} was left out ({bad[0]['bad']}){before}, and no good step came "
+            "after: nothing shows that the weights are any good",
+            "Look at that step's samples in the run's events, or lower the learning rate; one step more would show: "
+            f"phalanx train --resume --run {run.path} --steps {task.steps + 1}",
+        )
+
+
 def certify(run: Run, task: Task, shelf: Shelf) -> dict[str, Any]:
     """Read it off the run's events and its last checkpoint, and write it down."""
-    ledger = _whole_ledger(run, task.steps)
-    missing = [step for step in range(task.steps) if step not in ledger]
+    starts = list(run.events(0, "start"))
+    taken_up = int(starts[0]["step"]) if starts else 0  # by another folder's run, for whose steps its checkpoint speaks
+    steps = range(taken_up, task.steps)
+    ledger = _whole_ledger(run, steps)
+    missing = [step for step in steps if step not in ledger]
     if missing:
         raise NotDone(f"{len(missing)} of {task.steps} planned steps were not done, step {missing[0] + 1} among them")
-    starts = list(run.events(0, "start"))
     order = Order(starts[-1]["data"], task.global_batch, task.seed)
-    for step in range(0, task.steps, max(1, task.steps // CHECKED)):
+    for step in steps[:: max(1, task.steps // CHECKED)]:
         if ledger[step]["samples"] != digest(order.ids(step)):
             raise NotDone(f"step {step + 1} trained on other samples than those planned for it")
+    _check_numbers(run, task, [ledger[step] for step in steps if ledger[step]["kind"] == "step"])
     if task.steps not in shelf.steps():
         raise NotDone(f"the state after step {task.steps} was not saved")
     manifest = shelf.open(task.steps).manifest
     differences = list(_again(run))
     found = {
         "steps": task.steps,
+        "taken_up": taken_up,
         "samples": sum(order.slots(step) for step in range(task.steps)),
         "hash": manifest.hash(),
         "state": manifest.hash(""),
@@ -71,5 +99,6 @@ def certify(run: Run, task: Task, shelf: Shelf) -> dict[str, Any]:
         "left_out": [step for step, event in ledger.items() if event["kind"] == "left out"],
     }
     run.certificate_path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(run.certificate_path, json.dumps(found, indent=1) + "\n")
+    text = json.dumps(found, indent=1) + "\n"
+    when_there_is_room(run.certificate_path, lambda: write_whole(run.certificate_path, text))
     return found

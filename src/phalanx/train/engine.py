@@ -80,6 +80,8 @@ class Engine:
         """How many have been trained on: samples, and terms of their losses."""
         self.compared: int | None = None
         """When ranks that hold the same last found that they do."""
+        self.good: int | None = None
+        """The newest state that is known to be good: the step from it had a finite loss and gradient."""
         self.on_gradients: Callable[[float, set[str]], None] | None = None
         """Called in every step when gradients are summed and neither divided nor clipped, with the divisor and the
         weights that no rank has a gradient of: just what `whole_gradients` takes."""
@@ -158,6 +160,8 @@ class Engine:
         self.step_number = batch.step + 1
         self.samples += metrics.slots
         self.terms += metrics.count
+        if not metrics.skipped:
+            self.good = metrics.step
         return metrics
 
     def undo_count(self, metrics: Metrics) -> None:
@@ -177,7 +181,7 @@ class Engine:
         """
         return {
             "step": self.step_number, "samples": self.samples, "terms": self.terms, "scale": self.loss_scale.state(),
-            "guard": self.guard.state(), "compared": self.compared,
+            "guard": self.guard.state(), "compared": self.compared, "good": self.good,
             "seed": self.task.seed, "global_batch": self.task.global_batch, "data": self.order.size,
             "streams": ["order", "sample", "task", *self.anatomy.blocks], "task": type(self.task).__name__,
             "layout": str(self.layout), "world": self.environment.world, "precision": self.task.precision,
@@ -202,7 +206,7 @@ class Engine:
         self.step_number, self.samples, self.terms = facts["step"], facts["samples"], facts["terms"]
         self.loss_scale.restore(facts["scale"])
         self.guard.restore(facts["guard"])
-        self.compared = facts["compared"]
+        self.compared, self.good = facts["compared"], facts.get("good")
         for group in self.optimizer.param_groups:
             named = [p.logical_name for p in group["params"] if p.logical_name in facts["options"]]
             kept = facts["options"][named[0]] if named else {}

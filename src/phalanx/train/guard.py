@@ -12,6 +12,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from phalanx.errors import CannotHere, WrongUse
 
 KNOWN, LEAST = 64, 16
@@ -78,6 +81,15 @@ class Guard:
         self.losses.extend(state["losses"])
         self.bad_in_a_row = state["bad_in_a_row"]
         self.left_out |= set(state["left_out"])
+
+
+def first_not_finite(tensors: Iterable[tuple[str, Tensor]]) -> str:
+    """The name of the first that holds a number which is not finite; nothing, mostly."""
+    for name, tensor in tensors:
+        # a sum is quicker by far, and is not finite if any number is not; only large ones overflow without
+        if not math.isfinite(tensor.sum(dtype=torch.float64)) and not tensor.isfinite().all():
+            return name
+    return ""
 
 
 class BadNumbers(CannotHere):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, fields, replace
 from datetime import timedelta
 from functools import partial
@@ -36,7 +36,7 @@ from phalanx.parallel.blueprint import Blueprint
 from phalanx.parallel.spread import check_model
 from phalanx.precision import DTYPES
 from phalanx.proofs import said
-from phalanx.run import EventLog, Run, exists, pause_of, plain, read_settings
+from phalanx.run import EventLog, Run, exists, pause_of, plain, read_settings, write_whole
 from phalanx.settings import find_task, make_task, parse_assignments, plain_settings
 from phalanx.task import Task
 from phalanx.train.certificate import NotDone, certify
@@ -89,6 +89,11 @@ class Job:
         for name in known[:4]:
             if not isinstance(ran.get(name, ""), str):
                 raise WrongUse(f"{name} = {ran[name]!r} in {config} is not text. Mend that line.")
+        if config and not ran.get("task") and (resume or not saved):
+            raise WrongUse(
+                f"{config} names no task: it is empty, or was cut short. Put back a copy of it, or remove it and give "
+                "the task and all its settings again."
+            )
         if os.environ.get("WORLD_SIZE", "") not in ("", "1") and "TORCHELASTIC_RUN_ID" in os.environ:
             raise WrongUse(
                 "phalanx train starts its ranks itself, and torchrun would start one such job a process. Use --on "
@@ -102,6 +107,10 @@ class Job:
         if steps is not None:
             values["steps"] = steps
         made = make_task(kind, values)
+        if resume and config:
+            for name, value in plain_settings(made).items():
+                if name not in values:
+                    print(f"   note  {config} does not say what {name} is: it is {value} now")
         settled = Options.resolve(options, ran)
         if resume and on and not layout and "layout" in ran:  # the same on another number of ranks: as close as can be
             layout = str(fitted(Layout.parse(ran["layout"]), made.global_batch, ranks_of(on) * settled.max_nodes))
@@ -151,10 +160,12 @@ class Job:
                 raise WrongUse("several hosts need one folder that all of them see. Give it with --run.")
             run = Run.folder(path, name)  # the first host will hold it
             shelf = Shelf(open_store(self.options.checkpoints or run.checkpoints_path))
+            _check_there(run, shelf)
             return self._train_or_put_back(run, shelf, resume=True)
         new = path is None or not exists(path)
         run = Run.folder(path, name) if resume else Run.create(path, name)
         shelf = Shelf(open_store(self.options.checkpoints or run.checkpoints_path))
+        _check_there(run, shelf)
         with run.held(), _held(shelf.store):
             if not resume:
                 run.check_free()  # somebody may have been faster
@@ -214,6 +225,7 @@ class Job:
         supervisor = Supervisor(
             run, self.cluster.world, new_memory, options.restarts, options.grace, meeting,
             partial(hosts_used, self.layout, self.task.global_batch), shared, partial(self._certified, run, shelf),
+            shelf.generation,
         )  # fmt: skip
         try:
             outcome = supervisor.supervise(partial(self._rank, run, shelf, resume))
@@ -291,6 +303,8 @@ class Job:
         if found["repeated"]:
             exactly = "to the last bit" if not found["difference"] else f"up to {found['difference']:.1e}"
             again = f"; {found['repeated']} done again after failures, with the same loss {exactly}"
+        if found["taken_up"]:
+            again += f"; of the first {found['taken_up']} steps the checkpoint alone is known"
         left = f", {len(found['left_out'])} steps' data left out" if found["left_out"] else ""
         return (
             f"certificate: {found['steps']} steps, {found['samples']:,} samples, none lost and none counted twice"
@@ -323,7 +337,6 @@ class Job:
         steps = run.ledger().values()
         losses = [float(event["loss"]) for event in steps if event["kind"] == "step"]
         skipped = sum(event["skipped"] for event in steps)
-        all_skipped = skipped == len(steps)
         evidence = []
         if losses:
             evidence.append(f"loss {losses[0]:.4f} {sparkline(losses)} {losses[-1]:.4f}")
@@ -332,17 +345,13 @@ class Job:
         if skipped:
             evidence.append(f"{skipped} steps were skipped: a number was bad, or nothing counted; the events say which")
         evidence += [certified, f"weights: {run.weights_path}"]
-        if losses and all_skipped:
-            return Verdict(
-                False, f"{type(self.task).__name__} learned nothing: every step was skipped", evidence,
-                next="Look at the first step's loss: is a target out of range, a log of 0, an input not finite?",
-            )  # fmt: skip
         layout = shelf.open(summary.steps).manifest.facts["layout"]
         return Verdict(True, f"trained {type(self.task).__name__} for {summary.steps} steps on {layout}", evidence)
 
     @staticmethod
     def _not_done(run: Run, reason: Exception) -> Verdict:
-        return Verdict(False, f"not done: {reason}", next=f"Go on with phalanx train --resume --run {run.path}")
+        advice = getattr(reason, "advice", "") or f"Go on with phalanx train --resume --run {run.path}"
+        return Verdict(False, f"not done: {reason}", next=advice)
 
     def _failed(self, run: Run, failures: list[Failure]) -> Verdict:
         first, *others = failures
@@ -356,13 +365,24 @@ class Job:
             evidence,
             next=f"The job has ended and no rank is left. Mend the cause, then phalanx train --resume --run {run.path}",
         )
-        (run.path / "verdict.json").write_text(verdict.to_json() + "\n")
+        with suppress(OSError):  # where the disk is full, what is on the screen must do
+            write_whole(run.path / "verdict.json", verdict.to_json() + "\n")
         return verdict
 
 
 def _put_back(files: Mapping[Path, bytes]) -> None:
     for path, content in files.items():
-        path.write_bytes(content)
+        write_whole(path, content)
+
+
+def _check_there(run: Run, shelf: Shelf) -> None:
+    """Refuse to begin anew where a run's checkpoints were and are not: what they lie on may not be mounted."""
+    last = run.last_committed()
+    if last is not None and shelf.empty():
+        raise CannotHere(
+            f"{run.path} has saved checkpoints, up to step {last}, and there is nothing in {shelf.store.url}. Mount or "
+            "restore it, or say with --checkpoints where they are now; to begin again, give another --run."
+        )
 
 
 @contextmanager

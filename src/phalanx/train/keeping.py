@@ -28,6 +28,7 @@ from phalanx.checkpoint.write import pieces
 from phalanx.errors import CannotHere
 from phalanx.parallel import collectives
 from phalanx.train.engine import Engine
+from phalanx.train.guard import BadNumbers, first_not_finite
 from phalanx.train.neighbours import Neighbours
 from phalanx.train.restoring import steps_seen
 
@@ -51,7 +52,7 @@ class Policy:
     memory_steps: int = 5
     """A copy in memory every so many steps; 0: none."""
     keep: int = 2
-    """So many files are kept, the newest,"""
+    """So many files are kept, the newest, and the last one that a good step followed;"""
     keep_every: int = 0
     """and besides those of every so many steps."""
 
@@ -181,12 +182,24 @@ class Keeper:
         self.settled()
         if self.engine.step_number in steps_seen(self.engine, self.shelf):
             return
+        self.check_weights()
         self.stage(save=True)
         reasons = self.settled()
         if reasons:
             raise CannotHere(
                 f"the state after step {self.engine.step_number} could not be saved: {reasons[-1]}. "
                 f"Mend that and go on with --resume, from the last checkpoint in {self.shelf.store.url}."
+            )
+
+    def check_weights(self) -> None:
+        """Refuse, on all ranks alike, to take weights that are not finite for a result."""
+        weights = self.engine.spread.weights.items()
+        own = first_not_finite((name, weight.piece.data) for name, weight in weights if weight.trainable)
+        found = [name for said in collectives.everybodys([own], self.engine.mesh.world) for name in said if name]
+        if found:
+            raise BadNumbers(
+                f"{found[0]} is not finite after step {self.engine.step_number}, so nothing was saved. Lower the "
+                f"learning rate, and go on with --resume from the last checkpoint in {self.shelf.store.url}."
             )
 
     def settled(self) -> list[str]:
@@ -340,6 +353,10 @@ class Keeper:
     def _write(self, work: Work) -> None:
         began, rank, step = time.monotonic(), self.engine.environment.rank, work.facts["step"]
         staged = work.slot.staged()
+        weights = self.engine.spread.weights
+        trained = [(p.name, t) for p, t in staged.tensors if (w := weights.get(p.name[6:])) and w.trainable]
+        if bad := first_not_finite((name, t) for name, t in trained if name.startswith("model/")):
+            raise BadNumbers(f"{bad[6:]} is not finite")
         self._check_room(staged)
         if rank == 0:
             self.shelf.abandon(self.generation, but=step)  # what a rank still wrote of one that others gave up
@@ -354,7 +371,10 @@ class Keeper:
             if rank == 0:
                 self.shelf.abandon(self.generation)
             raise
-        gone = self.shelf.retain(self.policy.keep, self.policy.keep_every, trusted=work.facts["compared"])
+        gone = []
+        if work.facts["good"] is not None:  # else any may be the only good one
+            sure = (work.facts["compared"], work.facts["good"])
+            gone = self.shelf.retain(step, self.policy.keep, self.policy.keep_every, sure)
         self.note(
             "checkpoint", step=step, path=saved.where, bytes=saved.manifest.size, hash=saved.manifest.hash(),
             seconds=time.monotonic() - began, let_go=gone,

@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
@@ -169,7 +169,8 @@ class Loop:
             engine.guard.note(metrics.loss, metrics.bad, metrics.step)
         except BadNumbers:
             engine.undo_count(metrics)  # so that whoever goes on begins with this step
-            self.keeper.save_now()
+            with suppress(BadNumbers):  # or from an earlier one, where the weights are bad themselves
+                self.keeper.save_now()
             raise
         if metrics.bad and self._undone(metrics):
             return False

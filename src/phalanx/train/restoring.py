@@ -76,15 +76,15 @@ class Restorer:
         if rescued is not None:
             steps = [*steps, rescued]
         damaged: list[str] = []
-        torn: list[int] = []
+        passed_over: list[int] = []
         for step in reversed(steps):
-            damage, changed = self._from_file(step)
+            damage = self._from_file(step)
             if damage is None:
-                self._set_aside(torn)
+                self._set_aside(passed_over)
                 self._void_all_but(None)
                 return f"{self.shelf.store.url}/{self.shelf.name(step)}"
             damaged.append(damage)
-            torn += [step] if changed else []
+            passed_over.append(step)
             self.note("damaged", step=step, reason=damage)
             if self.engine.environment.rank == 0:
                 print(f"damaged  {damage}; going back to the checkpoint before it", flush=True)
@@ -98,8 +98,11 @@ class Restorer:
     def _set_aside(self, steps: Sequence[int]) -> None:
         """Damaged checkpoints out of the way: their steps will be done and saved again."""
         for step in steps if self.engine.environment.rank == 0 else ():
-            name = self.shelf.set_aside(step)
-            print(f"damaged  it is {self.shelf.store.url}/{name} now, for you to look at or remove", flush=True)
+            try:
+                name = self.shelf.set_aside(step)
+                print(f"damaged  it is {self.shelf.store.url}/{name} now, for you to look at or remove", flush=True)
+            except OSError as error:
+                print(f"damaged  it cannot be put aside either ({error.strerror}), and is left alone", flush=True)
 
     def _void_all_but(self, moment: Moment | None) -> None:
         """Copies of other moments lead nowhere: the run goes on from this one, and must not lose it to make room."""
@@ -188,23 +191,19 @@ class Restorer:
 
     # Files.
 
-    def _from_file(self, step: int) -> tuple[str | None, bool]:
-        """What is wrong with a checkpoint, in the words of the first rank that cannot read it; None: it was read.
-
-        And whether it has changed: what a disk or a network would not give just now may be whole.
-        """
-        damage, changed = "", False
+    def _from_file(self, step: int) -> str | None:
+        """What is wrong with a checkpoint, in the words of the first rank that cannot read it; None: it was read."""
+        damage = ""
         try:
             checkpoint = self.shelf.open(step)
             self.state.check(checkpoint.manifest)
             checkpoint.read(self.state.wanted(checkpoint.manifest))
         except (Damaged, OSError) as error:
-            damage, changed = str(error), isinstance(error, Damaged)
-        said = self._everybodys([damage, str(changed)])
-        found = next((words[0] for words in said if words[0]), None)
+            damage = str(error)
+        found = next((words[0] for words in self._everybodys([damage]) if words[0]), None)
         if found is None:
             self.engine.resume(checkpoint.manifest.facts)
-        return found, any(words[1] == "True" for words in said)
+        return found
 
 
 def _moment(staged: Staged) -> Moment:
