@@ -363,10 +363,10 @@ def test_what_cannot_be_read_costs_no_other_checkpoint(folder: Path) -> None:
     part.mkdir()
     found = phalanx("verify", "one", cwd=folder)
     assert found.returncode == 1
-    assert "part-00000.safetensors cannot be read: Is a directory" in found.stdout
+    assert "part-00000.safetensors cannot be read: it is no regular file" in found.stdout
     done = phalanx("train", *words, "--resume", "--save-steps", "1", "--keep", "1", cwd=folder)
     assert done.returncode == 0, done.stderr
-    assert "cannot be read: Is a directory; going back to the checkpoint before it" in done.stdout
+    assert "cannot be read: it is no regular file; going back to the checkpoint before it" in done.stdout
     assert phalanx("verify", "one", cwd=folder).returncode == 0
     shelf = Shelf(open_store(folder / "one" / "checkpoints"))
     assert shelf.steps() == [5, 6]

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import zlib
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
-from phalanx.checkpoint.manifest import Chunk, Damaged, Held, Manifest
+from phalanx.checkpoint.manifest import Chunk, Damaged, Held, Manifest, covered_once
 from phalanx.parallel.boxes import Box
 
 
 def part(first: int, rows: int, rank: int = 0, **facts: object) -> Manifest:
-    chunk = Chunk("model/w", Box((first, 0), (rows, 2)), f"part-{rank}", 0, 8 * rows, 123)
+    chunk = Chunk("model/w", Box((first, 0), (rows, 2)), f"part-{rank:05d}.safetensors", 0, 8 * rows, 123)
     held = Held("float32", (5, 2), 10 + rank, [chunk])
     return Manifest({"step": 3, "rank": rank, **facts}, {"model/w": held}, {f"counters/n/{rank}": rank})
 
@@ -67,3 +70,86 @@ def test_a_chunk_is_checked() -> None:
         chunk.checked(b"abc", "here/part")
     with pytest.raises(Damaged, match="here/part has changed since it was written: bytes 100 to 104 of model/w"):
         chunk.checked(b"abcf", "here/part")
+
+
+# Whoever can write a file can write its checksum: what it says is not believed.
+
+
+def forged(change: Callable[[dict[str, Any]], Any]) -> bytes:
+    found = json.loads(part(0, 5).to_json().decode().splitlines()[0])
+    text = change(found) or json.dumps(found)
+    return f"{text}\n{zlib.crc32(text.encode()):08x}\n".encode()
+
+
+def in_chunk(**changed: Any) -> Callable[[dict[str, Any]], None]:
+    places = {"offsets": 0, "sizes": 1, "file": 2, "start": 3, "length": 4}
+
+    def change(found: dict[str, Any]) -> None:
+        for name, value in changed.items():
+            found["tensors"]["model/w"]["chunks"][0][places[name]] = value
+
+    return change
+
+
+def in_tensor(**changed: Any) -> Callable[[dict[str, Any]], None]:
+    return lambda found: found["tensors"]["model/w"].update(changed)
+
+
+FORGED = {
+    "a file elsewhere": in_chunk(file="../../secret"),
+    "an absolute path": in_chunk(file="/etc/passwd"),
+    "another kind of file": in_chunk(file="manifest.json"),
+    "no text for a name": in_chunk(file=7),
+    "negative offsets": in_chunk(offsets=[-1, 0]),
+    "offsets beyond": in_chunk(offsets=[1, 0]),
+    "offsets that are no numbers": in_chunk(offsets=["0", 0]),
+    "other dims": in_chunk(offsets=[0], sizes=[5]),
+    "empty sizes": in_chunk(sizes=[0, 2], length=0),
+    "another length": in_chunk(length=4),
+    "a negative start": in_chunk(start=-8),
+    "an absurd start": in_chunk(start=1 << 70),
+    "no chunks": in_tensor(chunks=[]),
+    "a chunk twice": lambda found: found["tensors"]["model/w"]["chunks"].append(
+        found["tensors"]["model/w"]["chunks"][0]
+    ),
+    "chunks that are none": in_tensor(chunks=[7]),
+    "a dtype of ours": in_tensor(dtype="save"),
+    "a dtype that is none": in_tensor(dtype=["float32"]),
+    "an absurd shape": in_tensor(shape=[1 << 40, 1 << 40]),
+    "a negative shape": in_tensor(shape=[-5, -2]),
+    "a hash that is none": in_tensor(hash="?"),
+    "no tensors": lambda found: found.pop("tensors") and None,
+    "tensors in a list": lambda found: found.update(tensors=[1]),
+    "no step": lambda found: found["facts"].pop("step") and None,
+    "a step that is none": lambda found: found["facts"].update(step="3"),
+    "facts that are none": lambda found: found.update(facts=7),
+    "numbers that are none": lambda found: found.update(numbers=7),
+    "an attribute of Python's": lambda found: found["facts"].update(attributes={"__class__": 1}),
+    "depth": lambda found: "[" * 200_000 + "]" * 200_000,
+    "no object": lambda found: "[1]",
+    "a number without end": lambda found: '{"format": ' + "1" * 10_000 + "}",
+}
+
+
+@pytest.mark.parametrize("name", FORGED)
+def test_what_makes_no_sense_is_damage(name: str) -> None:
+    with pytest.raises(Damaged, match="here describes no checkpoint: ") as found:
+        Manifest.parse(forged(FORGED[name]), "here").check_whole("here")
+    assert len(str(found.value)) < 200
+
+
+def test_what_a_run_is_taken_up_by_must_be_there() -> None:
+    with pytest.raises(Damaged, match="here describes no checkpoint of a run: it has no attributes"):
+        part(0, 5).check_facts("here")
+
+
+def test_boxes_hold_each_element_once() -> None:
+    left, right = Box((0, 0), (4, 1)), Box((0, 1), (4, 2))
+    top, bottom = Box((0, 0), (1, 3)), Box((1, 0), (3, 3))
+    assert covered_once((4, 3), [left, right])
+    assert covered_once((4, 3), [bottom, top])
+    assert covered_once((), [Box((), ())])
+    assert not covered_once((4, 3), [left])
+    assert not covered_once((4, 3), [left, left, left]), "as many elements, but not each of them"
+    assert not covered_once((2, 2), [Box((0, 0), (1, 2)), Box((0, 1), (2, 1))])
+    assert not covered_once((), [])

@@ -100,3 +100,19 @@ def test_a_body_may_have_been_saved_without_its_head(tmp_path: Path) -> None:
     save_file({"layers.0.weight": torch.arange(6.0).view(3, 2)}, tmp_path / "a.safetensors")
     found = Pretrained(tmp_path, {"model.layers.0.weight": torch.Size([3, 2])}, {})
     assert torch.equal(found.part("model.layers.0.weight", None, 0), torch.arange(6.0).view(3, 2))
+
+
+def test_what_could_be_meant_in_two_ways_is_refused(tmp_path: Path) -> None:
+    shapes, dtypes = {"a": torch.Size([2])}, {"a": torch.float32}
+    for dtype, words in ((torch.int64, "whole"), (torch.bool, "whole"), (torch.complex64, "complex")):
+        save_file({"a": torch.ones(2).to(dtype)}, tmp_path / "one.safetensors")
+        with pytest.raises(WrongUse, match=f"a holds {words} numbers in .*, and a of the model real ones"):
+            Pretrained(tmp_path, shapes, {}, dtypes)
+    for dtype in (torch.float16, torch.bfloat16, torch.float64):
+        save_file({"a": torch.ones(2).to(dtype)}, tmp_path / "one.safetensors")
+        Pretrained(tmp_path, shapes, {}, dtypes)
+    with pytest.raises(WrongUse, match=r"a holds real numbers in .*, and a of the model whole ones"):
+        Pretrained(tmp_path, shapes, {}, {"a": torch.int64})
+    save_file({"a": torch.zeros(2)}, tmp_path / "two.safetensors")
+    with pytest.raises(WrongUse, match=r"a is in one\.safetensors and in two\.safetensors of .*, and which is meant"):
+        Pretrained(tmp_path, shapes, {}, dtypes)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -100,3 +102,29 @@ def test_free_space_is_told_before_the_folder_is_there(tmp_path: Path) -> None:
 def test_a_url_that_nothing_opens_is_refused() -> None:
     with pytest.raises(WrongUse, match="nonsense://a cannot be opened"):
         open_store("nonsense://a")
+
+
+def test_only_regular_files_of_its_own_are_opened(tmp_path: Path) -> None:
+    """Reading a FIFO would wait for ever, and a link may lead anywhere."""
+    (tmp_path / "secret").write_text("secret")
+    store = Folder(tmp_path / "store")
+    store.make("a")
+    put(store, "a/real", b"12345")
+    folder = tmp_path / "store" / "a"
+    os.mkfifo(folder / "fifo")
+    (folder / "device").symlink_to("/dev/zero")
+    (folder / "out").symlink_to(tmp_path / "secret")
+    (folder / "beside").symlink_to("real")
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(os.path.relpath(folder / "socket"))
+        for name, words in (
+            ("fifo", "no regular file"), ("socket", "no regular file"), ("../a", "no regular file"),
+            ("device", "leads out"), ("out", "leads out"), ("../../secret", "leads out"),
+        ):  # fmt: skip
+            for look in (store.read, store.size):
+                with pytest.raises(OSError, match=words):
+                    look(f"a/{name}")
+    with pytest.raises(OSError, match="leads out"):
+        store.read("/etc/passwd")
+    assert store.read("a/beside") == b"12345"
+    assert store.read("a/real", 3, 1 << 62) == b"45", "and no more memory is asked for than there are bytes"

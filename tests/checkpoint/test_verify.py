@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -14,6 +16,7 @@ from phalanx.checkpoint.shelf import Shelf
 from phalanx.checkpoint.store import open_store
 from phalanx.checkpoint.verify import verify
 from phalanx.cli import main
+from phalanx.errors import CannotHere
 from phalanx.run import Run
 from tests.checkpoints import contents, newest, trained
 from tests.ranks import Ranks
@@ -122,3 +125,19 @@ def test_from_the_command_line(
     assert run(str(tmp_path / "nowhere"))[0] == 2
     (tmp_path / "step-00000001" / "part-00000.safetensors").unlink()
     assert run(str(tmp_path))[0] == 1
+
+
+def test_what_cannot_be_read_is_told_without_a_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trained(Digits(), "dp=1", tmp_path, None, 1)
+    folder = tmp_path / "step-00000001"
+    for name in ("part-00000.safetensors", "part-00000.json", "manifest.json"):
+        (folder / name).unlink()
+        os.mkfifo(folder / name)
+        assert f"{name} cannot be read: it is no regular file" in str(verify(str(tmp_path)))
+
+    def fails(path: Path) -> list[str]:
+        raise OSError(errno.ESTALE, "Stale file handle", str(path))
+
+    monkeypatch.setattr(os, "listdir", fails)
+    with pytest.raises(CannotHere, match=r"cannot be read: Stale file handle\. Mount it"):
+        verify(str(tmp_path))

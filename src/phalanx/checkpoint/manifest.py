@@ -4,16 +4,27 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from phalanx.checkpoint import hashing
+from phalanx.checkpoint.weights import DTYPES
 from phalanx.parallel.boxes import Box
 
 FORMAT = 1
 MANIFEST = "manifest.json"
+DTYPE_NAMES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
+PART_FILE = re.compile(r"part-\d{5,9}\.safetensors")
+LARGEST = 1 << 60
+"""No offset, size or length is larger."""
+FACTS = {
+    "step": int, "samples": int, "terms": (int, float), "scale": list, "guard": dict, "seed": int, "global_batch": int,
+    "data": int, "layout": str, "world": int, "generation": int, "options": dict, "attributes": dict, "tied": dict,
+}  # fmt: skip
+"""What kinds of facts a run is taken up by."""
 
 
 class Damaged(Exception):
@@ -119,17 +130,95 @@ class Manifest:
         text, _, check = content.decode(errors="replace").rstrip("\n").rpartition("\n")
         if f"{zlib.crc32(text.encode()):08x}" != check:
             raise Damaged(where, "has changed since it was written, or was cut short")
-        found = json.loads(text)
-        if found["format"] != FORMAT:
-            raise Damaged(where, f"has format {found['format']}, and this version of Phalanx reads {FORMAT}")
-        return cls(
-            found["facts"], {name: _held(name, held) for name, held in found["tensors"].items()}, found["numbers"]
-        )
+        try:
+            found = json.loads(text)
+            if found["format"] != FORMAT:
+                raise Damaged(where, f"has format {found['format']}, and this version of Phalanx reads {FORMAT}")
+            tensors = {name: _held(name, held) for name, held in found["tensors"].items()}
+            return cls(_facts(found["facts"]), tensors, _of_kind("numbers", found["numbers"], dict))
+        except RecursionError:
+            raise Damaged(where, "describes no checkpoint: it is nested too deep") from None
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise Damaged(where, f"describes no checkpoint: {error}") from None
+
+    def check_whole(self, where: str) -> None:
+        """Whether the chunks hold every element of every tensor once."""
+        for name, held in self.tensors.items():
+            if not covered_once(held.shape, [chunk.box for chunk in held.chunks]):
+                raise Damaged(where, f"describes no checkpoint: its chunks do not make up {name}")
+
+    def check_facts(self, where: str) -> None:
+        """Whether all is there that a run is taken up by."""
+        missing = FACTS.keys() - self.facts.keys()
+        if missing:
+            raise Damaged(where, f"describes no checkpoint of a run: it has no {min(missing)}")
+
+
+def covered_once(shape: Sequence[int], boxes: Sequence[Box]) -> bool:
+    """Whether boxes, none of them beyond the ``shape``, hold each element of it once."""
+    if sum(math.prod(box.sizes) for box in boxes) != math.prod(shape):
+        return False
+    if not shape:
+        return len(boxes) == 1
+    open_boxes: list[Box] = []  # those that reach into the row which is looked at
+    for box in sorted(boxes, key=lambda box: box.offsets):
+        open_boxes = [other for other in open_boxes if other.offsets[0] + other.sizes[0] > box.offsets[0]]
+        if any(_meet(box, other) for other in open_boxes):
+            return False
+        open_boxes.append(box)
+    return True
+
+
+def _meet(one: Box, other: Box) -> bool:
+    sides = zip(one.offsets, one.sizes, other.offsets, other.sizes, strict=True)
+    return all(a < c + d and c < a + b for a, b, c, d in sides)
 
 
 def _held(name: str, found: Mapping[str, Any]) -> Held:
-    chunks = [
-        Chunk(name, Box(tuple(offsets), tuple(sizes)), file, start, length, crc)
-        for offsets, sizes, file, start, length, crc in found["chunks"]
-    ]
-    return Held(found["dtype"], tuple(found["shape"]), int(found["hash"], 16), chunks)
+    shape = _counts(found["shape"])
+    if found["dtype"] not in DTYPE_NAMES:
+        raise ValueError(f"{name} has dtype {found['dtype']}")
+    item = DTYPE_NAMES[found["dtype"]].itemsize
+    if math.prod(shape) * item > LARGEST:
+        raise ValueError(f"{name} has shape {list(shape)}")
+    return Held(found["dtype"], shape, int(found["hash"], 16), [_chunk(name, shape, item, c) for c in found["chunks"]])
+
+
+def _chunk(name: str, shape: tuple[int, ...], item: int, found: Sequence[Any]) -> Chunk:
+    offsets, sizes, file, *rest = found
+    box = Box(_counts(offsets), _counts(sizes))
+    start, length, crc = _counts(rest)
+    inside = len(box.offsets) == len(box.sizes) == len(shape) and all(
+        n > 0 and a + n <= whole for a, n, whole in zip(box.offsets, box.sizes, shape, strict=True)
+    )
+    if not inside or length != math.prod(box.sizes) * item:
+        raise ValueError(f"a chunk of {name} is not a part of it")
+    if not PART_FILE.fullmatch(_of_kind("a file's name", file, str)):
+        raise ValueError(f"{file!r} is no file of a checkpoint")
+    return Chunk(name, box, file, start, length, crc)
+
+
+def _counts(found: Any) -> tuple[int, ...]:
+    """Whole numbers from 0 on."""
+    if not all(type(number) is int and 0 <= number <= LARGEST for number in found):
+        raise ValueError(f"{str(found)[:60]} are no sizes or places")
+    return tuple(found)
+
+
+def _facts(found: dict[str, Any]) -> dict[str, Any]:
+    _of_kind("step", found["step"], int)
+    for name, kind in FACTS.items():
+        if name in found:
+            _of_kind(name, found[name], kind)
+    guard, known = found.get("guard", {}), {"losses": list, "bad_in_a_row": int, "left_out": list}
+    for name, kind in known.items() if guard else ():
+        _of_kind(name, guard[name], kind)
+    if any(name.startswith("_") for name in found.get("attributes", {})):
+        raise ValueError("an optimizer has no such attributes")
+    return found
+
+
+def _of_kind(name: str, found: Any, kind: Any) -> Any:
+    if not isinstance(found, kind) or isinstance(found, bool):
+        raise ValueError(f"{name} is {str(found)[:60]!r}")
+    return found

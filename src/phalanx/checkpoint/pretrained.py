@@ -11,6 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from phalanx.checkpoint.weights import DTYPES
 from phalanx.errors import WrongUse, closest
 from phalanx.parallel.blueprint import leaves
 from phalanx.parallel.cuts import Cut
@@ -25,11 +26,25 @@ def _unnumbered(name: str) -> str:
     return re.sub(r"\d+", "*", name)
 
 
+def _kind(dtype: str) -> str:
+    """Of a dtype as safetensors files name it."""
+    return {"F": "real", "B": "real", "C": "complex"}.get("I" if dtype == "BOOL" else dtype[0], "whole")
+
+
 class Pretrained:
     """Tensors by the model's own names, spread over one file or several."""
 
-    def __init__(self, path: str | Path, shapes: Mapping[str, torch.Size], tied: Mapping[str, str]) -> None:
-        """``shapes`` are the weights and buffers that must be there; shared ones may stand under any of their names."""
+    def __init__(
+        self,
+        path: str | Path,
+        shapes: Mapping[str, torch.Size],
+        tied: Mapping[str, str],
+        dtypes: Mapping[str, torch.dtype] | None = None,
+    ) -> None:
+        """``shapes`` are the weights and buffers that must be there; shared ones may stand under any of their names.
+
+        Where ``dtypes`` says what they are, whole, real and complex numbers do not stand in for each other.
+        """
         self.path, self.shapes = Path(path), shapes
         if not self.path.exists():
             raise WrongUse(f"there is no {path} to begin from. Check --init-from, or Task.pretrained.")
@@ -42,9 +57,16 @@ class Pretrained:
         for file in files:
             try:
                 with safe_open(file, framework="pt") as opened:
-                    self._files |= dict.fromkeys(opened.keys(), file)
+                    names = list(opened.keys())
             except SafetensorError as error:
                 raise WrongUse(f"{file} is not a whole safetensors file ({error}). Save or copy it again.") from error
+            twice = next((name for name in names if name in self._files), None)
+            if twice is not None:
+                raise WrongUse(
+                    f"{twice} is in {self._files[twice].name} and in {file.name} of {path}, and which is meant "
+                    "cannot be told. Take one of them away, or give the file."
+                )
+            self._files |= dict.fromkeys(names, file)
         self._names = {name: self._find(name, [n for n, first in tied.items() if first == name]) for name in shapes}
         for name, shape in shapes.items():
             found = self._shape(self._names[name])
@@ -53,6 +75,14 @@ class Pretrained:
                     f"{name} has shape {tuple(found)} in {path} and {tuple(shape)} in the model. "
                     "Build the model as the saved one was."
                 )
+        for name, dtype in (dtypes or {}).items():
+            for stored in leaves(self._names[name], str):
+                found_kind, kind = _kind(self._dtype(stored)), _kind(DTYPES.get(dtype, "F"))
+                if found_kind != kind:
+                    raise WrongUse(
+                        f"{stored} holds {found_kind} numbers in {path}, and {name} of the model {kind} ones. "
+                        "Convert it, or build the model as the saved one was."
+                    )
         left = sorted(self._files.keys() - set(leaves(self._names, str)) - set(tied))
         numbered = {_unnumbered(name) for name in self._names}
         beyond = next((name for name in left if _unnumbered(name) in numbered), None)
@@ -92,6 +122,10 @@ class Pretrained:
             return torch.Size([len(name), rows, *self._shape(name[0][0])[1:]])
         with safe_open(self._files[name], framework="pt") as opened:
             return torch.Size(opened.get_slice(name).get_shape())
+
+    def _dtype(self, name: str) -> str:
+        with safe_open(self._files[name], framework="pt") as opened:
+            return opened.get_slice(name).get_dtype()
 
     def part(self, name: str, cut: Cut | None, rank: int) -> Tensor:
         """A rank's part of a weight, of which no more is read."""

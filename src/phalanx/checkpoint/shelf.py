@@ -26,7 +26,7 @@ from phalanx.checkpoint.write import Piece, check_file, write_part
 
 POLL_SECONDS = 0.02
 ATTEMPTS = 4
-FINAL = (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError)
+FINAL = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EACCES, errno.EPERM, errno.EINVAL, errno.ELOOP)
 """What trying again does not change."""
 
 
@@ -60,6 +60,13 @@ class Checkpoint:
     def tensor(self, name: str) -> Tensor:
         """A whole tensor."""
         held = self.manifest.tensors[name]
+        for chunk in held.chunks:  # before memory is asked for
+            file = f"{self.name}/{chunk.file}"
+            try:
+                if self.store.size(file) < chunk.start + chunk.length:
+                    raise Damaged(f"{self.store.url}/{file}", f"is too short to hold {name}")
+            except OSError as error:
+                raise unreadable(f"{self.store.url}/{file}", error) from None
         whole = torch.empty(held.shape, dtype=getattr(torch, held.dtype))
         for chunk in held.chunks:
             spans = tuple(slice(a, a + n) for a, n in zip(chunk.box.offsets, chunk.box.sizes, strict=True))
@@ -116,8 +123,9 @@ class Shelf:
 
     def open(self, step: int) -> Checkpoint:
         file = f"{self.name(step)}/{MANIFEST}"
-        content = _read(self.store, file)
-        return Checkpoint(self.store, self.name(step), Manifest.parse(content, f"{self.store.url}/{file}"))
+        manifest = Manifest.parse(_read(self.store, file), f"{self.store.url}/{file}")
+        manifest.check_whole(f"{self.store.url}/{file}")
+        return Checkpoint(self.store, self.name(step), manifest)
 
     def unfinished(self, generation: int, step: int) -> str:
         """The folder in which a generation writes a step."""
@@ -244,7 +252,7 @@ def _read(store: Store, file: str, start: int = 0, stop: int | None = None) -> b
         try:
             return store.read(file, start, stop)
         except OSError as error:
-            if isinstance(error, FINAL) or attempt + 1 == ATTEMPTS:
+            if error.errno in FINAL or attempt + 1 == ATTEMPTS:
                 raise unreadable(f"{store.url}/{file}", error) from None
             time.sleep(2.0**attempt / 4)
     raise AssertionError

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, optim
 
-from phalanx.checkpoint.manifest import Manifest
+from phalanx.checkpoint.manifest import Damaged, Manifest
 from phalanx.errors import WrongUse, closest
 from phalanx.parallel.boxes import Box, boxes
 from phalanx.parallel.bucket import Weight
@@ -146,6 +146,11 @@ class State:
         for name in saved:
             if name not in model:
                 raise WrongUse(f"the checkpoint holds {name}, which the model does not have. {advice}")
+        for name, held in manifest.tensors.items():
+            kind, _, rest = name.partition("/")
+            owner = rest.partition("/")[2]
+            if kind != "model" and held.shape != (saved[owner].shape if kind == "optimizer" and owner in saved else ()):
+                raise Damaged("a checkpoint", f"has {name} with shape {held.shape}, which no optimizer keeps")
 
     def _moments(self, weight: Weight) -> list[tuple[str, Any]]:
         if not weight.trainable or not self.holding.shapes[weight.name].numel():

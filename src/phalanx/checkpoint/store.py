@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import stat
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -107,12 +108,22 @@ class Folder(Store):
             raise
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
-        with (self.path / name).open("rb") as file:
-            file.seek(start)
-            return file.read(-1 if stop is None else stop - start)
+        with os.fdopen(os.open(self._regular(name), os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            file.seek(min(start, size))
+            return file.read(max(0, size if stop is None else min(stop, size) - start))
 
     def size(self, name: str) -> int:
-        return (self.path / name).stat().st_size
+        return self._regular(name).stat().st_size
+
+    def _regular(self, name: str) -> Path:
+        """A file of this folder: not a device that would be waited for, nor a link to somewhere else."""
+        path = (self.path / name).resolve()
+        if not path.is_relative_to(self.path.resolve()):
+            raise OSError(errno.EPERM, "it leads out of the folder", str(self.path / name))
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise OSError(errno.EINVAL, "it is no regular file", str(self.path / name))
+        return path
 
     def commit(self, unfinished: str, name: str, last: str, content: bytes, files: Collection[str] = ()) -> None:
         with self.write(f"{unfinished}/{last}") as file:

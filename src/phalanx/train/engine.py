@@ -129,8 +129,9 @@ class Engine:
         if path is None:
             return None
         kept = set(model.state_dict(keep_vars=True))
-        tensors = [*model.named_parameters(), *model.named_buffers()]
-        return Pretrained(path, {name: t.shape for name, t in tensors if name in kept}, self.anatomy.tied).part
+        tensors = {n: t for n, t in [*model.named_parameters(), *model.named_buffers()] if n in kept}
+        shapes, dtypes = ({n: getattr(t, what) for n, t in tensors.items()} for what in ("shape", "dtype"))
+        return Pretrained(path, shapes, self.anatomy.tied, dtypes).part
 
     def _loader(self, data: Any, order: Order) -> Loader:
         return Loader(

@@ -196,6 +196,7 @@ class Restorer:
         damage = ""
         try:
             checkpoint = self.shelf.open(step)
+            checkpoint.manifest.check_facts(checkpoint.where)
             self.state.check(checkpoint.manifest)
             checkpoint.read(self.state.wanted(checkpoint.manifest))
         except (Damaged, OSError) as error:
