@@ -7,6 +7,7 @@ import resource
 import shutil
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterator
 from itertools import islice
@@ -22,6 +23,7 @@ from phalanx.checkpoint import store as store_of
 from phalanx.checkpoint import write
 from phalanx.checkpoint.slot import Slot
 from phalanx.errors import CannotHere
+from phalanx.train import keeping as keeping_of
 from phalanx.train.engine import Engine
 from phalanx.train.job import Job
 from phalanx.train.keeping import Keeper, Policy
@@ -155,6 +157,7 @@ def test_a_full_disk_costs_only_the_save(
         step_on(engine, keeper, 2, keeper.drain)
         assert all("bytes free" in note["failed"] or "OSError" in note["failed"] for note in noted[1:]), noted
         assert [note["step"] for note in noted] == [1, 2, 3]
+        monkeypatch.setattr(keeping_of, "FULL_ATTEMPTS", 2)
         with pytest.raises(CannotHere, match=r"step 3 could not be saved: .*--resume"):
             keeper.save_now()
         assert {path: path.read_bytes() for path in folder.glob("step-*/*")} == before
@@ -163,6 +166,27 @@ def test_a_full_disk_costs_only_the_save(
         step_on(engine, keeper, 1, keeper.drain)
     assert shelf_at(folder).steps() == [1, 4]
     assert not list(newest(folder).verify())
+
+
+def test_the_last_save_waits_for_room(
+    small_disk: tuple[Path, Callable[[], None], Callable[[], None]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, fill, make_room = small_disk
+    with (
+        Engine(Digits(width=64), device="cpu") as engine,
+        keeping(folder=folder, engine=engine, policy=EVERY_STEP) as keeper,
+    ):
+        step_on(engine, keeper, 1, keeper.drain)
+        fill()
+        step_on(engine, keeper, 1, keeper.drain)
+        later = threading.Timer(0.4, make_room)
+        later.start()
+        keeper.save_now()
+        later.join()
+    assert shelf_at(folder).steps() == [1, 2]
+    said = capsys.readouterr().out
+    assert said.count("could not be saved, going on") == 1, "once, however often it was tried"
+    assert "step 2 is saved: checkpoints can be written again" in said
 
 
 def grow(keeper: Keeper) -> None:

@@ -39,10 +39,16 @@ def write_weights(spread: Spread, path: Path, writer: bool) -> None:
     A shared weight stands once, under its first name; its other names are in the metadata under ``tied``. Tensors
     lie in one order, whatever order the ranks have them in: the same weights are the same bytes in any layout.
     """
-    if not writer:
-        for _ in spread.whole.state():
+    state = spread.whole.state()
+    try:
+        if writer:
+            _write(spread, state, path)
+    finally:  # to the end on every rank, whoever writes and whatever fails
+        for _ in state:
             pass
-        return
+
+
+def _write(spread: Spread, state: Iterable[tuple[str, Tensor]], path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(path.name + ".unfinished")
     with unfinished.open("wb") as file:
@@ -53,7 +59,7 @@ def write_weights(spread: Spread, path: Path, writer: bool) -> None:
         for name, dtype, shape in ordered:
             places[name] = offset
             offset += math.prod(shape) * dtype.itemsize
-        for name, tensor in spread.whole.state():
+        for name, tensor in state:
             file.seek(places[name])
             file.write(raw_bytes(tensor))
         file.flush()

@@ -15,30 +15,30 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from phalanx.checkpoint.shelf import Shelf
-from phalanx.checkpoint.slot import Slot, Staged, free_memory
+from phalanx.checkpoint.slot import Slot, free_memory
 from phalanx.checkpoint.state import Entry, State
 from phalanx.checkpoint.store import open_store
-from phalanx.checkpoint.write import pieces
 from phalanx.errors import CannotHere
 from phalanx.parallel import collectives
+from phalanx.run import no_room, pauses
 from phalanx.train.engine import Engine
 from phalanx.train.guard import BadNumbers, first_not_finite
 from phalanx.train.neighbours import Neighbours
 from phalanx.train.restoring import steps_seen
+from phalanx.train.writing import Writer
 
 Note = Callable[..., None]
 REST = 20
 """After a copy that a step had to wait for, the next one in memory comes no sooner than so many times that wait."""
-HOUR = 3600.0
-"""How long the parts of other ranks are waited for at least: storage may be slow."""
-ROOM = 1.1
-"""So many times the size of a checkpoint must be free before one is begun."""
+FULL_ATTEMPTS = 125
+"""So often, for about an hour, the last save is tried on a disk that is full."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,8 @@ class Keeper:
         for slot in self.slots:
             slot.pinned = engine.device.type == "cuda"
         self.neighbours = None if guests is None else Neighbours(engine, guests)
-        self.note = note or (lambda kind, **fields: None)
+        nobody: Note = lambda kind, **fields: None  # noqa: E731
+        self.writer = Writer(engine, shelf, generation, policy.keep, policy.keep_every, note or nobody)
         self.state = State(engine.spread, engine.optimizer, engine.environment.hosts)
         if engine.environment.rank == 0:
             self._begin()
@@ -151,7 +152,8 @@ class Keeper:
             self._begun = True
         wishes = self.engine.wishes
         waited = time.monotonic() - self._saved_at
-        if self.policy.minutes and waited > 60 * self.policy.minutes and self.engine.environment.rank == 0:
+        due = (self.policy.minutes and waited > 60 * self.policy.minutes) or self.writer.due_again
+        if due and self.engine.environment.rank == 0:
             wishes.add("save")
         (wishes.add if self.busy else wishes.discard)("busy")
         (wishes.add if time.monotonic() < self._rest_until else wishes.discard)("resting")
@@ -178,18 +180,24 @@ class Keeper:
             self.stage(save)
 
     def save_now(self) -> None:
-        """Have this step on disk when this returns."""
+        """Have this step on disk when this returns; a full disk is waited for."""
         self.settled()
         if self.engine.step_number in steps_seen(self.engine, self.shelf):
             return
         self.check_weights()
-        self.stage(save=True)
-        reasons = self.settled()
-        if reasons:
-            raise CannotHere(
-                f"the state after step {self.engine.step_number} could not be saved: {reasons[-1]}. "
-                f"Mend that and go on with --resume, from the last checkpoint in {self.shelf.store.url}."
-            )
+        for pause in islice(pauses(), FULL_ATTEMPTS):
+            self.stage(save=True)
+            reasons = self.settled()
+            if not reasons:
+                return
+            if not any("no room" in reason for reason in reasons):
+                break
+            self.unhurried()
+            time.sleep(pause)
+        raise CannotHere(
+            f"the state after step {self.engine.step_number} could not be saved: {reasons[-1][0]}. "
+            f"Mend that and go on with --resume, from the last checkpoint in {self.shelf.store.url}."
+        )
 
     def check_weights(self) -> None:
         """Refuse, on all ranks alike, to take weights that are not finite for a result."""
@@ -202,7 +210,7 @@ class Keeper:
                 f"learning rate, and go on with --resume from the last checkpoint in {self.shelf.store.url}."
             )
 
-    def settled(self) -> list[str]:
+    def settled(self) -> list[list[str]]:
         """Wait until nothing is under way on any rank, nor for a part that could not be written; why it could not."""
         work = self._work
         if work is None:
@@ -212,10 +220,10 @@ class Keeper:
         work.done.wait()
         return self._reasons(work)
 
-    def _reasons(self, work: Work) -> list[str]:
+    def _reasons(self, work: Work) -> list[list[str]]:
         """Why ranks could not save; rank 0, which misses the parts of others then, comes first."""
-        own = [] if work.error is None else [str(work.error)]
-        return [reason for said in collectives.everybodys(own, self.engine.mesh.world) for reason in said]
+        own = [] if work.error is None else [str(work.error), *(["no room"] if no_room(work.error) else [])]
+        return [reasons for reasons in collectives.everybodys(own, self.engine.mesh.world) if reasons]
 
     def stage(self, save: bool) -> None:
         """Begin to copy the state as it is now."""
@@ -316,13 +324,11 @@ class Keeper:
                 work.staged.set()
                 self._hand_on(work)
                 if work.save:
-                    self._files.submit(self._write, work).result()
+                    given_up = lambda: self._given_up  # noqa: E731
+                    self._files.submit(self.writer.write, work.slot.staged(), work.written.set, given_up).result()
             except BaseException as error:
                 work.error = error
-                reason = f"{type(error).__name__}: {error}"
-                print(f"   note  step {work.facts['step']} could not be saved, going on: {reason}", flush=True)
-                with suppress(OSError):  # where the disk is full, perhaps this cannot be written either
-                    self.note("checkpoint", step=work.facts["step"], failed=reason)
+                self.writer.failed(work.facts["step"], error)
             finally:
                 for event in (work.staged, work.written, work.done):
                     event.set()
@@ -349,43 +355,6 @@ class Keeper:
             stream.synchronize()
         work.copies.clear()
         work.slot.seal(work.facts, work.numbers)
-
-    def _write(self, work: Work) -> None:
-        began, rank, step = time.monotonic(), self.engine.environment.rank, work.facts["step"]
-        staged = work.slot.staged()
-        weights = self.engine.spread.weights
-        trained = [(p.name, t) for p, t in staged.tensors if (w := weights.get(p.name[6:])) and w.trainable]
-        if bad := first_not_finite((name, t) for name, t in trained if name.startswith("model/")):
-            raise BadNumbers(f"{bad[6:]} is not finite")
-        self._check_room(staged)
-        if rank == 0:
-            self.shelf.abandon(self.generation, but=step)  # what a rank still wrote of one that others gave up
-        world, patience = self.engine.environment.world, max(HOUR, self.engine.timeout.total_seconds())
-        try:
-            self.shelf.write(self.generation, step, rank, pieces(staged), staged.facts, staged.numbers)
-            work.written.set()
-            if rank:
-                return
-            saved = self.shelf.commit(self.generation, step, world, patience, lambda: self._given_up)
-        except Exception:
-            if rank == 0:
-                self.shelf.abandon(self.generation)
-            raise
-        gone = []
-        if work.facts["good"] is not None:  # else any may be the only good one
-            sure = (work.facts["compared"], work.facts["good"])
-            gone = self.shelf.retain(step, self.policy.keep, self.policy.keep_every, sure)
-        self.note(
-            "checkpoint", step=step, path=saved.where, bytes=saved.manifest.size, hash=saved.manifest.hash(),
-            seconds=time.monotonic() - began, let_go=gone,
-        )  # fmt: skip
-
-    def _check_room(self, staged: Staged) -> None:
-        needed = sum(tensor.numel() * tensor.element_size() for place, tensor in staged.tensors if place.written)
-        needed = int(ROOM * needed * (self.engine.environment.world if self.engine.environment.rank == 0 else 1))
-        free = self.shelf.store.free()
-        if free is not None and free < needed:
-            raise OSError(f"{self.shelf.store.url} has {free:,} bytes free and about {needed:,} are needed")
 
 
 def _behind_the_steps() -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from itertools import islice
 from typing import Any
 
 from phalanx.checkpoint.weights import write_weights
@@ -16,10 +18,10 @@ from phalanx.data.loader import StepBatch
 from phalanx.errors import CannotHere
 from phalanx.launch.beats import STEPS, Beat
 from phalanx.parallel import collectives
-from phalanx.run import EventLog, Run
+from phalanx.run import EventLog, Run, no_room, pauses
 from phalanx.train.engine import Engine
 from phalanx.train.guard import BadNumbers
-from phalanx.train.keeping import Keeper
+from phalanx.train.keeping import FULL_ATTEMPTS, Keeper
 from phalanx.train.replay import replay
 from phalanx.train.replicas import Corrupted, comparable, compare
 from phalanx.train.restoring import Restorer
@@ -90,16 +92,33 @@ class Loop:
         self.summary.steps = engine.step_number
         if not self.summary.stopped:
             self.beat.unhurried(for_ever=True)
-            try:
-                self.keeper.save_now()
-            finally:  # they may have room where checkpoints have none
-                write_weights(engine.spread, self.run.weights_path, writer=engine.environment.rank == 0)
+            self.keeper.save_now()
+            self._leave_weights()
             if engine.held_out is not None and task.steps:
                 self._evaluate()
         self.log.write(
             "stopped" if self.summary.stopped else "end", steps=self.summary.steps, held_out=self.summary.held_out
         )
         return self.summary
+
+    def _leave_weights(self) -> None:
+        """The weights in the run's folder; a full disk is waited for."""
+        engine, path = self.engine, self.run.weights_path
+        reason: list[str] = []
+        for attempt, pause in enumerate(islice(pauses(), FULL_ATTEMPTS)):
+            own: list[str] = []
+            try:
+                write_weights(engine.spread, path, writer=engine.environment.rank == 0)
+            except OSError as error:
+                own = [str(error.strerror or error), *(["no room"] if no_room(error) else [])]
+            reason = collectives.told(own, engine.mesh.world, 0)
+            if "no room" not in reason:
+                break
+            if not attempt:
+                self.listener.said(f"   note  {path} cannot be written: {reason[0]}; waiting for room")
+            time.sleep(pause)
+        if reason:
+            raise CannotHere(f"{path} cannot be written: {reason[0]}. Mend that and go on with --resume.")
 
     def _resume(self) -> bool:
         """Take up the newest state; whether there is one."""

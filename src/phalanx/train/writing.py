@@ -1,0 +1,95 @@
+"""A staged copy written to files, behind the steps: a rank's part of a checkpoint, which rank 0 commits.
+
+What keeps it from being written costs that save alone. It is said once, tried again, and said when it works again.
+"""
+
+from __future__ import annotations
+
+import errno
+import time
+from collections.abc import Callable
+
+from phalanx.checkpoint.shelf import Shelf
+from phalanx.checkpoint.slot import Staged
+from phalanx.checkpoint.write import pieces
+from phalanx.run import no_room
+from phalanx.train.engine import Engine
+from phalanx.train.guard import BadNumbers, first_not_finite
+
+HOUR = 3600.0
+"""How long the parts of other ranks are waited for at least: storage may be slow."""
+ROOM = 1.1
+"""So many times the size of a checkpoint must be free before one is begun."""
+RETRY_SECONDS = 30.0
+"""A save that failed is tried again no sooner."""
+
+
+class Writer:
+    """A rank's. ``keep`` and ``keep_every`` say which older checkpoints stay."""
+
+    def __init__(
+        self, engine: Engine, shelf: Shelf, generation: int, keep: int, keep_every: int, note: Callable[..., None]
+    ) -> None:
+        self.engine, self.shelf, self.generation, self.note = engine, shelf, generation, note
+        self.keep, self.keep_every = keep, keep_every
+        self._failing = ""
+        self._failed_at = 0.0
+
+    def write(self, staged: Staged, written: Callable[[], None], given_up: Callable[[], bool]) -> None:
+        """Write this rank's part, tell that it is ``written``, and on rank 0 commit all of them."""
+        began, rank, step = time.monotonic(), self.engine.environment.rank, staged.step
+        self._check_weights(staged)
+        self._check_room(staged)
+        if rank == 0:
+            self.shelf.abandon(self.generation, but=step)  # what a rank still wrote of one that others gave up
+        world, patience = self.engine.environment.world, max(HOUR, self.engine.timeout.total_seconds())
+        try:
+            self.shelf.write(self.generation, step, rank, pieces(staged), staged.facts, staged.numbers)
+            written()
+            if rank:
+                self._failing = ""
+                return
+            saved = self.shelf.commit(self.generation, step, world, patience, given_up)
+        except Exception:
+            if rank == 0:
+                self.shelf.abandon(self.generation)
+            raise
+        if self._failing:
+            print(f"   note  step {step} is saved: checkpoints can be written again", flush=True)
+            self._failing = ""
+        gone: list[int] = []
+        if staged.facts["good"] is not None:  # else any may be the only good one
+            sure = (staged.facts["compared"], staged.facts["good"])
+            gone = self.shelf.retain(step, self.keep, self.keep_every, sure)
+        self.note(
+            "checkpoint", step=step, path=saved.where, bytes=saved.manifest.size, hash=saved.manifest.hash(),
+            seconds=time.monotonic() - began, let_go=gone,
+        )  # fmt: skip
+
+    def failed(self, step: int, error: BaseException) -> None:
+        """A save did not succeed: note it, and say so unless the one before failed for the same reason."""
+        reason, kind = f"{type(error).__name__}: {error}", "no room" if no_room(error) else type(error).__name__
+        if kind != self._failing:
+            print(f"   note  step {step} could not be saved, going on: {reason}", flush=True)
+        self._failing, self._failed_at = kind, time.monotonic()
+        self.note("checkpoint", step=step, failed=reason)
+
+    @property
+    def due_again(self) -> bool:
+        """Whether a save that failed should be tried again."""
+        return bool(self._failing) and time.monotonic() - self._failed_at > RETRY_SECONDS
+
+    def _check_weights(self, staged: Staged) -> None:
+        """Weights that are not finite are not saved. Buffers may be so on purpose."""
+        weights = {f"model/{name}" for name, weight in self.engine.spread.weights.items() if weight.trainable}
+        bad = first_not_finite((place.name, tensor) for place, tensor in staged.tensors if place.name in weights)
+        if bad:
+            raise BadNumbers(f"{bad.removeprefix('model/')} is not finite")
+
+    def _check_room(self, staged: Staged) -> None:
+        needed = sum(tensor.numel() * tensor.element_size() for place, tensor in staged.tensors if place.written)
+        needed = int(ROOM * needed * (self.engine.environment.world if self.engine.environment.rank == 0 else 1))
+        free = self.shelf.store.free()
+        if free is not None and free < needed:
+            words = f"{self.shelf.store.url} has {free:,} bytes free and about {needed:,} are needed"
+            raise OSError(errno.ENOSPC, words)
