@@ -46,7 +46,7 @@ def test_a_checkpoint_appears_when_it_is_whole(shelf: Shelf) -> None:
     shelf.fence(1)
     write(shelf, 1, 5, 0)
     assert shelf.steps() == []
-    assert shelf.leftovers() == [".writing-00001/step-00000005"]
+    assert shelf.leftovers() == [shelf.commits.writing(1, 5)]
     late = threading.Timer(0.1, write, (shelf, 1, 5, 1))
     late.start()
     commit(shelf, 1, 5)
@@ -81,7 +81,7 @@ def test_what_others_gave_up_is_cleared_when_the_next_is_written(shelf: Shelf) -
     write(shelf, 1, 5, 1)
     write(shelf, 1, 6, 1)
     shelf.abandon(1, but=6)
-    assert shelf.leftovers() == [".writing-00001/step-00000006"]
+    assert shelf.leftovers() == [shelf.commits.writing(1, 6)]
 
 
 def test_an_old_generation_neither_writes_nor_commits(shelf: Shelf) -> None:
@@ -172,7 +172,7 @@ def test_a_damaged_one_is_set_aside(shelf: Shelf) -> None:
 
 
 def test_half_a_folder_without_a_rename_is_no_checkpoint() -> None:
-    """Where a commit moves files one by one, the manifest comes last."""
+    """There, or in what an older version has left: the manifest comes last."""
     shelf = Shelf(open_store("memory://shelf-half"))
     with shelf.store.write("step-00000005/part-00000.json") as file:
         file.write(b"")

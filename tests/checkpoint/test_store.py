@@ -49,7 +49,8 @@ def test_files_and_folders(store: Store) -> None:
     store.remove("c")
 
 
-def test_a_commit_is_into_a_free_name(store: Store) -> None:
+def test_a_commit_is_into_a_free_name(tmp_path: Path) -> None:
+    store = Folder(tmp_path)
     for content in (b"first", b"second"):
         store.make("unfinished")
         put(store, "unfinished/new/part", content)
@@ -60,6 +61,13 @@ def test_a_commit_is_into_a_free_name(store: Store) -> None:
                 store.commit("unfinished/new", "done", "last", b"?")
     assert store.read("done/part") == b"first"
     assert store.read("done/last") == b"!"
+
+
+def test_what_a_store_is_not_known_to_do_is_said() -> None:
+    store = Remote("memory://x")
+    assert store.warning() == ""
+    store.url = "gs://x"
+    assert "gs:// is not known to create an object only where there is none" in store.warning()
 
 
 def test_a_file_that_fails_on_the_way_is_not_there(tmp_path: Path) -> None:

@@ -1,15 +1,9 @@
-"""A run's checkpoints: written aside, committed at once, kept or let go, found again whole or not at all.
-
-step-00000100/                       committed: manifest.json and a part a rank
-.writing-00003/step-00000200/        generation 3 writes it; gone when a later generation begins, and with it the
-                                     way to commit it
-"""
+"""A run's checkpoints: written aside, committed at once, kept or let go, found again whole or not at all."""
 
 from __future__ import annotations
 
 import errno
 import itertools
-import re
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -18,20 +12,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from phalanx.checkpoint.commits import Fenced, commits_of, name_of
 from phalanx.checkpoint.hashing import hashed
 from phalanx.checkpoint.manifest import MANIFEST, Chunk, Damaged, Manifest, unreadable
 from phalanx.checkpoint.read import Wanted, read
-from phalanx.checkpoint.store import Folder, Store
+from phalanx.checkpoint.store import Store
 from phalanx.checkpoint.write import Piece, check_file, write_part
 
 POLL_SECONDS = 0.02
 ATTEMPTS = 4
 FINAL = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EACCES, errno.EPERM, errno.EINVAL, errno.ELOOP)
 """What trying again does not change."""
-
-
-class Fenced(Exception):
-    """A later generation of the run has begun, and this one may not commit any more."""
 
 
 @dataclass(frozen=True)
@@ -103,33 +94,26 @@ class Shelf:
     """All checkpoints of a run."""
 
     def __init__(self, store: Store) -> None:
-        self.store = store
+        self.store, self.commits = store, commits_of(store)
 
-    @staticmethod
-    def name(step: int) -> str:
-        """What a step's checkpoint is called."""
-        return f"step-{step:08d}"
+    def name(self, step: int) -> str:
+        """The folder of a committed step."""
+        return self.commits.folders().get(step, name_of(step))
 
     def steps(self) -> list[int]:
         """Of committed checkpoints, the oldest first."""
-        found = [int(match[1]) for name in self.store.names() if (match := re.fullmatch(r"step-(\d+)", name))]
-        if isinstance(self.store, Folder):
-            return sorted(found)
-        return sorted(step for step in found if self.store.exists(f"{self.name(step)}/{MANIFEST}"))
+        return list(self.commits.folders())
 
     def empty(self) -> bool:
         """Whether nothing was ever written here, or what lies here is not what was."""
         return not set(self.store.names()) - {"lock"}
 
     def open(self, step: int) -> Checkpoint:
-        file = f"{self.name(step)}/{MANIFEST}"
+        name = self.name(step)
+        file = f"{name}/{MANIFEST}"
         manifest = Manifest.parse(_read(self.store, file), f"{self.store.url}/{file}")
         manifest.check_whole(f"{self.store.url}/{file}")
-        return Checkpoint(self.store, self.name(step), manifest)
-
-    def unfinished(self, generation: int, step: int) -> str:
-        """The folder in which a generation writes a step."""
-        return f"{_writing(generation)}/{self.name(step)}"
+        return Checkpoint(self.store, name, manifest)
 
     def write(
         self,
@@ -143,39 +127,30 @@ class Shelf:
         """Write a rank's part of a checkpoint that is to be."""
         self.check_fence(generation)
         try:
-            return write_part(self.store, self.unfinished(generation, step), rank, given, facts, numbers)
+            return write_part(self.store, self.commits.writing(generation, step), rank, given, facts, numbers)
         except FileNotFoundError:
             raise Fenced(f"generation {generation} may not write step {step}: it was taken away from it") from None
 
     def fence(self, generation: int) -> None:
         """From now on only this generation commits: what older ones were writing is taken away from them."""
-        self.check_fence(generation)
-        self.store.make(_writing(generation))
-        for older in self._generations():
-            if older < generation:
-                self.store.remove(_writing(older))
+        self.commits.fence(generation)
+
+    def check_fence(self, generation: int) -> None:
+        self.commits.check(generation)
 
     def generation(self) -> int:
         """The newest generation that has begun to write here; 0 if none is known."""
-        return max(self._generations(), default=0)
+        return self.commits.generation()
 
     def leftovers(self) -> list[str]:
         """What was being written when its generation ended, or is being written now."""
-        folders = [_writing(generation) for generation in self._generations()]
-        return [f"{folder}/{name}" for folder in folders for name in self.store.names(folder) if name != "begun"]
-
-    def _generations(self) -> list[int]:
-        return [int(match[1]) for name in self.store.names() if (match := re.fullmatch(r"\.writing-(\d+)", name))]
-
-    def check_fence(self, generation: int) -> None:
-        if any(other > generation for other in self._generations()):
-            raise Fenced(f"generation {generation} of this run is over: a later one has begun, and only that may save")
+        return self.commits.unfinished()
 
     def commit(
         self, generation: int, step: int, world: int, patience: float, given_up: Callable[[], bool]
     ) -> Checkpoint:
         """Wait for every rank's part, then make the checkpoint appear."""
-        folder, deadline = self.unfinished(generation, step), time.monotonic() + patience
+        folder, deadline = self.commits.writing(generation, step), time.monotonic() + patience
         wanted = {f"part-{rank:05d}.json" for rank in range(world)}
         while missing := wanted - set(self.store.names(folder)):
             if given_up() or time.monotonic() > deadline:
@@ -191,33 +166,24 @@ class Shelf:
             if self.store.size(f"{folder}/{file}") < end:
                 raise Damaged(f"{self.store.url}/{folder}/{file}", "is shorter than what was written to it")
         self.check_fence(generation)
-        try:
-            self.store.commit(folder, self.name(step), MANIFEST, manifest.to_json(), ends)
-        except FileNotFoundError:
-            raise Fenced(f"generation {generation} may not commit step {step}: a later one has begun") from None
-        except OSError as error:
-            if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
-                raise
-            there = f"{self.store.url}/{self.name(step)}"
-            raise FileExistsError(f"{there} is there already; it was left as it is") from None
+        self.commits.commit(generation, step, manifest.to_json(), ends)
         return self.open(step)
 
     def abandon(self, generation: int, but: int | None = None) -> None:
         """Let go of what a generation has begun to write and will not finish: all but one step."""
-        for name in self.store.names(_writing(generation)):
-            if name != "begun" and (but is None or name != self.name(but)):
-                self.store.remove(f"{_writing(generation)}/{name}")
+        for folder in self.commits.unfinished(generation):
+            if but is None or folder != self.commits.writing(generation, but):
+                self.store.remove(folder)
 
     def close(self, generation: int) -> None:
-        """A generation is done: leave no empty folder of its behind."""
-        if not set(self.store.names(_writing(generation))) - {"begun"}:
-            self.store.remove(_writing(generation))
+        """A generation is done."""
+        self.commits.close(generation)
 
     def set_aside(self, step: int, why: str = "damaged") -> str:
         """A checkpoint that is none any more, so that its step can be saved again; the new name of its folder."""
-        names = (f"{why}-{self.name(step)}{f'-{count}' if count else ''}" for count in itertools.count())
+        names = (f"{why}-{name_of(step)}{f'-{count}' if count else ''}" for count in itertools.count())
         name = next(name for name in names if not self.store.exists(name))
-        self.store.rename(self.name(step), name)
+        self.commits.take_out(step, name)
         return name
 
     def damaged(self) -> list[str]:
@@ -235,7 +201,7 @@ class Shelf:
         kept |= {max((known for known in steps if good is not None and known <= good), default=step) for good in sure}
         gone = [known for known in steps if known not in kept]
         for known in gone:
-            self.store.remove(self.name(known))
+            self.commits.take_out(known)
         return gone
 
     def distrust(self, after: int) -> list[int]:
@@ -256,7 +222,3 @@ def _read(store: Store, file: str, start: int = 0, stop: int | None = None) -> b
                 raise unreadable(f"{store.url}/{file}", error) from None
             time.sleep(2.0**attempt / 4)
     raise AssertionError
-
-
-def _writing(generation: int) -> str:
-    return f".writing-{generation:05d}"

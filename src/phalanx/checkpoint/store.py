@@ -1,7 +1,7 @@
 """Where checkpoints are kept: a folder on disk, or anything that fsspec has a URL for.
 
-On disk a checkpoint appears by the rename of a folder, all at once or not at all. Other stores have no such rename;
-there the manifest is written last, and what has none is no checkpoint.
+On disk a folder appears by its rename, all at once or not at all. Other stores have no such rename, but the better ones
+create an object only if it is not there: `checkpoint.commits` makes do with that.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import os
 import shutil
 import stat
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -21,6 +21,9 @@ import fsspec
 from phalanx.errors import WrongUse
 from phalanx.redact import redact
 from phalanx.run import held, sync_folder
+
+CONDITIONAL = ("s3", "s3a", "memory")
+"""Stores that were seen to create an object only if nobody else has."""
 
 
 class Store(ABC):
@@ -48,13 +51,6 @@ class Store(ABC):
     def size(self, name: str) -> int: ...
 
     @abstractmethod
-    def commit(self, unfinished: str, name: str, last: str, content: bytes, files: Collection[str] = ()) -> None:
-        """Write the ``last`` file of a folder and make it appear under its ``name``, which must be free.
-
-        FileNotFoundError if any of ``files`` is not there any more.
-        """
-
-    @abstractmethod
     def remove(self, folder: str) -> None:
         """Take a folder away, so that it is at no moment half a checkpoint."""
 
@@ -65,6 +61,10 @@ class Store(ABC):
     def held(self) -> AbstractContextManager[None]:
         """While this process writes here: nobody else may, where that can be seen to."""
         return nullcontext()
+
+    def warning(self) -> str:
+        """What this store cannot do that others can; nothing, mostly."""
+        return ""
 
     def free(self) -> int | None:
         """Bytes that can still be written, if that can be told."""
@@ -125,7 +125,8 @@ class Folder(Store):
             raise OSError(errno.EINVAL, "it is no regular file", str(self.path / name))
         return path
 
-    def commit(self, unfinished: str, name: str, last: str, content: bytes, files: Collection[str] = ()) -> None:
+    def commit(self, unfinished: str, name: str, last: str, content: bytes) -> None:
+        """Write the ``last`` file of a folder and make it appear under its ``name``, which must be free."""
         with self.write(f"{unfinished}/{last}") as file:
             file.write(content)
         sync_folder(self.path / unfinished)
@@ -207,17 +208,25 @@ class Remote(Store):
     def size(self, name: str) -> int:
         return int(self.fs.size(self._at(name)))
 
-    def commit(self, unfinished: str, name: str, last: str, content: bytes, files: Collection[str] = ()) -> None:
-        if self.exists(f"{name}/{last}"):
-            raise FileExistsError(errno.EEXIST, "is there already", f"{self.url}/{name}")
-        self.fs.makedirs(self._at(name), exist_ok=True)
-        for file in self.names(unfinished):
-            self.fs.mv(self._at(f"{unfinished}/{file}"), self._at(f"{name}/{file}"))
-        if set(files) - set(self.names(name)):
-            raise FileNotFoundError(errno.ENOENT, "was taken away", f"{self.url}/{unfinished}")
-        with self.write(f"{name}/{last}") as out:
-            out.write(content)
-        self.remove(unfinished)
+    def create(self, name: str, content: bytes) -> None:
+        """A new file; FileExistsError if it is there, whoever was first."""
+        try:
+            self.fs.pipe_file(self._at(name), content, mode="create")
+        except FileExistsError:
+            raise
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.EBUSY):  # S3's 412 and 409: somebody was first
+                raise
+            raise FileExistsError(errno.EEXIST, "is there already", f"{self.url}/{name}") from None
+
+    def warning(self) -> str:
+        protocol = self.url.partition("://")[0]
+        if protocol in CONDITIONAL:
+            return ""
+        return (
+            f"{protocol}:// is not known to create an object only where there is none: see to it that one run alone "
+            f"writes to {self.url}"
+        )
 
     def rename(self, folder: str, name: str) -> None:
         self.fs.makedirs(self._at(name), exist_ok=True)
@@ -230,6 +239,11 @@ class Remote(Store):
             for file in self._manifest_first(folder):
                 self.fs.rm(self._at(f"{folder}/{file}"), recursive=True)
             self.fs.rm(self._at(folder), recursive=True)
+
+    def delete(self, name: str) -> None:
+        """One file."""
+        with suppress(FileNotFoundError):
+            self.fs.rm_file(self._at(name))
 
     def _manifest_first(self, folder: str) -> list[str]:
         """A folder's files in the order in which they go, so that what is left is no checkpoint."""

@@ -224,7 +224,7 @@ def write_reference(task: Task, standard: Standard, folder: str) -> None:
         "scale": [1.0, 0, True], "guard": Guard().state(), "compared": None, "options": {}, "attributes": {},
         "seed": task.seed, "global_batch": task.global_batch, "data": task.proof_trial.size,
     }  # fmt: skip
-    shelf, unfinished = Shelf(Folder(folder)), Shelf(Folder(folder)).unfinished(0, half)
+    shelf, unfinished = Shelf(Folder(folder)), Shelf(Folder(folder)).commits.writing(0, half)
     shelf.fence(0)
     write_part(shelf.store, unfinished, 0, _pieces(standard, last), facts, {})
     shelf.commit(0, half, 1, 60.0, lambda: False)

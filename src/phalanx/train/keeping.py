@@ -136,6 +136,8 @@ class Keeper:
             self.shelf.fence(self.generation)
         except OSError as error:
             raise CannotHere(f"{self.shelf.store.url} cannot be written to: {error.strerror or error}.") from None
+        if warning := self.shelf.store.warning():
+            print(f"   note  {warning}", flush=True)
 
     # In front: between two steps, on every rank.
 
