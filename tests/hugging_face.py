@@ -29,8 +29,17 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt-neox": ("GPTNeoXConfig", {n: v for n, v in SIZES.items() if n != "num_key_value_heads"}),
     "mixtral": ("MixtralConfig", SIZES | {"num_local_experts": 4}),
     "bloom": ("BloomConfig", TOKENS | {"hidden_size": 24, "n_layer": 2, "n_head": 4}),
+    "phi3": ("Phi3Config", SIZES),
+    "gpt-oss": (
+        "GptOssConfig",
+        SIZES | {"head_dim": 6, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 5},
+    ),
+    "olmoe": ("OlmoeConfig", SIZES | {"num_experts": 4, "num_experts_per_tok": 2}),
     "falcon": ("FalconConfig", TOKENS | {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}),
 }
+
+
+NORMS = ("Gemma2RMSNorm", "Qwen3RMSNorm", "Phi3RMSNorm", "GptOssRMSNorm", "OlmoeRMSNorm")
 
 
 def config(name: str) -> PretrainedConfig:
@@ -47,7 +56,7 @@ class CausalLanguageModel(HostileLanguage):
     def model(self) -> nn.Module:
         model = AutoModelForCausalLM.from_config(config(self.kind))
         for module in model.modules():
-            if type(module).__name__ in ("Gemma2RMSNorm", "Qwen3RMSNorm"):
+            if type(module).__name__ in NORMS:
                 module.forward = partial(_normed, module)
         return model
 

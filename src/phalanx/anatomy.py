@@ -71,7 +71,7 @@ class Anatomy:
         )
         split, sources["splits"] = _first(
             ("task", {} if splits is None else _split_rules(names, splits)),
-            ("hugging face", _hugging_face_splits(model, names)),
+            ("hugging face", _hugging_face_splits(model, names, found)),
             ("detection", _detected_splits(model, found)),
         )
         cut, sources["cuts"] = _first(
@@ -178,15 +178,20 @@ WORDS: Mapping[str, Split] = {
 }
 
 
-def _hugging_face_splits(model: nn.Module, names: list[str]) -> dict[str, Split]:
+WORDS_IN_BLOCKS: Mapping[str, Split] = {"colwise_gather_output": "column", "rowwise_split_input": "row"}
+"""What these mean in a module that has both: a pair, of which the cut decides whether it must be gathered between."""
+
+
+def _hugging_face_splits(model: nn.Module, names: list[str], blocks: tuple[str, ...]) -> dict[str, Split]:
     plan = getattr(model, "_tp_plan", None) or {}
-    found = {
-        name: WORDS[word]
-        for pattern, word in plan.items()
-        if word in WORDS
-        for name in names
-        if fnmatchcase(name, pattern)
-    }
+    said = {name: word for pattern, word in plan.items() for name in names if fnmatchcase(name, pattern)}
+    found = {}
+    for name, word in said.items():
+        beside = {said.get(n) for n in said if n.rpartition(".")[0] == name.rpartition(".")[0]}
+        paired = beside >= set(WORDS_IN_BLOCKS) and any(_inside(name, block) for block in blocks)
+        words = {**WORDS, **WORDS_IN_BLOCKS} if paired else WORDS
+        if word in words:
+            found[name] = words[word]
     return found if {"column", "row"} <= set(found.values()) else {}  # some plans gather after every layer
 
 

@@ -44,8 +44,6 @@ def test_what_does_not_divide_is_refused_by_name_and_number() -> None:
     model = Transformer(TransformerConfig(width=24, heads=12, kv_heads=3, layers=2))
     with pytest.raises(WrongUse, match=r"k_proj has 3 key-value heads and tp=2: neither divides.*such as tp=1"):
         plan(model, 2)
-    with pytest.raises(WrongUse, match=r"layers\.0\.attention between heads.*Give it an attribute head_dim"):
-        plan(Plain(WordlessBlock), 2)
     with pytest.raises(WrongUse, match=r"tp=2 finds nothing to cut in Plain.*Give rules in Task.anatomy"):
         plan(Plain(lambda: nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 3))), 2)
 
@@ -53,6 +51,12 @@ def test_what_does_not_divide_is_refused_by_name_and_number() -> None:
 def test_a_heads_width_is_no_count_of_heads_though_it_be_the_same_number() -> None:
     found = plan(Transformer(TransformerConfig(width=64, heads=8, kv_heads=8, layers=2)), 4)
     assert found.containers["blocks.0.attention"].attributes == {}
+
+
+def test_where_it_is_unclear_whose_features_are_whose_columns_are_gathered() -> None:
+    found = plan(Plain(WordlessBlock), 2)
+    assert "does not say how wide its heads are" in found.containers["layers.0.attention"].gathered
+    assert found.cuts["layers.0.attention.q_proj.weight"].spans == (((0, 4),), ((4, 8),))
 
 
 def test_the_residual_stream_is_cut_by_time_only_where_nothing_else_mixes_tokens() -> None:

@@ -54,9 +54,19 @@ def test_every_two_axes(ranks: Ranks, kind: str) -> None:
     compare(ranks, 4, kind, [*PAIRS, *(EXPERTS if kind == "mixtral" else KINDS)])
 
 
+@pytest.mark.parametrize(("kind", "layout"), [
+    ("phi3", "tp=2,cp=2"),  # fused, and cut by its configuration's heads
+    ("falcon", "tp=2,cp=2"),  # one key-value head between all, attention by torch's own function
+    ("gpt-oss", "tp=2,cp=2,cp_kind=ulysses"),  # a sink for each head
+    ("olmoe", "fsdp=2,tp=2"),  # norms over all heads
+    ("bloom", "tp=2,pp=2,micro_batch=6,recompute=full"),  # biases built for all heads
+])  # fmt: skip
+def test_attention_of_other_kinds(ranks: Ranks, kind: str, layout: str) -> None:
+    compare(ranks, 4, kind, [layout])
+
+
 @pytest.mark.parametrize(("kind", "layout", "words"), [
-    ("bloom", "tp=2", "self_attention cannot work with its part under tp=2: its code fixes sizes"),
-    ("falcon", "tp=2", "query_key_value gives 36 features, not query, key and value of 4 heads of 6"),
+    ("bloom", "cp=2", "BloomForCausalLM writes attention out by hand, where cp=2 cannot reach it"),
     ("llama", "pp=4", "pp=4 makes 4 stages, and LlamaForCausalLM can be cut into 2 at most"),
     ("llama", "fsdp=2,ep=2", "ep=2 finds no experts in LlamaForCausalLM"),
     ("llama", "tp=8", "has 4 heads, which do not divide by tp=8"),

@@ -27,9 +27,9 @@ def shadow(module: nn.Module, dtype: torch.dtype) -> nn.Module:
     return copy.deepcopy(module, memo)
 
 
-def about_sizes(error: RuntimeError) -> bool:
-    """Whether torch complains that tensors do not fit together."""
-    return any(word in str(error) for word in ("shape", "size", "dimension"))
+def about_sizes(error: Exception) -> bool:
+    """Whether torch complains that tensors do not fit together, or there are none of something."""
+    return isinstance(error, ZeroDivisionError) or any(word in str(error) for word in ("shape", "size", "dimension"))
 
 
 def first_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:

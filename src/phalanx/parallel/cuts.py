@@ -1,38 +1,30 @@
 """Which weights ``tp`` cuts, and where: read off the anatomy's rules, held against heads and widths.
 
 A container is a module inside a block that takes the residual stream in and gives its part of it back: attention, or
-a feed-forward. Inside, linears are cut by output (columns) and then by input (rows). Where all of a model's blocks are
-made of such containers and norms, the stream between them is cut by time; otherwise every rank keeps it whole.
+a feed-forward. Inside, linears are cut by output (columns) and then by input (rows). Where it cannot be told what a
+rank would compute in between, columns are gathered, and each rank computes that whole. Where all of a model's blocks
+are made of containers and norms, the stream between them is cut by time; otherwise every rank keeps it whole.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import copy
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from phalanx.anatomy import Anatomy
 from phalanx.errors import WrongUse
-from phalanx.parallel import batchnorm
-from phalanx.parallel.differentiable import run
+from phalanx.parallel import batchnorm, heads
+from phalanx.parallel.heads import HEAD_WIDTHS, Span, attribute, features, part
 
-Span = tuple[int, int]
 MIXING_NORMS = (*batchnorm.KINDS, nn.GroupNorm, nn.InstanceNorm1d, nn.InstanceNorm2d)
 """Norms over more than one token's features."""
-HEAD_WIDTHS = ("head_dim", "head_width", "head_size", "attention_head_size", "d_head")
-KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "kv_heads")
-QUERIES = frozenset(["q_proj", "query", "wq", "q"])
-KEYS = frozenset(["k_proj", "v_proj", "key", "value", "wk", "wv", "k", "v"])
-FUSED = frozenset(["qkv_proj", "qkv", "c_attn", "in_proj", "Wqkv"])
-"""Queries of all heads, then keys, then values."""
-BY_HEAD = frozenset(["query_key_value"])
-"""Query, key and value of one head, then of the next."""
 HALVES = frozenset(["gate_up_proj"])
-COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "heads", "split_size")
-"""Attributes of attention modules that say how much of it there is."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +66,10 @@ class Container:
     heads: Span | None = None
     attributes: dict[str, int] = field(default_factory=dict)
     """What the module must believe of itself for its part to fit."""
+    config: dict[str, int] = field(default_factory=dict)
+    """Likewise, what its configuration must say."""
+    gathered: str = ""
+    """Why what columns give is gathered, and computed with whole on every rank, up to the rows."""
 
 
 @dataclass
@@ -130,23 +126,6 @@ def _closed_groups(block: str, rules: dict[str, Any]) -> Iterator[tuple[str, lis
 
 
 def _cut_container(plan: Plan, model: nn.Module, name: str, rules: dict[str, Any], ranks: int, rank: int) -> None:
-    container = model.get_submodule(name)
-    last = {member: member.rpartition(".")[2] for member in rules}
-    width = _attribute(container, HEAD_WIDTHS)
-    attends = bool(set(last.values()) & (QUERIES | KEYS | FUSED | BY_HEAD))
-    if attends and width is None:
-        raise WrongUse(
-            f"tp={ranks} must cut {name} between heads, and the module does not say how wide they are. "
-            f"Give it an attribute head_dim, or leave it whole by rules of your own in Task.anatomy."
-        )
-    heads = _head_count(model, rules, width) if attends and width else None
-    if not attends:
-        _check_sizes(model, name, rules, ranks)
-    if heads is not None and heads % ranks:
-        raise WrongUse(
-            f"{name} has {heads} heads, which do not divide by tp={ranks}. "
-            f"Use a tp that divides {heads}, such as tp={_divisor(heads, ranks)}."
-        )
     for member, way in rules.items():
         module: Any = model.get_submodule(member)
         if way == "row" and not _plain(module):
@@ -154,46 +133,110 @@ def _cut_container(plan: Plan, model: nn.Module, name: str, rules: dict[str, Any
                 f"{member} is a {type(module).__name__} with a forward of its own, of which tp={ranks} can compute no "
                 "part. Leave its container whole by rules of your own in Task.anatomy, or use fsdp instead of tp."
             )
-        transposed = not isinstance(module, nn.Linear)  # as of Hugging Face's Conv1D: [in, out]
+    attends = heads.attends([member.rpartition(".")[2] for member in rules])
+    if not attends:
+        _check_sizes(model, name, rules, ranks)
+    width = attribute(model.get_submodule(name), HEAD_WIDTHS) if attends else None
+    count = _head_count(model, rules, width) if width else None
+    reason = _why_gathered(model, name, rules, attends, width, count)
+    if not reason and count is not None and count % ranks:
+        raise WrongUse(
+            f"{name} has {count} heads, which do not divide by tp={ranks}. "
+            f"Use a tp that divides {count}, such as tp={heads.divisor(count, ranks)}."
+        )
+    spans = {m: _spans(model, m, way, None if reason else width, count, ranks) for m, way in rules.items()}
+    for member, way in rules.items():
+        module = model.get_submodule(member)
         columns = way == "column"
-        dim = int(columns == transposed)
-        size = int(module.weight.shape[dim])
-        if attends and columns:
-            assert width is not None
-            assert heads is not None
-            spans = _head_spans(container, member, size, width, heads, ranks)
-        elif last[member] in HALVES:
-            half = size // 2
-            spans = [(_run(half, ranks, r), _run(half, ranks, r, half)) for r in range(ranks)]
-        elif attends:
-            assert width is not None
-            spans = [(_run(size // width, ranks, r, 0, width),) for r in range(ranks)]
-        else:
-            spans = [(_run(size, ranks, r),) for r in range(ranks)]
-        plan.cuts[f"{member}.weight"] = Cut(dim, tuple(spans))
+        transposed = not isinstance(module, nn.Linear)  # as of Hugging Face's Conv1D: [in, out]
+        plan.cuts[f"{member}.weight"] = Cut(int(columns == transposed), tuple(spans[member]))
         if columns:
             plan.columns[member] = name
             if module.bias is not None:
-                plan.cuts[f"{member}.bias"] = Cut(0, tuple(spans))
+                plan.cuts[f"{member}.bias"] = Cut(0, tuple(spans[member]))
         else:
             plan.rows.append(member)
-            features = spans[rank][0]
+    row = next(member for member, way in rules.items() if way == "row")
+    plan.containers[name] = Container(name, spans[row][rank][0], gathered=reason)
+    if count is not None and not reason:
+        _cut_by_heads(plan, model, name, count, ranks, rank)
+
+
+def _cut_by_heads(plan: Plan, model: nn.Module, name: str, count: int, ranks: int, rank: int) -> None:
+    """What attention itself has by head, and what it believes of its heads."""
+    container, own = model.get_submodule(name), plan.containers[name]
+    for weight, _ in _by_head(container, count):
+        plan.cuts[f"{name}.{weight}"] = Cut(0, tuple((part(count, ranks, r),) for r in range(ranks)))
     plan.containers[name] = Container(
-        name,
-        features,
-        None if heads is None else _run(heads, ranks, rank),
-        {} if heads is None else _beliefs(container, heads, ranks),
-    )
+        name, own.features, part(count, ranks, rank), heads.beliefs(container, count, ranks),
+        heads.config_beliefs(container, count, ranks),
+    )  # fmt: skip
+
+
+def _by_head(container: nn.Module, count: int | None) -> list[tuple[str, nn.Parameter]]:
+    """Attention's own weights with a number for each head, as GPT-OSS has its sinks."""
+    return [(n, w) for n, w in container.named_parameters(recurse=False) if tuple(w.shape) == (count,)]
+
+
+def _why_gathered(
+    model: nn.Module, name: str, rules: dict[str, Any], attends: bool, width: int | None, count: int | None
+) -> str:
+    """Why a rank cannot compute its part between a container's columns and rows; empty if it can."""
+    container = model.get_submodule(name)
+    if attends and (width is None or count is None):
+        return f"{name} does not say how wide its heads are (an attribute head_dim would)"
+    if width and count:
+        columns = {m: features(model.get_submodule(m), out=True) for m, way in rules.items() if way == "column"}
+        reasons = [heads.unclear(member, size, width, count) for member, size in columns.items()]
+        if any(reasons):
+            return next(filter(None, reasons))
+    known = {f"{member}.{kind}" for member in rules for kind in ("weight", "bias")}
+    known |= {f"{name}.{own}" for own, _ in _by_head(container, count)}
+    widths = {features(model.get_submodule(member), out=True) for member, way in rules.items() if way == "row"}
+    for full, weight in container.named_parameters(prefix=name):
+        on_stream = _is_norm(model, full, weight) and weight.shape[0] in widths
+        per_head = weight.ndim == 1 and weight.shape[0] == width
+        if full not in known and weight.requires_grad and not per_head and not on_stream:
+            return f"{full} belongs to no head or feature in particular"
+    return ""
+
+
+def _spans(
+    model: nn.Module, member: str, way: str, width: int | None, count: int | None, ranks: int
+) -> list[tuple[Span, ...]]:
+    """By rank, the outputs of a column, or the inputs of a row; between heads where they have a ``width``."""
+    size = features(model.get_submodule(member), out=way == "column")
+    if width and count and way == "column":
+        return heads.head_spans(member, size, width, count, ranks)
+    if width:
+        return [(part(size // width, ranks, r, 0, width),) for r in range(ranks)]
+    if member.rpartition(".")[2] in HALVES:
+        half = size // 2
+        return [(part(half, ranks, r), part(half, ranks, r, half)) for r in range(ranks)]
+    return [(part(size, ranks, r),) for r in range(ranks)]
 
 
 def _plain(module: nn.Module) -> bool:
-    """Whether it computes what a linear does: nothing but ``x @ weight + bias``."""
-    return type(module).forward is nn.Linear.forward or type(module).__name__ == "Conv1D"
+    """Whether it computes what a linear does: ``x @ weight + bias``. Others are tried with small numbers."""
+    if type(module).forward is nn.Linear.forward or type(module).__name__ == "Conv1D":
+        return True
+    if not isinstance(module, nn.Linear) or len(list(module.parameters())) > 2 or list(module.buffers()):
+        return False
+    weight, bias, x = torch.rand(3, 2), torch.rand(3), torch.rand(1, 4, 2)
+    small = {id(module.weight): nn.Parameter(weight), id(module.bias): nn.Parameter(bias)}
+    if module.bias is None:
+        bias = torch.zeros(3)
+        small.pop(id(None))
+    try:
+        with torch.no_grad():
+            return torch.allclose(copy.deepcopy(module, small)(x), F.linear(x, weight, bias))
+    except Exception:  # whatever it needs, it is no plain linear
+        return False
 
 
 def _check_sizes(model: nn.Module, name: str, rules: dict[str, Any], ranks: int) -> None:
     """In a feed-forward, what columns give must be what the rows take, feature by feature."""
-    sizes = {member: _features(model.get_submodule(member), out=way == "column") for member, way in rules.items()}
+    sizes = {member: features(model.get_submodule(member), out=way == "column") for member, way in rules.items()}
     taken = {sizes[member] for member, way in rules.items() if way == "row"}
     for member, size in sizes.items():
         given = size // 2 if member.rpartition(".")[2] in HALVES else size
@@ -204,86 +247,10 @@ def _check_sizes(model: nn.Module, name: str, rules: dict[str, Any], ranks: int)
             )
 
 
-def _features(module: Any, out: bool) -> int:
-    return int(module.weight.shape[(not out) == isinstance(module, nn.Linear)])
-
-
-def _run(total: int, ranks: int, rank: int, offset: int = 0, width: int = 1) -> Span:
-    start, stop = run(total, ranks, rank)
-    return offset + start * width, offset + stop * width
-
-
 def _head_count(model: nn.Module, rules: dict[str, Any], width: int) -> int:
     """Query heads: from the rows, whose input is all of them."""
     row = next(name for name, way in rules.items() if way == "row")
-    return _features(model.get_submodule(row), out=False) // width
-
-
-def _head_spans(
-    container: nn.Module, name: str, size: int, width: int, heads: int, ranks: int
-) -> list[tuple[Span, ...]]:
-    """The outputs of a projection that belong to each rank's heads."""
-    last = name.rpartition(".")[2]
-    if last in BY_HEAD and size != 3 * heads * width:
-        raise WrongUse(
-            f"{name} gives {size} features, not query, key and value of {heads} heads of {width}, "
-            f"so tp={ranks} cannot tell whose they are. Use fsdp instead of tp."
-        )
-    if last in BY_HEAD:
-        return [(_run(heads, ranks, r, 0, size // heads),) for r in range(ranks)]
-    if last in FUSED:
-        keys = (size // width - heads) // 2
-        starts = [0, heads * width, (heads + keys) * width]
-        parts = [
-            _spans_of_heads(name, count, width, ranks, start)
-            for count, start in zip((heads, keys, keys), starts, strict=True)
-        ]
-        return [tuple(part[r] for part in parts) for r in range(ranks)]
-    return [(span,) for span in _spans_of_heads(name, size // width, width, ranks, 0)]
-
-
-def _spans_of_heads(name: str, heads: int, width: int, ranks: int, offset: int) -> list[Span]:
-    """Heads dealt to ranks; where there are fewer, several ranks hold the same one."""
-    if heads % ranks == 0:
-        return [_run(heads, ranks, r, offset, width) for r in range(ranks)]
-    if ranks % heads == 0:
-        return [(offset + r * heads // ranks * width, offset + (r * heads // ranks + 1) * width) for r in range(ranks)]
-    raise WrongUse(
-        f"{name} has {heads} key-value heads and tp={ranks}: neither divides the other. "
-        f"Use a tp that divides {heads}, such as tp={_divisor(heads, ranks)}."
-    )
-
-
-def _divisor(number: int, below: int) -> int:
-    return max(n for n in range(1, below + 1) if number % n == 0)
-
-
-def _attribute(module: nn.Module, names: Sequence[str]) -> int | None:
-    for inner in module.modules():
-        for name in names:
-            value = getattr(inner, name, None)
-            if isinstance(value, int):
-                return value
-    return None
-
-
-def _beliefs(container: nn.Module, heads: int, ranks: int) -> dict[str, int]:
-    """Counts of heads and the like, as they are for one rank."""
-    counted = [
-        n for n, value in vars(container).items()
-        if type(value) is int and "head" in n and value == heads and n not in HEAD_WIDTHS
-    ]  # fmt: skip
-    found = {
-        name: getattr(container, name) // ranks
-        for name in {*COUNTS, *counted}
-        if isinstance(getattr(container, name, None), int)
-    }
-    groups = getattr(container, "num_key_value_groups", None)
-    keys = [name for name in KV_HEADS if isinstance(getattr(container, name, None), int)]
-    if isinstance(groups, int):
-        whole = heads // groups
-        found["num_key_value_groups"] = heads // ranks // max(1, whole // ranks)
-    return found | {name: max(1, getattr(container, name) // ranks) for name in keys}
+    return features(model.get_submodule(row), out=False) // width
 
 
 def _tokenwise(model: nn.Module, block: str, plan: Plan) -> bool:
@@ -294,12 +261,14 @@ def _tokenwise(model: nn.Module, block: str, plan: Plan) -> bool:
         if not own or f"{name}.weight" in plan.cuts:
             continue
         norm = "norm" in type(module).__name__.lower() and not isinstance(module, MIXING_NORMS)
+        if inside is not None and plan.containers[inside].gathered:
+            continue
         if inside is None:
             if not norm or any(p.ndim != 1 for p in own):
                 return False
         else:
-            heads = plan.containers[inside].heads
-            width = _attribute(model.get_submodule(inside), HEAD_WIDTHS) if heads else None
+            divided = plan.containers[inside].heads
+            width = attribute(model.get_submodule(inside), HEAD_WIDTHS) if divided else None
             if not norm or any(p.shape[-1] != width for p in own):
                 return False
     return True
@@ -311,30 +280,24 @@ def _find_partial(plan: Plan, model: nn.Module, anatomy: Anatomy) -> None:
             if name in plan.cuts:
                 continue
             inside = next((c for c in plan.containers.values() if name.startswith(c.name + ".")), None)
-            per_head = (
-                inside is not None
-                and inside.heads is not None
-                and weight.ndim == 1
-                and weight.shape[0] == _attribute(model.get_submodule(inside.name), HEAD_WIDTHS)
-            )
-            if plan.by_time or per_head:
+            if inside is not None and inside.gathered:
+                per_rank = plan.by_time and name.rpartition(".")[0] in plan.rows
+            else:
+                width = attribute(model.get_submodule(inside.name), HEAD_WIDTHS) if inside and inside.heads else None
+                per_rank = plan.by_time or (weight.ndim == 1 and weight.shape[0] == width)
+            if per_rank:
                 plan.partial.add(name)
-            elif inside is not None and weight.requires_grad and not _on_stream(plan, model, name, weight):
-                raise WrongUse(
-                    f"{name} is inside {inside.name}, whose features are divided, and tp cannot tell which ranks' "
-                    "gradients of it add up. Leave that container whole by rules of your own in Task.anatomy, or use "
-                    "fsdp instead of tp."
-                )
 
 
-def _on_stream(plan: Plan, model: nn.Module, name: str, weight: Tensor) -> bool:
-    """Whether a weight of a container is used where the stream is whole: a row's bias, or a norm as wide as that."""
-    owner, _, attribute = name.rpartition(".")
-    if owner in plan.rows and attribute == "bias":
-        return True
-    widths = {_features(model.get_submodule(row), out=True) for row in plan.rows}
-    norm = "norm" in type(model.get_submodule(owner)).__name__.lower()
-    return norm and weight.ndim == 1 and weight.shape[0] in widths  # over divided features it would not fit
+def gather_inside(plan: Plan, name: str, reason: str) -> None:
+    """From now on have a container's columns gathered, and all between them and its rows computed on every rank."""
+    plan.containers[name] = Container(name, plan.containers[name].features, gathered=reason)
+    within = {weight for weight in plan.partial if weight.startswith(name + ".")}
+    plan.partial -= {weight for weight in within if weight.rpartition(".")[0] not in plan.rows}
+
+
+def _is_norm(model: nn.Module, name: str, weight: Tensor) -> bool:
+    return "norm" in type(model.get_submodule(name.rpartition(".")[0])).__name__.lower() and weight.ndim == 1
 
 
 def _cut_vocabulary(plan: Plan, model: nn.Module, anatomy: Anatomy, ranks: int) -> None:
@@ -355,7 +318,7 @@ def _cut_vocabulary(plan: Plan, model: nn.Module, anatomy: Anatomy, ranks: int) 
             plan.vocabulary += owners
             for owner in owners:
                 module: Any = model.get_submodule(owner)
-                spans = tuple((_run(module.weight.shape[0], ranks, r),) for r in range(ranks))
+                spans = tuple((part(module.weight.shape[0], ranks, r),) for r in range(ranks))
                 plan.cuts[weight] = Cut(0, spans)
                 if getattr(module, "bias", None) is not None:
                     plan.cuts[anatomy.tied.get(f"{owner}.bias", f"{owner}.bias")] = Cut(0, spans)

@@ -139,7 +139,13 @@ def _gathered(x: Tensor, dim: int, total: int, group: Group) -> Tensor:
     part = _padded(x, dim, run(total, group.size(), 0)[1]).contiguous()
     every = part.new_empty(group.size(), *part.shape)
     collectives.all_gather(every, part, group).wait()
-    return every.movedim(0, dim).flatten(dim, dim + 1).narrow(dim, 0, total).contiguous()
+    whole = every.movedim(0, dim).flatten(dim, dim + 1)
+    return _fresh(whole if whole.shape[dim] == total else whole.narrow(dim, 0, total).contiguous(), every)
+
+
+def _fresh(x: Tensor, source: Tensor) -> Tensor:
+    """Not a view, which a model could not change in place."""
+    return x.clone() if x.data_ptr() == source.data_ptr() else x
 
 
 def _summed(x: Tensor, dim: int, group: Group) -> Tensor:
@@ -149,4 +155,4 @@ def _summed(x: Tensor, dim: int, group: Group) -> Tensor:
     own = parts.new_empty(parts.shape[1:])
     collectives.reduce_scatter(own, parts, group).wait()
     start, stop = run(total, ranks, group.rank())
-    return own.narrow(dim, 0, stop - start).contiguous()
+    return own if own.shape[dim] == stop - start else own.narrow(dim, 0, stop - start).clone()

@@ -124,6 +124,10 @@ class Randomness:
         """Draws in this scope so far."""
         return self._call
 
+    @calls.setter
+    def calls(self, number: int) -> None:
+        self._call = number
+
     @contextmanager
     def again(self, calls: int) -> Iterator[None]:
         """Draw once more what was drawn in this scope from a call on, for a whole sample."""

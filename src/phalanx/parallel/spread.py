@@ -334,6 +334,7 @@ def check_model(layout: Layout, model: nn.Module, anatomy: Anatomy) -> None:
         cut_experts(plan, model, anatomy, layout.ep)
     if layout.cp > 1:
         check_context(model, anatomy, layout.cp)
+        hugging_face.check_attention(model, layout.cp)
     if layout.pp > 1:
         divide(model, anatomy, layout.pp, layout.schedule)
 

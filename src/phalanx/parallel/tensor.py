@@ -2,10 +2,14 @@
 
 Between containers the residual stream is cut by time where the plan allows it: gathered on the way into a container,
 summed and cut again on the way out, so that norms and dropout are done once a token and not once a rank.
+
+Where a container's code does not fit its part, what columns give is gathered instead, and all ranks compute that alike
+up to the rows: weights are divided as before, and what is done between them is not.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -15,12 +19,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from phalanx.anatomy import Anatomy
-from phalanx.errors import WrongUse
 from phalanx.losses import Logits, Vocabulary, check_ids
 from phalanx.parallel import collectives
 from phalanx.parallel.calls import TIME, about_sizes, stream, with_stream
 from phalanx.parallel.collectives import Group
-from phalanx.parallel.cuts import Container, Plan
+from phalanx.parallel.cuts import Cut, Plan, gather_inside
 from phalanx.parallel.differentiable import add_up, gather, run, scatter, share
 from phalanx.parallel.randomness import Randomness, Region
 
@@ -31,19 +34,21 @@ class TensorParallel:
     def __init__(self, plan: Plan, model: nn.Module, anatomy: Anatomy, group: Group, randomness: Randomness) -> None:
         self.plan, self.group, self.randomness = plan, group, randomness
         self._way_in: tuple[Tensor, Tensor] | None = None
+        self._orders: dict[Cut, Tensor] = {}
+        self._before: dict[str, dict[str, Any]] = {}
+        """By container, what its module believed of itself when it was whole."""
         for name, inside in plan.columns.items():
             module: Any = model.get_submodule(name)
-            module.register_forward_pre_hook(partial(self._into_column, plan.containers[inside]))
+            cut = plan.cuts[f"{name}.weight"]
+            module.register_forward_pre_hook(partial(self._into_column, inside))
+            module.register_forward_hook(partial(self._out_of_column, inside, cut))
             if hasattr(module, "nf"):  # Hugging Face's Conv1D shapes its output by it
-                module.nf //= self.group.size()
+                module.nf = sum(stop - start for start, stop in cut.spans[self.group.rank()])
         for name in plan.rows:
             module = model.get_submodule(name)
-            module.forward = partial(self._row, module)
-        for name, container in plan.containers.items():
-            module = model.get_submodule(name)
-            for attribute, value in container.attributes.items():
-                setattr(module, attribute, value)
-            module.forward = partial(self._container, name, module.forward)
+            module.forward = partial(self._row, module, self._container_of(name))
+        for name in plan.containers:
+            self._prepare_container(name, model.get_submodule(name))
         for name in plan.vocabulary:
             module = model.get_submodule(name)
             module.forward = partial(self._embedding if isinstance(module, nn.Embedding) else self._head, module)
@@ -69,39 +74,75 @@ class TensorParallel:
             return (whole(output[0]), *output[1:]) if isinstance(output, tuple) else whole(output)
         return output
 
-    def _container(self, name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _container_of(self, row: str) -> str:
+        return max((name for name in self.plan.containers if row.startswith(name + ".")), key=len)
+
+    def _prepare_container(self, name: str, module: Any) -> None:
+        container = self.plan.containers[name]
+        beliefs: dict[str, Any] = dict(container.attributes)
+        if container.config:
+            beliefs["config"] = copy.copy(module.config)
+            vars(beliefs["config"]).update(container.config)
+        self._before[name] = {attribute: getattr(module, attribute) for attribute in beliefs}
+        for attribute, value in beliefs.items():
+            setattr(module, attribute, value)
+        module.forward = partial(self._container, name, module, module.forward)
+
+    def _container(self, name: str, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        whole, gathered, draws = (args, kwargs), self.plan.containers[name].gathered, self.randomness.calls
         if self.plan.by_time:
             length = self.randomness.moment.length
-            whole = gather(stream(args, kwargs, name), TIME, length, self.group, alike=False)
-            args, kwargs = with_stream(args, kwargs, whole)
+            hidden = gather(stream(args, kwargs, name), TIME, length, self.group, alike=bool(gathered))
+            args, kwargs = with_stream(args, kwargs, hidden)
         try:
             return forward(*args, **kwargs)
-        except RuntimeError as error:
-            if not about_sizes(error):
+        except (RuntimeError, ZeroDivisionError) as error:
+            if gathered or not about_sizes(error):
                 raise
-            raise WrongUse(
-                f"{name} cannot work with its part under tp={self.group.size()}: its code fixes sizes that tp cuts "
-                f"({str(error).splitlines()[0]}). Use fsdp instead of tp, or leave the module whole: "
-                "Anatomy.of(model, splits={...}) with rules for the others."
-            ) from error
+            told = str(error).splitlines()[0]
+        for attribute, value in self._before[name].items():
+            setattr(module, attribute, value)
+        gather_inside(self.plan, name, f"the code of {name} fixes sizes ({told})")
+        self.randomness.inner = self._way_in = None
+        self.randomness.calls = draws
+        return self._container(name, module, forward, *whole[0], **whole[1])
 
     def _positions(self) -> Tensor:
         moment = self.randomness.moment
         return torch.arange(moment.time, device=self.randomness.device) if moment.here is None else moment.here
 
-    def _into_column(self, container: Container, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    def _into_column(self, inside: str, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """From here to the row, features are this rank's. Columns of one tensor share a way in, and a sum back."""
-        device = self.randomness.device
-        heads = None if container.heads is None else torch.arange(*container.heads, device=device)
-        features = torch.arange(*container.features, device=device)
-        self.randomness.inner = Region(self.randomness.moment.here, features, heads)
-        if self.plan.by_time:
-            return args
+        container, device = self.plan.containers[inside], self.randomness.device
+        if not container.gathered:
+            heads = None if container.heads is None else torch.arange(*container.heads, device=device)
+            features = torch.arange(*container.features, device=device)
+            self.randomness.inner = Region(self.randomness.moment.here, features, heads)
+            if self.plan.by_time:
+                return args
         if self._way_in is None or self._way_in[0] is not args[0]:
             self._way_in = args[0], share(args[0], self.group)
         return (self._way_in[1], *args[1:])
 
-    def _row(self, module: Any, x: Tensor) -> Tensor:
+    def _out_of_column(self, inside: str, cut: Cut, module: nn.Module, args: Any, output: Tensor) -> Tensor | None:
+        """Everybody's features, in order, where they are gathered."""
+        if not self.plan.containers[inside].gathered:
+            return None
+        sizes = [sum(stop - start for start, stop in spans) for spans in cut.spans]
+        padded = F.pad(output, [0, max(sizes) - output.shape[-1]])
+        every = gather(padded, -1, max(sizes) * len(sizes), self.group, alike=True)
+        if cut not in self._orders:
+            places: dict[int, int] = {}
+            for rank, spans in enumerate(cut.spans):
+                held = (feature for start, stop in spans for feature in range(start, stop))
+                for index, feature in enumerate(held):
+                    places.setdefault(feature, rank * max(sizes) + index)
+            self._orders[cut] = torch.tensor([places[f] for f in sorted(places)], device=output.device)
+        return every.index_select(-1, self._orders[cut])
+
+    def _row(self, module: Any, inside: str, x: Tensor) -> Tensor:
+        if self.plan.containers[inside].gathered:
+            x = scatter(x, -1, self.group, alike=True)
         product = F.linear(x, module.weight) if isinstance(module, nn.Linear) else x @ module.weight
         out = (
             scatter(product, TIME, self.group, alike=False)

@@ -43,10 +43,10 @@ def has_hooks(parameter: Tensor) -> bool:
     return bool(parameter._backward_hooks)
 
 
-def install(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+def install(module: nn.Module, name: str, parameter: Tensor) -> None:
     """``setattr`` for a parameter that is there already, without its checks: ZeRO 3 does it at every use."""
     if type(module).__setattr__ is nn.Module.__setattr__:
-        module._parameters[name] = parameter
+        module._parameters[name] = parameter  # type: ignore[assignment]  # a part of one, too
     else:  # a module that keeps lists of its weights must hear of it
         setattr(module, name, parameter)
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from phalanx.losses import Sequence
 from phalanx.models import experts
-from phalanx.parallel import batchnorm, collectives, cuts, differentiable, spread, tensor
+from phalanx.parallel import batchnorm, collectives, differentiable, heads, spread, tensor
 from phalanx.parallel.bucket import Bucket, Weight
 from phalanx.parallel.collectives import Pending
 from phalanx.parallel.context import ContextParallel
@@ -379,13 +379,13 @@ def part_taken_for_the_whole(replace: Replace) -> None:
 @bug(44, "tp=2", "attention", "tp")
 def heads_cut_against_each_other(replace: Replace) -> None:
     """Queries are cut in one order of heads and keys in another, so heads meet strangers."""
-    plain = cuts._head_spans
+    plain = heads.head_spans
 
-    def spans(container: Any, name: str, *sizes: Any) -> Any:
-        found = plain(container, name, *sizes)
+    def spans(name: str, *sizes: Any) -> Any:
+        found = plain(name, *sizes)
         return found[::-1] if name.endswith("q_proj") else found
 
-    replace(cuts, "_head_spans", spans)
+    replace(heads, "head_spans", spans)
 
 
 @bug(70, "dp=2", "feed_forward", "dp")

@@ -150,7 +150,9 @@ def _run(
 
 def _engine(task: Hostile, layout: Layout, standard: Standard) -> Engine:
     engine = Engine(task, layout, device="cpu", timeout=TIMEOUT)
-    engine.spread.probe.untried.clear()  # the proof itself will tell, and where
+    engine.spread.probe.compares = False  # the proof itself will tell, and where
+    if layout.tp == 1:
+        engine.spread.probe.untried.clear()
     task.proof_trial.moment = engine.spread.moment
     _steady(engine, standard)
     return engine

@@ -31,6 +31,7 @@ class Screen:
         self.first_step = engine.step_number
         self.rate = 0.0
         self._recent = self.began
+        self.gathered = 0
 
     def start(self) -> None:
         engine = self.engine
@@ -48,6 +49,15 @@ class Screen:
             self._write(f"{name:>7}  {text}")
         for note in engine.layout.notes(engine.device.type, engine.loader.micro_batches):
             self._write(f"   note  {note}")
+        self._note_gathered()
+
+    def _note_gathered(self) -> None:
+        """Where ranks of ``tp`` do all of the same work, and why: some is found out in the first step."""
+        reasons = [c.gathered for c in self.engine.spread.plan.containers.values() if c.gathered]
+        if len(reasons) > self.gathered:
+            self.gathered = len(reasons)
+            more = f", and {len(reasons) - 1} more like it" if len(reasons) > 1 else ""
+            self.said(f"   note  ranks of tp compute all of it alike where {reasons[-1]}{more}")
 
     def _here(self) -> dict[str, str]:
         """What this rank has of the model, where ranks have parts."""
@@ -68,6 +78,7 @@ class Screen:
         self._write(("\r" if self.live else "") + line)
 
     def step(self, metrics: Metrics) -> None:
+        self._note_gathered()
         now = time.monotonic()
         amount = metrics.count if self.engine.task.counts == "tokens" else metrics.slots
         rate = amount / max(now - self._recent, 1e-9)
