@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from phalanx import counter
 from phalanx.errors import WrongUse
+from phalanx.parallel import keras
 from phalanx.parallel.torch_private import FakeTensor, FakeTensorMode, TorchDispatchMode, mutates, storage_id
 
 aten = torch.ops.aten
@@ -29,7 +30,9 @@ FACTORIES = {
     aten.ones.default,
     aten.full.default,
 }
-DRAWS = {aten.uniform_.default, aten.normal_.default, aten.randn.default, aten.rand.default}
+NORMAL_FACTORIES = {aten.randn.default, aten.randn.generator}
+RANDOM_FACTORIES = NORMAL_FACTORIES | {aten.rand.default, aten.rand.generator}
+DRAWS = {aten.uniform_.default, aten.normal_.default} | RANDOM_FACTORIES
 """Draws of which each element's is numbered by its place."""
 NEEDS_VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
@@ -85,7 +88,7 @@ class Blueprint:
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         with warnings.catch_warnings(), _Recorder(self):
             warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")  # deepcopy does
-            self.model = build()
+            self.model = keras.build(build, seed)
         if not isinstance(self.model, nn.Module):
             raise WrongUse(f"Task.model returned a {type(self.model).__name__}. Return an nn.Module.")
         lazy = [n for n, p in self.model.named_parameters() if isinstance(p, nn.parameter.UninitializedParameter)]
@@ -93,6 +96,7 @@ class Blueprint:
             raise WrongUse(
                 f"the shape of {lazy[0]} is not known before the first batch. Use a layer that states its sizes."
             )
+        keras.check_built(self.model)
 
     def observe(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run or note one operation of the constructor."""
@@ -207,15 +211,20 @@ class Blueprint:
 
     @staticmethod
     def _draw(func: Any, args: Any, kwargs: Any, stream: int, place: counter.Place | None = None) -> Any:
-        """Answer a random operation from the counter-based generator; a rare one from torch's, seeded by the stream."""
+        """Answer a random operation from the counter-based generator; a rare one from torch's, seeded by the stream.
+
+        A generator that the constructor made for itself has gone on since, and is not asked.
+        """
+        args = [None if isinstance(arg, torch.Generator) else arg for arg in args]
+        kwargs = {name: value for name, value in kwargs.items() if not isinstance(value, torch.Generator)}
         if func is aten.uniform_.default:
             return counter.fill_uniform(args[0], stream, *_two(args, kwargs, ("from", "to"), (0.0, 1.0)), place)
         if func is aten.normal_.default:
             return counter.fill_normal(args[0], stream, *_two(args, kwargs, ("mean", "std"), (0.0, 1.0)), place)
-        if func in (aten.randn.default, aten.rand.default):
+        if func in RANDOM_FACTORIES:
             kwargs = {name: value for name, value in kwargs.items() if value is not None}
             target = torch.empty(args[0], **kwargs)
-            fill = counter.fill_normal if func is aten.randn.default else counter.fill_uniform
+            fill = counter.fill_normal if func in NORMAL_FACTORIES else counter.fill_uniform
             return fill(target, stream, 0.0, 1.0, place)
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(stream & 0x7FFFFFFFFFFFFFFF)  # torch.manual_seed looks for every device

@@ -21,7 +21,7 @@ from phalanx.anatomy import Anatomy
 from phalanx.errors import WrongUse
 from phalanx.layout import Layout
 from phalanx.losses import penalty_factor
-from phalanx.parallel import batchnorm, collectives, exact, hugging_face
+from phalanx.parallel import batchnorm, collectives, exact, hugging_face, keras
 from phalanx.parallel.answers import Answers, key_dropout_modules
 from phalanx.parallel.batchnorm import spread_batchnorm
 from phalanx.parallel.blueprint import Blueprint
@@ -89,6 +89,7 @@ class Spread:
             self.pipeline = Pipeline(stages, mesh, layout.schedule, self.moment, self.parts, device)
             self.pipeline.shadows(self.model, dtypes.compute)
         self.probe = Probe(self.model, anatomy, layout, dtypes.compute)
+        keras.lead(self.model)
         self.weights = describe(self.model, anatomy, self.holding, self._storage_of)
         fill(self.weights, blueprint, saved, self.holding, device, wide=dtypes.compute == torch.float64)
         hugging_face.prepare(self.model, dtypes.compute)

@@ -79,9 +79,12 @@ def fill(
             continue  # another stage's
         if parameter.requires_grad:
             raise WrongUse(f"{name} is {parameter.dtype}, which is not trained here. Keep its parts as real weights.")
-        owner, _, attribute = name.rpartition(".")
-        made = blueprint.value(parameter, device) if saved is None else saved(name, None, 0).to(device)
-        setattr(blueprint.model.get_submodule(owner), attribute, nn.Parameter(made, requires_grad=False))
+        value = blueprint.value(parameter, device) if saved is None else saved(name, None, 0).to(device)
+        made = nn.Parameter(value, requires_grad=False)
+        for module in blueprint.model.modules():
+            for attribute, held in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+                if held is parameter:
+                    setattr(module, attribute, made)
 
     def widened(value: Tensor) -> Tensor:
         return value.double() if wide and value.is_floating_point() else value

@@ -19,7 +19,7 @@ from phalanx import counter
 from phalanx.anatomy import Anatomy
 from phalanx.data.loader import seed_globally
 from phalanx.data.order import Order, digest, share
-from phalanx.parallel import batchnorm, hugging_face
+from phalanx.parallel import batchnorm, hugging_face, keras
 from phalanx.parallel.answers import Answers
 from phalanx.parallel.blueprint import Blueprint, mapped
 from phalanx.parallel.randomness import Moment, Randomness
@@ -66,10 +66,7 @@ class Beginning:
     @classmethod
     def of(cls, task: Task) -> Beginning:
         blueprint = Blueprint(task.model, task.seed)
-        seed_globally(task.seed, "reference")
-        once = dict(task.model().named_buffers())
-        seed_globally(task.seed, "another")
-        again = dict(task.model().named_buffers())
+        once, again = (dict(_made(task, stream).named_buffers()) for stream in ("reference", "another"))
         drawn = [n for n, b in blueprint.model.named_buffers() if not torch.equal(once[n], again[n])]
         weights = {name: blueprint.value(weight, "cpu") for name, weight in blueprint.model.named_parameters()}
         buffers = {name: blueprint.value(blueprint.model.get_buffer(name), "cpu") for name in drawn}
@@ -97,8 +94,7 @@ class Reference:
         assert isinstance(task, Hostile)
         self.task, self.micro_batches = task, micro_batches
         beginning = task.proof_trial.beginning = task.proof_trial.beginning or Beginning.of(task)
-        seed_globally(task.seed, "reference")
-        self.model, self.anatomy = task.model(), beginning.anatomy
+        self.model, self.anatomy = _made(task, "reference"), beginning.anatomy
         for name, buffer in self.model.named_buffers():
             if name in beginning.buffers:
                 buffer.copy_(beginning.buffers[name])
@@ -238,6 +234,11 @@ def options(optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
         for group in optimizer.param_groups
         for weight in group["params"]
     }
+
+
+def _made(task: Task, stream: str) -> nn.Module:
+    seed_globally(task.seed, stream)
+    return keras.build(task.model, task.seed)
 
 
 def _signs(weight: Tensor, nudge: int, name: str) -> Tensor:
