@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import math
+import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -26,13 +27,15 @@ from phalanx.prove.layouts import MICRO_BATCHES, as_proven
 from phalanx.prove.pieces import Piece
 from phalanx.prove.record import Whole, module_named, observe
 from phalanx.prove.reference import Reference, Step
-from phalanx.prove.shrink import Needs, shrunk
+from phalanx.prove.shrink import Needs, Shrunk, shortened, shrunk
 from phalanx.prove.sites import location
 from phalanx.prove.steady import PHALANX, TORCH
 from phalanx.prove.trial import Case
 from phalanx.task import Precision, Task
 
 NUDGES = (1, 2)
+SLOW_SECONDS = 1.0
+"""A step on one device that takes longer is made shorter, if it can be."""
 
 
 class Unprovable(Exception):
@@ -51,6 +54,8 @@ class Docket:
     task: Task
     steps: int
     ranks: int
+    tell: Callable[[str], None] = lambda text: None
+    """Told what is being done, while there is nothing else to show."""
     cases: list[Case] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     """What was shrunk."""
@@ -95,7 +100,7 @@ class Docket:
         needs = Needs.of([layout])
         if needs not in self._tasks:
             task = self._prepared(needs)
-            self._tasks[needs] = task, Reference(task).run(1).couples_samples
+            self._tasks[needs] = task, self._run(Reference(task), "first", 1).couples_samples
         task, _ = self._tasks[needs]
         key = needs, self._groups(layout)
         if key not in self._numbers:
@@ -134,12 +139,10 @@ class Docket:
         for note in small.notes:
             if note not in self.notes:
                 self.notes.append(note)
-        terms = Trial(self.steps, self.batch, length=small.length, vocabulary=small.vocabulary)
-        terms.attributes = self.attributes
-        task = hostile(small.task, terms)
-        _look(Reference(task), terms)
+        task, terms = self._hostile(small)
         object.__setattr__(task, "clip", math.inf)
-        steps = Reference(task).run().steps
+        reference = self._run(Reference(task), "to see the norms")
+        steps = reference.steps
         first = steps[0]
         if first.skipped:
             raise Unprovable(
@@ -150,20 +153,56 @@ class Docket:
         norms = [step.norm for step in steps if not step.skipped]
         between = math.sqrt(min(norms) * max(norms))  # so that some are clipped and some are not
         object.__setattr__(task, "clip", between if max(norms) > 1.001 * min(norms) else 0.5 * first.norm)
+        idle = reference.decisions.idle
         ignored = f"targets ignored unevenly ({', '.join(terms.ignorable)}); " if terms.ignorable else ""
         self.hostility = [
             f"{task.global_batch} samples a step and {terms.size} an epoch, in micro-batches and buckets; clipped",
             f"weights, biases and norms disturbed; {ignored}one sample's loss not a number in step {terms.poisoned}",
             f"interrupted before step {terms.half}, saved, and resumed by an engine made anew",
+            *([f"half of the experts get no token in step {idle.step}"] if idle else []),
         ]
         return task
 
+    def _hostile(self, small: Shrunk) -> tuple[Task, Trial]:
+        """A task under trial; one that computes for long, with shorter sequences."""
+        terms = Trial(
+            self.steps, self.batch, length=small.length, vocabulary=small.vocabulary, attributes=self.attributes
+        )  # fmt: skip
+        task = hostile(small.task, terms)
+        reference = Reference(task)
+        seconds, shorter = SLOW_SECONDS + 1, shortened(task, reference.model)
+        for _ in range(2):  # the first step may also import what it needs
+            if seconds > SLOW_SECONDS:
+                began = time.perf_counter()
+                self._run(reference, "first", 1)
+                seconds = time.perf_counter() - began
+        if seconds > SLOW_SECONDS and shorter is not None:
+            self.notes.append(f"length -> {shorter}, since a step took {seconds:.1f} s on one device")
+            return self._hostile(replace(small, length=shorter))
+        _look(reference, terms)
+        return task, terms
+
+    def _run(self, reference: Reference, which: str, steps: int | None = None) -> Reference:
+        """A reference to its end, or so many steps on, each told."""
+        every = reference.task.steps if steps is None else len(reference.steps) + steps
+        began = time.perf_counter()
+        while len(reference.steps) < every:
+            done = len(reference.steps)
+            each = f", {(time.perf_counter() - began) / done:.1f} s each" if done else ""
+            self.tell(f"one device, run {which}: step {done + 1} of {every}{each}")
+            reference.run(1)
+        return reference
+
     def _standard(self, task: Task, groups: int) -> Standard:
-        reference = Reference(task, groups).run()
+        reference = self._run(Reference(task, groups), "to compare with")
         made = reference.decisions
         _check_function(task)
-        _check_repeats(task, groups, reference.steps, Reference(task, groups).run().steps)
-        nudged = [Reference(task, groups, nudge, decisions=made).run() for nudge in NUDGES]
+        again = self._run(Reference(task, groups), "a second time").steps
+        _check_repeats(task, groups, reference.steps, again)
+        nudged = [
+            self._run(Reference(task, groups, nudge, decisions=made), f"one rounding off ({nudge} of {len(NUDGES)})")
+            for nudge in NUDGES
+        ]
         standard = Standard.measured(reference, nudged)
         if made.lifted:
             note = "casts to a lower precision inside of the model are left out"

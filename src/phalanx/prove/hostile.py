@@ -72,6 +72,11 @@ class Trial:
         return min(2, self.steps)
 
     @property
+    def idle(self) -> int:
+        """The step in which half of the experts get no token."""
+        return min(1, self.steps - 1)
+
+    @property
     def half(self) -> int:
         """The step before which the run is interrupted."""
         return (self.steps + 1) // 2

@@ -99,6 +99,7 @@ class Job:
             self.task, self.layouts, ranks=self.ranks, steps=self.steps, dtype=self.dtype,
             inject=self.bug.name if self.bug else None,
             on_start=table.start if as_text else None, on_result=table.row if as_text else None,
+            on_progress=table.progress if as_text else None,
         )  # fmt: skip
         settings = plain_settings(self.task)
         write(proof, self.task, settings, run.path)

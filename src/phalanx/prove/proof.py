@@ -81,6 +81,7 @@ def prove(
     inject: str | None = None,
     on_start: Callable[[Docket], None] | None = None,
     on_result: OnResult | None = None,
+    on_progress: Callable[[str], None] | None = None,
 ) -> Proof:
     """Whether a task trains under each layout as it does on one device, and if not, where and why."""
     if not isinstance(task, Task):
@@ -100,7 +101,9 @@ def prove(
     torch.set_num_threads(1)  # as the ranks compute, and OpenMP's threads would not survive a fork
     server = forkserver.kept() or ForkServer(_without_copying(task))
     try:
-        return _Prover(task, steps, dtype, inject, server, on_start, on_result).prove(layouts, ranks)
+        prover = _Prover(task, steps, dtype, inject, server, on_start, on_result)
+        prover.docket.tell = on_progress or prover.docket.tell
+        return prover.prove(layouts, ranks)
     finally:
         if server is not forkserver.kept():
             server.close()
@@ -158,6 +161,7 @@ class _Prover:
 
     def _timed(self, layout: Layout, number: int | None, reason: str | None) -> Result:
         started = time.perf_counter()
+        self.docket.tell(str(layout))
         refused = Result(str(layout), NOT_APPLICABLE, reason or "")
         result = refused if number is None else self._layout(layout, number)
         result.seconds = time.perf_counter() - started

@@ -24,7 +24,7 @@ from phalanx.parallel.answers import Answers
 from phalanx.parallel.blueprint import Blueprint, mapped
 from phalanx.parallel.randomness import Moment, Randomness
 from phalanx.prove.hostile import Hostile
-from phalanx.prove.steady import Decisions, Steady, homes
+from phalanx.prove.steady import Decisions, Idle, Steady, homes
 from phalanx.task import Batch, Task, as_loss
 from phalanx.train.optimizers import make_optimizer
 
@@ -112,7 +112,8 @@ class Reference:
         self.initial_buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
         self.moment = task.proof_trial.moment = Moment()
         self.randomness = Randomness(task.seed, self.moment, torch.device("cpu"))
-        self.decisions = Decisions() if decisions is None else decisions
+        idle = Idle.of(task.proof_trial.idle, self.model, self.anatomy.experts)
+        self.decisions = Decisions(idle=idle) if decisions is None else decisions
         times = None if decisions is None else list[Tensor]
         own = homes(task, self.model)
         steady = Steady(self.randomness, self.decisions, own, lambda step: self.order.slots(step), times)

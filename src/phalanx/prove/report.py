@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 import sys
 import time
 from collections.abc import Mapping
@@ -21,6 +22,7 @@ from phalanx.prove.proof import DIFFERS, EQUAL, NOT_APPLICABLE, Proof, Result
 from phalanx.run import plain
 from phalanx.task import Task
 
+QUIET_SECONDS = 10.0
 MARKS = {EQUAL: "=", DIFFERS: "!", NOT_APPLICABLE: "-"}
 
 
@@ -29,7 +31,8 @@ class Table:
 
     def __init__(self, out: TextIO | None = None) -> None:
         self.out = out or sys.stdout
-        self.began = time.monotonic()
+        self.began = self.told = time.monotonic()
+        self.live = self.out.isatty()
 
     def start(self, docket: Docket) -> None:
         """What is proven, and how."""
@@ -43,6 +46,15 @@ class Table:
             self._write(f"    bar  {bar:.1e}: one rounding at the beginning becomes {sensitivity:.1e} on one device")
         self._write(f"\n  {'layout':<58} {'verdict':<15} {'error':>8} {'seconds':>7}  worst tensor")
 
+    def progress(self, text: str) -> None:
+        """What is being done: on a terminal in a line that renews itself, elsewhere now and then."""
+        now = time.monotonic()
+        if self.live:
+            width = shutil.get_terminal_size().columns - 1
+            print("\r" + f"... {text}"[:width].ljust(width), end="", file=self.out, flush=True)
+        elif now - self.told > QUIET_SECONDS:
+            self._write(f"    ... {text} ({now - self.began:.0f} s)")
+
     def row(self, result: Result) -> None:
         error = "" if result.verdict == NOT_APPLICABLE else f"{result.error:.0e}"
         told = result.reason.partition(". ")[0] if result.verdict == NOT_APPLICABLE else result.worst
@@ -53,7 +65,9 @@ class Table:
         self._write(f"\n{time.monotonic() - self.began:.0f} s")
 
     def _write(self, text: str) -> None:
-        print(text, file=self.out, flush=True)
+        self.told = time.monotonic()
+        clear = "\r" + " " * (shutil.get_terminal_size().columns - 1) + "\r" if self.live else ""
+        print(clear + text, file=self.out, flush=True)
 
 
 def as_json(proof: Proof, task: Task, settings: Mapping[str, Any]) -> dict[str, Any]:

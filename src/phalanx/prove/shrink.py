@@ -19,8 +19,8 @@ from phalanx.parallel.schedules import CHUNKS
 from phalanx.prove.variant import Variant, variant
 from phalanx.task import Task
 
-SMALL_WEIGHTS, SMALL_LENGTH = 300_000, 32
-HEAD_WIDTH, VOCABULARY = 8, 131
+SMALL_WEIGHTS, SMALL_LENGTH, SHORTEST = 300_000, 32, 6
+HEAD_WIDTH, VOCABULARY, CHUNK = 8, 131, 8
 LAYERS = ("layers", "num_layers", "n_layers", "n_layer", "depth", "num_hidden_layers")
 LENGTHS = ("length", "sequence_length", "seq_len", "max_length", "context_length", "block_size")
 
@@ -63,12 +63,13 @@ def shrunk(task: Task, needs: Needs) -> Shrunk:
     model = Blueprint(task.model, task.seed).model
     weights, length = _weights(model), _length(task)
     looked_up = any(isinstance(module, nn.Embedding) for module in model.modules())
+    config = getattr(model, "config", None)
     if weights <= SMALL_WEIGHTS and (length <= SMALL_LENGTH or not looked_up):
-        return Shrunk(task)
+        chunks = _chunks(config, length)
+        return _with_config(task, model, copy.deepcopy(config), chunks) if chunks else Shrunk(task)
     if callable(own := type(task).tiny) and own is not Task.tiny:
         found = Shrunk(_with_blocks(task, task.tiny(), needs.blocks))
     else:
-        config = getattr(model, "config", None)
         found = _by_config(task, model, config, needs) if hasattr(config, "num_hidden_layers") else Shrunk(task)
         if length > SMALL_LENGTH and looked_up:
             found.length = SMALL_LENGTH // 2
@@ -86,12 +87,18 @@ def shrunk(task: Task, needs: Needs) -> Shrunk:
             "it is not known how to make it smaller. Give the task a tiny(): a copy of itself with the same structure "
             "and small sizes, e.g. return dataclasses.replace(self, width=32, layers=2)."
         )
-    found.notes = changed
+    found.notes = [*changed, *found.notes]
     return found
 
 
 def _weights(model: nn.Module) -> int:
     return sum(weight.numel() for weight in model.parameters())
+
+
+def shortened(task: Task, model: nn.Module) -> int | None:
+    """A length at which sequences are few tokens, if they are more."""
+    looked_up = any(isinstance(module, nn.Embedding) for module in model.modules())
+    return SHORTEST if looked_up and _length(task) > SHORTEST else None
 
 
 def _length(task: Task) -> int:
@@ -118,6 +125,8 @@ def _changes(task: Task, tiny: Task) -> list[str]:
 
 def _by_config(task: Task, model: nn.Module, config: Any, needs: Needs) -> Shrunk:
     """The same class of model from a smaller configuration."""
+    if not hasattr(config, "num_attention_heads"):
+        return _state_space(task, model, config, needs)
     tiny = copy.deepcopy(config)
     heads = min(config.num_attention_heads, max(4, needs.heads))
     keys = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
@@ -141,5 +150,33 @@ def _by_config(task: Task, model: nn.Module, config: Any, needs: Needs) -> Shrun
     for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
         if isinstance(value := getattr(tiny, name, None), int) and value >= tiny.vocab_size:
             setattr(tiny, name, value % tiny.vocab_size)
-    small = variant(task, FromConfig, model_kind=type(model), model_config=tiny)
-    return Shrunk(small, vocabulary=getattr(tiny, "vocab_size", None))
+    return _with_config(task, model, tiny, _chunks(tiny, SMALL_LENGTH // 2))
+
+
+def _state_space(task: Task, model: nn.Module, config: Any, needs: Needs) -> Shrunk:
+    """A model without attention: made anew from few settings, since others are derived from them."""
+    known, expand = config.to_dict(), getattr(config, "expand", 2)
+    sizes = {
+        "num_hidden_layers": min(config.num_hidden_layers, needs.blocks),
+        "hidden_size": 4 * HEAD_WIDTH, "num_heads": 4 * expand, "head_dim": HEAD_WIDTH, "expand": expand,
+        "state_size": min(known.get("state_size", 16), 16), "n_groups": min(known.get("n_groups", 2), 2),
+        "vocab_size": min(known.get("vocab_size", VOCABULARY), VOCABULARY), "pad_token_id": 0, "eos_token_id": 0,
+        "bos_token_id": 0,
+    }  # fmt: skip
+    tiny = type(config)(**{name: value for name, value in sizes.items() if name in known})
+    return _with_config(task, model, tiny, _chunks(tiny, SMALL_LENGTH // 2))
+
+
+def _chunks(config: Any, length: int) -> dict[str, int]:
+    """Chunks that sequences are padded to, longer than they are: work grows with them, and nothing else does."""
+    sizes = {n: v for n, v in vars(config or object).items() if n.endswith("chunk_size") and isinstance(v, int)}
+    return {name: CHUNK for name, size in sizes.items() if size > max(CHUNK, length)}
+
+
+def _with_config(task: Task, model: nn.Module, config: Any, changes: dict[str, int]) -> Shrunk:
+    """The task with the same class of model from another configuration."""
+    notes = [f"{name} {getattr(config, name)} -> {value}" for name, value in changes.items()]
+    for name, value in changes.items():
+        setattr(config, name, value)
+    small = variant(task, FromConfig, model_kind=type(model), model_config=config)
+    return Shrunk(small, notes, vocabulary=getattr(config, "vocab_size", None))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -27,6 +27,27 @@ PHALANX, TORCH = str(Path(__file__).resolve().parents[1]), str(Path(torch.__file
 NARROW = (torch.float32, torch.bfloat16, torch.float16)
 
 
+@dataclass(frozen=True)
+class Idle:
+    """A step in which the second half of the experts gets no token, so that some ranks' experts have nothing to do."""
+
+    step: int
+    experts: int
+
+    @classmethod
+    def of(cls, step: int, model: nn.Module, experts: Sequence[str]) -> Idle | None:
+        """Without experts there is no such step."""
+        counts = [getattr(model.get_submodule(name), "num_experts", 0) for name in experts]
+        return cls(step, max(counts)) if any(counts) else None
+
+    def without(self, scores: Any, chosen: int) -> Any:
+        """A router's scores, which leave those experts out; so many it must choose."""
+        if not isinstance(scores, Tensor) or scores.shape[-1:] != (self.experts,) or not scores.is_floating_point():
+            return scores
+        out = torch.arange(self.experts, device=scores.device) >= max(self.experts // 2, chosen)
+        return scores.masked_fill(out, float("-inf"))
+
+
 @dataclass
 class Decisions:
     """What a reference chose: by step, scope and number, the indices, by the first slot of each micro-batch."""
@@ -34,6 +55,7 @@ class Decisions:
     made: dict[tuple[int, str, int], dict[int, Tensor]] = field(default_factory=dict)
     lifted: int = 0
     """Casts that were left out."""
+    idle: Idle | None = None
 
     def whole(self, step: int, scope: str, number: int) -> Tensor | None:
         parts = self.made.get((step, scope, number))
@@ -103,6 +125,9 @@ class Steady:
         return False
 
     def _choose(self, call: Answer, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        idle = self.decisions.idle
+        if idle is not None and self.randomness.moment.step == idle.step:
+            tensor = idle.without(tensor, int(kwargs.get("k", args[0] if args else 1)))
         chosen = call(tensor, *args, **kwargs)
         indices = chosen[1] if isinstance(chosen, tuple) else chosen
         place = 1 if isinstance(chosen, tuple) else 0  # topk(k, dim), argmax(dim)

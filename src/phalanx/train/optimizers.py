@@ -32,6 +32,14 @@ def make_optimizer(task: Task, pieces: Sequence[nn.Parameter], trained: bool, sh
     optimizer = task.optimizer(pieces)
     if not isinstance(optimizer, optim.Optimizer):
         raise WrongUse(f"{name}.optimizer returned a {type(optimizer).__name__}. Return a torch.optim.Optimizer.")
+    known = {id(piece) for piece in pieces}
+    strangers = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in known]
+    if strangers:
+        raise WrongUse(
+            f"{name}.optimizer updates {len(strangers)} tensors that are not those it was given, so the model would "
+            f"learn nothing from it (the first has the shape {tuple(strangers[0].shape)}). Make it from the parameters "
+            "that it is called with, not from a model of its own."
+        )
     kind = type(optimizer)
     if isinstance(optimizer, optim.LBFGS):
         raise WrongUse("LBFGS evaluates the loss many times in a step. Use an optimizer with one gradient a step.")
