@@ -28,6 +28,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2": ("Gemma2Config", SIZES | {"head_dim": 6}),
     "gpt-neox": ("GPTNeoXConfig", {n: v for n, v in SIZES.items() if n != "num_key_value_heads"}),
     "mixtral": ("MixtralConfig", SIZES | {"num_local_experts": 4}),
+    "bigcode": ("GPTBigCodeConfig", TOKENS | {"n_embd": 24, "n_layer": 2, "n_head": 4, "n_positions": 32}),
     "bloom": ("BloomConfig", TOKENS | {"hidden_size": 24, "n_layer": 2, "n_head": 4}),
     "phi3": ("Phi3Config", SIZES),
     "gpt-oss": (

@@ -14,11 +14,11 @@ def test_heads_of_fused_projections() -> None:
 
 
 def test_what_is_unclear_is_said() -> None:
-    assert not unclear("h.qkv_proj", 32, 4, 4)
-    assert "h.query_key_value gives 24 features, not query, key and value of 4 heads of 4" in unclear(
-        "h.query_key_value", 24, 4, 4
-    )
-    assert unclear("h.in_proj", 44, 4, 4)
+    assert not unclear("h.qkv_proj", 32, 4, 4, 2)
+    assert "has 2 key-value heads beside its queries, which tp=4 does not divide" in unclear("h.qkv_proj", 32, 4, 4, 4)
+    words = unclear("h.query_key_value", 24, 4, 4, 2)
+    assert words == "h.query_key_value gives 24 features, not query, key and value of 4 heads of 4"
+    assert unclear("h.in_proj", 44, 4, 4, 2)
 
 
 class Config:

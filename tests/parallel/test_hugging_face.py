@@ -59,6 +59,7 @@ def test_every_two_axes(ranks: Ranks, kind: str) -> None:
     ("falcon", "tp=2,cp=2"),  # one key-value head between all, attention by torch's own function
     ("gpt-oss", "tp=2,cp=2,cp_kind=ulysses"),  # a sink for each head
     ("olmoe", "fsdp=2,tp=2"),  # norms over all heads
+    ("bigcode", "tp=2,cp=2"),  # likewise, with dropout in attention
     ("bloom", "tp=2,pp=2,micro_batch=6,recompute=full"),  # biases built for all heads
 ])  # fmt: skip
 def test_attention_of_other_kinds(ranks: Ranks, kind: str, layout: str) -> None:

@@ -138,7 +138,7 @@ def _cut_container(plan: Plan, model: nn.Module, name: str, rules: dict[str, Any
         _check_sizes(model, name, rules, ranks)
     width = attribute(model.get_submodule(name), HEAD_WIDTHS) if attends else None
     count = _head_count(model, rules, width) if width else None
-    reason = _why_gathered(model, name, rules, attends, width, count)
+    reason = _why_gathered(model, name, rules, attends, width, count, ranks)
     if not reason and count is not None and count % ranks:
         raise WrongUse(
             f"{name} has {count} heads, which do not divide by tp={ranks}. "
@@ -179,7 +179,7 @@ def _by_head(container: nn.Module, count: int | None) -> list[tuple[str, nn.Para
 
 
 def _why_gathered(
-    model: nn.Module, name: str, rules: dict[str, Any], attends: bool, width: int | None, count: int | None
+    model: nn.Module, name: str, rules: dict[str, Any], attends: bool, width: int | None, count: int | None, ranks: int
 ) -> str:
     """Why a rank cannot compute its part between a container's columns and rows; empty if it can."""
     container = model.get_submodule(name)
@@ -187,7 +187,7 @@ def _why_gathered(
         return f"{name} does not say how wide its heads are (an attribute head_dim would)"
     if width and count:
         columns = {m: features(model.get_submodule(m), out=True) for m, way in rules.items() if way == "column"}
-        reasons = [heads.unclear(member, size, width, count) for member, size in columns.items()]
+        reasons = [heads.unclear(member, size, width, count, ranks) for member, size in columns.items()]
         if any(reasons):
             return next(filter(None, reasons))
     known = {f"{member}.{kind}" for member in rules for kind in ("weight", "bias")}

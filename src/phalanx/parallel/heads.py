@@ -39,12 +39,15 @@ def part(total: int, ranks: int, rank: int, offset: int = 0, width: int = 1) -> 
     return offset + start * width, offset + stop * width
 
 
-def unclear(name: str, size: int, width: int, heads: int) -> str:
-    """Why it cannot be told which features of a projection belong to which head; empty if it can."""
+def unclear(name: str, size: int, width: int, heads: int, ranks: int) -> str:
+    """Why it cannot be told which features of a projection belong to which rank; empty if it can."""
     last = name.rpartition(".")[2]
     fits = size == 3 * heads * width if last in BY_HEAD else size % width == 0 and size >= width
+    keys, odd = divmod(size // width - heads, 2)
+    if last in FUSED and fits and keys > 0 and not odd and keys % ranks:
+        return f"{name} has {keys} key-value heads beside its queries, which tp={ranks} does not divide"
     if last in FUSED:
-        fits = fits and size > heads * width and (size // width - heads) % 2 == 0
+        fits = fits and keys > 0 and not odd
     return "" if fits else f"{name} gives {size} features, not query, key and value of {heads} heads of {width}"
 
 

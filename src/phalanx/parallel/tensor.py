@@ -114,7 +114,9 @@ class TensorParallel:
     def _into_column(self, inside: str, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """From here to the row, features are this rank's. Columns of one tensor share a way in, and a sum back."""
         container, device = self.plan.containers[inside], self.randomness.device
-        if not container.gathered:
+        if container.gathered:
+            self.randomness.inner = Region(self.randomness.moment.here)  # all heads and features
+        else:
             heads = None if container.heads is None else torch.arange(*container.heads, device=device)
             features = torch.arange(*container.features, device=device)
             self.randomness.inner = Region(self.randomness.moment.here, features, heads)
