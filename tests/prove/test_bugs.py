@@ -34,6 +34,17 @@ def test_a_planted_bug_is_caught_and_named(name: str) -> None:
     assert str(finding)
 
 
+@pytest.mark.parametrize(("name", "file"), [
+    ("cp_attention_keeps_own_keys_gradient", "parallel/differentiable.py"),
+    ("cp_labels_roll_within_chunks", "phalanx/losses.py"),
+])  # fmt: skip
+def test_what_crosses_ranks_is_looked_for_where_it_does(name: str, file: str) -> None:
+    bug = BUGS[name]
+    finding = prove(find_task(bug.task)(**bug.settings), [bug.layout], inject=name).results[0].finding
+    assert finding is not None
+    assert file in finding.where, finding
+
+
 def test_every_bug_says_what_it_does() -> None:
     assert len({bug.row for bug in BUGS.values()}) >= 35
     for bug in BUGS.values():

@@ -144,3 +144,16 @@ def test_wrong_numbers_are_refused() -> None:
     with pytest.raises(phalanx.WrongUse, match="no layout"):
         prove(tasks.Plain(), [])
     assert prove(tasks.Plain(global_batch=1), ["dp=2"]).exit_code == 2
+
+
+@dataclass
+class Beside(tasks.Plain):
+    """Updates a model of its own."""
+
+    def optimizer(self, params: Any) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.model().parameters())
+
+
+def test_an_optimizer_of_another_models_tensors_is_refused() -> None:
+    with pytest.raises(phalanx.WrongUse, match="tensors that are not those it was given"):
+        prove(Beside(), ["dp=2"])

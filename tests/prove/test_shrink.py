@@ -11,6 +11,8 @@ import transformers
 from torch import nn
 
 from phalanx import Layout, WrongUse
+from phalanx.prove import cases
+from phalanx.prove.cases import Docket
 from phalanx.prove.hostile import Trial, hostile
 from phalanx.prove.proof import prove
 from phalanx.prove.shrink import Needs, shrunk
@@ -66,6 +68,33 @@ class Llama(Plain):
 
     def loss(self, output: Any, batch: dict[str, Any]) -> Any:
         return super().loss(output.logits, {"y": batch["labels"]})
+
+
+@dataclass
+class StateSpace(Llama):
+    hidden: int = 1024
+
+    def model(self) -> nn.Module:
+        heads = {"num_heads": self.hidden // 32, "head_dim": 64, "n_groups": 1, "state_size": 16}
+        return transformers.Mamba2ForCausalLM(
+            transformers.Mamba2Config(hidden_size=self.hidden, num_hidden_layers=2, vocab_size=61, **heads)
+        )
+
+
+def test_a_state_space_model_is_shrunk_and_not_padded_to_long_chunks() -> None:
+    large, small = shrunk(StateSpace(), Needs()), shrunk(StateSpace(hidden=32), Needs())
+    assert "chunk_size 256 -> 8" in large.notes
+    assert "chunk_size 256 -> 8" in small.notes
+    assert large.task.model().config.hidden_size == small.task.model().config.hidden_size == 32
+
+
+def test_a_slow_step_is_made_shorter_and_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cases, "SLOW_SECONDS", 0.0)
+    told: list[str] = []
+    docket = Docket(Llama(), 1, 1, told.append)
+    docket.number(Layout())
+    assert any("length -> 6, since a step took" in note for note in docket.notes)
+    assert "one device, run to compare with: step 1 of 2" in told
 
 
 def test_a_hugging_face_model_is_shrunk_by_its_configuration() -> None:

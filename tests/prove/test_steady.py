@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from phalanx.parallel.answers import Answers
 from phalanx.parallel.randomness import Moment, Randomness
-from phalanx.prove.steady import Decisions, Steady
+from phalanx.prove.steady import Decisions, Idle, Steady
 
 
 def setup(decisions: Decisions, replay: bool) -> Randomness:
@@ -42,3 +42,14 @@ def test_ties_are_decided_as_before_and_nothing_else_is() -> None:
         assert torch.equal(nudged.topk(1, -1).indices, chosen)
     with randomness.scope("block"):
         assert not torch.equal((-x).topk(1, -1).indices, chosen)
+
+
+def test_in_one_step_half_of_the_experts_are_chosen_by_nobody() -> None:
+    scores = torch.arange(24, dtype=torch.float64).view(4, 6)
+    randomness = setup(Decisions(idle=Idle(step=1, experts=6)), replay=False)
+    with randomness.scope("block"):
+        assert scores.topk(2, -1).indices.min() > 3
+        randomness.moment.step = 1
+        assert scores.topk(2, -1).indices.max() < 3
+        assert scores.topk(4, -1).values.isfinite().all()
+        assert scores[:, :5].argmax(-1).max() == 4  # no router: it chooses between others

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from phalanx.parallel import batchnorm
+from phalanx.parallel.cuts import make_plan
 from phalanx.prove import algebra
 from phalanx.prove.finding import Finding
 from phalanx.prove.ladder import Difference, off, size
 from phalanx.prove.pieces import Piece
 from phalanx.prove.record import WHOLE, Record, Whole, bare, by_axis, module_named
 from phalanx.prove.scene import SUMS, Scene, own_rows
-from phalanx.prove.sites import location
-from phalanx.train.step import train_step
+from phalanx.prove.sites import BACKWARD, location, loss_site
 
 
 class Causes(Scene):
@@ -131,16 +131,26 @@ class Causes(Scene):
                 f"to the right one: between the two, a sum over {over} is missing."
             )
         if bare(lead.name) == WHOLE:
-            finding.where = location(train_step)
+            finding.where = loss_site(finding.axes)
             finding.cause = (
                 f"forward is right, and what backward begins with is not: {finding.cause or 'see the loss.'}"
             )
             return
+        finding.where = self._collective(finding.axes)
         finding.cause = (
             f"forward is right; in backward the first gradient that differs is that of the output of {lead.name} "
             f"({type(module).__name__}), so what comes after it sends back something wrong: "
             f"{finding.cause or self.nothing_simple(finding)}"
         )
+
+    def _collective(self, axes: Sequence[str]) -> str:
+        """Where what a block sends back crosses ranks."""
+        how, reference = axes[0] if axes else "", self.whole.reference
+        if how == "tp" and make_plan(reference.model, reference.anatomy, self.layout.tp, 0).by_time:
+            how = "tp by time"
+        elif how == "cp":
+            how = f"cp {self.layout.cp_kind}"
+        return location(BACKWARD[how]) if how in BACKWARD else ""
 
     def _ratios(self, finding: Finding, pieces: Sequence[Piece], pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         """One ratio, or one for each micro-batch."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,12 @@ from torch import nn
 from phalanx.checkpoint.state import State
 from phalanx.data.loader import Loader, Reader
 from phalanx.data.order import Order
+from phalanx.losses import cross_entropy
+from phalanx.parallel import differentiable
 from phalanx.parallel.batchnorm import KINDS, GlobalBatchNorm
 from phalanx.parallel.bucket import Bucket
 from phalanx.parallel.holding import Holding
+from phalanx.parallel.pipeline import Pipeline
 from phalanx.parallel.randomness import Randomness
 from phalanx.parallel.replicate import Reduction
 from phalanx.parallel.spread import Spread
@@ -39,7 +43,6 @@ RUNGS: dict[str, Any] = {
     "initial weights": fill,
     "given gradients": Spread.give_gradients,
     "random draws": Randomness.draw,
-    "loss": train_step,
     "gradient norm": Spread.gradient_norm_squared,
     "clip factor": train_step,
     "skipping": train_step,
@@ -49,13 +52,30 @@ RUNGS: dict[str, Any] = {
     "buffers": GlobalBatchNorm,
 }
 
+BACKWARD: dict[str, Any] = {
+    "tp": differentiable._Share,
+    "tp by time": differentiable._Gather,
+    "cp gather": differentiable._Gather,
+    "cp ulysses": differentiable._Exchange,
+    "ep": differentiable._ExchangeRows,
+    "pp": Pipeline.backward,
+}
+"""By axis, and how it is used, the collective behind a block's modules whose backward sums or sends."""
+
 RESUMING: dict[str, Any] = {WRITTEN: State.entries, READ: State.wanted, KEPT: Keeper.stage, RESUMED: Engine.resume}
 """By where a saved state went wrong."""
+
+
+def loss_site(axes: Sequence[str]) -> str:
+    """Where a loss is computed that is wrong of an output that is right: over parts of a vocabulary or a sequence."""
+    return location(cross_entropy if {"tp", "cp"} & set(axes) else train_step)
 
 
 def site(finding: Finding, model: nn.Module) -> str:
     """File and line, or nothing where they cannot be known."""
     name = finding.name
+    if finding.rung == "loss":
+        return loss_site(finding.axes)
     if finding.rung in ("activations", "gradients of activations"):
         return location(_own_class(model, bare(name)))
     if finding.rung == "samples":
