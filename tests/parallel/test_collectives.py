@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from unittest import mock
 
 import pytest
@@ -75,3 +76,17 @@ def test_alone_a_sum_is_what_it_was() -> None:
     tensor = torch.ones(2)
     collectives.all_reduce(tensor, None).wait()
     assert tensor.tolist() == [1, 1]
+
+
+def speak() -> tuple[list[list[str]], list[str]]:
+    group, rank = dist.group.WORLD, dist.get_rank()
+    assert group is not None
+    with mock.patch.object(pickle, "Unpickler", None), mock.patch.object(pickle, "loads", None):
+        said = collectives.everybodys(["größer", *(str(number) for number in range(100 * rank))], group)
+        assert collectives.everybodys([], group) == [[]] * group.size()
+        return said, collectives.told([f"rank {rank}", ""], group, source=1)
+
+
+def test_words_travel_whole_and_are_never_unpickled(ranks: Ranks) -> None:
+    every = [["größer", *(str(number) for number in range(100 * rank))] for rank in range(3)]
+    assert ranks(3, speak) == [(every, ["rank 1", ""])] * 3
