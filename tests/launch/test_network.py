@@ -11,6 +11,7 @@ import pytest
 
 from phalanx import CannotHere, WrongUse
 from phalanx.launch import network
+from phalanx.launch.key import Key
 from phalanx.launch.meeting import Meeting
 from phalanx.launch.network import Way
 from tests.hosts import Host, needs_namespaces
@@ -130,7 +131,8 @@ def test_a_name_that_means_loopback_here_means_another_address_to_others(host: H
 
 def _listening_hosts(address: str, interface: str | None) -> list[str]:
     """Where a host listens that has opened a meeting, and is ready to open its ranks' store."""
-    with closing(Meeting(address, name="run", ranks=1, min_nodes=1, max_nodes=1, interface=interface)) as meeting:
+    seat = Meeting(address, key=Key(), name="run", ranks=1, min_nodes=1, max_nodes=1, interface=interface)
+    with closing(seat) as meeting:
         met = meeting.next()
         assert met is not None
         assert met.listening is not None

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from phalanx import CannotHere, Run
+from phalanx import CannotHere
 from phalanx.checkpoint.store import Folder, open_store
 from phalanx.launch import network, shared
+from phalanx.launch.key import Key
 from phalanx.launch.meeting import Meeting, Round
 from phalanx.launch.shared import Shared
 
@@ -20,7 +21,8 @@ def seats() -> Iterator[list[tuple[Meeting, Round]]]:
     """Hosts a and b, who have met."""
     with network.listen_alone() as free:
         address = f"127.0.0.1:{free.getsockname()[1]}"
-    meetings = [Meeting(address, name="run", ranks=1, min_nodes=2, max_nodes=2, host=host) for host in "ab"]
+    key = Key()
+    meetings = [Meeting(address, key=key, name="run", ranks=1, min_nodes=2, max_nodes=2, host=host) for host in "ab"]
     found: dict[str, Round] = {}
 
     def meet(meeting: Meeting) -> None:
@@ -50,9 +52,9 @@ def test_who_does_not_see_the_checkpoints_is_refused_and_all_know_why(
 ) -> None:
     monkeypatch.setattr(shared, "PATIENCE_SECONDS", 0.3)
     (first, met), (second, also_met) = seats
-    one = Shared(first, Run(tmp_path), Folder(tmp_path / "one"))
+    one = Shared(first, Folder(tmp_path), Folder(tmp_path / "one"))
     one.check(met, never)
-    other = Shared(second, Run(tmp_path), Folder(tmp_path / "other"))
+    other = Shared(second, Folder(tmp_path), Folder(tmp_path / "other"))
     with pytest.raises(CannotHere, match=f"host {second.host} does not see what host {first.host} writes to .*other"):
         other.check(also_met, never)
     while not one.unshared():
@@ -67,7 +69,7 @@ def test_folders_and_stores_that_all_see(seats: list[tuple[Meeting, Round]], tmp
     store = open_store("memory://shared-by-this-process")
     (tmp_path / f"{shared.MARK}left").mkdir()
     for meeting, seen in ((first, met), (second, also_met)):
-        both = Shared(meeting, Run(tmp_path), store)
+        both = Shared(meeting, Folder(tmp_path), store)
         both.check(seen, never)
         assert not both.private
         if meeting is first:
@@ -86,8 +88,8 @@ def test_a_run_goes_on_without_its_first_host_only_where_its_folder_is(
     for name in "one", "other":
         (tmp_path / name).mkdir()
     checkpoints = Folder(tmp_path / "kept")
-    Shared(first, Run(tmp_path / "one"), checkpoints).check(met, never)
-    other = Shared(second, Run(tmp_path / "other"), checkpoints)
+    Shared(first, Folder(tmp_path / "one"), checkpoints).check(met, never)
+    other = Shared(second, Folder(tmp_path / "other"), checkpoints)
     other.check(also_met, never)
     assert other.private == first.host
     assert "is not shared: the run's events, weights and certificate are in that folder" in capsys.readouterr().err
@@ -99,4 +101,4 @@ def test_a_folder_that_cannot_be_written_to(seats: list[tuple[Meeting, Round]], 
     (first, met), _ = seats
     (tmp_path / "file").write_text("")
     with pytest.raises(CannotHere, match=r"cannot write to .*file: (Not a directory|File exists)"):
-        Shared(first, Run(tmp_path), Folder(tmp_path / "file")).check(met, never)
+        Shared(first, Folder(tmp_path), Folder(tmp_path / "file")).check(met, never)

@@ -10,33 +10,44 @@ import secrets
 import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
+from typing import BinaryIO, Protocol
 
-from phalanx.checkpoint.store import Folder, Store
 from phalanx.errors import CannotHere
 from phalanx.launch.meeting import Meeting, Round
-from phalanx.run import Run
 
 MARK = ".met-"
 PATIENCE_SECONDS = 10.0
 """How long a mark may take to be seen through a network's file system."""
 
 
+class Place(Protocol):
+    """What is asked of a store of checkpoints, or of a folder."""
+
+    url: str
+
+    def names(self) -> list[str]: ...
+    def make(self, folder: str) -> None: ...
+    def write(self, name: str) -> AbstractContextManager[BinaryIO]: ...
+    def read(self, name: str) -> bytes: ...
+    def remove(self, folder: str) -> None: ...
+
+
 class Shared:
     """What all hosts of a run must see: its checkpoints. That they see its folder is better, but not needed."""
 
-    def __init__(self, meeting: Meeting, run: Run, checkpoints: Store) -> None:
-        self.meeting, self.run, self.checkpoints = meeting, run, checkpoints
+    def __init__(self, meeting: Meeting, folder: Place, checkpoints: Place) -> None:
+        self.meeting, self.folder, self.checkpoints = meeting, folder, checkpoints
         self.private = ""
         """The host whose folder has what rank 0 writes, if it is not this one's folder too."""
-        self._marked: list[tuple[Store, str]] = []
+        self._marked: list[tuple[Place, str]] = []
 
     def check(self, met: Round, asked: Callable[[], bool]) -> None:
         """Refuse a host that does not see the checkpoints' folder."""
         if met.node == 0:
             if self.private:
                 raise CannotHere(
-                    f"host {self.private} was lost, and what it wrote to {self.run.path} with it: host "
+                    f"host {self.private} was lost, and what it wrote to {self.folder.url} with it: host "
                     f"{self.meeting.host} does not see that folder. Checkpoints are in {self.checkpoints.url}: start "
                     f"the run again on host {self.private}, or give --run a folder that all hosts see."
                 )
@@ -53,11 +64,11 @@ class Shared:
             )
             self.meeting.put("unshared", why)
             raise CannotHere(why)
-        if self.private != first and not _seen(Folder(self.run.path), mark, met.node):
+        if self.private != first and not _seen(self.folder, mark, met.node):
             self.private = first
             print(
-                f"   note  {self.run.path} is not shared: the run's events, weights and certificate are in that folder "
-                f"of host {first}, and without that host the run cannot go on",
+                f"   note  {self.folder.url} is not shared: the run's events, weights and certificate are in that "
+                f"folder of host {first}, and without that host the run cannot go on",
                 file=sys.stderr, flush=True,
             )  # fmt: skip
         return None
@@ -76,7 +87,7 @@ class Shared:
     def _mark(self) -> None:
         self.close()
         mark = f"{MARK}{secrets.token_hex(8)}"
-        for store in (self.checkpoints, Folder(self.run.path)):
+        for store in (self.checkpoints, self.folder):
             try:
                 for left in [name for name in store.names() if name.startswith(MARK)]:  # by a host that was lost
                     store.remove(left)
@@ -100,7 +111,7 @@ class Shared:
         return mark
 
 
-def _seen(store: Store, mark: str, node: int) -> bool:
+def _seen(store: Place, mark: str, node: int) -> bool:
     """Whether the mark can be read, with some patience, and written beside."""
     deadline = time.monotonic() + PATIENCE_SECONDS
     while True:
@@ -114,6 +125,6 @@ def _seen(store: Store, mark: str, node: int) -> bool:
             time.sleep(0.2)
 
 
-def _write(store: Store, mark: str, node: int) -> None:
+def _write(store: Place, mark: str, node: int) -> None:
     with store.write(f"{mark}/{node}") as file:
         file.write(b"was here")

@@ -17,7 +17,7 @@ import torch
 from phalanx.checkpoint.manifest import Damaged
 from phalanx.checkpoint.shelf import Shelf
 from phalanx.checkpoint.slot import Slot, new_memory
-from phalanx.checkpoint.store import Store, open_store
+from phalanx.checkpoint.store import Folder, Store, open_store
 from phalanx.checkpoint.verify import final_differs
 from phalanx.cluster import Cluster
 from phalanx.data.loader import seed_globally
@@ -221,7 +221,7 @@ class Job:
                 interface=options.interface,
                 terms={**options.to_repeat(), **plain({"layout": str(self.layout), **plain_settings(self.task)})},
             )  # fmt: skip
-            shared = Shared(meeting, run, shelf.store)
+            shared = Shared(meeting, Folder(run.path), shelf.store)
         supervisor = Supervisor(
             run, self.cluster.world, new_memory, options.restarts, options.grace, meeting,
             partial(hosts_used, self.layout, self.task.global_batch), shared, partial(self._certified, run, shelf),
