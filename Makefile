@@ -36,6 +36,7 @@ bench: .venv/ready  ## every benchmark, each with its table and its bars
 	$(BIN)/python benchmarks/exact.py
 	$(BIN)/python benchmarks/checkpoint.py
 	$(BIN)/python benchmarks/recovery.py
+	$(BIN)/python benchmarks/scale.py
 
 clean:
 	rm -rf .venv runs .mypy_cache .ruff_cache .pytest_cache

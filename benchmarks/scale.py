@@ -148,8 +148,9 @@ def placing(quick: bool) -> Iterator[Figure]:
     layout = Layout(fsdp=16, tp=8, pp=8)
     for name, work in {
         "nearest layouts": lambda world: layout.fitted(1 << 14, world),
-        "refusal of a layout": lambda world: layout._nearest(1 << 14, world - 1),
+        "refusal of a layout, with the nearest that works": lambda world: layout._nearest(HOST, world - 1),
         "hosts that a layout uses": lambda world: hosts_used(layout, 1 << 14, [HOST] * (world // HOST - 1)),
+        "hosts that a layout uses, of which few fit": lambda world: hosts_used(layout, HOST, [HOST] * (world // HOST)),
         "a rank's part of a step's samples": lambda world: _samples(world),
         "agreement between ranks": _agreement,
     }.items():
@@ -285,7 +286,7 @@ def reception(quick: bool) -> Iterator[Figure]:
     if find_spec("scale_reception") is not None:
         from scale_reception import figures  # type: ignore[import-not-found]
 
-        yield from figures(quick)
+        yield from figures(rounds=3, seconds=3.0) if quick else figures()
 
 
 def main() -> None:

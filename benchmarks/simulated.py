@@ -153,7 +153,8 @@ def rank_of(world: int, rank: int, ranks_each: int = 8) -> Iterator[None]:
     def with_echo(*args: Any, backend: str | None = None, **options: Any) -> Any:
         return original(*args, **options)
 
-    dist.init_process_group("echo", store=Nobody(), rank=rank, world_size=world)
+    store = Nobody()  # torch keeps no reference to what is Python's of it
+    dist.init_process_group("echo", store=store, rank=rank, world_size=world)
     dist.new_group = with_echo  # also where gloo is asked for
     joined.clear()
     try:
