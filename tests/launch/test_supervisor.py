@@ -15,7 +15,7 @@ import pytest
 from phalanx.checkpoint.slot import new_memory
 from phalanx.errors import WrongUse
 from phalanx.launch import beats
-from phalanx.launch.beats import LAUNCHED, Beat
+from phalanx.launch.beats import ARRIVED, Beat
 from phalanx.launch.local import Outcome
 from phalanx.launch.supervisor import Host, Supervisor
 from phalanx.run import Run
@@ -45,7 +45,7 @@ def stepping(host: Host, steps: int, then: Callable[[int, int], None]) -> int:
     while done[0] < steps:
         time.sleep(0.01)
         done[0] += 1
-        host.beats.row(rank)[LAUNCHED] += 1
+        host.beats.row(rank)[ARRIVED] += 1
         beat.stepped(done[0])
         then(host.generation, done[0])
     return done[0]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pickle
+import threading
+import time
 from unittest import mock
 
 import pytest
@@ -90,3 +92,22 @@ def speak() -> tuple[list[list[str]], list[str]]:
 def test_words_travel_whole_and_are_never_unpickled(ranks: Ranks) -> None:
     every = [["größer", *(str(number) for number in range(100 * rank))] for rank in range(3)]
     assert ranks(3, speak) == [(every, ["rank 1", ""])] * 3
+
+
+def seen_while_waiting() -> tuple[list[int], list[int]]:
+    """Rank 1 comes late; meanwhile another thread of rank 0 looks at what a supervisor would see."""
+    collectives.signs = [0, 0, 0]
+    seen: list[list[int]] = []
+    looking = threading.Timer(0.3, lambda: seen.append(list(collectives.signs)))
+    looking.start()
+    if dist.get_rank() == 1:
+        time.sleep(0.6)
+    collectives.all_reduce(torch.ones(1), dist.group.WORLD).wait()
+    looking.join()
+    return seen[0], list(collectives.signs)
+
+
+def test_a_rank_that_waits_says_so(ranks: Ranks) -> None:
+    first, second = ranks(2, seen_while_waiting)
+    assert first == ([1, 0, 1], [1, 0, 0])
+    assert second == ([0, 0, 0], [1, 0, 0])

@@ -111,7 +111,7 @@ class Supervisor:
                 return Outcome(interrupted=True)
             world, generation = gathered
             host = Host(generation, world.size or self.ranks, self.beats, self.memory, self.guests, self.recoveries > 0)
-            watch = Watch(self.beats, world.first, self.leniency)
+            watch = Watch(self.beats, world.first, self.leniency, alone=world.size in (0, world.ranks))
             look = partial(self._look, watch)
             outcome = run_ranks(partial(program, host), world, look, self.grace) if world.ranks else self._stand_by()
             if self._over(outcome, generation):

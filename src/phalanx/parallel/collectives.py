@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from phalanx.parallel.arrivals import Arrivals
 from phalanx.parallel.exact import fold
 from phalanx.parallel.memory import Buffers
 
@@ -31,9 +34,9 @@ what ours do, but for small messages that go to everybody at once."""
 
 calls: Counter[tuple[str, str]] = Counter()
 """How many they were."""
-launched: memoryview | list[int] = [0]
-"""One number: how many this rank has launched in all. A supervisor that must see it even in a frozen process lends the
-memory for it."""
+signs: memoryview | list[int] = [0, 0, 0]
+"""How many this rank has come to in all; how many more it has launched, which its GPU has yet to come to; whether its
+main thread waits in one. A supervisor that must see it even in a frozen process lends the memory for it."""
 watch: Callable[[str, str, Tensor], None] | None = None
 """Told of every message or collective, when it is launched: its axis, its kind, and what this rank brings."""
 
@@ -44,8 +47,27 @@ def _count(group: Group, kind: str, tensor: Tensor, share: float) -> None:
     if group.group_desc == BEHIND:
         return  # another thread's
     calls[group.group_desc, kind] += 1
-    launched[0] += 1
+    if tensor.is_cuda and isinstance(signs, memoryview):
+        _arrivals.launching(signs)
+    else:
+        signs[0] += 1
     sent[group.group_desc, kind] += round(tensor.numel() * tensor.element_size() * share)
+
+
+_arrivals = Arrivals()
+
+
+@contextmanager
+def _waiting() -> Iterator[None]:
+    """While this rank's main thread can do nothing but wait for others."""
+    main = threading.current_thread() is threading.main_thread()
+    if main:
+        signs[2] = 1
+    try:
+        yield
+    finally:
+        if main:
+            signs[2] = 0
 
 
 class Pending:
@@ -66,8 +88,10 @@ class Pending:
     def advance(self) -> None:
         """Wait for what is on its way, and launch what follows it, if anything does."""
         works, self._works = self._works, ()
-        for work in works:
-            work.wait()
+        if works:
+            with _waiting():
+                for work in works:
+                    work.wait()
         if self._finish is not None:
             finish, self._finish = self._finish, None
             self._following = finish()
@@ -124,6 +148,7 @@ def all_reduce_exactly(tensor: Tensor, group: Group | None, buffers: Buffers) ->
     return Pending([dist.all_to_all_single(rows, parts, group=group, async_op=True)], gather)
 
 
+@_waiting()
 def largest(tensor: Tensor, group: Group) -> None:
     """The largest over the group, in place, element by element."""
     _count(group, "all-reduce", tensor, 2 * (group.size() - 1) / group.size())
@@ -190,12 +215,14 @@ def receive(tensor: Tensor, group: Group, source: int) -> Pending:
     return Pending(dist.batch_isend_irecv([dist.P2POp(dist.irecv, tensor, source, group)]))
 
 
+@_waiting()
 def broadcast(tensor: Tensor, group: Group, source: int) -> None:
     """What one rank of the group has, in place."""
     _count(group, "broadcast", tensor, group.rank() == source)
     dist.broadcast(tensor, group=group, group_src=source)
 
 
+@_waiting()
 def told(words: list[str], group: Group | None, source: int) -> list[str]:
     """What one rank of the group says."""
     if group is None:
@@ -208,6 +235,7 @@ def told(words: list[str], group: Group | None, source: int) -> list[str]:
     return _read(letters)
 
 
+@_waiting()
 def everybodys(words: list[str], group: Group | None) -> list[list[str]]:
     """What each rank of the group says."""
     if group is None:
@@ -246,6 +274,7 @@ def _gather_now(output: Tensor, part: Tensor, group: Group) -> None:
     _all_gather(output.view(-1), part, group=group)
 
 
+@_waiting()
 def exchange(rows: Tensor, group: Group) -> Tensor:
     """Row r goes to rank r; what comes back holds row r from rank r."""
     _count(group, "exchange", rows, (group.size() - 1) / group.size())
@@ -261,6 +290,7 @@ def exchange_lists(lists: Sequence[Sequence[Tensor]], like: Tensor, group: Group
     return list(exchange_rows(torch.cat(flat), sizes, sizes, group).split(sizes))
 
 
+@_waiting()
 def exchange_rows(rows: Tensor, out: Sequence[int], back: Sequence[int], group: Group) -> Tensor:
     """So many rows go ``out`` to each rank in turn, and so many come ``back`` from each."""
     _count(group, "exchange", rows, 1 - out[group.rank()] / max(1, len(rows)))

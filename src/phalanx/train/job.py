@@ -23,7 +23,7 @@ from phalanx.cluster import Cluster
 from phalanx.data.loader import seed_globally
 from phalanx.data.order import Order
 from phalanx.errors import CannotHere, WrongUse, closest
-from phalanx.launch.beats import LAUNCHED, Beat
+from phalanx.launch.beats import ARRIVED, Beat
 from phalanx.launch.environment import Environment
 from phalanx.launch.key import Key
 from phalanx.launch.local import Failure, Outcome
@@ -264,7 +264,7 @@ class Job:
             environment = Environment.detect()
             log = undo.enter_context(EventLog(run, environment.rank, pause_of(environment.rank, environment.world)))
             row = host.beats.row(environment.local_rank)
-            collectives.launched = row[LAUNCHED:]
+            collectives.signs = row[ARRIVED:]
             beat = Beat(row, options.timeout)
             engine = Engine(
                 self.task, layout, device=self.cluster.device, timeout=timedelta(seconds=options.timeout),

@@ -86,7 +86,7 @@ class Loop:
             if engine.held_out is not None and fresh:
                 engine.evaluate(batches=1)  # so that a mistake there shows now and not after the last step
             while engine.step_number < task.steps and not self.summary.stopped:
-                for batch in engine.batches():
+                for batch in self._batches():
                     if not self._step(batch):
                         break
         self.summary.steps = engine.step_number
@@ -119,6 +119,15 @@ class Loop:
             time.sleep(pause)
         if reason:
             raise CannotHere(f"{path} cannot be written: {reason[0]}. Mend that and go on with --resume.")
+
+    def _batches(self) -> Iterator[StepBatch]:
+        batches = self.engine.batches()
+        while True:
+            with self.beat.fetching():
+                batch = next(batches, None)
+            if batch is None:
+                return
+            yield batch
 
     def _resume(self) -> bool:
         """Take up the newest state; whether there is one."""
