@@ -113,7 +113,7 @@ def test_what_is_damaged_or_does_not_fit_leaves_nothing(tmp_path: Path, monkeypa
         with pytest.raises(CannotHere, match="to cannot be written: No space left on device"):
             export(checkpoint, tmp_path / "to")
     part = tmp_path / "run" / "step-00000001" / "part-00000.safetensors"
-    chunk = checkpoint.manifest.tensors["model/embedding.weight"].chunks[0]
+    chunk = checkpoint.holding()["model/embedding.weight"].chunks[0]
     content = bytearray(part.read_bytes())
     content[chunk.start] ^= 1
     part.write_bytes(content)

@@ -61,7 +61,7 @@ def test_damage_is_told_as_it_is() -> None:
 def by_torch(folder: Path) -> bool:
     """torch.distributed.checkpoint.load with its own planner: into plain tensors, and into DTensors."""
     checkpoint, expected = newest(folder), contents(folder)
-    reader = Chunks(checkpoint.manifest.tensors, checkpoint.fetch)
+    reader = Chunks(checkpoint.holding(), checkpoint.fetch)
     plain = {name: torch.zeros_like(tensor) for name, tensor in expected.items()}
     dcp.load(plain, storage_reader=reader)
     mesh = init_device_mesh("cpu", (2,))

@@ -61,7 +61,7 @@ def test_a_hash_that_was_written_wrong_is_noticed(tmp_path: Path) -> None:
     manifest = newest(tmp_path).manifest
     manifest.tensors["model/0.weight"].hash += 1
     path.write_bytes(manifest.to_json())
-    assert "manifest.json does not have the hash of model/0.weight" in str(verify(str(tmp_path)))
+    assert "manifest.json does not say of model/0.weight what its parts say" in str(verify(str(tmp_path)))
 
 
 def test_what_is_left_and_what_can_be_gone_on_from_is_said(tmp_path: Path) -> None:

@@ -6,17 +6,19 @@ import json
 import math
 import re
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from phalanx.checkpoint import hashing
 from phalanx.checkpoint.weights import DTYPES
 from phalanx.parallel.boxes import Box
 
-FORMAT = 1
+FORMATS = (1, 2)
+"""1: of a part, and in older versions of a whole, with all its chunks. 2: sums up others, and says which."""
 MANIFEST = "manifest.json"
 DTYPE_NAMES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
+CHILD = re.compile(r"(part|group)-\d{5,9}\.json")
 PART_FILE = re.compile(r"part-\d{5,9}\.safetensors")
 LARGEST = 1 << 60
 """No offset, size or length is larger."""
@@ -62,23 +64,29 @@ class Chunk:
 
 @dataclass
 class Held:
-    """A whole tensor: what it is, and its chunks."""
+    """A whole tensor: what it is, and its chunks, or which parts hold how much of it."""
 
     dtype: str
     shape: tuple[int, ...]
     hash: int = 0
     chunks: list[Chunk] = field(default_factory=list)
+    elements: int = 0
+    """How many of its elements the parts hold that are summed up."""
+    where: list[Any] = field(default_factory=list)
+    """Of each of them, its number, and offsets and sizes of the box around what it holds: checked when used."""
 
 
 @dataclass
 class Manifest:
-    """A checkpoint, or one rank's part of it."""
+    """A checkpoint, one rank's part of it, or the sum of several."""
 
     facts: dict[str, Any]
     """Step, counters, scale, seed, layout, code, versions, generation."""
     tensors: dict[str, Held]
     numbers: dict[str, Any] = field(default_factory=dict)
     """What an optimizer keeps that is no tensor, by name."""
+    children: list[str] = field(default_factory=list)
+    """The files of the descriptions that this one sums up, if it does."""
 
     @property
     def step(self) -> int:
@@ -86,43 +94,26 @@ class Manifest:
 
     @property
     def size(self) -> int:
+        if self.children:
+            return sum(held.elements * DTYPE_NAMES[held.dtype].itemsize for held in self.tensors.values())
         return sum(chunk.length for held in self.tensors.values() for chunk in held.chunks)
 
     def hash(self, under: str = "model/") -> str:
         """One hash of all tensors whose names begin so; the same whatever layout wrote them."""
         return hashing.joined((n, t.dtype, t.shape, t.hash) for n, t in self.tensors.items() if n.startswith(under))
 
-    @classmethod
-    def merged(cls, parts: Iterable[Manifest]) -> Manifest:
-        """The whole from all ranks' parts, which must neither overlap nor leave gaps."""
-        parts = list(parts)
-        options = {name: changed for part in parts for name, changed in part.facts.get("options", {}).items()}
-        shared = {"options": options, "rank": 0}  # a stage knows the options of its own weights
-        whole = cls({**parts[0].facts, **shared}, {})
-        for part in parts:
-            if {**part.facts, **shared} != whole.facts:
-                raise Damaged(f"a part of step {whole.step}", "was written by another attempt to save that step")
-            whole.numbers |= part.numbers
-            for name, held in part.tensors.items():
-                known = whole.tensors.setdefault(name, Held(held.dtype, held.shape))
-                assert (known.dtype, known.shape) == (held.dtype, held.shape), name
-                known.hash = (known.hash + held.hash) % (1 << 64)
-                known.chunks += held.chunks
-        for name, held in whole.tensors.items():
-            written = sum(math.prod(chunk.box.sizes) for chunk in held.chunks)
-            assert written == math.prod(held.shape), f"{name}: {written} of {math.prod(held.shape)} elements"
-        return whole
-
     def to_json(self) -> bytes:
         """With a checksum of its own as the last line."""
-        tensors = {
-            name: {
-                "dtype": held.dtype, "shape": held.shape, "hash": f"{held.hash:016x}",
-                "chunks": [[*asdict(c.box).values(), c.file, c.start, c.length, c.crc] for c in held.chunks],
-            }
-            for name, held in self.tensors.items()
-        }  # fmt: skip
-        text = json.dumps({"format": FORMAT, "facts": self.facts, "numbers": self.numbers, "tensors": tensors})
+        tensors: dict[str, dict[str, Any]] = {}
+        for name, held in self.tensors.items():
+            tensors[name] = {"dtype": held.dtype, "shape": held.shape, "hash": f"{held.hash:016x}"}
+            if self.children:
+                tensors[name] |= {"elements": held.elements, "where": held.where}
+            else:
+                chunks = [[c.box.offsets, c.box.sizes, c.file, c.start, c.length, c.crc] for c in held.chunks]
+                tensors[name]["chunks"] = chunks
+        found = {"format": 2 if self.children else 1, "facts": self.facts, "numbers": self.numbers, "tensors": tensors}
+        text = json.dumps(found | ({"children": self.children} if self.children else {}), separators=(",", ":"))
         return f"{text}\n{zlib.crc32(text.encode()):08x}\n".encode()
 
     @classmethod
@@ -132,19 +123,25 @@ class Manifest:
             raise Damaged(where, "has changed since it was written, or was cut short")
         try:
             found = json.loads(text)
-            if found["format"] != FORMAT:
-                raise Damaged(where, f"has format {found['format']}, and this version of Phalanx reads {FORMAT}")
+            if found["format"] not in FORMATS:
+                raise Damaged(where, f"has format {found['format']}, and this version of Phalanx reads 1 and 2")
+            children = [_of_kind("a file's name", name, str) for name in found.get("children", [])]
+            named = len({name for name in children if CHILD.fullmatch(name)}) == len(children)
+            if not named or bool(children) != (found["format"] == 2):
+                raise ValueError("what it sums up are no parts")
             tensors = {name: _held(name, held) for name, held in found["tensors"].items()}
-            return cls(_facts(found["facts"]), tensors, _of_kind("numbers", found["numbers"], dict))
+            return cls(_facts(found["facts"]), tensors, _of_kind("numbers", found["numbers"], dict), children)
         except RecursionError:
             raise Damaged(where, "describes no checkpoint: it is nested too deep") from None
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise Damaged(where, f"describes no checkpoint: {error}") from None
 
     def check_whole(self, where: str) -> None:
-        """Whether the chunks hold every element of every tensor once."""
+        """Whether the chunks hold every element of every tensor once; of a sum, whether they are as many."""
         for name, held in self.tensors.items():
-            if not covered_once(held.shape, [chunk.box for chunk in held.chunks]):
+            boxes = [chunk.box for chunk in held.chunks]
+            whole = held.elements == math.prod(held.shape) if self.children else covered_once(held.shape, boxes)
+            if not whole:
                 raise Damaged(where, f"describes no checkpoint: its chunks do not make up {name}")
 
     def check_facts(self, where: str) -> None:
@@ -163,31 +160,36 @@ def covered_once(shape: Sequence[int], boxes: Sequence[Box]) -> bool:
     open_boxes: list[Box] = []  # those that reach into the row which is looked at
     for box in sorted(boxes, key=lambda box: box.offsets):
         open_boxes = [other for other in open_boxes if other.offsets[0] + other.sizes[0] > box.offsets[0]]
-        if any(_meet(box, other) for other in open_boxes):
+        if any(meet(box, other) for other in open_boxes):
             return False
         open_boxes.append(box)
     return True
 
 
-def _meet(one: Box, other: Box) -> bool:
+def meet(one: Box, other: Box) -> bool:
+    """Whether two boxes share an element."""
     sides = zip(one.offsets, one.sizes, other.offsets, other.sizes, strict=True)
     return all(a < c + d and c < a + b for a, b, c, d in sides)
 
 
 def _held(name: str, found: Mapping[str, Any]) -> Held:
-    shape = _counts(found["shape"])
+    shape = counts(found["shape"])
     if found["dtype"] not in DTYPE_NAMES:
         raise ValueError(f"{name} has dtype {found['dtype']}")
     item = DTYPE_NAMES[found["dtype"]].itemsize
     if math.prod(shape) * item > LARGEST:
         raise ValueError(f"{name} has shape {list(shape)}")
-    return Held(found["dtype"], shape, int(found["hash"], 16), [_chunk(name, shape, item, c) for c in found["chunks"]])
+    value = int(found["hash"], 16)
+    if "where" in found:
+        (held,) = counts([found["elements"]])
+        return Held(found["dtype"], shape, value, [], held, _of_kind("where", found["where"], list))
+    return Held(found["dtype"], shape, value, [_chunk(name, shape, item, c) for c in found["chunks"]])
 
 
 def _chunk(name: str, shape: tuple[int, ...], item: int, found: Sequence[Any]) -> Chunk:
     offsets, sizes, file, *rest = found
-    box = Box(_counts(offsets), _counts(sizes))
-    start, length, crc = _counts(rest)
+    box = Box(counts(offsets), counts(sizes))
+    start, length, crc = counts(rest)
     inside = len(box.offsets) == len(box.sizes) == len(shape) and all(
         n > 0 and a + n <= whole for a, n, whole in zip(box.offsets, box.sizes, shape, strict=True)
     )
@@ -198,7 +200,7 @@ def _chunk(name: str, shape: tuple[int, ...], item: int, found: Sequence[Any]) -
     return Chunk(name, box, file, start, length, crc)
 
 
-def _counts(found: Any) -> tuple[int, ...]:
+def counts(found: Any) -> tuple[int, ...]:
     """Whole numbers from 0 on."""
     if not all(type(number) is int and 0 <= number <= LARGEST for number in found):
         raise ValueError(f"{str(found)[:60]} are no sizes or places")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import errno
 import itertools
 import time
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,12 +14,27 @@ from torch import Tensor
 
 from phalanx.checkpoint.commits import Fenced, commits_of, name_of
 from phalanx.checkpoint.hashing import hashed
-from phalanx.checkpoint.manifest import MANIFEST, Chunk, Damaged, Manifest, unreadable
+from phalanx.checkpoint.index import (
+    FAN_OUT,
+    Places,
+    below,
+    check_covers,
+    check_sum,
+    chosen,
+    group_name,
+    needed,
+    part_name,
+    summed,
+)
+from phalanx.checkpoint.manifest import MANIFEST, Chunk, Damaged, Held, Manifest, covered_once, unreadable
 from phalanx.checkpoint.read import Wanted, read
 from phalanx.checkpoint.store import Store
 from phalanx.checkpoint.write import Piece, check_file, write_part
+from phalanx.parallel.boxes import Box
 
-POLL_SECONDS = 0.02
+POLL_SECONDS, SLOWEST_POLL_SECONDS = 0.02, 1.0
+REMEMBERED = 256
+"""So many descriptions of parts are kept in memory."""
 ATTEMPTS = 4
 FINAL = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EACCES, errno.EPERM, errno.EINVAL, errno.ELOOP)
 """What trying again does not change."""
@@ -32,6 +47,7 @@ class Checkpoint:
     store: Store
     name: str
     manifest: Manifest
+    _known: dict[str, Manifest] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def where(self) -> str:
@@ -45,13 +61,45 @@ class Checkpoint:
         dtype = getattr(torch, self.manifest.tensors[chunk.tensor].dtype)
         return torch.frombuffer(bytearray(content), dtype=dtype).view(chunk.box.sizes)
 
+    def described(self, file: str) -> Manifest:
+        """What a file below the manifest says; the last ones are remembered."""
+        if file not in self._known:
+            found = Manifest.parse(_read(self.store, f"{self.name}/{file}"), f"{self.where}/{file}")
+            if len(self._known) >= REMEMBERED:
+                self._known.clear()
+            self._known[file] = found
+        return self._known[file]
+
+    def holding(self, wanted: Places | None = None) -> dict[str, Held]:
+        """The chunks that hold what is wanted, or everything; it is damaged if they do not hold each element once."""
+        if wanted is None:
+            wanted = {name: [Box((0,) * len(held.shape), held.shape)] for name, held in self.manifest.tensors.items()}
+        found = {n: Held(h.dtype, h.shape, h.hash) for n in wanted if (h := self.manifest.tensors[n])}
+        ahead, seen = [(MANIFEST, self.manifest)], set()
+        while ahead:
+            file, node = ahead.pop(0)
+            for name, chunks in chosen(node, wanted).items():
+                if (node.tensors[name].dtype, node.tensors[name].shape) != (found[name].dtype, found[name].shape):
+                    raise Damaged(f"{self.where}/{file}", f"has another {name} than the others")
+                found[name].chunks += chunks
+            for child in needed(node, wanted, f"{self.where}/{file}"):
+                if child in seen:
+                    raise Damaged(f"{self.where}/{file}", f"describes no checkpoint: it leads to {child} twice")
+                seen.add(child)
+                ahead.append((child, self.described(child)))
+        for name, boxes in wanted.items():
+            check_covers(name, boxes, found[name].chunks, f"{self.where}/{MANIFEST}")
+        return found
+
     def read(self, wanted: Wanted) -> None:
-        read(self.manifest.tensors, self.fetch, wanted)
+        boxes = {name: [box for box, _ in parts] for name, parts in wanted.items()}
+        read(self.holding(boxes), self.fetch, wanted)
 
     def tensor(self, name: str) -> Tensor:
         """A whole tensor."""
         held = self.manifest.tensors[name]
-        for chunk in held.chunks:  # before memory is asked for
+        chunks = self.holding({name: [Box((0,) * len(held.shape), held.shape)]})[name].chunks
+        for chunk in chunks:  # before memory is asked for
             file = f"{self.name}/{chunk.file}"
             try:
                 if self.store.size(file) < chunk.start + chunk.length:
@@ -59,35 +107,70 @@ class Checkpoint:
             except OSError as error:
                 raise unreadable(f"{self.store.url}/{file}", error) from None
         whole = torch.empty(held.shape, dtype=getattr(torch, held.dtype))
-        for chunk in held.chunks:
+        for chunk in chunks:
             spans = tuple(slice(a, a + n) for a, n in zip(chunk.box.offsets, chunk.box.sizes, strict=True))
             whole[spans] = self.fetch(chunk)
         return whole
 
     def verify(self, progress: Callable[[int], None] | None = None) -> Iterator[Damaged]:
         """Everything that is wrong with it: every byte read and checked, every tensor's hash made again."""
-        for rank in range(self.manifest.facts["world"]):
+        total: dict[str, Held] = {name: Held(h.dtype, h.shape) for name, h in self.manifest.tensors.items()}
+        torn: set[str] = set()
+        for found in self._parts(MANIFEST, self.manifest):
+            if isinstance(found, Damaged):
+                yield found
+                torn |= total.keys()
+                continue
+            file, part = found
             try:
-                self._check_part(f"part-{rank:05d}")
+                check_file(self.store, f"{self.name}/{file.removesuffix('.json')}.safetensors", part)
             except Damaged as damage:
                 yield damage
+            for name, held in part.tensors.items():
+                try:
+                    for chunk in held.chunks if name in total else ():  # else it does not sum up, and that is told
+                        total[name].hash += hashed(self.fetch(chunk), chunk.box, held.shape)
+                        total[name].chunks.append(chunk)
+                        if progress is not None:
+                            progress(chunk.length)
+                except Damaged as damage:
+                    yield damage
+                    torn.add(name)
         for name, held in self.manifest.tensors.items():
-            total = 0
+            whole = covered_once(held.shape, [chunk.box for chunk in total[name].chunks])
+            if name not in torn and not (whole and total[name].hash % (1 << 64) == held.hash):
+                yield Damaged(f"{self.where}/{MANIFEST}", f"does not have the hash of {name} as it is")
+
+    def _parts(self, file: str, node: Manifest) -> Iterator[tuple[str, Manifest] | Damaged]:
+        """Every rank's description, and what is wrong on the way to it."""
+        children: list[tuple[str, Manifest]] = []
+        names = node.children or [part_name(rank) for rank in range(node.facts["world"])]
+        for child in names:
             try:
-                for chunk in held.chunks:
-                    total += hashed(self.fetch(chunk), chunk.box, held.shape)
-                    if progress is not None:
-                        progress(chunk.length)
+                children.append((child, self.described(child)))
             except Damaged as damage:
                 yield damage
                 continue
-            if total % (1 << 64) != held.hash:
-                yield Damaged(f"{self.where}/{MANIFEST}", f"does not have the hash of {name} as it is")
+            if file == MANIFEST and children[-1][1].children:
+                yield from self._parts(*children[-1])
+            else:
+                yield children[-1]
+        if len(children) == len(names) and (name := _not_summed(node, children)):
+            yield Damaged(f"{self.where}/{file}", f"does not say of {name} what its parts say")
 
-    def _check_part(self, part: str) -> None:
-        content = _read(self.store, f"{self.name}/{part}.json")
-        described = Manifest.parse(content, f"{self.where}/{part}.json")
-        check_file(self.store, f"{self.name}/{part}.safetensors", described)
+
+def _not_summed(node: Manifest, children: Sequence[tuple[str, Manifest]]) -> str:
+    """The first tensor of which a description says something else than those that it sums up."""
+    try:
+        said = summed(children).tensors
+    except (Damaged, TypeError, ValueError):
+        return "its tensors"
+    if not node.children:  # an older version's, which has all chunks itself
+        parts = [child.tensors for _, child in children]
+        for name, held in said.items():
+            chunks = [chunk for part in parts if name in part for chunk in part[name].chunks]
+            said[name] = Held(held.dtype, held.shape, held.hash, chunks)
+    return next((name for name in sorted(said.keys() | node.tensors) if said.get(name) != node.tensors.get(name)), "")
 
 
 class Shelf:
@@ -146,28 +229,47 @@ class Shelf:
         """What was being written when its generation ended, or is being written now."""
         return self.commits.unfinished()
 
+    def gather(
+        self, generation: int, step: int, ranks: range, patience: float, given_up: Callable[[], bool] = lambda: False
+    ) -> None:
+        """Wait for the parts of some ranks and sum them up, for the one that commits."""
+        folder = self.commits.writing(generation, step)
+        found = self._summed(folder, [part_name(rank) for rank in ranks], patience, given_up)
+        with self.store.write(f"{folder}/{group_name(ranks.start // FAN_OUT)}") as file:
+            file.write(found.to_json())
+
     def commit(
         self, generation: int, step: int, world: int, patience: float, given_up: Callable[[], bool]
     ) -> Checkpoint:
-        """Wait for every rank's part, then make the checkpoint appear."""
-        folder, deadline = self.commits.writing(generation, step), time.monotonic() + patience
-        wanted = {f"part-{rank:05d}.json" for rank in range(world)}
-        while missing := wanted - set(self.store.names(folder)):
-            if given_up() or time.monotonic() > deadline:
-                raise TimeoutError(f"{len(missing)} of {world} parts are missing, {min(missing)} among them")
-            time.sleep(POLL_SECONDS)
-        parts = [Manifest.parse(self.store.read(f"{folder}/{name}"), f"{folder}/{name}") for name in sorted(wanted)]
-        manifest = Manifest.merged(parts)
-        ends: dict[str, int] = {}
-        for held in manifest.tensors.values():
-            for chunk in held.chunks:
-                ends[chunk.file] = max(ends.get(chunk.file, 0), chunk.start + chunk.length)
-        for file, end in ends.items():
-            if self.store.size(f"{folder}/{file}") < end:
-                raise Damaged(f"{self.store.url}/{folder}/{file}", "is shorter than what was written to it")
+        """Wait for what all ranks say, or those who sum it up, then make the checkpoint appear."""
+        names = below(world)
+        manifest = self._summed(self.commits.writing(generation, step), names, patience, given_up)
+        check_sum(manifest)
         self.check_fence(generation)
-        self.commits.commit(generation, step, manifest.to_json(), ends)
+        self.commits.commit(generation, step, manifest.to_json(), names)
         return self.open(step)
+
+    def _summed(self, folder: str, names: Sequence[str], patience: float, given_up: Callable[[], bool]) -> Manifest:
+        """What these files say together, once they are there."""
+        deadline, found = time.monotonic() + patience, []
+        for name in names:
+            pause = POLL_SECONDS
+            while not self.store.there(f"{folder}/{name}"):
+                if given_up() or time.monotonic() > deadline:
+                    missing = [other for other in names if not self.store.there(f"{folder}/{other}")]
+                    raise TimeoutError(f"{len(missing)} of {len(names)} parts are missing, {missing[0]} among them")
+                time.sleep(pause)
+                pause = min(SLOWEST_POLL_SECONDS, 1.5 * pause)
+            where = f"{self.store.url}/{folder}/{name}"
+            found.append((name, Manifest.parse(_read(self.store, f"{folder}/{name}"), where)))
+            ends: dict[str, int] = {}
+            for held in found[-1][1].tensors.values():
+                for chunk in held.chunks:
+                    ends[chunk.file] = max(ends.get(chunk.file, 0), chunk.start + chunk.length)
+            for file, end in ends.items():
+                if self.store.size(f"{folder}/{file}") < end:
+                    raise Damaged(f"{self.store.url}/{folder}/{file}", "is shorter than what was written to it")
+        return summed(found)
 
     def abandon(self, generation: int, but: int | None = None) -> None:
         """Let go of what a generation has begun to write and will not finish: all but one step."""

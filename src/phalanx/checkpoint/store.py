@@ -58,6 +58,10 @@ class Store(ABC):
     def rename(self, folder: str, name: str) -> None:
         """Give a folder another name."""
 
+    @abstractmethod
+    def there(self, name: str) -> bool:
+        """Whether a file is there by now; cheap, as it is asked again and again."""
+
     def held(self) -> AbstractContextManager[None]:
         """While this process writes here: nobody else may, where that can be seen to."""
         return nullcontext()
@@ -115,6 +119,9 @@ class Folder(Store):
 
     def size(self, name: str) -> int:
         return self._regular(name).stat().st_size
+
+    def there(self, name: str) -> bool:
+        return (self.path / name).exists()
 
     def _regular(self, name: str) -> Path:
         """A file of this folder: not a device that would be waited for, nor a link to somewhere else."""
@@ -207,6 +214,10 @@ class Remote(Store):
 
     def size(self, name: str) -> int:
         return int(self.fs.size(self._at(name)))
+
+    def there(self, name: str) -> bool:
+        self.fs.invalidate_cache()
+        return bool(self.fs.exists(self._at(name)))
 
     def create(self, name: str, content: bytes) -> None:
         """A new file; FileExistsError if it is there, whoever was first."""

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from phalanx.checkpoint.index import groups
 from phalanx.checkpoint.manifest import Chunk, Damaged, Held, Manifest
 from phalanx.checkpoint.read import read
 from phalanx.checkpoint.shelf import Shelf
@@ -184,6 +185,8 @@ class Restorer:
                 self.shelf.write(self.generation, moment[1], rank, pieces(staged), staged.facts, staged.numbers)
         if here == 0:
             patience = self.engine.timeout.total_seconds()
+            for ranks in groups(sizes[moment]):
+                self.shelf.gather(self.generation, moment[1], ranks, patience)
             self.shelf.commit(self.generation, moment[1], sizes[moment], patience, lambda: False)
             self.note("checkpoint", step=moment[1], rescued=True)
         self._everybodys([])  # it is there when all go on

@@ -9,6 +9,7 @@ import errno
 import time
 from collections.abc import Callable
 
+from phalanx.checkpoint.index import groups
 from phalanx.checkpoint.shelf import Shelf
 from phalanx.checkpoint.slot import Staged
 from phalanx.checkpoint.write import pieces
@@ -46,6 +47,9 @@ class Writer:
         try:
             self.shelf.write(self.generation, step, rank, pieces(staged), staged.facts, staged.numbers)
             written()
+            for ranks in groups(world):
+                if ranks.start == rank:
+                    self.shelf.gather(self.generation, step, ranks, patience, given_up)
             if rank:
                 self._failing = ""
                 return
