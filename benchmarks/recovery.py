@@ -58,7 +58,8 @@ from dataclasses import asdict
 from pathlib import Path
 import torch
 import phalanx
-from phalanx.run import EventLog, Run
+from phalanx.events import EventLog
+from phalanx.run import Run
 from task import Task
 
 path, saved = Path(sys.argv[1]), Path(sys.argv[1]) / "state.pt"

@@ -9,33 +9,23 @@ runs/<name>/final/certificate.json     that every planned step was done, once, a
 
 from __future__ import annotations
 
-import errno
 import fcntl
-import itertools
 import json
-import math
 import os
 import socket
 import stat
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
-from functools import partial
 from pathlib import Path
-from types import TracebackType
-from typing import IO, Any, Self
+from typing import IO, Any
 
 from phalanx.errors import WrongUse
-from phalanx.redact import redact
+from phalanx.files import exists, when_there_is_room, write_whole
 from phalanx.toml import from_toml, to_toml
 
 Settings = Mapping[str, Any]
-BACKLOG_BYTES = 64 << 20
-"""Events that wait in memory for a disk to take them; more than that are lost, and counted."""
-LONGEST_PAUSE = 30.0
-"""Seconds between two looks whether there is room on a disk that was full."""
 
 
 class Run:
@@ -164,62 +154,6 @@ class Run:
                         yield json.loads(line)
 
 
-def exists(path: Path) -> bool:
-    """Whether it is there; what cannot even be asked for, its name being too long perhaps, is not."""
-    try:
-        return path.exists()
-    except (OSError, ValueError):
-        return False
-
-
-def write_whole(path: Path, content: str | bytes, mode: int = 0o666) -> None:
-    """Write a small file so that whoever reads it, after a power cut too, finds the old content or the new."""
-    unfinished = path.with_name(path.name + ".unfinished")
-    unfinished.unlink(missing_ok=True)  # with whatever mode it had
-    with open(unfinished, "wb", opener=partial(os.open, mode=mode)) as file:
-        file.write(content.encode() if isinstance(content, str) else content)
-        file.flush()
-        os.fsync(file.fileno())
-    unfinished.replace(path)
-    sync_folder(path.parent)
-
-
-def sync_folder(folder: Path) -> None:
-    """What a folder lists, on disk."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def no_room(error: BaseException | None) -> bool:
-    """Whether a disk is full, or a quota."""
-    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
-
-
-def pauses() -> Iterator[float]:
-    """Seconds to wait before each next look whether there is room."""
-    return (min(LONGEST_PAUSE, 0.25 * 2**attempt) for attempt in itertools.count())
-
-
-def when_there_is_room(path: Path, write: Callable[[], None]) -> None:
-    """Write what the run cannot go on without, as soon as the disk takes it."""
-    for attempt, pause in enumerate(pauses()):
-        try:
-            write()
-        except OSError as error:
-            if not no_room(error):
-                raise
-            if not attempt:
-                print(f"   note  {path} cannot be written: {error.strerror}; waiting for room", file=sys.stderr)
-            time.sleep(pause)
-            continue
-        if attempt:
-            print(f"   note  {path} could be written at last", file=sys.stderr)
-        return
-
-
 @contextmanager
 def held(path: Path, patience: float = 0.0, what: str = "") -> Iterator[None]:
     """While this process writes to a folder: nobody else may. They are told who it is, and ``what`` for."""
@@ -282,121 +216,3 @@ def read_settings(path: Path) -> dict[str, dict[str, Any]]:
         if not isinstance(table, dict):
             raise WrongUse(f"{name!r} in {path} is not a table. {advice}")
     return read
-
-
-def pause_of(rank: int, world: int) -> float:
-    """For how many seconds a rank's steps may wait in its memory before they are written.
-
-    The first rank's events are what recovery and certificate are made from, and the last one's, on another host if
-    there are several, stand in for them: they are written at once. All others note the same, and ten thousand of them
-    would be too many writes a step for a folder that all hosts share: at most about a hundred ranks write in a second.
-    """
-    return 0.0 if rank in (0, world - 1) else max(1.0, world / 100)
-
-
-class EventLog:
-    """Appends a rank's events, each flushed as it is written; what the disk does not take waits in memory.
-
-    Steps may wait for a ``pause`` between two writes.
-    """
-
-    def __init__(self, run: Run, rank: int, pause: float = 0.0) -> None:
-        self._pause, self._written = pause, time.monotonic()
-        self._path = run.events_path(rank)
-        self._file: int | None = None
-        self._waiting = bytearray()
-        self._lost = 0
-        self._refused = False
-        self._lock = threading.Lock()  # checkpoints are noted behind the steps
-        try:
-            self._open()
-        except OSError as error:
-            if not no_room(error):
-                raise
-
-    def write(self, kind: str, **fields: Any) -> None:
-        """A line, in one piece; with a checkpoint, all before it is on disk too."""
-        line = json.dumps({"kind": kind, "time": time.time(), **plain(fields)}).encode() + b"\n"
-        with self._lock:
-            if len(self._waiting) + len(line) <= BACKLOG_BYTES:
-                self._waiting += line
-            else:
-                self._lost += 1
-            if kind != "step" or time.monotonic() >= self._written + self._pause:
-                self._flush(sync=kind == "checkpoint")
-
-    def _open(self) -> int:
-        if self._file is None:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            _drop_cut_line(self._path)
-            self._file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-        return self._file
-
-    def _flush(self, sync: bool) -> None:
-        """Write what waits; where that fails, the run goes on."""
-        self._written = time.monotonic()
-        try:
-            file = self._open()
-            while self._waiting:
-                del self._waiting[: os.write(file, self._waiting)]
-            if sync:
-                os.fsync(file)
-        except OSError as error:
-            if not self._refused:
-                self._say(f"cannot be written: {error.strerror}; going on, events wait in memory")
-            self._refused = True
-            return
-        if self._refused:
-            self._say("can be written again" + (f"; {self._lost} events were too many to keep" if self._lost else ""))
-        self._refused = False
-
-    def _say(self, words: str) -> None:
-        with suppress(OSError):
-            print(f"   note  {self._path} {words}", file=sys.stderr, flush=True)
-
-    def close(self) -> None:
-        """What the disk takes at last is written; what it does not is lost, and said to be."""
-        with self._lock:
-            self._flush(sync=False)
-            if self._waiting:
-                self._say(f"lacks {self._waiting.count(10)} events, for which there was no room to the end")
-            if self._file is not None:
-                os.close(self._file)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is not None:
-            self.write("failure", reason=f"{type(error).__name__}: {error}")
-        self.close()
-
-
-def _drop_cut_line(path: Path) -> None:
-    """What a killed rank had half written is no event."""
-    if not path.exists() or not path.stat().st_size:
-        return
-    with path.open("rb+") as file:
-        end = file.seek(0, os.SEEK_END)
-        while end:
-            start = max(0, end - 4096)
-            file.seek(start)
-            cut = file.read(end - start).rfind(b"\n")
-            if cut >= 0:
-                file.truncate(start + cut + 1)
-                return
-            end = start
-        file.truncate(0)
-
-
-def plain(value: Any) -> Any:
-    """What JSON has no word for, nan and inf and paths among it, as text; no text with a secret."""
-    if isinstance(value, dict):
-        return {name: plain(item) for name, item in value.items()}
-    if isinstance(value, (list, tuple, set)):
-        return [plain(item) for item in value]
-    if value is None or isinstance(value, (bool, int)) or (isinstance(value, float) and math.isfinite(value)):
-        return value
-    return redact(str(value))

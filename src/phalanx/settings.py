@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from phalanx.errors import WrongUse, closest
+from phalanx.files import exists
 from phalanx.redact import is_redacted, redact_field
-from phalanx.run import exists
 from phalanx.task import Task
 
 RECIPES = {"gpt": "phalanx.recipes.gpt:GPT", "shapes": "phalanx.recipes.shapes:Shapes"}

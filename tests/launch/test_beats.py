@@ -26,18 +26,18 @@ def start() -> Iterator[Callable[..., int]]:
     processes = []
 
     def starting(*command: str) -> int:
-        processes.append(subprocess.Popen(command))
+        processes.append(subprocess.Popen(command, start_new_session=True))
         return processes[-1].pid
 
     yield starting
     for process in processes:
-        process.kill()
+        os.killpg(process.pid, signal.SIGKILL)  # those that it has started, too
         process.wait()
 
 
 SLEEPS = ("sleep", "60")
-COMPUTES = ("sh", "-c", "while true; do :; done")
-HAS_ONE_COMPUTE = ("sh", "-c", "sh -c 'while true; do :; done'; true")
+COMPUTES = ("timeout", "60", "sh", "-c", "while true; do :; done")
+HAS_ONE_COMPUTE = ("sh", "-c", "timeout 60 sh -c 'while true; do :; done'; true")
 Start = Callable[..., int]
 
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from phalanx.run import EventLog, Run
+from phalanx.events import EventLog
+from phalanx.run import Run
 from phalanx.train.certificate import NotDone, certify
 from phalanx.train.engine import Engine
 from tests.checkpoints import keeping, newest, shelf_at

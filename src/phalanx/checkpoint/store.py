@@ -19,8 +19,9 @@ from typing import Any, BinaryIO
 import fsspec
 
 from phalanx.errors import WrongUse
+from phalanx.files import sync_folder
 from phalanx.redact import redact
-from phalanx.run import held, sync_folder
+from phalanx.run import held
 
 CONDITIONAL = ("s3", "s3a", "memory")
 """Stores that were seen to create an object only if nobody else has."""

@@ -12,9 +12,10 @@ from phalanx.checkpoint.manifest import Damaged, Manifest
 from phalanx.checkpoint.shelf import Shelf
 from phalanx.checkpoint.store import open_store
 from phalanx.errors import CannotHere, WrongUse
+from phalanx.files import exists
 from phalanx.parallel.boxes import Box
 from phalanx.redact import is_redacted
-from phalanx.run import Run, exists
+from phalanx.run import Run
 from phalanx.verdict import Verdict
 
 Progress = Callable[[str, int, int], None]

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from phalanx.errors import WrongUse
+from phalanx.files import sync_folder
 from phalanx.parallel.spread import Spread
-from phalanx.run import sync_folder
 
 DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",

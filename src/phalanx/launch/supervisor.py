@@ -21,13 +21,14 @@ from types import FrameType
 from typing import Any
 
 from phalanx.errors import CannotHere, WrongUse
+from phalanx.events import EventLog
 from phalanx.launch import network
 from phalanx.launch.beats import Beats, Watch
 from phalanx.launch.local import ENDING, Failure, Outcome, World, heeded, run_ranks
 from phalanx.launch.meeting import Meeting
 from phalanx.launch.shared import Shared
 from phalanx.redact import redact
-from phalanx.run import EventLog, Run
+from phalanx.run import Run
 
 FRUITLESS = 3
 """So many generations may fail in a row without a step more than before."""

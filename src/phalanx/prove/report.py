@@ -15,11 +15,11 @@ from xml.etree import ElementTree
 import torch
 
 from phalanx import __version__
+from phalanx.events import plain
 from phalanx.proofs import code_hash
 from phalanx.prove.cases import Docket
 from phalanx.prove.ladder import RUNGS
 from phalanx.prove.proof import DIFFERS, EQUAL, NOT_APPLICABLE, Proof, Result
-from phalanx.run import plain
 from phalanx.task import Task
 
 QUIET_SECONDS = 10.0

@@ -9,7 +9,8 @@ from typing import Any
 
 from phalanx.checkpoint.shelf import Shelf
 from phalanx.data.order import Order, digest
-from phalanx.run import Run, when_there_is_room, write_whole
+from phalanx.files import when_there_is_room, write_whole
+from phalanx.run import Run
 from phalanx.task import Task
 
 CHECKED = 1000

@@ -6,7 +6,8 @@ import sys
 from pathlib import Path
 
 from phalanx.errors import WrongUse
-from phalanx.run import Run, exists
+from phalanx.files import exists
+from phalanx.run import Run
 
 
 def to_resume(path: Path | None, task: str | None, config: Path | None) -> tuple[Path, Path | None]:

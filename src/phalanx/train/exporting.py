@@ -9,8 +9,9 @@ from phalanx.checkpoint.manifest import Damaged
 from phalanx.checkpoint.shelf import Checkpoint, Shelf
 from phalanx.checkpoint.verify import shelf_of
 from phalanx.errors import WrongUse
+from phalanx.files import exists
 from phalanx.parallel.blueprint import Blueprint
-from phalanx.run import Run, exists
+from phalanx.run import Run
 from phalanx.settings import find_task, make_task
 from phalanx.verdict import Verdict
 

@@ -23,6 +23,8 @@ from phalanx.cluster import Cluster
 from phalanx.data.loader import seed_globally
 from phalanx.data.order import Order
 from phalanx.errors import CannotHere, WrongUse, closest
+from phalanx.events import EventLog, pause_of, plain
+from phalanx.files import exists, write_whole
 from phalanx.launch.beats import ARRIVED, Beat
 from phalanx.launch.environment import Environment
 from phalanx.launch.key import Key
@@ -36,7 +38,7 @@ from phalanx.parallel.blueprint import Blueprint
 from phalanx.parallel.spread import check_model
 from phalanx.precision import DTYPES
 from phalanx.proofs import said
-from phalanx.run import EventLog, Run, exists, pause_of, plain, read_settings, write_whole
+from phalanx.run import Run, read_settings
 from phalanx.settings import find_task, make_task, parse_assignments, plain_settings
 from phalanx.task import Task
 from phalanx.train.certificate import NotDone, certify

@@ -26,8 +26,8 @@ from phalanx.checkpoint.slot import Slot, free_memory
 from phalanx.checkpoint.state import Entry, State
 from phalanx.checkpoint.store import open_store
 from phalanx.errors import CannotHere
+from phalanx.files import no_room, pauses
 from phalanx.parallel import collectives
-from phalanx.run import no_room, pauses
 from phalanx.train.engine import Engine
 from phalanx.train.guard import BadNumbers, first_not_finite
 from phalanx.train.neighbours import Neighbours

@@ -16,9 +16,11 @@ from typing import Any
 from phalanx.checkpoint.weights import write_weights
 from phalanx.data.loader import StepBatch
 from phalanx.errors import CannotHere
+from phalanx.events import EventLog
+from phalanx.files import no_room, pauses
 from phalanx.launch.beats import STEPS, Beat
 from phalanx.parallel import collectives
-from phalanx.run import EventLog, Run, no_room, pauses
+from phalanx.run import Run
 from phalanx.train.engine import Engine
 from phalanx.train.guard import BadNumbers
 from phalanx.train.keeping import FULL_ATTEMPTS, Keeper

@@ -13,7 +13,7 @@ from phalanx.checkpoint.index import groups
 from phalanx.checkpoint.shelf import Shelf
 from phalanx.checkpoint.slot import Staged
 from phalanx.checkpoint.write import pieces
-from phalanx.run import no_room
+from phalanx.files import no_room
 from phalanx.train.engine import Engine
 from phalanx.train.guard import BadNumbers, first_not_finite
 

@@ -1,0 +1,139 @@
+"""A rank's events: one JSON object a line, in the run's folder."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from phalanx.files import no_room
+from phalanx.redact import redact
+from phalanx.run import Run
+
+BACKLOG_BYTES = 64 << 20
+"""Events that wait in memory for a disk to take them; more than that are lost, and counted."""
+
+
+def pause_of(rank: int, world: int) -> float:
+    """For how many seconds a rank's steps may wait in its memory before they are written.
+
+    The first rank's events are what recovery and certificate are made from, and the last one's, on another host if
+    there are several, stand in for them: they are written at once. All others note the same, and ten thousand of them
+    would be too many writes a step for a folder that all hosts share: at most about a hundred ranks write in a second.
+    """
+    return 0.0 if rank in (0, world - 1) else max(1.0, world / 100)
+
+
+class EventLog:
+    """Appends a rank's events, each flushed as it is written; what the disk does not take waits in memory.
+
+    Steps may wait for a ``pause`` between two writes.
+    """
+
+    def __init__(self, run: Run, rank: int, pause: float = 0.0) -> None:
+        self._pause, self._written = pause, time.monotonic()
+        self._path = run.events_path(rank)
+        self._file: int | None = None
+        self._waiting = bytearray()
+        self._lost = 0
+        self._refused = False
+        self._lock = threading.Lock()  # checkpoints are noted behind the steps
+        try:
+            self._open()
+        except OSError as error:
+            if not no_room(error):
+                raise
+
+    def write(self, kind: str, **fields: Any) -> None:
+        """A line, in one piece; with a checkpoint, all before it is on disk too."""
+        line = json.dumps({"kind": kind, "time": time.time(), **plain(fields)}).encode() + b"\n"
+        with self._lock:
+            if len(self._waiting) + len(line) <= BACKLOG_BYTES:
+                self._waiting += line
+            else:
+                self._lost += 1
+            if kind != "step" or time.monotonic() >= self._written + self._pause:
+                self._flush(sync=kind == "checkpoint")
+
+    def _open(self) -> int:
+        if self._file is None:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            _drop_cut_line(self._path)
+            self._file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        return self._file
+
+    def _flush(self, sync: bool) -> None:
+        """Write what waits; where that fails, the run goes on."""
+        self._written = time.monotonic()
+        try:
+            file = self._open()
+            while self._waiting:
+                del self._waiting[: os.write(file, self._waiting)]
+            if sync:
+                os.fsync(file)
+        except OSError as error:
+            if not self._refused:
+                self._say(f"cannot be written: {error.strerror}; going on, events wait in memory")
+            self._refused = True
+            return
+        if self._refused:
+            self._say("can be written again" + (f"; {self._lost} events were too many to keep" if self._lost else ""))
+        self._refused = False
+
+    def _say(self, words: str) -> None:
+        with suppress(OSError):
+            print(f"   note  {self._path} {words}", file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        """What the disk takes at last is written; what it does not is lost, and said to be."""
+        with self._lock:
+            self._flush(sync=False)
+            if self._waiting:
+                self._say(f"lacks {self._waiting.count(10)} events, for which there was no room to the end")
+            if self._file is not None:
+                os.close(self._file)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self.write("failure", reason=f"{type(error).__name__}: {error}")
+        self.close()
+
+
+def _drop_cut_line(path: Path) -> None:
+    """What a killed rank had half written is no event."""
+    if not path.exists() or not path.stat().st_size:
+        return
+    with path.open("rb+") as file:
+        end = file.seek(0, os.SEEK_END)
+        while end:
+            start = max(0, end - 4096)
+            file.seek(start)
+            cut = file.read(end - start).rfind(b"\n")
+            if cut >= 0:
+                file.truncate(start + cut + 1)
+                return
+            end = start
+        file.truncate(0)
+
+
+def plain(value: Any) -> Any:
+    """What JSON has no word for, nan and inf and paths among it, as text; no text with a secret."""
+    if isinstance(value, dict):
+        return {name: plain(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple, set)):
+        return [plain(item) for item in value]
+    if value is None or isinstance(value, (bool, int)) or (isinstance(value, float) and math.isfinite(value)):
+        return value
+    return redact(str(value))

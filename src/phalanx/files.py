@@ -1,0 +1,71 @@
+"""Small files: written whole, on disk before they have their names, and as soon as a full disk takes them."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+LONGEST_PAUSE = 30.0
+"""Seconds between two looks whether there is room on a disk that was full."""
+
+
+def exists(path: Path) -> bool:
+    """Whether it is there; what cannot even be asked for, its name being too long perhaps, is not."""
+    try:
+        return path.exists()
+    except (OSError, ValueError):
+        return False
+
+
+def write_whole(path: Path, content: str | bytes, mode: int = 0o666) -> None:
+    """Write a small file so that whoever reads it, after a power cut too, finds the old content or the new."""
+    unfinished = path.with_name(path.name + ".unfinished")
+    unfinished.unlink(missing_ok=True)  # with whatever mode it had
+    with open(unfinished, "wb", opener=partial(os.open, mode=mode)) as file:
+        file.write(content.encode() if isinstance(content, str) else content)
+        file.flush()
+        os.fsync(file.fileno())
+    unfinished.replace(path)
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """What a folder lists, on disk."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def no_room(error: BaseException | None) -> bool:
+    """Whether a disk is full, or a quota."""
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
+def pauses() -> Iterator[float]:
+    """Seconds to wait before each next look whether there is room."""
+    return (min(LONGEST_PAUSE, 0.25 * 2**attempt) for attempt in itertools.count())
+
+
+def when_there_is_room(path: Path, write: Callable[[], None]) -> None:
+    """Write what the run cannot go on without, as soon as the disk takes it."""
+    for attempt, pause in enumerate(pauses()):
+        try:
+            write()
+        except OSError as error:
+            if not no_room(error):
+                raise
+            if not attempt:
+                print(f"   note  {path} cannot be written: {error.strerror}; waiting for room", file=sys.stderr)
+            time.sleep(pause)
+            continue
+        if attempt:
+            print(f"   note  {path} could be written at last", file=sys.stderr)
+        return

@@ -1,0 +1,55 @@
+"""Small files: whole, and on disk before they have their names."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from phalanx import Run
+from phalanx.files import no_room, pauses, when_there_is_room, write_whole
+
+
+def test_a_small_file_is_on_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, done = Run.create(tmp_path / "one", "x"), []
+
+    def noted(name: str, real: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            which = os.readlink(f"/proc/self/fd/{args[0]}") if isinstance(args[0], int) else str(args[0])
+            done.append((name, Path(which).name))
+            return real(*args, **kwargs)
+
+        return call
+
+    monkeypatch.setattr(os, "fsync", noted("fsync", os.fsync))
+    monkeypatch.setattr(Path, "replace", noted("rename", Path.replace))
+    for write, name in (
+        (lambda: write_whole(run.path / "a", "text"), "a"),
+        (lambda: run.next_generation(), "generation"),
+        (lambda: run.write_settings({}), "run.toml"),
+    ):
+        done.clear()
+        write()
+        assert done == [("fsync", f"{name}.unfinished"), ("rename", f"{name}.unfinished"), ("fsync", "one")]
+
+
+def test_what_matters_is_written_as_soon_as_there_is_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr("time.sleep", slept.append)
+    full = iter([True, True, False])
+
+    def write() -> None:
+        with open("/dev/full" if next(full) else tmp_path / "a", "w") as file:
+            file.write("text")
+
+    when_there_is_room(tmp_path / "a", write)
+    assert (tmp_path / "a").read_text() == "text"
+    said = capsys.readouterr().err
+    assert said.count("waiting for room") == said.count("could be written at last") == 1
+    assert slept == [0.25, 0.5]
+    assert max(pause for pause, _ in zip(pauses(), range(20), strict=False)) == 30
+    assert not no_room(PermissionError())
