@@ -68,6 +68,7 @@ def host(tmp_path: Path) -> Iterator[Host]:
 
 def wired(host: Host, interface: str, *addresses: str) -> None:
     host.ip(f"link add {interface} type bridge")
+    host.ip(f"link set {interface} addrgenmode none")  # no address but those given
     for address in addresses:
         host.ip(f"addr add {address} dev {interface}{' nodad' * (':' in address)}")
     host.ip(f"link set {interface} up")
