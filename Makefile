@@ -21,7 +21,7 @@ train: .venv/ready  ## prove that two ranks train like one, then train a small l
 	@echo "  $(BIN)/phalanx train --help"
 
 test: .venv/ready lint  ## lint, then all tests
-	$(BIN)/pytest
+	$(BIN)/pytest $(PYTEST)
 
 test-every: .venv/ready lint  ## the exhaustive tests too: about an hour
 	$(BIN)/pytest --every

@@ -41,7 +41,7 @@ def test_what_was_launched_counts_when_the_device_is_there(monkeypatch: pytest.M
     assert signs.tolist() == [2, 2, 0]
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
 def test_a_gpu_that_is_busy_has_not_arrived() -> None:
     arrivals, signs = Arrivals(), memoryview(bytearray(24)).cast("q")
     arrivals._thread = threading.current_thread()
