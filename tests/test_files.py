@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 from phalanx import Run
 from phalanx.files import no_room, pauses, when_there_is_room, write_whole
+from tests.forking import fork
 
 
 def test_a_small_file_is_on_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -32,7 +34,25 @@ def test_a_small_file_is_on_disk_before_it_has_its_name(tmp_path: Path, monkeypa
     ):
         done.clear()
         write()
-        assert done == [("fsync", f"{name}.unfinished"), ("rename", f"{name}.unfinished"), ("fsync", "one")]
+        (first, written), (second, renamed), last = done
+        assert (first, second, last) == ("fsync", "rename", ("fsync", "one"))
+        assert written == renamed
+        assert re.fullmatch(rf"{name}\.\w+\.unfinished", written)
+
+
+def _write_often(path: Path, text: str) -> None:
+    for _ in range(100):
+        write_whole(path, text)
+
+
+def test_several_may_write_at_once(tmp_path: Path) -> None:
+    texts = [str(number) * 1000 for number in range(4)]
+    writers = [fork(_write_often, tmp_path / "a", text) for text in texts]
+    for writer in writers:
+        writer.join()
+    assert [writer.exitcode for writer in writers] == [0] * 4
+    assert (tmp_path / "a").read_text() in texts
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
 
 def test_what_matters_is_written_as_soon_as_there_is_room(

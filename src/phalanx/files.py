@@ -5,9 +5,10 @@ from __future__ import annotations
 import errno
 import itertools
 import os
+import secrets
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -25,14 +26,31 @@ def exists(path: Path) -> bool:
 
 def write_whole(path: Path, content: str | bytes, mode: int = 0o666) -> None:
     """Write a small file so that whoever reads it, after a power cut too, finds the old content or the new."""
-    unfinished = path.with_name(path.name + ".unfinished")
-    unfinished.unlink(missing_ok=True)  # with whatever mode it had
-    with open(unfinished, "wb", opener=partial(os.open, mode=mode)) as file:
-        file.write(content.encode() if isinstance(content, str) else content)
-        file.flush()
-        os.fsync(file.fileno())
-    unfinished.replace(path)
+    unfinished = path.with_name(f"{path.name}.{secrets.token_hex(4)}.unfinished")  # several hosts may write it at once
+    try:
+        with open(unfinished, "xb", opener=partial(os.open, mode=mode)) as file:
+            file.write(content.encode() if isinstance(content, str) else content)
+            file.flush()
+            os.fsync(file.fileno())
+        unfinished.replace(path)
+    except BaseException:
+        unfinished.unlink(missing_ok=True)  # it would hold the room that is waited for
+        raise
     sync_folder(path.parent)
+
+
+def content(path: Path) -> tuple[bytes, int] | None:
+    """What a file holds, and its mode; None if it is not there."""
+    return (path.read_bytes(), path.stat().st_mode & 0o777) if path.exists() else None
+
+
+def put_back(files: Mapping[Path, tuple[bytes, int] | None]) -> None:
+    """Have files be as `content` found them."""
+    for path, known in files.items():
+        if known is None:
+            path.unlink(missing_ok=True)
+        else:
+            write_whole(path, *known)
 
 
 def sync_folder(folder: Path) -> None:

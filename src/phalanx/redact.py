@@ -14,7 +14,9 @@ WORD = r"(?:key|token|secret|passw(?:or)?d|passphrase|pwd|sig|signature|credenti
 _PASSWORD = re.compile(r"(\w://[^\s/?#@:]*:)(?:[^\s/?#]*|(?!\d{1,5}/)[^\s@]*)@")
 """``://user:password@``, up to the last ``@`` before the path; a port is no password."""
 _TOKEN = re.compile(r"(\bhttps?://)[^\s/?#@:]+@")
-_PARAMETER = re.compile(rf"([?&;#][\w.%-]*{WORD}[\w.%-]*=)[^&;#\s'\"]+", re.IGNORECASE)
+_PARAMETER = re.compile(rf"([?&;#](?:[\w.%]{{0,64}}[-_.])?{WORD}(?:[-_.][\w.%-]{{0,64}})?=)[^&;#\s'\"]+", re.IGNORECASE)
+_VARIABLE = re.compile(r"(\b[A-Z][A-Z0-9_]{0,64}(?:KEY|TOKEN|SECRET|PASSWORD)=|\b[Bb]earer )[^\s'\"]+")
+"""Of an environment, and of a request's head."""
 _FIELD = re.compile(
     r"(?:.*_)?(?:password|passwd|passphrase|pwd|secret|credentials?|api_?key|access_?key|secret_?key|private_?key"
     r"|(?:api|access|auth|hf|hub|bearer|session|secret|wandb)_?token)|key|token",
@@ -27,6 +29,7 @@ def redact(text: str) -> str:
     """The text with the secrets of all URLs in it hidden."""
     if "://" in text:
         text = _TOKEN.sub(rf"\1{REDACTED}@", _PASSWORD.sub(rf"\1{REDACTED}@", text))
+    text = _VARIABLE.sub(rf"\1{REDACTED}", text)
     return _PARAMETER.sub(rf"\1{REDACTED}", text) if "=" in text else text
 
 

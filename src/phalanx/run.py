@@ -147,7 +147,7 @@ class Run:
         if not self.events_path(rank).exists():
             return
         begins = tuple(f'{{"kind": "{kind}"' for kind in kinds) or ("{",)  # a long run's log is not parsed for a few
-        with self.events_path(rank).open() as lines:
+        with self.events_path(rank).open(encoding="utf-8", errors="replace") as lines:
             for line in lines:
                 if line.startswith(begins) and line.endswith("\n"):
                     with suppress(ValueError):  # cut by a full disk

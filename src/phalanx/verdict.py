@@ -31,5 +31,6 @@ class Verdict:
 
     def to_json(self) -> str:
         """One JSON object with the exit code in place of ``code``."""
-        told = asdict(self) | {"summary": redact(self.summary), "evidence": [redact(line) for line in self.evidence]}
-        return json.dumps(told | {"code": self.exit_code})
+        evidence = [redact(line) for line in self.evidence]
+        told = {"summary": redact(self.summary), "evidence": evidence, "next": redact(self.next)}
+        return json.dumps(asdict(self) | told | {"code": self.exit_code})

@@ -18,8 +18,8 @@ from pathlib import Path
 import fsspec
 import pytest
 
+from phalanx import CannotHere
 from phalanx.checkpoint.commits import KEPT, LOG, ByLog, Fenced, commits_of
-from phalanx.checkpoint.manifest import Damaged
 from phalanx.checkpoint.shelf import Shelf
 from phalanx.checkpoint.store import Remote, open_store
 from tests.checkpoint.test_shelf import commit, save, write
@@ -163,7 +163,7 @@ def test_a_log_that_makes_no_sense_is_damage(content: bytes) -> None:
     store = open_store("memory://commits-odd")
     assert isinstance(store, Remote)
     store.create(f"{LOG}/00000001", content)
-    with pytest.raises(Damaged, match="log/00000001 cannot be understood"):
+    with pytest.raises(CannotHere, match="log/00000001, which lists the checkpoints, cannot be understood"):
         commits_of(store).folders()
     fsspec.filesystem("memory").rm("/commits-odd", recursive=True)
 

@@ -109,7 +109,7 @@ def test_where_nothing_is_there(tmp_path: Path) -> None:
 
 
 def test_from_the_command_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     trained(Digits(), "dp=1", tmp_path, None, 1)
 
@@ -117,7 +117,7 @@ def test_from_the_command_line(
         monkeypatch.setattr(sys, "argv", ["phalanx", "verify", *words])
         with pytest.raises(SystemExit) as left:
             main()
-        return left.value.code, capsys.readouterr().out  # type: ignore[return-value]
+        return left.value.code, capfd.readouterr().out  # type: ignore[return-value]
 
     code, out = run(str(tmp_path), "--json")
     assert code == 0

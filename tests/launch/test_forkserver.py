@@ -73,6 +73,20 @@ def _own_server() -> None:
         made.fork(compute)
 
 
+def _two_servers() -> None:
+    first, second = ForkServer(), ForkServer()
+    first.close()  # though the second was forked while the first was there
+    second.close()
+
+
+def test_servers_end_in_any_order() -> None:
+    process = fork(_two_servers)
+    process.join(timeout=30)
+    code = process.exitcode
+    process.kill()
+    assert code == 0
+
+
 def test_a_server_takes_its_processes_with_it() -> None:
     process = fork(_own_server)
     process.join()

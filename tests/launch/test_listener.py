@@ -126,6 +126,7 @@ def test_running_out_of_file_descriptors_is_survived(served: Served) -> None:
 
 def test_limits_leave_room_for_what_a_supervisor_does_besides(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda what: (256, 256))
+    monkeypatch.setattr(resource, "setrlimit", lambda what, limits: None)  # not this process's own
     with socket.create_server(("localhost", 0)) as sock:
         one = Listener(sock, KEY, "test")
     assert (one.most_unproven, one.most) == (32, 128)

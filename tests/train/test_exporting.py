@@ -51,7 +51,7 @@ def test_what_cannot_be_is_refused(run: Run, tmp_path: Path) -> None:
         export_run(tmp_path / "nowhere", tmp_path / "to")
     part = run.checkpoints_path / "step-00000002" / "part-00000.safetensors"
     part.write_bytes(part.read_bytes()[:-900])
-    with pytest.raises(WrongUse, match=r"part-00000\.safetensors is cut short.*--step"):
+    with pytest.raises(WrongUse, match=r"part-00000\.safetensors is too short to hold .*--step"):
         export_run(run.path, tmp_path / "to")
     (run.checkpoints_path / "step-00000002" / "manifest.json").unlink()
     with pytest.raises(WrongUse, match=r"manifest\.json cannot be read.*--step"):

@@ -15,8 +15,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass, field
 
-from phalanx.checkpoint.manifest import MANIFEST, Damaged
+from phalanx.checkpoint.manifest import MANIFEST
 from phalanx.checkpoint.store import Folder, Remote, Store
+from phalanx.errors import CannotHere
 
 LOG = "log"
 KEPT = 16
@@ -177,7 +178,7 @@ class ByLog(Commits):
             out.write(content)
 
         def added(entry: Entry) -> Entry:
-            if step in entry.steps:
+            if entry.steps.get(step, folder) != folder:  # its own: an entry whose acknowledgement was lost
                 raise self._there_already(step)
             return Entry(generation, {**entry.steps, step: folder})
 
@@ -230,7 +231,10 @@ class ByLog(Commits):
                 raise ValueError("it names a folder that is no checkpoint's")
             return number, Entry(int(found["generation"]), steps)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise Damaged(f"{self.store.url}/{LOG}/{number:08d}", f"cannot be understood: {error}") from None
+            raise CannotHere(
+                f"{self.store.url}/{LOG}/{number:08d}, which lists the checkpoints, cannot be understood: {error}. Put "
+                "back what it was, or remove it: then the entry before it is taken, older by one commit or removal."
+            ) from None
 
 
 def commits_of(store: Store) -> Commits:

@@ -25,6 +25,7 @@ LARGEST = 1 << 60
 FACTS = {
     "step": int, "samples": int, "terms": (int, float), "scale": list, "guard": dict, "seed": int, "global_batch": int,
     "data": int, "layout": str, "world": int, "generation": int, "options": dict, "attributes": dict, "tied": dict,
+    "compared": (int, type(None)), "code": str,
 }  # fmt: skip
 """What kinds of facts a run is taken up by."""
 

@@ -222,6 +222,7 @@ class Remote(Store):
 
     def create(self, name: str, content: bytes) -> None:
         """A new file; FileExistsError if it is there, whoever was first."""
+        self.fs.makedirs(self._at(name).rpartition("/")[0], exist_ok=True)
         try:
             self.fs.pipe_file(self._at(name), content, mode="create")
         except FileExistsError:

@@ -51,7 +51,17 @@ def write_weights(spread: Spread, path: Path, writer: bool) -> None:
 def _write(spread: Spread, state: Iterable[tuple[str, Tensor]], path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(path.name + ".unfinished")
-    with unfinished.open("wb") as file:
+    try:
+        _write_to(unfinished, spread, state)
+    except BaseException:
+        unfinished.unlink(missing_ok=True)  # it would hold the room that is waited for
+        raise
+    unfinished.replace(path)
+    sync_folder(path.parent)
+
+
+def _write_to(path: Path, spread: Spread, state: Iterable[tuple[str, Tensor]]) -> None:
+    with path.open("wb") as file:
         ordered = sorted(spread.whole.description(), key=lambda item: (-item[1].itemsize, item[0]))
         begin = header(ordered, {"format": "pt", "tied": json.dumps(dict(spread.anatomy.tied))})
         file.write(begin)
@@ -64,8 +74,6 @@ def _write(spread: Spread, state: Iterable[tuple[str, Tensor]], path: Path) -> N
             file.write(raw_bytes(tensor))
         file.flush()
         os.fsync(file.fileno())
-    unfinished.replace(path)
-    sync_folder(path.parent)
 
 
 def header(tensors: Iterable[tuple[str, torch.dtype, Sequence[int]]], metadata: Mapping[str, str]) -> bytes:

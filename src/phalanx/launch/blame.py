@@ -45,7 +45,8 @@ def secondary(said: str) -> bool:
 
 def ended_by(number: int) -> tuple[str, bool]:
     """One line on a signal, and whether another rank may be its cause: NCCL's watchdog aborts when it misses one."""
-    name = signal.Signals(number).name
+    names = {int(known): known.name for known in signal.Signals}
+    name = names.get(number, f"signal {number}")
     hint = ""
     if name == "SIGKILL":
         hint = " (the system ends a process so when memory runs out)"

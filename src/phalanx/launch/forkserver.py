@@ -29,6 +29,7 @@ from typing import Any, Self
 import torch
 
 from phalanx.errors import CannotHere, WrongUse
+from phalanx.launch.lines import not_for_children
 from phalanx.parallel.torch_private import preload
 from phalanx.processes import die_with_parent
 
@@ -46,7 +47,7 @@ class ForkServer:
     """``fork(function, *args)`` runs a function in a process of its own, forked from one that has never computed.
 
     What this process holds when it starts a server, the processes hold too, unless the server had to be a fresh
-    interpreter: then they have only ``shared`` and what they import.
+    interpreter: then they have only ``shared`` and what they import. It ends with the thread that started it.
     """
 
     def __init__(self, shared: Mapping[str, Any] | None = None) -> None:
@@ -60,12 +61,12 @@ class ForkServer:
             self._start_fresh()
 
     def _start_forked(self) -> None:
-        self._socket, theirs = socket.socketpair()
+        self._socket, theirs = _connected()
         _shared.update(self.shared)
         sys.stdout.flush()
         sys.stderr.flush()
         self._process: BaseProcess | subprocess.Popen = multiprocessing.get_context("fork").Process(
-            target=_serve, args=(theirs, self._socket), name="fork server"
+            target=_serve, args=(theirs,), name="fork server"
         )
         self._process.start()
         for name in self.shared:
@@ -75,7 +76,7 @@ class ForkServer:
 
     def _start_fresh(self) -> None:
         """For a process that has run autograd already: what it has must travel."""
-        self._socket, theirs = socket.socketpair()
+        self._socket, theirs = _connected()
         theirs.set_inheritable(True)
         self._process = subprocess.Popen(
             [
@@ -225,6 +226,12 @@ def loads(message: bytes) -> Any:
 # The server's side.
 
 
+def _connected() -> tuple[socket.socket, socket.socket]:
+    """The owner's end, which no child of its keeps, or the server would never see it hung up; and the server's."""
+    ours, theirs = socket.socketpair()
+    return not_for_children(ours), theirs
+
+
 def _received(connection: socket.socket, size: int) -> bytes:
     parts = bytearray()
     while len(parts) < size:
@@ -241,13 +248,11 @@ def serve_fresh(descriptor: int) -> None:
     _serve(socket.socket(fileno=descriptor))
 
 
-def _serve(connection: socket.socket, owners: socket.socket | None = None) -> None:
+def _serve(connection: socket.socket) -> None:
     """A server's whole life: until its owner hangs up."""
     die_with_parent()
     for number in (signal.SIGINT, signal.SIGHUP):  # they reach the whole terminal; the owner decides
         signal.signal(number, signal.SIG_IGN)
-    if owners is not None:
-        owners.close()
     gc.collect()
     gc.freeze()  # processes share this memory as long as nobody touches it
     forked: dict[int, BaseProcess] = {}

@@ -58,13 +58,15 @@ def _kept(path: Path) -> bytes:
     try:
         if not path.exists():
             own = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
-            with os.fdopen(os.open(own, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-                file.write(secrets.token_hex(32) + "\n")
-                file.flush()
-                os.fsync(file.fileno())
-            with suppress(FileExistsError):  # another host was first
-                os.link(own, path)
-            own.unlink()
+            try:
+                with os.fdopen(os.open(own, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+                    file.write(secrets.token_hex(32) + "\n")
+                    file.flush()
+                    os.fsync(file.fileno())
+                with suppress(FileExistsError):  # another host was first
+                    os.link(own, path)
+            finally:
+                own.unlink(missing_ok=True)
         mode = path.stat().st_mode & 0o777
         if mode & 0o077:
             raise WrongUse(

@@ -207,7 +207,7 @@ def _supervise(
             if pipe.poll():
                 try:
                     reports[rank] = pickle.loads(pipe.recv_bytes())
-                except EOFError:
+                except (EOFError, OSError):  # also where it was killed while it said something
                     del open_pipes[rank]
         for rank, process in list(running.items()):
             if process.exitcode is not None:

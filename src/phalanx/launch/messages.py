@@ -6,7 +6,6 @@ On the way a message is the JSON of its kind and its fields. What is not exactly
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from functools import cache
@@ -222,6 +221,6 @@ def _read(kind: Any, value: Any, where: str) -> Any:
 _PLAIN: dict[type, Callable[[Any], bool]] = {
     str: lambda value: type(value) is str and len(value) <= LONGEST_TEXT,
     int: lambda value: type(value) is int and abs(value) < LARGEST_NUMBER,
-    float: lambda value: type(value) in (int, float) and math.isfinite(value) and abs(value) < LARGEST_NUMBER,
+    float: lambda value: type(value) in (int, float) and abs(value) < LARGEST_NUMBER,
     bool: lambda value: type(value) is bool,
 }

@@ -115,9 +115,11 @@ class Pool:
         """End the ranks."""
         for pipe in self.pipes:
             pipe.close()
-        for process in self.processes:
-            process.kill()
-        self.store.close()
+        try:
+            for process in self.processes:
+                process.kill()
+        finally:
+            self.store.close()
 
 
 def _serve(

@@ -110,7 +110,7 @@ class StoreServer:
         for payload in line.receive():
             try:
                 answer = self._answer(line, split(payload))
-            except ValueError as reason:  # also of a number that is none
+            except (ValueError, OverflowError) as reason:  # also of a number that is none, or too large
                 note(f"a rank's connection to the store was closed, for what it sent: {reason}")
                 line.broken = True
                 return

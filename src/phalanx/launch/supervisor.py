@@ -134,6 +134,11 @@ class Supervisor:
         if met.node == 0 and not self.leads:
             self._hold()
         self.leads = met.node == 0
+        if self._asked:  # while the folder was looked at, or waited for
+            if met.listening is not None:
+                met.listening.close()
+            self.meeting.leave("was asked to stop")
+            return None
         if self.leads:
             self.run.next_generation(met.generation)
         senders = met.ranks[(met.node - 1) % used] if used > 1 and met.node < used else 0

@@ -114,6 +114,6 @@ def beliefs(container: nn.Module, heads: int, ranks: int) -> dict[str, int]:
 
 def config_beliefs(container: nn.Module, heads: int, ranks: int) -> dict[str, int]:
     """Likewise in a configuration that attention itself reads: Phi-3 slices by it."""
-    held = vars(getattr(container, "config", None) or object)
+    held = getattr(getattr(container, "config", None), "__dict__", {})
     counts = {n: value for n in (*COUNTS, *KV_HEADS) if type(value := held.get(n)) is int}
     return {n: max(1, count // ranks) for n, count in counts.items() if n in KV_HEADS or count == heads}

@@ -275,7 +275,7 @@ def a_device_miscalculates(replace: Replace) -> None:
 def row_bias_added_on_every_rank(replace: Replace) -> None:
     """A linear cut by its input adds its bias on each rank, before the sum over ranks."""
 
-    def row(self: Any, module: Any, x: Tensor) -> Tensor:
+    def row(self: Any, module: Any, inside: str, x: Tensor) -> Tensor:
         product = F.linear(x, module.weight, module.bias)
         self.randomness.inner = self._way_in = None
         return differentiable.scatter(product, 1, self.group, alike=False)

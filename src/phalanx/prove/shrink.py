@@ -169,7 +169,8 @@ def _state_space(task: Task, model: nn.Module, config: Any, needs: Needs) -> Shr
 
 def _chunks(config: Any, length: int) -> dict[str, int]:
     """Chunks that sequences are padded to, longer than they are: work grows with them, and nothing else does."""
-    sizes = {n: v for n, v in vars(config or object).items() if n.endswith("chunk_size") and isinstance(v, int)}
+    held = getattr(config, "__dict__", {})
+    sizes = {name: size for name, size in held.items() if name.endswith("chunk_size") and isinstance(size, int)}
     return {name: CHUNK for name, size in sizes.items() if size > max(CHUNK, length)}
 
 

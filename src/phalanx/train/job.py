@@ -24,7 +24,7 @@ from phalanx.data.loader import seed_globally
 from phalanx.data.order import Order
 from phalanx.errors import CannotHere, WrongUse, closest
 from phalanx.events import EventLog, pause_of, plain
-from phalanx.files import exists, write_whole
+from phalanx.files import content, exists, put_back, write_whole
 from phalanx.launch.beats import ARRIVED, Beat
 from phalanx.launch.environment import Environment
 from phalanx.launch.key import Key
@@ -178,14 +178,16 @@ class Job:
 
     def _train_or_put_back(self, run: Run, shelf: Shelf, resume: bool) -> Verdict:
         """What was refused is not what the run is: its settings and its certificate stay as they were."""
-        before = {path: path.read_bytes() for path in (run.settings_path, run.certificate_path) if path.exists()}
+        before = {path: content(path) for path in (run.settings_path, run.certificate_path)}
+        if self.options.meet is not None:
+            before.clear()  # they are the first host's, which may have gone on since
         try:
             verdict = self._train(run, shelf, resume)
         except (WrongUse, CannotHere):
-            _put_back(before)
+            put_back(before)
             raise
         if verdict.exit_code in (2, 3):
-            _put_back(before)
+            put_back(before)
         return verdict
 
     def _train(self, run: Run, shelf: Shelf, resume: bool) -> Verdict:
@@ -370,11 +372,6 @@ class Job:
         with suppress(OSError):  # where the disk is full, what is on the screen must do
             write_whole(run.path / "verdict.json", verdict.to_json() + "\n")
         return verdict
-
-
-def _put_back(files: Mapping[Path, bytes]) -> None:
-    for path, content in files.items():
-        write_whole(path, content)
 
 
 def _check_there(run: Run, shelf: Shelf) -> None:
