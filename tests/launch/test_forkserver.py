@@ -147,7 +147,8 @@ assert phalanx.prove(Mine(), ["dp=2"]).holds
 """
 
 
-@pytest.mark.parametrize("bare", [False, pytest.param(True, marks=pytest.mark.every)])
+@pytest.mark.every
+@pytest.mark.parametrize("bare", [False, True])
 def test_a_notebooks_task_is_proven_after_its_engine_has_trained(bare: bool) -> None:
     pytest.importorskip("cloudpickle", reason="classes of a notebook are sent by cloudpickle")
     text = NOTEBOOK.format(root=str(Path(__file__).parents[2]), bare=bare)

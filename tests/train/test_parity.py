@@ -61,9 +61,11 @@ def _wrong(ranks: Ranks, world: int, cases: list[Case]) -> Iterator[str]:
             assert (trace.losses, trace.norms) == (traces[0].losses, traces[0].norms), f"{layout}: ranks disagree"
 
 
-@pytest.mark.parametrize("part", range(4))
+@pytest.mark.parametrize(("world", "part"), [
+    pytest.param(world, part, marks=[pytest.mark.every] if world == 8 and part else [])
+    for world in (1, 2, 4, 8) for part in range(4)
+])  # fmt: skip
 @pytest.mark.parametrize("experts", [False, True])
-@pytest.mark.parametrize("world", [1, 2, 4, 8])
 def test_every_layout_trains_like_one_device(
     ranks: Ranks, world: int, experts: bool, part: int, request: pytest.FixtureRequest
 ) -> None:
@@ -73,7 +75,10 @@ def test_every_layout_trains_like_one_device(
     compare(ranks, world, [(task_for(layout), layout) for layout in layouts[part::4]])
 
 
-@pytest.mark.parametrize("layout", ["fsdp=2,tp=2,cp=2,pp=2,micro_batch=4", "fsdp=2,tp=2,cp=2,pp=2,ep=4,micro_batch=4"])
+@pytest.mark.parametrize("layout", [
+    pytest.param("fsdp=2,tp=2,cp=2,pp=2,micro_batch=4", marks=pytest.mark.every),
+    "fsdp=2,tp=2,cp=2,pp=2,ep=4,micro_batch=4",
+])  # fmt: skip
 def test_sixteen_ranks(layout: str) -> None:
     pool = Ranks(16)
     try:
@@ -96,7 +101,7 @@ def accumulating(task: type[Task], world: int, micro_batches: int) -> Iterator[C
 
 @pytest.mark.parametrize(("name", "world", "micro_batches"), [
     ("language", 1, 4), ("language", 4, 4), ("vision", 1, 1), ("vision", 2, 1), ("vision", 2, 4), ("vision", 4, 1),
-    ("vision", 8, 4),
+    pytest.param("vision", 8, 4, marks=pytest.mark.every),
 ])  # fmt: skip
 def test_accumulation_changes_nothing(ranks: Ranks, name: str, world: int, micro_batches: int) -> None:
     compare(ranks, world, list(accumulating(TASKS[name], world, micro_batches)))
