@@ -14,7 +14,7 @@ WORD = r"(?:key|token|secret|passw(?:or)?d|passphrase|pwd|sig|signature|credenti
 _PASSWORD = re.compile(r"(\w://[^\s/?#@:]*:)(?:[^\s/?#]*|(?!\d{1,5}/)[^\s@]*)@")
 """``://user:password@``, up to the last ``@`` before the path; a port is no password."""
 _TOKEN = re.compile(r"(\bhttps?://)[^\s/?#@:]+@")
-_PARAMETER = re.compile(rf"([?&;#](?:[\w.%]{{0,64}}[-_.])?{WORD}(?:[-_.][\w.%-]{{0,64}})?=)[^&;#\s'\"]+", re.IGNORECASE)
+_PARAMETER = re.compile(rf"([?&;#][\w.%-]{{0,64}}{WORD}[\w.%-]{{0,64}}=)[^&;#\s'\"]+", re.IGNORECASE)
 _VARIABLE = re.compile(r"(\b[A-Z][A-Z0-9_]{0,64}(?:KEY|TOKEN|SECRET|PASSWORD)=|\b[Bb]earer )[^\s'\"]+")
 """Of an environment, and of a request's head."""
 _FIELD = re.compile(

@@ -178,7 +178,7 @@ class ByLog(Commits):
             out.write(content)
 
         def added(entry: Entry) -> Entry:
-            if entry.steps.get(step, folder) != folder:  # its own: an entry whose acknowledgement was lost
+            if step in entry.steps:
                 raise self._there_already(step)
             return Entry(generation, {**entry.steps, step: folder})
 
@@ -207,6 +207,8 @@ class ByLog(Commits):
             try:
                 self.store.create(f"{LOG}/{number + 1:08d}", json.dumps(asdict(changed)).encode())
             except FileExistsError:
+                if self._newest() == (number + 1, changed):
+                    return  # its own, whose acknowledgement was lost on the way
                 continue
             numbers = self._numbers()
             late = numbers[-1] > number + KEPT  # so late that its number had been let go of, and was free again

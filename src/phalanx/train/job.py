@@ -53,6 +53,9 @@ from phalanx.train.restoring import Restorer
 from phalanx.verdict import Verdict
 from phalanx.watch.screen import Screen, sparkline
 
+LINGER_SECONDS = 1.0
+"""How long the ranks of a supervisor that was killed may take to end, and hold its run until then."""
+
 
 @dataclass(frozen=True)
 class Job:
@@ -168,7 +171,7 @@ class Job:
         run = Run.folder(path, name) if resume else Run.create(path, name)
         shelf = Shelf(open_store(self.options.checkpoints or run.checkpoints_path))
         _check_there(run, shelf)
-        with run.held(), _held(shelf.store):
+        with run.held(LINGER_SECONDS), _held(shelf.store):
             if not resume:
                 run.check_free()  # somebody may have been faster
             verdict = self._train_or_put_back(run, shelf, resume)
