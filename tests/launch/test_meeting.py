@@ -375,7 +375,7 @@ def test_too_few_hosts_are_told_who_came(host: Callable[..., Host]) -> None:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"host": "a"}, "two hosts call themselves 'a'. Name them apart."),
+        ({"host": "a"}, "two hosts call themselves 'a'. Name them apart with --host."),
         ({"name": "other"}, "host b came for run 'other', but the meeting, opened by host a, is for run 'run'"),
         ({"max_nodes": 3}, "host b came for nodes [2, 3], but the meeting, opened by host a, is for nodes [2, 2]"),
         ({"key_of": "another"}, "is for those who know another key than host b. Give all hosts the same --run folder"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 
 from phalanx.events import EventLog
 from phalanx.run import Run
-from phalanx.train.certificate import NotDone, certify
+from phalanx.train.certificate import NotDone, _again, certify, in_words
 from phalanx.train.engine import Engine
 from tests.checkpoints import keeping, newest, shelf_at
 from tests.tasks import Digits
@@ -68,3 +69,26 @@ def test_what_is_not_shown_is_not_certified(run: Run) -> None:
     with pytest.raises(NotDone, match="step 3 trained on other samples"):
         certify(run, TASK, shelf)
     assert not run.certificate_path.exists()
+
+
+def test_losses_that_were_no_numbers_are_not_the_same() -> None:
+    found = {
+        "repeated": 2,
+        "difference": 0.0,
+        "taken_up": 0,
+        "left_out": [],
+        "steps": 3,
+        "samples": 9,
+        "hash": "a" * 64,
+    }
+    assert "2 done again after failures, with the same loss to the last bit; weights" in in_words(found)
+    assert "the same loss but for some that was not finite" in in_words(found | {"difference": None})
+    assert "the same loss up to 2.0e-16" in in_words(found | {"difference": 2e-16})
+
+
+def test_a_loss_that_was_nan_once_is_told(tmp_path: Path) -> None:
+    run = Run.create(tmp_path / "run", "x")
+    with EventLog(run, 0) as log:
+        for loss in (1.0, float("nan"), 1.0):
+            log.write("step", step=0, loss=loss, samples="s")
+    assert list(_again(run)) == [math.inf, math.inf]

@@ -89,7 +89,7 @@ class Meeting:
         self._line: Line | None = None
         self._welcomed = self._farewell = self._introduced = False
         self._server, self._heard, self._beat = "", time.monotonic(), 0.0
-        self._taken = self._mute = self._away = 0.0
+        self._taken = self._mute = self._away = self._dial_again = 0.0
         self._met = False
 
     def next(self, after: int = 0, asked: Callable[[], bool] | None = None) -> Round | None:
@@ -219,7 +219,7 @@ class Meeting:
 
     def _attend(self) -> None:
         while not self._closing:
-            if self._line is None and self._attending:
+            if self._line is None and self._attending and time.monotonic() >= self._dial_again:
                 self._dial()
             ready([self._bell] if self._line is None else [self._bell, self._line], TICK)
             with suppress(OSError):
@@ -284,6 +284,7 @@ class Meeting:
                 self._refuse(self._turned_away())
             else:
                 self._hang_up("")
+                self._dial_again = now + TURNED_AWAY / 10
         elif line.strange:
             self._refuse(self._stranger())
         elif line.broken:

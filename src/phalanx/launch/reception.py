@@ -164,7 +164,9 @@ class Reception:
         for other in self.guests:
             if other.host == host and not other.line.broken and other is not guest:
                 if other.token != hello.token:
-                    return self._refuse(guest, "taken", f"two hosts call themselves {host!r}. Name them apart.")
+                    return self._refuse(
+                        guest, "taken", f"two hosts call themselves {host!r}. Name them apart with --host."
+                    )
                 other.host, other.line.broken = "", True  # the same one, through a new connection
         guest.host, guest.token, guest.generation = host, hello.token, hello.book.generation
         self._put_together(hello.book)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from phalanx.checkpoint.shelf import Shelf
@@ -44,7 +45,8 @@ def _again(run: Run) -> Iterator[float]:
         if known is not None and known["samples"] != event["samples"]:
             raise NotDone(f"step {event['step'] + 1} trained on other samples when it was done again")
         if known is not None:
-            yield abs(float(known["loss"]) - float(event["loss"])) if known["loss"] != event["loss"] else 0.0
+            off = 0.0 if known["loss"] == event["loss"] else abs(float(known["loss"]) - float(event["loss"]))
+            yield off if math.isfinite(off) else math.inf  # once it was no number
         before[event["step"]] = event
 
 
@@ -95,7 +97,7 @@ def certify(run: Run, task: Task, shelf: Shelf) -> dict[str, Any]:
         "code": manifest.facts["code"],
         "generations": len(starts),
         "repeated": len(differences),
-        "difference": max(differences, default=0.0),
+        "difference": None if math.inf in differences else max(differences, default=0.0),
         "skipped": [step for step, event in ledger.items() if event["kind"] == "step" and event["skipped"]],
         "left_out": [step for step, event in ledger.items() if event["kind"] == "left out"],
     }
@@ -103,3 +105,19 @@ def certify(run: Run, task: Task, shelf: Shelf) -> dict[str, Any]:
     text = json.dumps(found, indent=1) + "\n"
     when_there_is_room(run.certificate_path, lambda: write_whole(run.certificate_path, text))
     return found
+
+
+def in_words(found: Mapping[str, Any]) -> str:
+    """A certificate in one line."""
+    again = ""
+    if found["repeated"]:
+        off = found["difference"]
+        same = "but for some that was not finite" if off is None else f"up to {off:.1e}" if off else "to the last bit"
+        again = f"; {found['repeated']} done again after failures, with the same loss {same}"
+    if found["taken_up"]:
+        again += f"; of the first {found['taken_up']} steps the checkpoint alone is known"
+    left = f", {len(found['left_out'])} steps' data left out" if found["left_out"] else ""
+    return (
+        f"certificate: {found['steps']} steps, {found['samples']:,} samples, none lost and none counted twice"
+        f"{left}{again}; weights {found['hash'][:16]}"
+    )

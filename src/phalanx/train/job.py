@@ -41,7 +41,7 @@ from phalanx.proofs import said
 from phalanx.run import Run, read_settings
 from phalanx.settings import find_task, make_task, parse_assignments, plain_settings
 from phalanx.task import Task
-from phalanx.train.certificate import NotDone, certify
+from phalanx.train.certificate import NotDone, certify, in_words
 from phalanx.train.choosing import full_reference
 from phalanx.train.engine import Engine, length
 from phalanx.train.guard import Guard
@@ -217,7 +217,10 @@ class Job:
             "device": self.cluster.device,
             **options.to_repeat(),
         }
-        print(f"  proof  {said(self.task, plain_settings(self.task), self.layout, run.path.parent, self.reference)}")
+        print(
+            f"  proof  {said(self.task, plain_settings(self.task), self.layout, run.path.parent, self.reference)}",
+            flush=True,
+        )
         if options.meet is None or not run.settings_path.exists():
             run.write_settings({"run": words, "settings": plain_settings(self.task)})
         meeting = shared = None
@@ -305,18 +308,7 @@ class Job:
 
     def _certified(self, run: Run, shelf: Shelf) -> str:
         """One line: what is certain about a run that is done."""
-        found = certify(run, self.task, shelf)
-        again = ""
-        if found["repeated"]:
-            exactly = "to the last bit" if not found["difference"] else f"up to {found['difference']:.1e}"
-            again = f"; {found['repeated']} done again after failures, with the same loss {exactly}"
-        if found["taken_up"]:
-            again += f"; of the first {found['taken_up']} steps the checkpoint alone is known"
-        left = f", {len(found['left_out'])} steps' data left out" if found["left_out"] else ""
-        return (
-            f"certificate: {found['steps']} steps, {found['samples']:,} samples, none lost and none counted twice"
-            f"{left}{again}; weights {found['hash'][:16]}"
-        )
+        return in_words(certify(run, self.task, shelf))
 
     def _verdict(self, run: Run, shelf: Shelf, outcome: Outcome) -> Verdict:
         if outcome.interrupted and self.options.meet is not None:

@@ -66,6 +66,8 @@ class Options:
             if isinstance(value, (int, float)) and not 0 <= value < math.inf:
                 wrong = "below 0" if value < 0 else "no number to count to"
                 raise WrongUse(f"--{name.replace('_', '-')} {value} is {wrong}. Give 0 for never, or more.")
+        if (self.checkpoints or "").startswith("memory:"):
+            raise WrongUse(f"--checkpoints {self.checkpoints} would be gone with each process. Give a folder or a URL.")
         if self.grace > LONGEST_SECONDS:
             raise WrongUse(f"--grace {self.grace:g} is too long. Give at most {LONGEST_SECONDS:,} seconds.")
         if (max(self.min_nodes, self.max_nodes) > 1) != (self.meet is not None):
