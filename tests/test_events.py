@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import math
 import os
+import sys
 from pathlib import Path
 
 import pytest
 
 from phalanx import Run, events
-from phalanx.events import EventLog, pause_of
+from phalanx.events import EventLog, pause_of, say
+from tests.forking import fork
 
 
 def test_events_are_json_lines_and_a_cut_line_is_left_out(tmp_path: Path) -> None:
@@ -93,3 +95,16 @@ def test_not_more_events_wait_than_memory_may_hold(
     log.close()
     assert len(log._waiting) <= 200
     assert "lacks 3 events, for which there was no room to the end" in capsys.readouterr().err
+
+
+def _say_where_there_is_no_room() -> None:
+    os.dup2(os.open("/dev/full", os.O_WRONLY), 1)
+    sys.stdout = os.fdopen(1, "w")
+    say("   note  nobody hears this")
+    os._exit(0)
+
+
+def test_what_is_told_goes_on_where_nobody_can_be_told() -> None:
+    process = fork(_say_where_there_is_no_room)
+    process.join()
+    assert process.exitcode == 0

@@ -11,7 +11,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import IO, Any, Self
 
 from phalanx.files import no_room
 from phalanx.redact import redact
@@ -29,6 +29,12 @@ def pause_of(rank: int, world: int) -> float:
     would be too many writes a step for a folder that all hosts share: at most about a hundred ranks write in a second.
     """
     return 0.0 if rank in (0, world - 1) else max(1.0, world / 100)
+
+
+def say(line: str, file: IO[str] | None = None) -> None:
+    """One line for people. What it tells of goes on, also where nobody can be told."""
+    with suppress(OSError):
+        print(line, file=file, flush=True)
 
 
 class EventLog:
@@ -88,8 +94,7 @@ class EventLog:
         self._refused = False
 
     def _say(self, words: str) -> None:
-        with suppress(OSError):
-            print(f"   note  {self._path} {words}", file=sys.stderr, flush=True)
+        say(f"   note  {self._path} {words}", file=sys.stderr)
 
     def close(self) -> None:
         """What the disk takes at last is written; what it does not is lost, and said to be."""

@@ -26,6 +26,7 @@ from phalanx.checkpoint.slot import Slot, free_memory
 from phalanx.checkpoint.state import Entry, State
 from phalanx.checkpoint.store import open_store
 from phalanx.errors import CannotHere
+from phalanx.events import say
 from phalanx.files import no_room, pauses
 from phalanx.parallel import collectives
 from phalanx.train.engine import Engine
@@ -137,7 +138,7 @@ class Keeper:
         except OSError as error:
             raise CannotHere(f"{self.shelf.store.url} cannot be written to: {error.strerror or error}.") from None
         if warning := self.shelf.store.warning():
-            print(f"   note  {warning}", flush=True)
+            say(f"   note  {warning}")
 
     # In front: between two steps, on every rank.
 
@@ -270,7 +271,7 @@ class Keeper:
         short = [f"{needed:,} bytes, and {free:,} are free"] if free is not None and needed > free / 2 else []
         found = [words for said in collectives.everybodys(short, self.engine.mesh.world) for words in said]
         if found and self.policy.memory_steps and self.engine.environment.rank == 0:
-            print(f"   note  no copies in memory: two of them on a host would take {found[0]}", flush=True)
+            say(f"   note  no copies in memory: two of them on a host would take {found[0]}")
         return bool(found)
 
     def _every_slot(self) -> list[Slot]:
@@ -342,7 +343,7 @@ class Keeper:
                 self.neighbours.exchange(work.slot)
         except RuntimeError as error:
             self._cut_off = True
-            print(f"   note  no more copies at the next host: {str(error).splitlines()[0]}", flush=True)
+            say(f"   note  no more copies at the next host: {str(error).splitlines()[0]}")
 
     def _copy(self, work: Work) -> None:
         if work.after is None:

@@ -13,6 +13,7 @@ from phalanx.checkpoint.index import groups
 from phalanx.checkpoint.shelf import Shelf
 from phalanx.checkpoint.slot import Staged
 from phalanx.checkpoint.write import pieces
+from phalanx.events import say
 from phalanx.files import no_room
 from phalanx.train.engine import Engine
 from phalanx.train.guard import BadNumbers, first_not_finite
@@ -59,7 +60,7 @@ class Writer:
                 self.shelf.abandon(self.generation)
             raise
         if self._failing:
-            print(f"   note  step {step} is saved: checkpoints can be written again", flush=True)
+            say(f"   note  step {step} is saved: checkpoints can be written again")
             self._failing = ""
         gone: list[int] = []
         if staged.facts["good"] is not None:  # else any may be the only good one
@@ -74,7 +75,7 @@ class Writer:
         """A save did not succeed: note it, and say so unless the one before failed for the same reason."""
         reason, kind = f"{type(error).__name__}: {error}", "no room" if no_room(error) else type(error).__name__
         if kind != self._failing:
-            print(f"   note  step {step} could not be saved, going on: {reason}", flush=True)
+            say(f"   note  step {step} could not be saved, going on: {reason}")
         self._failing, self._failed_at = kind, time.monotonic()
         self.note("checkpoint", step=step, failed=reason)
 
