@@ -12,7 +12,8 @@ from phalanx import CannotHere
 from phalanx.checkpoint.store import Folder, open_store
 from phalanx.launch import network, shared
 from phalanx.launch.key import Key
-from phalanx.launch.meeting import Meeting, Round
+from phalanx.launch.meeting import Meeting
+from phalanx.launch.rounds import Round
 from phalanx.launch.shared import Shared
 
 

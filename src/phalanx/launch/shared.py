@@ -14,7 +14,8 @@ from contextlib import AbstractContextManager, suppress
 from typing import BinaryIO, Protocol
 
 from phalanx.errors import CannotHere
-from phalanx.launch.meeting import Meeting, Round
+from phalanx.launch.meeting import Meeting
+from phalanx.launch.rounds import Round
 
 MARK = ".met-"
 PATIENCE_SECONDS = 10.0
