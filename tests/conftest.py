@@ -10,6 +10,7 @@ import threading
 from collections.abc import Generator, Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 import torch
 import torch.distributed as dist
@@ -22,6 +23,10 @@ from tests.ranks import Ranks
 torch.set_num_threads(1)  # this process is forked from, and OpenMP's threads do not survive that
 preload()  # torch sets an environment variable when it first imports its compiler
 cuda_rule.apply()
+hypothesis.settings.register_profile(
+    "any machine", suppress_health_check=[hypothesis.HealthCheck.too_slow], deadline=None
+)
+hypothesis.settings.load_profile("any machine")  # a test says what is right, not how fast a busy machine is
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

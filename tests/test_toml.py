@@ -8,7 +8,7 @@ import tomllib
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.toml import from_toml, to_toml
@@ -19,7 +19,6 @@ PLAIN = st.one_of(st.booleans(), st.integers(), st.floats(allow_nan=False), TEXT
 TABLES = st.dictionaries(NAMES, st.dictionaries(NAMES, PLAIN | st.lists(PLAIN, max_size=3), max_size=4), max_size=3)
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(TABLES)
 def test_what_is_written_reads_back(tables: dict[str, dict[str, Any]]) -> None:
     text = to_toml(tables)

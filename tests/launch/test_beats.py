@@ -196,3 +196,14 @@ def test_who_moves_is_left_alone_and_a_watch_that_slept_blames_nobody(quick: Non
     watch.look({0: os.getpid()})
     watch._looked -= 100  # this process was suspended, and so were its ranks
     assert watch.look({0: os.getpid()}) is None
+
+
+def test_a_rank_that_has_just_lost_what_it_waited_for_is_not_to_blame(quick: None, start: Start) -> None:
+    """Another host ended its own rank, and this one is about to say that the connection is gone."""
+    shared = Beats(1)
+    late(shared, 0, waiting=1)
+    watch, pids = Watch(shared, alone=False), {0: start(*SLEEPS)}
+    assert look_for(watch, pids, 1.0) is None
+    shared.row(0)[WAITING] = 0
+    assert watch.look(pids) is None
+    assert look_for(watch, pids, 5) is not None  # not for ever

@@ -32,6 +32,18 @@ def test_casts_stay_wide() -> None:
     assert decisions.lifted == 4
 
 
+def test_whole_numbers_become_as_wide_as_the_rest() -> None:
+    """As positions of a rotary embedding do before they are multiplied by frequencies in float64."""
+    positions, decisions = torch.arange(4), Decisions()
+    with setup(decisions, replay=False).scope("task"):
+        for y in (positions.float(), positions.to(torch.float32), positions[:, None].to(dtype=torch.float32)):
+            assert y.dtype == torch.float64
+        assert (positions[:, None].float() @ torch.ones(1, 2, dtype=torch.float64)).shape == (4, 2)
+        assert positions.to(torch.int32).dtype == torch.int32
+    narrow = Steady(Randomness(0, Moment(), torch.device("cpu")), Decisions(), frozenset(), lambda step: 4, wide=False)
+    assert narrow.answers[torch.Tensor.float](torch.Tensor.float, positions).dtype == torch.float32
+
+
 def test_ties_are_decided_as_before_and_nothing_else_is() -> None:
     decisions, x = Decisions(), torch.tensor([[1.0, 1.0, 0.0], [0.0, 2.0, 1.0]] * 2, dtype=torch.float64)
     with setup(decisions, replay=False).scope("block"):

@@ -39,7 +39,7 @@ def test_a_loop_of_ones_own_runs_under_torchrun_unchanged(tmp_path: Path) -> Non
     script.write_text(OWN_LOOP)
     here = Path(__file__).parents[2]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
-    variables = os.environ | {"PYTHONPATH": str(here)}
+    variables = os.environ | {"PYTHONPATH": os.pathsep.join([str(here), os.environ.get("PYTHONPATH", "")])}
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=variables)
     with phalanx.Engine(Digits(precision="float64"), device="cpu") as engine:
         alone = [engine.step(batch).loss for batch in engine.batches()]

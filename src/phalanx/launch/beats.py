@@ -105,7 +105,7 @@ class Watch:
         passed = min(now - self._looked, 0.5)  # more would mean that this process itself was held up
         self._looked = now
         for rank in pids:
-            signs = tuple(self._row(rank)[column] for column in (MOVES, ARRIVED))
+            signs = tuple(self._row(rank)[column] for column in (MOVES, ARRIVED, WAITING))  # to leave a wait is a move
             self._still[rank] = 0.0 if signs != self._signs[rank] else self._still[rank] + passed
             self._signs[rank] = signs
             if self._still[rank] < self.leniency * LEAST_SECONDS / 2:

@@ -337,4 +337,5 @@ def _run(work: bytes, descriptors: list[int], connection: socket.socket) -> None
     os.chdir(folder)
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
+    torch.set_num_threads(torch.get_num_threads())  # renews torch's pool, not safely if autograd's threads come first
     function(*args, *descriptors)

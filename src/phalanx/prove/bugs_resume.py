@@ -96,7 +96,7 @@ def rows_read_from_a_padded_place(replace: Replace) -> None:
 # Parts and places
 
 
-@bug(44, "tp=2", "resume: blocks", "tp")
+@bug(44, "tp=2", "resume: blocks|of blocks", "tp")
 def tp_parts_saved_in_each_others_place(replace: Replace) -> None:
     """Each rank of tp saves its part of a weight where the other's belongs."""
     plain = State._parts
@@ -109,7 +109,7 @@ def tp_parts_saved_in_each_others_place(replace: Replace) -> None:
     replace(State, "_parts", parts)
 
 
-@bug(44, "tp=2", "resume elsewhere: blocks", "tp")
+@bug(44, "tp=2", "resume elsewhere: blocks|of blocks", "tp")
 def tp_parts_in_an_order_of_their_own(replace: Replace) -> None:
     """Parts are saved and read in the same wrong order: it shows when another layout reads them."""
     replace(state, "boxes", _other_part("tp"))

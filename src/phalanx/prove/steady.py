@@ -76,14 +76,15 @@ class Steady:
         batch: Callable[[int], int],
         times: Callable[[], list[Tensor]] | None = None,
         *,
-        tie: float = 1e-9,
+        wide: bool = True,
     ) -> None:
         """Without ``times``, which says what positions a rank may hold, choices are recorded.
 
-        Casts are left out where code in ``homes``, or installed beside it, asks for them.
+        Casts are left out where code in ``homes``, or installed beside it, asks for them. ``wide``: the model computes
+        in float64, so whole numbers that it makes float32 become float64 as well; other dtypes have nearer ties.
         """
         self.randomness, self.decisions, self.homes = randomness, decisions, tuple(f"{home}/" for home in homes)
-        self.batch, self.times, self.tie = batch, times, tie
+        self.batch, self.times, self.wide, self.tie = batch, times, wide, 1e-9 if wide else 2**-6
         self._calls: Counter[tuple[int, int, str]] = Counter()
         casts: dict[Any, Answer] = {Tensor.to: self._to, Tensor.type: self._to}
         casts |= dict.fromkeys((Tensor.float, Tensor.half, Tensor.bfloat16), self._float)
@@ -92,25 +93,31 @@ class Steady:
         self.answers: dict[Any, Answer] = choices | casts
 
     def _float(self, call: Answer, tensor: Any) -> Any:
-        return self._lifted(tensor) if _wide(tensor) and self._theirs() else call(tensor)
+        return self._lifted(tensor) if self._lifts(tensor) and self._theirs() else call(tensor)
 
     def _to(self, call: Answer, tensor: Any, *args: Any, **kwargs: Any) -> Any:
         narrow = [a for a in (*args, *kwargs.values()) if a in NARROW or (isinstance(a, Tensor) and a.dtype in NARROW)]
-        if not _wide(tensor) or not narrow or not self._theirs():
+        if not self._lifts(tensor) or not narrow or not self._theirs():
             return call(tensor, *args, **kwargs)
         rest = [a for a in args if not any(a is n for n in narrow)]
         named = {name: a for name, a in kwargs.items() if not any(a is n for n in narrow)}
         return call(self._lifted(tensor), *rest, **named) if rest or named else self._lifted(tensor)
 
     def _softmax(self, call: Answer, tensor: Any, *args: Any, dtype: Any = None, **kwargs: Any) -> Any:
-        if dtype in NARROW and _wide(tensor) and self._theirs():
+        if dtype in NARROW and self._lifts(tensor) and self._theirs():
             self.decisions.lifted += 1
             dtype = None
         return call(tensor, *args, **kwargs | ({} if dtype is None else {"dtype": dtype}))
 
+    def _lifts(self, tensor: Any) -> bool:
+        if not isinstance(tensor, Tensor):
+            return False
+        whole = not tensor.dtype.is_floating_point and not tensor.dtype.is_complex
+        return tensor.dtype == torch.float64 or (self.wide and whole)
+
     def _lifted(self, tensor: Tensor) -> Tensor:
         self.decisions.lifted += 1
-        return tensor
+        return tensor.double()
 
     def _theirs(self) -> bool:
         """Whether the model itself asks for this, and not what spreads it."""
@@ -167,7 +174,3 @@ def homes(task: object, model: nn.Module) -> frozenset[Path]:
         if not file.is_relative_to(TORCH) and file.name not in ("task.py", "hostile.py"):
             found.add(file.parent)
     return frozenset(found)
-
-
-def _wide(tensor: Any) -> bool:
-    return isinstance(tensor, Tensor) and tensor.dtype == torch.float64

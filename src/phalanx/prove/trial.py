@@ -89,7 +89,7 @@ def _steady(engine: Engine, standard: Standard) -> None:
         steady = Steady(
             randomness, standard.decisions, homes(engine.task, engine.spread.model),
             lambda step: len(standard.steps[step].ids), partial(times_here, engine),
-            tie=1e-9 if engine.dtypes.compute == torch.float64 else 2**-6,
+            wide=engine.dtypes.compute == torch.float64,
         )  # fmt: skip
         randomness.answers.before = steady.answers | randomness.answers.before
         randomness.asked |= bool(standard.decisions.made or standard.decisions.lifted)

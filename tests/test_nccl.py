@@ -1,0 +1,116 @@
+"""Several NCCL ranks on one GPU, each on a host of its own as NCCL sees it: one dies or stops, and no bit is lost.
+
+NCCL refuses two ranks on one GPU of one host, and takes them for ranks of several hosts where NCCL_HOSTID differs.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+
+from phalanx import Run, cli
+from phalanx.launch import beats
+from phalanx.launch.forkserver import Forked
+from tests.forking import fork
+from tests.test_recovery import TASK, ended, ranks_of, same, until_step
+
+DEVICE, HOSTS = "cuda", "abcd"
+NCCL = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1", "NCCL_NVLS_ENABLE": "0", "NCCL_CUMEM_ENABLE": "0"}
+
+ASLEEP = """
+import os
+from pathlib import Path
+
+
+@dataclass
+class Asleep(Slow):
+    def inputs(self, batch):
+        if Path("sleep").exists() and os.environ["NCCL_HOSTID"] == "host-b":
+            Path("sleep").rename("slept")
+            time.sleep(1e6)
+        return super().inputs(batch)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "slow.py").write_text(TASK + ASLEEP)
+    return tmp_path
+
+
+def _main(words: list[str], cwd: Path, host: str) -> None:
+    os.chdir(cwd)
+    os.environ.update(NCCL, NCCL_HOSTID=f"host-{host}")
+    beats.LEAST_SECONDS = 5.0
+    out = os.open(f"out of {host}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(out, 1)
+    os.dup2(out, 2)
+    sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
+    sys.argv = ["phalanx", "train", *words]
+    cli.main()
+
+
+def started(folder: Path, run: str, layout: str, *more: str, task: str = "slow.py:Slow") -> dict[str, Forked]:
+    """One rank a host, all on the one GPU."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    words = [
+        task, "--layout", layout, "--device", DEVICE, "--on", "local:1", "--run", run, "--meet", address,
+        "--max-nodes", str(len(HOSTS)), "--min-nodes", str(len(HOSTS)), "--memory-steps", "2", "--save-steps", "10",
+        *more,
+    ]  # fmt: skip
+    return {host: fork(_main, [*words, "--host", host], folder, host) for host in HOSTS}
+
+
+def said(folder: Path) -> str:
+    return "\n".join(f"{path.name}:\n{path.read_text()}" for path in sorted(folder.glob("out of *")))
+
+
+def check(hosts: dict[str, Forked], folder: Path) -> None:
+    codes = {host: ended(process) for host, process in hosts.items()}
+    assert set(codes.values()) == {0}, f"{codes}\n{said(folder)}"
+
+
+def calm(folder: Path, layout: str) -> Run:
+    check(started(folder, "calm", layout, "--set", "pause=0"), folder)
+    for path in folder.glob("out of *"):
+        path.unlink()
+    return Run(folder / "calm")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", ["dp=2,fsdp=2", "fsdp=4,zero=2"])
+def test_a_rank_that_is_killed_is_replaced_to_the_bit(folder: Path, layout: str) -> None:
+    expected, run = calm(folder, layout), Run(folder / "rough")
+    hosts = started(folder, "rough", layout, "--set", "pause=0.1")
+    until_step(run, 12, hosts["a"])
+    (rank,) = ranks_of(hosts["c"])
+    os.kill(rank, signal.SIGKILL)
+    check(hosts, folder)
+    same(run, expected)
+    assert "was ended by SIGKILL" in said(folder)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("blow", ["stopped", "asleep"])
+def test_a_rank_that_hangs_is_named_and_replaced_to_the_bit(folder: Path, blow: str) -> None:
+    """The others wait for it in a collective, on their GPUs."""
+    expected, run = calm(folder, "dp=2,fsdp=2"), Run(folder / "rough")
+    hosts = started(folder, "rough", "dp=2,fsdp=2", "--set", "pause=0.1", task="slow.py:Asleep")
+    until_step(run, 12, hosts["a"])
+    if blow == "stopped":
+        (rank,) = ranks_of(hosts["b"])
+        os.kill(rank, signal.SIGSTOP)
+    else:
+        (folder / "sleep").touch()
+    check(hosts, folder)
+    same(run, expected)
+    words = "has been stopped (SIGSTOP)" if blow == "stopped" else "has not moved for"
+    assert words in (folder / "out of b").read_text(), said(folder)
+    stuck = [event["reason"] for rank in range(len(HOSTS)) for event in run.events(rank, "failure") if event["stuck"]]
+    assert len(stuck) == 1, said(folder)  # nobody else is blamed
