@@ -19,7 +19,6 @@ import itertools
 import os
 import pickle
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -29,7 +28,7 @@ import traceback
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
@@ -41,6 +40,7 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from tests.layouts import every_layout, task_for
+from tests.nccl import as_host, shared_gpu
 from tests.parity import Trace, difference, reference, spread_run
 
 import phalanx
@@ -55,13 +55,6 @@ STEPS = 2
 """The second has a short batch, and gradients that show the first update."""
 START_SECONDS = 300
 """How long processes may take to begin."""
-QUICK = {
-    "NCCL_ALGO": "Ring", "NCCL_MIN_NCHANNELS": "1", "NCCL_MAX_NCHANNELS": "1", "NCCL_MAX_P2P_NCHANNELS": "1",
-    "NCCL_NTHREADS": "64", "NCCL_BUFFSIZE": "262144", "NCCL_SOCKET_NTHREADS": "1", "NCCL_NSOCKS_PERTHREAD": "1",
-    "NCCL_NVLS_ENABLE": "0", "NCCL_CUMEM_ENABLE": "0", "NCCL_RAS_ENABLE": "0",
-}  # fmt: skip
-"""Few and small connections: a layout makes a dozen communicators, and sends little through them."""
-MPS_SECONDS = 60
 WARNING = re.compile(r"NCCL WARN|\[W\d|Warning:|WARNING")
 """In what ranks print: NCCL's own, those of torch's C++ and of Python."""
 
@@ -161,9 +154,7 @@ class Team:
         own = {"RANK": str(rank)}
         if device == "cpu":
             return {**os.environ, **alike, **own, "GLOO_SOCKET_IFNAME": "lo"}
-        own["NCCL_HOSTID"] = f"host{rank}"
-        nccl = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1", "NCCL_DEBUG": "WARN", **QUICK}
-        return {**nccl, **os.environ, **alike, **own}
+        return {**as_host(rank), "NCCL_DEBUG": "WARN", **os.environ, **alike, **own}
 
     def begin(self) -> None:
         """Wait for all to be there."""
@@ -338,31 +329,6 @@ def chosen(options: argparse.Namespace) -> list[Case]:
                 layouts = covering(layouts)
             cases += [Case(world, layout) for layout in layouts]
     return cases
-
-
-@contextmanager
-def shared_gpu(folder: Path) -> Iterator[bool]:
-    """While processes share the GPU through MPS: whether they do."""
-    control = shutil.which("nvidia-cuda-mps-control")
-    pipes = {"CUDA_MPS_PIPE_DIRECTORY": str(folder / "mps"), "CUDA_MPS_LOG_DIRECTORY": str(folder / "mps")}
-    if control is None:
-        yield False
-        return
-    (folder / "mps").mkdir()
-    environment = {**os.environ, **pipes}
-    try:
-        subprocess.run([control, "-d"], env=environment, check=True, timeout=MPS_SECONDS, capture_output=True)
-        trying = [sys.executable, "-c", "import torch; torch.zeros(1, device='cuda')"]
-        subprocess.run(trying, env=environment, check=True, timeout=MPS_SECONDS, capture_output=True)
-        os.environ.update(pipes)
-        yield True
-    except subprocess.SubprocessError as error:
-        print(f"note: no MPS, processes take turns on the GPU: {error}", flush=True)
-        yield False
-    finally:
-        for name in pipes:
-            os.environ.pop(name, None)
-        subprocess.run([control], input="quit\n", env=environment, text=True, timeout=MPS_SECONDS, capture_output=True)
 
 
 def main() -> None:

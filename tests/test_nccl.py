@@ -1,7 +1,4 @@
-"""Several NCCL ranks on one GPU, each on a host of its own as NCCL sees it: one dies or stops, and no bit is lost.
-
-NCCL refuses two ranks on one GPU of one host, and takes them for ranks of several hosts where NCCL_HOSTID differs.
-"""
+"""Several NCCL ranks on one GPU, each on a host of its own as NCCL sees it: one dies or stops, and no bit is lost."""
 
 from __future__ import annotations
 
@@ -9,6 +6,8 @@ import os
 import signal
 import socket
 import sys
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -17,10 +16,11 @@ from phalanx import Run, cli
 from phalanx.launch import beats
 from phalanx.launch.forkserver import Forked
 from tests.forking import fork
+from tests.nccl import as_host
 from tests.test_recovery import TASK, ended, ranks_of, same, until_step
 
 DEVICE, HOSTS = "cuda", "abcd"
-NCCL = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1", "NCCL_NVLS_ENABLE": "0", "NCCL_CUMEM_ENABLE": "0"}
+Calm = Callable[[str], Run]
 
 ASLEEP = """
 import os
@@ -43,9 +43,23 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.fixture(scope="module")
+def calm(tmp_path_factory: pytest.TempPathFactory) -> Calm:
+    """The run of a layout that is left alone."""
+
+    @cache
+    def run(layout: str) -> Run:
+        folder = tmp_path_factory.mktemp("calm")
+        (folder / "slow.py").write_text(TASK)
+        check(started(folder, "calm", layout, "--set", "pause=0"), folder)
+        return Run(folder / "calm")
+
+    return run
+
+
 def _main(words: list[str], cwd: Path, host: str) -> None:
     os.chdir(cwd)
-    os.environ.update(NCCL, NCCL_HOSTID=f"host-{host}")
+    os.environ.update(as_host(host))
     beats.LEAST_SECONDS = 5.0
     out = os.open(f"out of {host}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(out, 1)
@@ -61,8 +75,8 @@ def started(folder: Path, run: str, layout: str, *more: str, task: str = "slow.p
         address = f"127.0.0.1:{free.getsockname()[1]}"
     words = [
         task, "--layout", layout, "--device", DEVICE, "--on", "local:1", "--run", run, "--meet", address,
-        "--max-nodes", str(len(HOSTS)), "--min-nodes", str(len(HOSTS)), "--memory-steps", "2", "--save-steps", "10",
-        *more,
+        "--max-nodes", str(len(HOSTS)), "--min-nodes", str(len(HOSTS)), "--memory-steps", "2", "--save-steps", "5",
+        "--set", "steps=24", *more,
     ]  # fmt: skip
     return {host: fork(_main, [*words, "--host", host], folder, host) for host in HOSTS}
 
@@ -76,19 +90,12 @@ def check(hosts: dict[str, Forked], folder: Path) -> None:
     assert set(codes.values()) == {0}, f"{codes}\n{said(folder)}"
 
 
-def calm(folder: Path, layout: str) -> Run:
-    check(started(folder, "calm", layout, "--set", "pause=0"), folder)
-    for path in folder.glob("out of *"):
-        path.unlink()
-    return Run(folder / "calm")
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("layout", ["dp=2,fsdp=2", "fsdp=4,zero=2"])
-def test_a_rank_that_is_killed_is_replaced_to_the_bit(folder: Path, layout: str) -> None:
-    expected, run = calm(folder, layout), Run(folder / "rough")
+def test_a_rank_that_is_killed_is_replaced_to_the_bit(folder: Path, calm: Calm, layout: str) -> None:
+    expected, run = calm(layout), Run(folder / "rough")
     hosts = started(folder, "rough", layout, "--set", "pause=0.1")
-    until_step(run, 12, hosts["a"])
+    until_step(run, 8, hosts["a"])
     (rank,) = ranks_of(hosts["c"])
     os.kill(rank, signal.SIGKILL)
     check(hosts, folder)
@@ -98,11 +105,11 @@ def test_a_rank_that_is_killed_is_replaced_to_the_bit(folder: Path, layout: str)
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("blow", ["stopped", "asleep"])
-def test_a_rank_that_hangs_is_named_and_replaced_to_the_bit(folder: Path, blow: str) -> None:
+def test_a_rank_that_hangs_is_named_and_replaced_to_the_bit(folder: Path, calm: Calm, blow: str) -> None:
     """The others wait for it in a collective, on their GPUs."""
-    expected, run = calm(folder, "dp=2,fsdp=2"), Run(folder / "rough")
+    expected, run = calm("dp=2,fsdp=2"), Run(folder / "rough")
     hosts = started(folder, "rough", "dp=2,fsdp=2", "--set", "pause=0.1", task="slow.py:Asleep")
-    until_step(run, 12, hosts["a"])
+    until_step(run, 8, hosts["a"])
     if blow == "stopped":
         (rank,) = ranks_of(hosts["b"])
         os.kill(rank, signal.SIGSTOP)
