@@ -21,6 +21,8 @@ from tests import cuda_rule
 from tests.ranks import Ranks
 
 torch.set_num_threads(1)  # this process is forked from, and OpenMP's threads do not survive that
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the ranks of each worker: they share the cores
 preload()  # torch sets an environment variable when it first imports its compiler
 cuda_rule.apply()
 hypothesis.settings.register_profile(

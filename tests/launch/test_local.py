@@ -163,6 +163,7 @@ def threads() -> int:
 
 
 def test_ranks_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     assert run_ranks(threads, 1).result == os.cpu_count()
     assert run_ranks(threads, 64).result == 1
     monkeypatch.setenv("OMP_NUM_THREADS", "3,2")
