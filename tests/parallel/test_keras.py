@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+import textwrap
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,6 +53,27 @@ def test_weights_are_filled_and_named_alike_in_every_model() -> None:
     kernels = [v for n, v in values[0].items() if n.endswith("kernel")]
     assert len(kernels) == 2
     assert all(0 < float(k.abs().max()) < 2 for k in kernels)
+
+
+def test_a_model_that_imports_keras_itself_begins_like_all_others() -> None:
+    """As in ranks, where the task's constructor may be the first to import it."""
+    program = """
+        import os
+        os.environ["KERAS_BACKEND"] = "torch"
+        from phalanx.parallel.blueprint import Blueprint
+
+        def model():
+            import keras
+            return keras.Sequential([keras.layers.Input((5,)), keras.layers.Dropout(0.3), keras.layers.Dense(3)])
+
+        def values():
+            made = Blueprint(model, seed=3)
+            return {name: made.value(w, "cpu").tolist() for name, w in made.model.named_parameters()}
+
+        first = values()
+        assert first == values(), first
+        """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(program)], check=True)
 
 
 def test_it_trains_like_one_device() -> None:

@@ -80,15 +80,10 @@ class Blueprint:
 
     def __init__(self, build: Callable[[], nn.Module], seed: int) -> None:
         self.seed = seed
-        self._operations: list[Operation] = []
-        self._writers: dict[int, list[int]] = {}
-        self._alive: dict[int, Tensor] = {}  # so that no storage's identity is reused while it is described
-        self._constants: dict[int, list[Constant]] = {}
-        self._drawn, self._random = 0, 0
-        self._fake = FakeTensorMode(allow_non_fake_inputs=True)
-        with warnings.catch_warnings(), _Recorder(self):
-            warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")  # deepcopy does
-            self.model = keras.build(build, seed)
+        seeded = keras.imported()
+        self._describe(build)
+        if not seeded and keras.imported():  # by this constructor, whose draws were therefore others than they will be
+            self._describe(build)
         if not isinstance(self.model, nn.Module):
             raise WrongUse(f"Task.model returned a {type(self.model).__name__}. Return an nn.Module.")
         lazy = [n for n, p in self.model.named_parameters() if isinstance(p, nn.parameter.UninitializedParameter)]
@@ -97,6 +92,17 @@ class Blueprint:
                 f"the shape of {lazy[0]} is not known before the first batch. Use a layer that states its sizes."
             )
         keras.check_built(self.model)
+
+    def _describe(self, build: Callable[[], nn.Module]) -> None:
+        self._operations: list[Operation] = []
+        self._writers: dict[int, list[int]] = {}
+        self._alive: dict[int, Tensor] = {}  # so that no storage's identity is reused while it is described
+        self._constants: dict[int, list[Constant]] = {}
+        self._drawn, self._random = 0, 0
+        self._fake = FakeTensorMode(allow_non_fake_inputs=True)
+        with warnings.catch_warnings(), _Recorder(self):
+            warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")  # deepcopy does
+            self.model = keras.build(build, self.seed)
 
     def observe(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run or note one operation of the constructor."""

@@ -16,6 +16,11 @@ from torch import Tensor, nn
 from phalanx.errors import WrongUse
 
 
+def imported() -> bool:
+    """Whether a model may be made of Keras' layers."""
+    return "keras" in sys.modules
+
+
 def build(make: Callable[[], nn.Module], seed: int) -> nn.Module:
     """A model with the names and the seeds that the first one got, which trains when torch says so."""
     keras = sys.modules.get("keras")
