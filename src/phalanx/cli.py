@@ -53,6 +53,9 @@ def train(
     resume: Annotated[
         bool, typer.Option("--resume", help="go on with a run: that in --run, or the task's last")
     ] = False,
+    allow: Annotated[
+        str | None, typer.Option(metavar="changes", help="with --resume: go on although other samples are to come")
+    ] = None,
     save_steps: Annotated[int | None, typer.Option(help="a checkpoint every so many steps")] = None,
     save_minutes: Annotated[float | None, typer.Option(help="and every so many minutes; by default 10")] = None,
     keep: Annotated[int | None, typer.Option(help="so many checkpoints are kept; by default 2")] = None,
@@ -101,7 +104,7 @@ def train(
         save_steps=save_steps, save_minutes=save_minutes, keep=keep, keep_every=keep_every, memory_steps=memory_steps,
         checkpoints=checkpoints, restarts=restarts, grace=grace, init_from=init_from,
         bad=bad, spike=spike, compare_steps=compare_steps, min_nodes=min_nodes, max_nodes=max_nodes, meet=meet,
-        host=host, interface=interface, kill=kill, resume=resume, exact=exact,
+        host=host, interface=interface, kill=kill, allow=allow, resume=resume, exact=exact,
     )  # fmt: skip
     if dry_run:
         print(job.describe())

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from phalanx import losses
+from phalanx.data.fingerprint import digest
 from phalanx.data.loader import seed_globally
 from phalanx.data.order import Order
 from phalanx.losses import Loss
@@ -29,7 +30,6 @@ from phalanx.prove.replacing import replacing
 from phalanx.prove.shrink import FromConfig
 from phalanx.prove.variant import Variant, variant
 from phalanx.task import Task, as_loss
-from phalanx.train.agreement import digest
 
 BATCH = 17
 """Samples of a step, for up to 8 ranks: a prime, so that no number of ranks or micro-batches divides it."""

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from phalanx import user_code
 from phalanx.errors import WrongUse, closest
 from phalanx.launch import forkserver
 from phalanx.launch.forkserver import ForkServer
@@ -62,6 +63,8 @@ class Proof(Verdict):
     dtype: str | None = None
     """The precision that was proven beside float64."""
     results: list[Result] = field(default_factory=list)
+    files: dict[str, str] = field(default_factory=dict)
+    """The user's files that were imported, here or on a rank, with hashes: what it is a proof of."""
 
 
 OPTIONS = ("zero", "exact", *CHOICES)
@@ -131,6 +134,9 @@ class _Prover:
     ) -> None:
         self.task, self.dtype, self.inject, self.server = task, dtype, inject, server
         self.on_start, self.on_result = on_start, on_result
+        self.home = user_code.home(type(task))
+        self.files = user_code.snapshot(self.home)  # now, for what is edited while a proof runs is not what it proves
+        self.imported: set[str] = set()
         self.docket = Docket(task, steps, 1)
         self.model = Blueprint(task.model, task.seed).model
         self.anatomy = task.anatomy(self.model)
@@ -206,6 +212,7 @@ class _Prover:
     def _layout(self, layout: Layout, number: int) -> Result:
         run = as_proven(layout, self.docket.cases[number].task.global_batch)
         found = self.ranks.attest(number, run, keep=True)
+        self.imported.update(file for told in found.told for file in told.imported)
         if found.refusal is not None:
             return Result(str(layout), NOT_APPLICABLE, found.refusal)
         result = Result(str(layout), DIFFERS if found.fails else EQUAL)
@@ -335,6 +342,7 @@ class _Prover:
             **vars(verdict), task=type(self.task).__name__, steps=self.docket.steps, shrunk=self.docket.notes,
             inject=self.inject, dtype=self.dtype, sensitivity=max((s.sensitivity for s in standards), default=0.0),
             bar=max((s.bar for s in standards), default=0.0), results=self.results,
+            files=user_code.snapshot(self.home, self.imported) | self.files,
         )  # fmt: skip
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from phalanx import user_code
 from phalanx.checkpoint.slot import Slot
 from phalanx.errors import WrongUse
 from phalanx.layout import Layout
@@ -74,7 +75,11 @@ class Stopped(Exception):
 
 def attest(case: int, layout: Layout, bug: str | None, resume: Resume | None = None) -> Testimony:
     """A rank's testimony of one run, interrupted half way if there is where to ``resume`` from."""
-    return _run(case, layout, bug, lambda engine: Witness(engine, CASES[case].standard, CASES[case].dtypes), resume)
+    told: Testimony = _run(
+        case, layout, bug, lambda engine: Witness(engine, CASES[case].standard, CASES[case].dtypes), resume
+    )
+    told.imported = sorted({str(file) for file in user_code.modules().values()})
+    return told
 
 
 def record(case: int, layout: Layout, bug: str | None, step: int) -> Record:

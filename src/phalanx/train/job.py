@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from phalanx import user_code
 from phalanx.checkpoint.manifest import Damaged
 from phalanx.checkpoint.shelf import Shelf
 from phalanx.checkpoint.slot import Slot, new_memory
@@ -209,6 +210,9 @@ class Job:
                 return Verdict(True, f"{run.path} is finished", known)
             except (NotDone, Damaged) as reason:
                 return self._not_done(run, reason)
+        user_code.snapshot(
+            run.path
+        )  # now, before it is edited: ranks are forked from this process
         run.certificate_path.unlink(missing_ok=True)  # of a shorter run, which goes on now
         words = {
             "task": full_reference(self.reference),
@@ -217,10 +221,9 @@ class Job:
             "device": self.cluster.device,
             **options.to_repeat(),
         }
-        print(
-            f"  proof  {said(self.task, plain_settings(self.task), self.layout, run.path.parent, self.reference)}",
-            flush=True,
-        )
+        proven = said(self.task, plain_settings(self.task), self.layout, run.path.parent, self.reference)
+        if proven:
+            print(f"  proof  {proven}", flush=True)
         if options.meet is None or not run.settings_path.exists():
             run.write_settings({"run": words, "settings": plain_settings(self.task)})
         meeting = shared = None
@@ -279,6 +282,7 @@ class Job:
             engine = Engine(
                 self.task, layout, device=self.cluster.device, timeout=timedelta(seconds=options.timeout),
                 init_from=None if shelf.steps() else options.init_from, guard=Guard(options.bad, options.spike),
+                allow_changes=options.allow == "changes",
             )  # fmt: skip
             undo.enter_context(engine)
             own, guests = ([[Slot(m) for m in slots] for slots in by_rank] for by_rank in (host.memory, host.guests))

@@ -46,6 +46,8 @@ class Options:
     host: str | None = None
     interface: str | None = None
     """Through which other hosts reach this one; by default the one that reaches the meeting."""
+    allow: str | None = None
+    """``changes``: go on with a run although other samples are to come than were planned."""
     kill: str | None = None
     """A drill: ``1@60`` kills rank 1 after step 60."""
 
@@ -83,6 +85,8 @@ class Options:
                     "it out, or give --meet."
                 )
             check_interface(self.interface)
+        if self.allow not in (None, "changes"):
+            raise WrongUse(f"--allow {self.allow} is nothing that can be allowed. Write --allow changes.")
         self.drill()
 
     @classmethod
@@ -106,6 +110,7 @@ class Options:
             self,
             host=None,
             interface=None,
+            allow=None,
             kill=None,
             checkpoints=_full(self.checkpoints),
             init_from=_full(self.init_from),
