@@ -39,13 +39,22 @@ def redact_field(name: str, value: Any) -> Any:
         return REDACTED if value and _FIELD.fullmatch(name) else redact(value)
     if isinstance(value, (list, tuple)):
         return type(value)(redact_field(name, item) for item in value)
+    if isinstance(value, dict):
+        return {inner: redact_field(_name(name, inner), item) for inner, item in value.items()}
     return value
+
+
+def _name(outer: str, inner: Any) -> str:
+    """What a value in a table is: that of a table which is a secret is one."""
+    return outer if _FIELD.fullmatch(outer) else str(inner)
 
 
 def is_redacted(name: str, value: Any) -> bool:
     """Whether a secret was left out of a setting that was read back."""
     if isinstance(value, list):
         return any(is_redacted(name, item) for item in value)
+    if isinstance(value, dict):
+        return any(is_redacted(_name(name, inner), item) for inner, item in value.items())
     if not isinstance(value, str):
         return False
     return bool(_LEFT_OUT.search(value)) or (value == REDACTED and _FIELD.fullmatch(name) is not None)

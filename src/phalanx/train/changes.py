@@ -114,7 +114,8 @@ def _schedule(engine: Engine, then: Mapping[str, Any], step: int) -> list[Change
         for name, value in then.items():
             object.__setattr__(before, name, convert(value, hints[name], name))
         old = before.schedule()
-        for place in dict.fromkeys([step, (step + before.steps) // 2, before.steps - 1]):
+        last = max(step, before.steps - 1)
+        for place in dict.fromkeys([step, (step + last) // 2, last]):
             was, now = old(place), engine.schedule(place)
             if was != now:
                 return [
