@@ -118,7 +118,7 @@ class Run:
         for event in self.events(rank):
             if event["kind"] in ("start", "rollback"):
                 done = {step: known for step, known in done.items() if step < event.get("step", 0)}
-            elif event["kind"] in ("step", "left out"):
+            elif event["kind"] in ("step", "left out") and "samples" in event:  # else it is a rank's own part of one
                 done[event["step"]] = event
         return done
 

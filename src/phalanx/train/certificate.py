@@ -27,7 +27,7 @@ class NotDone(Exception):
 
 
 def _whole_ledger(run: Run, steps: range) -> dict[int, dict[str, Any]]:
-    """Rank 0's, and what a host that lost power may have lost of it from the others': they note the same."""
+    """Rank 0's, and what a host that lost power may have lost of it from others': one a host notes the same."""
     ledger = run.ledger()
     others = (int(path.stem.removeprefix("rank-")) for path in sorted(run.events_path(0).parent.glob("rank-*.jsonl")))
     for rank in others:

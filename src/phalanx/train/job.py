@@ -24,7 +24,7 @@ from phalanx.cluster import Cluster
 from phalanx.data.loader import seed_globally
 from phalanx.data.order import Order
 from phalanx.errors import CannotHere, WrongUse, closest
-from phalanx.events import EventLog, pause_of, plain
+from phalanx.events import EventLog, pause_of, plain, writers
 from phalanx.files import content, exists, put_back, write_whole
 from phalanx.launch.beats import ARRIVED, Beat
 from phalanx.launch.environment import Environment
@@ -273,7 +273,8 @@ class Job:
             layout = fitted(layout, self.task.global_batch, host.world, self.task)
         with ExitStack() as undo:
             environment = Environment.detect()
-            log = undo.enter_context(EventLog(run, environment.rank, pause_of(environment.rank, environment.world)))
+            rank, hosts = environment.rank, environment.hosts
+            log = undo.enter_context(EventLog(run, rank, pause_of(rank, hosts), shared=rank in writers(hosts)))
             row = host.beats.row(environment.local_rank)
             collectives.signs = row[ARRIVED:]
             beat = Beat(row, options.timeout)
