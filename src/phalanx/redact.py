@@ -22,6 +22,12 @@ _FIELD = re.compile(
     r"|(?:api|access|auth|hf|hub|bearer|session|secret|wandb)_?token)|key|token",
     re.IGNORECASE,
 )
+_LITERAL = re.compile(
+    r"(\b\w*(?:api_?key|access_?key|secret|token|passw(?:or)?d|passphrase|private_?key|credentials?)\w*['\"]?\]?\s*"
+    r"(?::\s*\w+\s*)?[=:]\s*[a-zA-Z]{0,2}['\"])[^'\"\s]{6,}(['\"])",
+    re.IGNORECASE,
+)
+"""``api_key = "..."``, and the same in a dict or a call."""
 _LEFT_OUT = re.compile(r"(?:://\S*|[?&;#][^\s=]*=)" + re.escape(REDACTED))
 
 
@@ -31,6 +37,11 @@ def redact(text: str) -> str:
         text = _TOKEN.sub(rf"\1{REDACTED}@", _PASSWORD.sub(rf"\1{REDACTED}@", text))
     text = _VARIABLE.sub(rf"\1{REDACTED}", text)
     return _PARAMETER.sub(rf"\1{REDACTED}", text) if "=" in text else text
+
+
+def redact_source(text: str) -> str:
+    """Source code likewise, and what it gives to names that say that it is a secret."""
+    return _LITERAL.sub(rf"\1{REDACTED}\2", redact(text))
 
 
 def redact_field(name: str, value: Any) -> Any:

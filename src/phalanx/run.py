@@ -1,6 +1,7 @@
 """The Run: one run on disk. Every tool reads and writes this folder and nothing else.
 
 runs/<name>/run.toml                   settings as resolved; ``phalanx train --config run.toml`` repeats the run
+runs/<name>/origin/001/                what it is made of: source, git, versions
 runs/<name>/events/rank-00000.jsonl    one JSON object a line: start, step, evaluation, checkpoint, failure, end
 runs/<name>/checkpoints/step-00000100/ committed or absent
 runs/<name>/final/model.safetensors    full weights under the model's own names

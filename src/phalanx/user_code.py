@@ -40,7 +40,7 @@ def _imported() -> Iterator[tuple[str, Path, object]]:
             yield name, Path(file).resolve(), inside.get("__spec__") or module
 
 
-def _hashes() -> dict[Path, str]:
+def hashes() -> dict[Path, str]:
     """By file, what the modules hold that have been imported."""
     found = {}
     for _, path, mark in _imported():
@@ -90,13 +90,13 @@ def snapshot(base: Path, others: Iterable[str] = ()) -> dict[str, str]:
 
     ``others``: files of modules that another process has imported.
     """
-    every = {path: _hash(path) or "" for path in map(Path, others)} | _hashes()
+    every = {path: _hash(path) or "" for path in map(Path, others)} | hashes()
     return dict(sorted((os.path.relpath(path, base), known) for path, known in every.items() if known))
 
 
 def changed(files: Mapping[str, str], base: Path) -> list[str]:
     """Of files that were known once, those that hold something else now, or are not there any more."""
-    here = _hashes()
+    here = hashes()
     now = ((name, (base / name).resolve(), known) for name, known in files.items())
     return [name for name, path, known in now if (here[path] if path in here else _hash(path)) != known]
 

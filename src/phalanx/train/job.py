@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, fields, replace
 from datetime import timedelta
 from functools import partial
@@ -18,7 +18,7 @@ from phalanx import user_code
 from phalanx.checkpoint.manifest import Damaged
 from phalanx.checkpoint.shelf import Shelf
 from phalanx.checkpoint.slot import Slot, new_memory
-from phalanx.checkpoint.store import Folder, Store, open_store
+from phalanx.checkpoint.store import Folder, open_store
 from phalanx.checkpoint.verify import final_differs
 from phalanx.cluster import Cluster
 from phalanx.data.loader import seed_globally
@@ -34,17 +34,19 @@ from phalanx.launch.meeting import Meeting
 from phalanx.launch.shared import Shared
 from phalanx.launch.supervisor import Host, Supervisor
 from phalanx.layout import Layout
+from phalanx.origin import kept_origin
 from phalanx.parallel import collectives
 from phalanx.parallel.blueprint import Blueprint
 from phalanx.parallel.spread import check_model
 from phalanx.precision import DTYPES
 from phalanx.proofs import said
 from phalanx.run import Run, read_settings
-from phalanx.settings import find_task, make_task, parse_assignments, plain_settings
+from phalanx.settings import find_task, make_task, parse_assignments, plain_settings, unwritten
 from phalanx.task import Task
 from phalanx.train.certificate import NotDone, certify, in_words
 from phalanx.train.choosing import full_reference
 from phalanx.train.engine import Engine, length
+from phalanx.train.folders import check_there, held_store
 from phalanx.train.guard import Guard
 from phalanx.train.keeping import Keeper
 from phalanx.train.loop import Listener, Loop, Summary
@@ -117,6 +119,9 @@ class Job:
             for name, value in plain_settings(made).items():
                 if name not in values:
                     print(f"   note  {config} does not say what {name} is: it is {value} now")
+        for name in unwritten(made) if config else ():
+            if name not in values:
+                print(f"   note  {config} cannot say what {name} is: it is as in the code")
         settled = Options.resolve(options, ran)
         if resume and on and not layout and "layout" in ran:  # the same on another number of ranks: as close as can be
             layout = str(fitted(Layout.parse(ran["layout"]), made.global_batch, ranks_of(on) * settled.max_nodes))
@@ -166,13 +171,13 @@ class Job:
                 raise WrongUse("several hosts need one folder that all of them see. Give it with --run.")
             run = Run.folder(path, name)  # the first host will hold it
             shelf = Shelf(open_store(self.options.checkpoints or run.checkpoints_path))
-            _check_there(run, shelf)
+            check_there(run, shelf)
             return self._train_or_put_back(run, shelf, resume=True)
         new = path is None or not exists(path)
         run = Run.folder(path, name) if resume else Run.create(path, name)
         shelf = Shelf(open_store(self.options.checkpoints or run.checkpoints_path))
-        _check_there(run, shelf)
-        with run.held(LINGER_SECONDS), _held(shelf.store):
+        check_there(run, shelf)
+        with run.held(LINGER_SECONDS), held_store(shelf.store):
             if not resume:
                 run.check_free()  # somebody may have been faster
             verdict = self._train_or_put_back(run, shelf, resume)
@@ -284,6 +289,8 @@ class Job:
                 allow_changes=options.allow == "changes",
             )  # fmt: skip
             undo.enter_context(engine)
+            if rank == 0:
+                undo.enter_context(kept_origin(run, type(self.task)))
             own, guests = ([[Slot(m) for m in slots] for slots in by_rank] for by_rank in (host.memory, host.guests))
             every = [slot for slots in (*own, *guests) for slot in slots]
             here = environment.local_rank
@@ -370,25 +377,3 @@ class Job:
         with suppress(OSError):  # where the disk is full, what is on the screen must do
             write_whole(run.path / "verdict.json", verdict.to_json() + "\n")
         return verdict
-
-
-def _check_there(run: Run, shelf: Shelf) -> None:
-    """Refuse to begin anew where a run's checkpoints were and are not: what they lie on may not be mounted."""
-    last = run.last_committed()
-    if last is not None and shelf.empty():
-        raise CannotHere(
-            f"{run.path} has saved checkpoints, up to step {last}, and there is nothing in {shelf.store.url}. Mount or "
-            "restore it, or say with --checkpoints where they are now; to begin again, give another --run."
-        )
-
-
-@contextmanager
-def _held(store: Store) -> Iterator[None]:
-    """A store held; one that cannot be is refused."""
-    try:
-        with store.held():
-            yield
-    except OSError as error:
-        if error.filename is None or str(store.url) not in str(error.filename):
-            raise
-        raise WrongUse(f"{store.url} cannot be written to: {error.strerror}. Give another folder.") from None
