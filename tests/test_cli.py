@@ -75,6 +75,7 @@ def test_train_leaves_a_run_that_can_be_repeated(tmp_path: Path) -> None:
     settings = tomllib.loads(run.settings_path.read_text())
     place = {
         "task": str(tmp_path / "mine.py"),
+        "folder": str(tmp_path),
         "layout": "fsdp=2,zero=2",
         "on": "local:2",
         "device": "cpu",

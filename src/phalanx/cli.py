@@ -95,10 +95,13 @@ def train(
     """Train a task."""
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # until there is something to save
     from phalanx.train.choosing import to_resume
+    from phalanx.train.folders import where_it_began
     from phalanx.train.job import Job
+    from phalanx.train.options import full_path
 
     if resume:
-        run, config = to_resume(run, task, config)
+        checkpoints, init_from = full_path(checkpoints), full_path(init_from)
+        run, config, task = where_it_began(*to_resume(run, task, config), task)
     job = Job.resolve(
         task=task, layout=layout, on=on, assignments=set_, steps=steps, config=config, device=device, timeout=timeout,
         save_steps=save_steps, save_minutes=save_minutes, keep=keep, keep_every=keep_every, memory_steps=memory_steps,

@@ -89,12 +89,12 @@ class Job:
         torch.set_num_threads(1)  # a task file may compute while it is imported, and no thread may survive into a fork
         saved = read_settings(config) if config else {}
         ran: Mapping[str, Any] = saved.get("run", {})
-        known = ("task", "layout", "on", "device", *(f.name for f in fields(Options)))
+        known = ("task", "layout", "on", "device", "folder", *(f.name for f in fields(Options)))
         for table, names in (("table", [n for n in saved if n not in ("run", "settings")]), ("key", ran)):
             for name in names:
                 if table == "table" or name not in known:
                     raise WrongUse(f"{config} has a {table} {name!r} that means nothing; {closest(name, known)}")
-        for name in known[:4]:
+        for name in known[:5]:
             if not isinstance(ran.get(name, ""), str):
                 raise WrongUse(f"{name} = {ran[name]!r} in {config} is not text. Mend that line.")
         if config and not ran.get("task") and (resume or not saved):
@@ -219,6 +219,7 @@ class Job:
         run.certificate_path.unlink(missing_ok=True)  # of a shorter run, which goes on now
         words = {
             "task": full_reference(self.reference),
+            "folder": str(Path.cwd()),
             "layout": str(self.layout),
             "on": f"local:{self.cluster.world}",
             "device": self.cluster.device,

@@ -112,8 +112,8 @@ class Options:
             interface=None,
             allow=None,
             kill=None,
-            checkpoints=_full(self.checkpoints),
-            init_from=_full(self.init_from),
+            checkpoints=full_path(self.checkpoints),
+            init_from=full_path(self.init_from),
         )
         usual = asdict(Options())
         return {n: redact_field(n, v) for n, v in asdict(whole).items() if v != usual[n] or n == "timeout"}
@@ -131,5 +131,6 @@ class Options:
         return Policy(self.save_steps, self.save_minutes, self.memory_steps, self.keep, self.keep_every)
 
 
-def _full(place: str | None) -> str | None:
+def full_path(place: str | None) -> str | None:
+    """A folder by its full path; a URL as it is."""
     return place if place is None or "://" in place else str(Path(place).resolve())
