@@ -133,6 +133,12 @@ def innermost(trace: TracebackType | Iterable[traceback.FrameSummary] | None) ->
     return theirs[-1] if theirs else None
 
 
+def lines(error: BaseException) -> str:
+    """The user's lines that an error came through, from the innermost out."""
+    frames = [frame for frame in reversed(traceback.extract_tb(error.__traceback__)) if is_users(frame.filename)]
+    return "\n".join(f'  File "{f.filename}", line {f.lineno}, in {f.name}\n    {f.line}' for f in frames)
+
+
 def place(file: str | Path, line: int | None) -> str:
     """File and line, from here if it is below."""
     path = Path(file).resolve()

@@ -5,10 +5,8 @@ from __future__ import annotations
 import copy
 import math
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,6 +19,7 @@ from phalanx.parallel.randomness import Randomness
 from phalanx.parallel.spread import check_model
 from phalanx.precision import DTYPES
 from phalanx.prove import trial
+from phalanx.prove.failing import Unprovable, failed
 from phalanx.prove.hostile import BATCH, Hostile, Trial, hostile, ignorable, vocabularies
 from phalanx.prove.ladder import MOST_BAR, Standard, off, size
 from phalanx.prove.layouts import MICRO_BATCHES, as_proven
@@ -29,22 +28,12 @@ from phalanx.prove.record import Whole, module_named, observe
 from phalanx.prove.reference import Reference, Step
 from phalanx.prove.shrink import Needs, Shrunk, shortened, shrunk
 from phalanx.prove.sites import location
-from phalanx.prove.steady import PHALANX, TORCH
 from phalanx.prove.trial import Case
 from phalanx.task import Precision, Task
 
 NUDGES = (1, 2)
 SLOW_SECONDS = 1.0
 """A step on one device that takes longer is made shorter, if it can be."""
-
-
-class Unprovable(Exception):
-    """A task of which nothing can be proven: why, and what to do."""
-
-    def __init__(self, summary: str, next: str, code: int | None = None) -> None:
-        """``code``: an exit code other than that of a finding."""
-        super().__init__(summary)
-        self.summary, self.next, self.code = summary, next, code
 
 
 @dataclass
@@ -87,14 +76,7 @@ class Docket:
         except (WrongUse, Unprovable):
             raise
         except Exception as error:
-            frames = [f for f in traceback.extract_tb(error.__traceback__) if not _ours(f.filename)]
-            where = f" ({frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line})" if frames else ""
-            raise Unprovable(
-                f"{type(self.task).__name__} fails on one device: {type(error).__name__}: {error}{where}",
-                "Train it on one rank first: phalanx train TASK --steps 1. If that works, what a proof does to a task "
-                "is too much for it: give it a tiny() of its own.",
-                code=2,
-            ) from error
+            raise failed(self.task, Needs.of([layout]), error) from error
 
     def _number(self, layout: Layout) -> int:
         needs = Needs.of([layout])
@@ -219,11 +201,6 @@ class Docket:
         if not reference.couples_samples:
             _check_sum_of_samples(task, standard)
         return standard
-
-
-def _ours(file: str) -> bool:
-    path = Path(file).resolve()
-    return path.is_relative_to(TORCH) or path.is_relative_to(PHALANX)
 
 
 def _look(reference: Reference, trial: Trial) -> None:

@@ -131,7 +131,7 @@ class Causes(Scene):
                 f"to the right one: between the two, a sum over {over} is missing."
             )
         if bare(lead.name) == WHOLE:
-            finding.where = loss_site(finding.axes)
+            finding.where = loss_site(finding.axes, self.task)
             finding.cause = (
                 f"forward is right, and what backward begins with is not: {finding.cause or 'see the loss.'}"
             )

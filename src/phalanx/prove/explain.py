@@ -62,7 +62,7 @@ class Inquiry(Causes):
             explain(finding, lead)
         finding.shape = finding.shape or "unstructured"
         finding.cause = finding.cause or self.nothing_simple(finding)
-        finding.where = finding.where or site(finding, self.whole.reference.model)
+        finding.where = finding.where or site(finding, self.whole.reference.model, self.task)
         return finding
 
     def _in_order(self, names: list[str]) -> list[str]:

@@ -29,6 +29,7 @@ from phalanx.parallel.randomness import Moment
 from phalanx.prove.replacing import replacing
 from phalanx.prove.shrink import FromConfig
 from phalanx.prove.variant import Variant, variant
+from phalanx.prove.widened import Widened
 from phalanx.task import Task, as_loss
 
 BATCH = 17
@@ -175,7 +176,8 @@ class Hostile(Variant):
         return Samples(trial.source[1], trial)
 
     def loss(self, output: Any, batch: dict[str, Any]) -> Loss:
-        loss = as_loss(super().loss(output, batch), self)
+        with Widened():
+            loss = as_loss(super().loss(output, batch), self)
         moment, order = self.proof_trial.moment, Order(self.proof_trial.size, self.global_batch, self.seed)
         if moment.step == self.proof_trial.poisoned and moment.slots[-1] == order.slots(moment.step) - 1:
             return Loss(loss.total * float("nan"), loss.count)

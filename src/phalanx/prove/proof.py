@@ -12,14 +12,15 @@ from typing import Any
 import torch
 
 from phalanx import user_code
-from phalanx.errors import WrongUse, closest
-from phalanx.launch import forkserver
+from phalanx.errors import CannotHere, WrongUse, closest
+from phalanx.launch import blame, forkserver
 from phalanx.launch.forkserver import ForkServer
 from phalanx.layout import CHOICES, DEGREES, Layout
 from phalanx.parallel.blueprint import Blueprint
 from phalanx.prove import planting, trial
-from phalanx.prove.cases import Docket, Unprovable, applicable
+from phalanx.prove.cases import Docket, applicable
 from phalanx.prove.explain import Inquiry, explain_interruption, explain_resume
+from phalanx.prove.failing import Unprovable
 from phalanx.prove.finding import Finding
 from phalanx.prove.ladder import NARROW_MARGIN, RESUMING, first
 from phalanx.prove.layouts import as_proven, covering, every
@@ -58,6 +59,8 @@ class Proof(Verdict):
     """What one rounding at the beginning becomes on one device."""
     bar: float = 0.0
     """What follows from it: a difference above this is a finding."""
+    buffer_bar: float = 0.0
+    """The same for buffers."""
     shrunk: list[str] = field(default_factory=list)
     inject: str | None = None
     dtype: str | None = None
@@ -138,8 +141,14 @@ class _Prover:
         self.files = user_code.snapshot(self.home)  # now, for what is edited while a proof runs is not what it proves
         self.imported: set[str] = set()
         self.docket = Docket(task, steps, 1)
-        self.model = Blueprint(task.model, task.seed).model
-        self.anatomy = task.anatomy(self.model)
+        try:
+            self.model = Blueprint(task.model, task.seed).model
+            self.anatomy = task.anatomy(self.model)
+        except (WrongUse, CannotHere):
+            raise
+        except Exception as error:
+            told = f"{type(task).__name__} fails on one device: {blame.reason(error)}"
+            raise WrongUse(f"{told}\n{user_code.lines(error)}\nMend that first.") from error
         self.results: list[Result] = []
         self.works: set[Layout] = set()
         """Of all layouts, those that nothing speaks against before they run."""
@@ -151,7 +160,7 @@ class _Prover:
         try:
             numbers = {layout: self.docket.number(layout) for layout in chosen if reasons[layout] is None}
         except Unprovable as why:
-            return self._proof(Verdict(False, why.summary, next=why.next, code=why.code))
+            return self._proof(Verdict(False, why.summary, why.evidence, next=why.next, code=why.code))
         if self.on_start is not None:
             self.on_start(self.docket)
         if self.dtype is not None:
@@ -341,7 +350,8 @@ class _Prover:
         return Proof(
             **vars(verdict), task=type(self.task).__name__, steps=self.docket.steps, shrunk=self.docket.notes,
             inject=self.inject, dtype=self.dtype, sensitivity=max((s.sensitivity for s in standards), default=0.0),
-            bar=max((s.bar for s in standards), default=0.0), results=self.results,
+            bar=max((s.bar for s in standards), default=0.0),
+            buffer_bar=max((s.buffer_bar for s in standards), default=0.0), results=self.results,
             files=user_code.snapshot(self.home, self.imported) | self.files,
         )  # fmt: skip
 

@@ -44,6 +44,10 @@ class Table:
         if standards:
             sensitivity, bar = max(s.sensitivity for s in standards), max(s.bar for s in standards)
             self._write(f"    bar  {bar:.1e}: one rounding at the beginning becomes {sensitivity:.1e} on one device")
+            buffers = max(s.buffer_bar for s in standards)
+            if buffers > bar:
+                grows = max(s.buffer_sensitivity for s in standards)
+                self._write(f"    bar  {buffers:.1e} for buffers, such as running means: there it becomes {grows:.1e}")
         self._write(f"\n  {'layout':<58} {'verdict':<15} {'error':>8} {'seconds':>7}  worst tensor")
 
     def progress(self, text: str) -> None:
