@@ -12,7 +12,8 @@ from phalanx.errors import WrongUse
 from phalanx.parallel import collectives
 from phalanx.parallel.exact import fold
 from phalanx.task import as_loss
-from phalanx.train.step import by_leaf, compute, counted
+from phalanx.train.step import by_leaf, compute
+from phalanx.train.totals import counted, share_out
 
 if TYPE_CHECKING:
     from phalanx.train.engine import Engine
@@ -32,6 +33,7 @@ def evaluate(
             on_batch()
         actions = engine.spread.forwards(len(batch.micro_batches))
         engine.spread.start(batch.micro_batches, actions)
+        share_out(engine, batch)
         for action in actions:
             micro = batch.micro_batches[action.micro]
             measures = compute(engine, batch.step, micro, action, task.evaluate)

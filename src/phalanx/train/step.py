@@ -23,6 +23,7 @@ from phalanx.parallel.pipeline import StageEnds
 from phalanx.parallel.schedules import Action
 from phalanx.precision import cast
 from phalanx.task import as_loss
+from phalanx.train.totals import Totals, counted, share_out
 
 if TYPE_CHECKING:
     from phalanx.train.engine import Engine
@@ -39,6 +40,8 @@ class Metrics:
     step: int
     loss: float
     """Per term of the loss, over the global batch."""
+    losses: dict[str, float]
+    """Of those that it is the sum of, by name."""
     grad_norm: float
     """Of the mean gradient, before clipping."""
     clip_factor: float
@@ -68,7 +71,8 @@ def train_step(engine: Engine, batch: StepBatch) -> Metrics:
         try_blocks(engine, batch)
     spread.reduction.start_step()
     before = collectives.sent.copy()
-    sums = torch.zeros(len(batch.micro_batches), 2, dtype=torch.float64, device=engine.device)
+    totals = Totals(engine, len(batch.micro_batches))
+    share_out(engine, batch)
 
     actions = spread.actions(len(batch.micro_batches))
     spread.start(batch.micro_batches, actions)
@@ -77,7 +81,7 @@ def train_step(engine: Engine, batch: StepBatch) -> Metrics:
         last = index + 1 == len(actions)
         if action.kind == "forward":
             loss = forward(engine, batch.step, micro, action)
-            sums[action.micro] += micro.real * counted(loss, sums[0])
+            totals.add(action.micro, loss, micro.real)
             if spread.nears_loss(action):
                 scale.begin(partial(_global_count, engine, loss, batch))
             clock.lap("forward")
@@ -96,8 +100,9 @@ def train_step(engine: Engine, batch: StepBatch) -> Metrics:
     spread.complete_gradients()
 
     # From here on all ranks hold the same numbers.
-    agreed = (_agree_exactly if engine.layout.exact else _agree)(engine, sums)
+    agreed = (_agree_exactly if engine.layout.exact else _agree)(engine, totals.table())
     total, count = agreed.total, agreed.count
+    named = totals.by_name(agreed.named, len(batch.micro_batches))
     without = _nobody_touched(engine) if agreed.missing else set()
 
     divisor = (count if count > 0 else 1.0) * scale.value
@@ -124,6 +129,7 @@ def train_step(engine: Engine, batch: StepBatch) -> Metrics:
     return Metrics(
         step=batch.step,
         loss=mean,
+        losses=named,
         grad_norm=norm,
         clip_factor=clip_factor,
         lr=lr,
@@ -171,9 +177,12 @@ def compute(engine: Engine, step: int, micro: MicroBatch, action: Action, finish
     part = engine.spread.begin(action)
     if engine.spread.pipeline is not None:
         engine.clock.lap("wait")
-    with micro_batch(engine, step, micro) as tensors:
+    samples = engine.spread.samples
+    with micro_batch(engine, step, micro) as tensors, samples.computed():
         try:
-            part.result = finish(call(engine, tensors), tensors)
+            output = call(engine, tensors)
+            with samples.in_loss():
+                part.result = finish(output, tensors)
         except StageEnds as end:
             engine.spread.leave(part, end.stream)
     return part.result
@@ -214,25 +223,11 @@ def call(engine: Engine, tensors: dict[str, Any]) -> Any:
     return output
 
 
-def as_number(value: Any, like: Tensor) -> Tensor:
-    """A loss's total or count as one detached number beside ``like``."""
-    if isinstance(value, Tensor):
-        return value.detach().to(like).reshape(())
-    return torch.tensor(float(value), dtype=like.dtype, device=like.device)
-
-
 def _by_axis(sent: Counter[tuple[str, str]]) -> dict[str, int]:
     found: Counter[str] = Counter()
     for (axis, _), count in sent.items():
         found[axis] += count
     return dict(found)
-
-
-def counted(loss: Loss | None, like: Tensor) -> Tensor:
-    """A loss's total and count; nothing, before the last stage."""
-    if loss is None:
-        return torch.zeros_like(like)
-    return torch.stack([as_number(loss.total, like), as_number(loss.count, like)])
 
 
 def _global_count(engine: Engine, own: Loss | None, batch: StepBatch) -> float:
@@ -251,6 +246,8 @@ class Agreed:
 
     total: float
     count: float
+    named: list[float]
+    """Likewise of losses that have names."""
     norm: float
     missing: float
     """How many weights some ranks have no gradient of."""
@@ -260,11 +257,12 @@ class Agreed:
 def _agree(engine: Engine, sums: Tensor) -> Agreed:
     spread = engine.spread
     own = sums.sum(0) * (engine.mesh.index("cp", "tp") == 0)  # their ranks have the same samples
-    few = torch.stack([*own, spread.gradient_norm_squared(), own.new_tensor(len(spread.untouched()))])
-    agreed = torch.cat([few, _wishes(engine, own)])
+    few = torch.stack([*own[:2], spread.gradient_norm_squared(), own.new_tensor(len(spread.untouched()))])
+    agreed = torch.cat([few, _wishes(engine, own), own[2:]])
     collectives.all_reduce(agreed, engine.mesh.world).wait()
-    total, count, squared, missing, *wished = agreed.tolist()
-    return Agreed(total, count, math.sqrt(squared) if squared >= 0 else math.nan, missing, _wished(wished))
+    total, count, squared, missing, *rest = agreed.tolist()
+    wished, named = rest[: len(WISHES)], rest[len(WISHES) :]
+    return Agreed(total, count, named, math.sqrt(squared) if squared >= 0 else math.nan, missing, _wished(wished))
 
 
 def _agree_exactly(engine: Engine, sums: Tensor) -> Agreed:
@@ -275,9 +273,9 @@ def _agree_exactly(engine: Engine, sums: Tensor) -> Agreed:
     every = engine.gathered(torch.cat([few, own, sums.view(-1)]))
     missing, largest = float(every[:, 0].sum()), float(every[:, 1].amax())
     wished = every[:, 2 : 2 + len(own)].sum(0).tolist()
-    total, count = fold(by_leaf(engine, every[:, 2 + len(own) :].reshape(-1, 2))).tolist()
+    total, count, *named = fold(by_leaf(engine, every[:, 2 + len(own) :].reshape(-1, sums.shape[1]))).tolist()
     norm = spread.exact_norm(largest) if math.isfinite(largest) else math.inf
-    return Agreed(total, count, norm, missing, _wished(wished))
+    return Agreed(total, count, named, norm, missing, _wished(wished))
 
 
 def _wishes(engine: Engine, like: Tensor) -> Tensor:

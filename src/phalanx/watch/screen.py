@@ -100,7 +100,9 @@ class Screen:
         done = metrics.step + 1
         left = (now - self.began) / max(done - self.first_step, 1) * (task.steps - done)
         bar = "━" * round(10 * done / task.steps)
-        loss = "skipped: not finite" if metrics.skipped else f"loss {metrics.loss:.4f}"
+        named = ", ".join(f"{name} {value:.4f}" for name, value in metrics.losses.items())
+        loss = f"loss {metrics.loss:.4f}" + (f" ({named})" if named else "")
+        loss = "skipped: not finite" if metrics.skipped else loss
         return (
             f"{bar:─<10} step {done}/{task.steps}  {loss}  {self.rate:,.0f} {task.counts}/s  "
             f"{memory_bytes(self.engine.device) / 2**30:.2f} GiB  {_clock(left)} left"
