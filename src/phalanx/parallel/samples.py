@@ -58,6 +58,8 @@ class Samples:
         self.micro_batches = 1
         self._sizes: Callable[[], Sequence[int]] | None = None
         self._in_loss = False
+        self.used = False
+        """Whether ranks have sent each other samples."""
 
     def start(self, micro_batches: int, sizes: Callable[[], Sequence[int]] | None) -> None:
         """Before a step, or a batch of an evaluation: how many samples of it each rank has.
@@ -91,6 +93,7 @@ class Samples:
         self._check(x)
         if self._sizes is None or self.group is None:
             return x
+        self.used = True
         self._check_alike(x, self.group)
         return gather_rows(x, self._sizes(), self.group, counts=self.moment.real)
 

@@ -63,7 +63,7 @@ class Docket:
     """What was made awkward."""
     attributes: frozenset[str] = field(init=False)
     """What the task had before anything was asked of it."""
-    _tasks: dict[Needs, tuple[Task, bool]] = field(default_factory=dict)
+    _tasks: dict[Needs, tuple[Task, bool, bool]] = field(default_factory=dict)
     _numbers: dict[tuple[Needs, int], int] = field(default_factory=dict)
     _narrow: dict[tuple[int, str], int] = field(default_factory=dict)
 
@@ -100,12 +100,13 @@ class Docket:
         needs = Needs.of([layout])
         if needs not in self._tasks:
             task = self._prepared(needs)
-            self._tasks[needs] = task, self._run(Reference(task), "first", 1).couples_samples
-        task, _ = self._tasks[needs]
+            first = self._run(Reference(task), "first", 1)
+            self._tasks[needs] = task, first.couples_samples, first.at_once
+        task, _, at_once = self._tasks[needs]
         key = needs, self._groups(layout)
         if key not in self._numbers:
             self._numbers[key] = len(self.cases)
-            self.cases.append(Case(task, self._standard(task, key[1]), key[1]))
+            self.cases.append(Case(task, self._standard(task, key[1]), key[1], at_once))
         return self._numbers[key]
 
     def known(self, layout: Layout) -> int | None:
@@ -115,8 +116,8 @@ class Docket:
 
     def _groups(self, layout: Layout) -> int:
         """Micro-batches of the reference: as many as the layout has, if it matters which samples are together."""
-        task, couples = self._tasks[Needs.of([layout])]
-        return as_proven(layout, task.global_batch).micro_batches(task.global_batch) if couples else 1
+        task, couples, at_once = self._tasks[Needs.of([layout])]
+        return as_proven(layout, task.global_batch, at_once).micro_batches(task.global_batch) if couples else 1
 
     def narrow(self, number: int, dtype: Precision) -> int:
         """The same case in a narrow dtype: how far one device itself is off there sets what a layout may be."""
@@ -125,10 +126,11 @@ class Docket:
             case = self.cases[number]
             task = copy.copy(case.task)
             object.__setattr__(task, "precision", dtype)
-            self.cases.append(Case(task, replace(case.standard, bar=math.inf, limits={}), case.micro_batches))
+            unlimited = replace(case.standard, bar=math.inf, limits={})
+            self.cases.append(Case(task, unlimited, case.micro_batches, case.at_once))
             self._narrow[key] = len(self.cases) - 1
             trial.CASES[:] = self.cases
-            each = -(-task.global_batch // max(MICRO_BATCHES, case.micro_batches))
+            each = -(-task.global_batch // (1 if case.at_once else max(MICRO_BATCHES, case.micro_batches)))
             told = trial.attest(self._narrow[key], Layout(micro_batch=each), None)
             self.cases[-1].standard = case.standard.narrowed(told.errors, torch.finfo(DTYPES[dtype].compute).eps)
         return self._narrow[key]
@@ -155,8 +157,9 @@ class Docket:
         object.__setattr__(task, "clip", between if max(norms) > 1.001 * min(norms) else 0.5 * first.norm)
         idle = reference.decisions.idle
         ignored = f"targets ignored unevenly ({', '.join(terms.ignorable)}); " if terms.ignorable else ""
+        parts = "in one micro-batch, which the loss needs, and buckets" if reference.at_once else "in micro-batches and buckets"
         self.hostility = [
-            f"{task.global_batch} samples a step and {terms.size} an epoch, in micro-batches and buckets; clipped",
+            f"{task.global_batch} samples a step and {terms.size} an epoch, {parts}; clipped",
             f"weights, biases and norms disturbed; {ignored}one sample's loss not a number in step {terms.poisoned}",
             f"interrupted before step {terms.half}, saved, and resumed by an engine made anew",
             *([f"half of the experts get no token in step {idle.step}"] if idle else []),
@@ -216,7 +219,7 @@ class Docket:
                 "inputs in the model's forward (no .float()), and look for logs and roots near 0.",
                 code=3,
             )
-        if not reference.couples_samples:
+        if not reference.couples_samples and not reference.at_once:
             _check_sum_of_samples(task, standard)
         return standard
 
