@@ -53,7 +53,10 @@ class Contrastive(phalanx.Task):
     def evaluate(self, output, batch):
         pictures, captions, _ = output
         found = (pictures @ phalanx.gather(captions).T).argmax(1)
-        return {"loss": self.loss(output, batch), "found": phalanx.Loss((found == phalanx.rows(found)).sum(), len(found))}
+        return {
+            "loss": self.loss(output, batch),
+            "found": phalanx.Loss((found == phalanx.rows(found)).sum(), len(found)),
+        }
 
 
 def pairs(start, stop):

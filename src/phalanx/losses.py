@@ -1,14 +1,10 @@
-"""Losses as a sum and a count, and the lazy logits of a language model.
-
-``Loss(total, count)`` is what makes accumulation, padding and uneven batches right: totals and counts add up over
-micro-batches and ranks, and the gradient is divided once, by the global count.
-"""
+"""Losses that are ready, and the lazy logits of a language model."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,76 +12,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from phalanx.errors import WrongUse
+from phalanx.loss import Loss, sum
+
+__all__ = [
+    "Logits", "Loss", "binary_cross_entropy", "cross_entropy", "mean_squared_error", "penalised",
+    "penalty_factor", "sum",
+]  # fmt: skip
 
 LOGIT_ELEMENTS = 1 << 26  # logits alive at once in `cross_entropy`: 256 MiB in float32
-
-
-@dataclass
-class Loss:
-    """The loss of one micro-batch: a differentiable sum, and how many terms it has."""
-
-    total: Tensor
-    count: Tensor | int | float | None = None
-    parts: Mapping[str, Loss] = field(default_factory=dict)
-    """Losses that it is the sum of, by name."""
-
-    def __mul__(self, weight: float | Tensor) -> Loss:
-        """The loss so many times, over as many terms."""
-        return Loss(self.total * weight, self.count, {name: part * weight for name, part in self.parts.items()})
-
-    __rmul__ = __mul__
-
-
-_counts: Callable[[Tensor], Tensor | None] | None = None
-
-
-@contextmanager
-def counted_by(counts: Callable[[Tensor], Tensor | None]) -> Iterator[None]:
-    """Meanwhile `sum` asks this for the counts of the global batch."""
-    global _counts
-    outer, _counts = _counts, counts
-    try:
-        yield
-    finally:
-        _counts = outer
-
-
-def sum(**named: Loss) -> Loss:
-    """Several losses at once, each divided by its own count and logged under its name: ``sum(a=one, b=0.5 * other)``.
-
-    It counts the terms of the loss that has most of them in the global batch; the others' totals are scaled to that.
-    """
-    if not named:
-        raise WrongUse("phalanx.losses.sum got no losses. Give them by name, e.g. sum(class_=one, box=0.5 * other).")
-    for name, loss in named.items():
-        if not isinstance(loss, Loss) or not isinstance(loss.total, Tensor) or loss.count is None or loss.parts:
-            raise WrongUse(
-                f"phalanx.losses.sum got {_described(loss)} as {name}. Give each as one Loss(total, count), "
-                "multiplied by its weight if it has one."
-            )
-    totals = [loss.total for loss in named.values()]
-    like = totals[0].detach().double()
-    own = torch.stack([torch.as_tensor(loss.count).detach().to(like).reshape(()) for loss in named.values()])
-    every = own if _counts is None else _counts(own)
-    if every is None:  # then the engine sees to it that they are the same
-        return Loss(_added(totals), own[0], named)
-    most = every.argmax()
-    scales = torch.where(every > 0, every[most] / every, 0.0)
-    scaled = [total * scale.to(total.dtype) for total, scale in zip(totals, scales, strict=True)]
-    return Loss(_added(scaled), own[most], named)
-
-
-def _added(totals: list[Tensor]) -> Tensor:
-    whole = totals[0]
-    for total in totals[1:]:
-        whole = whole + total
-    return whole
-
-
-def _described(loss: Any) -> str:
-    if not isinstance(loss, Loss):
-        return f"a {type(loss).__name__}"
-    return "a sum of losses" if loss.parts else "a loss without a count"
 
 
 @dataclass(frozen=True)
@@ -327,7 +261,10 @@ def cross_entropy(
     """Cross-entropy summed over all targets but those equal to ``ignore``, and how many those are.
 
     Classes are the last dim of ``output``, ``[batch, time, classes]``, or its second, ``[batch, classes, y, x]``.
+    Targets that are real numbers, ``[..., classes]``, are the probability of each class.
     """
+    if targets.is_floating_point():
+        return _soft_cross_entropy(output, targets, label_smoothing)
     count = (targets != ignore).sum()
     if isinstance(output, Logits) and output.vocabulary is not None:
         output.vocabulary.check(targets.where(targets != ignore, 0), "target")
@@ -352,6 +289,16 @@ def cross_entropy(
         raise _mismatch(logits.shape, targets.shape)
     total = F.cross_entropy(logits, targets, ignore_index=ignore, label_smoothing=label_smoothing, reduction="sum")
     return Loss(total, count)
+
+
+def _soft_cross_entropy(output: Tensor | Logits, targets: Tensor, smoothing: float) -> Loss:
+    if output.shape != targets.shape:
+        raise _mismatch(output.shape, targets.shape)
+    logits = output.tensor() if isinstance(output, Logits) else output
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32)).reshape(-1, logits.shape[-1])
+    wanted = targets.reshape(logits.shape).to(logits.dtype)
+    total = F.cross_entropy(logits, wanted, label_smoothing=smoothing, reduction="sum")
+    return Loss(total, len(logits))
 
 
 def mean_squared_error(output: Tensor, targets: Tensor) -> Loss:

@@ -93,8 +93,7 @@ class Task:
 
     def evaluate(self, output: Any, batch: dict[str, Any]) -> dict[str, Loss]:
         """What to measure on held-out data, each as a sum and a count; by default the loss."""
-        loss = self.loss(output, batch)
-        return {"loss": loss, **loss.parts}
+        return {"loss": self.loss(output, batch)}
 
     def optimizer(self, params: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
         """The optimizer. Each parameter keeps its number of dims, and carries its name as ``.logical_name``."""

@@ -54,7 +54,7 @@ def exchange_rows(x: Tensor, out: Sequence[int], back: Sequence[int], group: Gro
 
 
 def gather_rows(x: Tensor, sizes: Sequence[int], group: Group, *, counts: bool) -> Tensor:
-    """Everybody's rows in one, ``sizes[r]`` of them rank r's, with which each does something else: gradients are summed.
+    """Everybody's rows in one, ``sizes[r]`` of them rank r's. Each does something else with them: gradients are summed.
 
     What a rank that does not ``count`` does with them leaves no gradient; it has no rows of its own.
     """

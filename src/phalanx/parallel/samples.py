@@ -8,18 +8,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from phalanx import losses
 from phalanx.errors import WrongUse
+from phalanx.layout import Layout
+from phalanx.loss import counted_by
 from phalanx.losses import Logits
 from phalanx.parallel import collectives
 from phalanx.parallel.collectives import Group
 from phalanx.parallel.differentiable import gather_rows
 from phalanx.parallel.randomness import Moment
 
+Spans = list[list[tuple[int, int]]]
+"""By rank and micro-batch, which slots of the global batch it has, from and to."""
+Kind = Literal["rows", "counts"]
 MOST_DIMS = 8
 DTYPES = (
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
@@ -50,23 +56,60 @@ def rows(x: Tensor) -> Tensor:
     return _now.own(x)
 
 
+class AtOnce(BaseException):
+    """Leaves a step whose micro-batches were computed one by one: its loss needs all of them at the same time."""
+
+
+class Asked(BaseException):
+    """Leaves a loss where it needs what other micro-batches bring."""
+
+    def __init__(self, kind: Kind, value: Tensor) -> None:
+        super().__init__()
+        self.kind, self.value = kind, value.detach()
+
+
+@dataclass
+class Answers:
+    """What a loss is told that is computed once more, from the first thing it asks for."""
+
+    known: list[Tensor]
+    given: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    """By number: what was asked with, and what was told, where gradients come to both."""
+    _next: int = 0
+
+    def answer(self, kind: Kind, value: Tensor) -> Tensor:
+        number, self._next = self._next, self._next + 1
+        if number == len(self.known):
+            raise Asked(kind, value)
+        told = self.known[number].detach()
+        if value.requires_grad:
+            told.requires_grad_()
+            self.given[number] = value, told
+        return told
+
+
 class Samples:
     """The samples of a step, and which of them this rank has."""
 
-    def __init__(self, group: Group | None, moment: Moment) -> None:
+    def __init__(self, group: Group | None, moment: Moment, layout: Layout) -> None:
         self.group, self.moment = group, moment
         self.micro_batches = 1
-        self._sizes: Callable[[], Sequence[int]] | None = None
-        self._in_loss = False
+        self.all_at_once = False
+        """Whether the loss has turned out to need all micro-batches at the same time."""
         self.used = False
         """Whether ranks have sent each other samples."""
+        self.answers: Answers | None = None
+        """While the loss of one of several micro-batches is computed."""
+        self._repeats = layout.pp == 1 and not layout.exact
+        self._spans: Callable[[], Spans] | None = None
+        self._in_loss = False
 
-    def start(self, micro_batches: int, sizes: Callable[[], Sequence[int]] | None) -> None:
-        """Before a step, or a batch of an evaluation: how many samples of it each rank has.
+    def start(self, micro_batches: int, spans: Callable[[], Spans] | None) -> None:
+        """Before a step, or a batch of an evaluation: which samples of it each rank has.
 
         None where ranks do not share it: then each has all that there are.
         """
-        self.micro_batches, self._sizes = micro_batches, sizes
+        self.micro_batches, self._spans = micro_batches, spans
 
     @contextmanager
     def computed(self) -> Iterator[None]:
@@ -79,41 +122,72 @@ class Samples:
             _now = outer
 
     @contextmanager
-    def in_loss(self) -> Iterator[None]:
+    def in_loss(self, answers: Answers | None = None) -> Iterator[None]:
         """While something is made of the model's output."""
-        self._in_loss = True
-        with losses.counted_by(self._counts):
+        self._in_loss, self.answers = True, answers
+        with counted_by(self._counts):
             try:
                 yield
             finally:
-                self._in_loss = False
+                self._in_loss, self.answers = False, None
 
     def gathered(self, x: Tensor) -> Tensor:
         x = x.tensor() if isinstance(x, Logits) else x
         self._check(x)
-        if self._sizes is None or self.group is None:
+        if self.micro_batches > 1:
+            self.need_all("phalanx.gather needs the whole global batch at once")
+            assert self.answers is not None
+            return self.answers.answer("rows", x)
+        if self._spans is None or self.group is None:
             return x
-        self.used = True
-        self._check_alike(x, self.group)
-        return gather_rows(x, self._sizes(), self.group, counts=self.moment.real)
+        return self._of_all(x)
 
     def own(self, x: Tensor) -> Tensor:
         self._check(x)
-        if self._sizes is None:
+        if self._spans is None:
             return torch.arange(len(x), device=x.device)
         return torch.from_numpy(self.moment.slots).to(x.device)
+
+    def need_all(self, why: str) -> None:
+        """Compute the step again, with all micro-batches at once; refused where that cannot be done."""
+        if not self._repeats:
+            raise WrongUse(
+                f"{why}, and this layout cuts it into {self.micro_batches} micro-batches in a pipeline or for exact "
+                "sums. Give pp one micro-batch (leave micro_batch out), use fsdp instead of pp, or leave exact out."
+            )
+        if self.answers is None:
+            self.all_at_once = True
+            raise AtOnce
+
+    def together(self, kind: Kind, parts: Sequence[Tensor], like: Tensor) -> tuple[Tensor, Tensor]:
+        """What all micro-batches of all ranks bring, and this rank's part of it, through which gradients flow back."""
+        if kind == "counts":
+            own = torch.stack([torch.zeros_like(like), *parts]).sum(0)
+            total = own.clone()
+            collectives.all_reduce(total, self.group).wait()
+            return total, own
+        own = torch.cat([like[:0], *parts]).requires_grad_(like.is_floating_point())
+        return own if self._spans is None else self._of_all(own), own
+
+    def _of_all(self, own: Tensor) -> Tensor:
+        """Everybody's rows in the order of slots, from what each has in the order of its micro-batches."""
+        assert self._spans is not None
+        spans = self._spans()
+        if self.group is not None:
+            self.used = True
+            self._check_alike(own, self.group)
+            sizes = [sum(stop - start for start, stop in ranges) for ranges in spans]
+            own = gather_rows(own, sizes, self.group, counts=self.moment.real or self.micro_batches > 1)
+        slots = [slot for ranges in spans for start, stop in ranges for slot in range(start, stop)]
+        if slots == sorted(slots):
+            return own
+        return own[torch.tensor(slots, device=own.device).argsort()]
 
     def _check(self, x: Tensor) -> None:
         if not self._in_loss:
             raise WrongUse(
                 "phalanx.gather is called in the model's forward, where ranks may hold parts of samples or compute "
                 "them again. Return what you want to gather from forward, and gather it in Task.loss."
-            )
-        if self.micro_batches > 1:
-            raise WrongUse(
-                f"phalanx.gather needs the whole global batch at once, and this layout cuts it into "
-                f"{self.micro_batches} micro-batches, computed one after another. Leave micro_batch and exact out of "
-                "the layout; to save memory, spread the batch over more ranks of dp or fsdp, or set recompute=full."
             )
         samples = len(self.moment.slots)
         if not isinstance(x, Tensor) or not x.ndim or len(x) != samples:
@@ -145,8 +219,8 @@ class Samples:
     def _counts(self, own: Tensor) -> Tensor | None:
         """How many terms several losses have in the global batch; None where that is not known before a backward."""
         if self.micro_batches > 1:
-            return None
-        if self._sizes is None:
+            return None if self.answers is None else self.answers.answer("counts", own)
+        if self._spans is None:
             return own
         total = own * self.moment.real
         collectives.all_reduce(total, self.group).wait()

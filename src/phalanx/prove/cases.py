@@ -130,7 +130,7 @@ class Docket:
             self.cases.append(Case(task, unlimited, case.micro_batches, case.at_once))
             self._narrow[key] = len(self.cases) - 1
             trial.CASES[:] = self.cases
-            each = -(-task.global_batch // (1 if case.at_once else max(MICRO_BATCHES, case.micro_batches)))
+            each = -(-task.global_batch // max(MICRO_BATCHES, case.micro_batches))
             told = trial.attest(self._narrow[key], Layout(micro_batch=each), None)
             self.cases[-1].standard = case.standard.narrowed(told.errors, torch.finfo(DTYPES[dtype].compute).eps)
         return self._narrow[key]
@@ -157,9 +157,9 @@ class Docket:
         object.__setattr__(task, "clip", between if max(norms) > 1.001 * min(norms) else 0.5 * first.norm)
         idle = reference.decisions.idle
         ignored = f"targets ignored unevenly ({', '.join(terms.ignorable)}); " if terms.ignorable else ""
-        parts = "in one micro-batch, which the loss needs, and buckets" if reference.at_once else "in micro-batches and buckets"
+        parts = ", a pipeline's in one" if reference.at_once else ""
         self.hostility = [
-            f"{task.global_batch} samples a step and {terms.size} an epoch, {parts}; clipped",
+            f"{task.global_batch} samples a step and {terms.size} an epoch, in micro-batches{parts} and buckets; clipped",
             f"weights, biases and norms disturbed; {ignored}one sample's loss not a number in step {terms.poisoned}",
             f"interrupted before step {terms.half}, saved, and resumed by an engine made anew",
             *([f"half of the experts get no token in step {idle.step}"] if idle else []),

@@ -130,7 +130,7 @@ class Inquiry(Causes):
                 " Task.loss gathers samples, and each rank counts others' beside its own: compare own rows with all "
                 "that were gathered, and count the own (phalanx.rows)."
             )
-            finding.where = finding.where or location(super(Hostile, self.task).loss)  # type: ignore[misc,arg-type]
+            finding.where = finding.where or location(super(Hostile, self.task).loss)  # type: ignore[misc]
 
     def _gradient_norm(self, finding: Finding, lead: Difference) -> None:
         found, want = float(lead.found), float(lead.expected)

@@ -70,14 +70,14 @@ def covering(layouts: Sequence[Layout], done: Sequence[Layout] = ()) -> list[Lay
 def as_proven(layout: Layout, batch: int, at_once: bool = False) -> Layout:
     """A layout with several micro-batches of a proof's batch, or as many samples in one as it says itself.
 
-    ``at_once``: the loss needs a step's samples at the same time, so that there can be one micro-batch alone.
+    ``at_once``: the loss needs a step's samples at the same time, so that a pipeline can have one micro-batch alone.
     """
     if layout.exact:
         return replace(layout, exact=min(layout.exact, 1 << (batch.bit_length() - 1)))
     share = math.ceil(batch / layout.batch_ranks)
     if layout.micro_batch is not None:
         return replace(layout, micro_batch=min(layout.micro_batch, share))
-    if at_once:
+    if at_once and layout.pp > 1:
         return layout
     each = math.ceil(math.ceil(batch / layout.batch_ranks) / MICRO_BATCHES)
     return replace(layout, micro_batch=max(1, each if layout.batch_ranks < 8 else each + 1))

@@ -34,6 +34,7 @@ from phalanx.parallel.weights import Saved
 from phalanx.precision import DTYPES
 from phalanx.proofs import code_hash
 from phalanx.task import Batch, Task
+from phalanx.train import rounds
 from phalanx.train.agreement import check_agreement
 from phalanx.train.clock import Clock
 from phalanx.train.evaluate import evaluate
@@ -41,7 +42,7 @@ from phalanx.train.guard import Guard
 from phalanx.train.optimizers import make_optimizer
 from phalanx.train.scale import LossScale
 from phalanx.train.steady import in_one_way, steady
-from phalanx.train.step import Metrics, train_step
+from phalanx.train.step import Metrics
 
 Gradients = dict[str, Tensor | None]
 VERSIONS = {"python": platform.python_version(), "torch": torch.__version__}
@@ -158,7 +159,7 @@ class Engine:
         """Train on one batch."""
         self.spread.model.train()
         self.clock.start()
-        metrics = train_step(self, batch)
+        metrics = rounds.step(self, batch)
         metrics.seconds = {"data": self._waited, **metrics.seconds}
         self.step_number = batch.step + 1
         self.samples += metrics.slots

@@ -22,11 +22,12 @@ from phalanx.parallel.mesh import BATCH
 from phalanx.parallel.pipeline import StageEnds
 from phalanx.parallel.schedules import Action
 from phalanx.precision import cast
-from phalanx.task import as_loss
-from phalanx.train.totals import Totals, counted, share_out
+from phalanx.task import Task, as_loss
+from phalanx.train.totals import Totals, counted
 
 if TYPE_CHECKING:
     from phalanx.train.engine import Engine
+    from phalanx.train.rounds import Rounds
 
 WISHES = ("save", "stop", "busy", "resting", "failed")
 """What a rank may want all to know after a step: save now, stop now, still busy with a save, not yet another copy in
@@ -64,15 +65,17 @@ class Metrics:
     """What any rank wanted all to know."""
 
 
-def train_step(engine: Engine, batch: StepBatch) -> Metrics:
-    """Forward and backward of each micro-batch, one division by the global count, one clip, one update."""
+def train_step(engine: Engine, batch: StepBatch, rounds: Rounds | None = None) -> Metrics:
+    """Forward and backward of each micro-batch, one division by the global count, one clip, one update.
+
+    ``rounds``: the losses of all micro-batches, where none of them can be had alone.
+    """
     task, spread, scale, clock = engine.task, engine.spread, engine.loss_scale, engine.clock
     if spread.probe.untried:
         try_blocks(engine, batch)
     spread.reduction.start_step()
     before = collectives.sent.copy()
     totals = Totals(engine, len(batch.micro_batches))
-    share_out(engine, batch)
 
     actions = spread.actions(len(batch.micro_batches))
     spread.start(batch.micro_batches, actions)
@@ -80,10 +83,10 @@ def train_step(engine: Engine, batch: StepBatch) -> Metrics:
         micro = batch.micro_batches[action.micro]
         last = index + 1 == len(actions)
         if action.kind == "forward":
-            loss = forward(engine, batch.step, micro, action)
+            loss = forward(engine, batch.step, micro, action, rounds)
             totals.add(action.micro, loss, micro.real)
             if spread.nears_loss(action):
-                scale.begin(partial(_global_count, engine, loss, batch))
+                scale.begin(partial(_global_count, engine, loss, len(batch.micro_batches)))
             clock.lap("forward")
             continue
         if action.kind == "backward":
@@ -144,19 +147,29 @@ def train_step(engine: Engine, batch: StepBatch) -> Metrics:
     )
 
 
-def forward(engine: Engine, step: int, micro: MicroBatch, action: Action) -> Loss | None:
+def forward(engine: Engine, step: int, micro: MicroBatch, action: Action, rounds: Rounds | None = None) -> Loss | None:
     """A stage's part of a micro-batch, and at the last stage its loss."""
+    if rounds is not None:
+        engine.loss_scale.begin(partial(_global_count, engine, rounds.results[0], len(rounds.results)))
+        if not action.micro:
+            rounds.differentiate(engine.loss_scale.value)
+        compute(engine, step, micro, action, partial(rounds.backward_begins, action.micro))
+        return rounds.results[action.micro]
 
     def finish(output: Any, tensors: dict[str, Any]) -> Loss:
         loss = as_loss(engine.task.loss(output, tensors), engine.task)
         if not loss.total.requires_grad:
-            raise WrongUse(
-                f"the loss of {type(engine.task).__name__} does not depend on any trainable weight. "
-                "Compute it from the model's output, without detach(), item() or no_grad()."
-            )
+            raise independent(engine.task)
         return loss
 
     return compute(engine, step, micro, action, finish)
+
+
+def independent(task: Task) -> WrongUse:
+    return WrongUse(
+        f"the loss of {type(task).__name__} does not depend on any trainable weight. "
+        "Compute it from the model's output, without detach(), item() or no_grad()."
+    )
 
 
 def try_blocks(engine: Engine, batch: StepBatch) -> None:
@@ -230,14 +243,14 @@ def _by_axis(sent: Counter[tuple[str, str]]) -> dict[str, int]:
     return dict(found)
 
 
-def _global_count(engine: Engine, own: Loss | None, batch: StepBatch) -> float:
+def _global_count(engine: Engine, own: Loss | None, micro_batches: int) -> float:
     """About how many terms the global batch has, from everybody's first micro-batch."""
     count = counted(own, torch.zeros(2, dtype=torch.float64, device=engine.device))[1]
     if engine.layout.exact:
         count *= engine.mesh.index(*BATCH) == 0  # whoever computes the first virtual micro-batch
     count *= engine.mesh.index("cp", "tp") == 0
     collectives.all_reduce(count, engine.mesh.world).wait()
-    return float(count) * (engine.layout.exact or len(batch.micro_batches))
+    return float(count) * (engine.layout.exact or micro_batches)
 
 
 @dataclass(frozen=True)

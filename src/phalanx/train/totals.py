@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from phalanx.data.loader import StepBatch
-from phalanx.data.order import share
 from phalanx.errors import WrongUse
 from phalanx.losses import Loss
 
 if TYPE_CHECKING:
     from phalanx.train.engine import Engine
+
+OF = "\0"
+"""Between the name of a loss and that of one it is the sum of."""
 
 
 class Totals:
@@ -50,12 +51,10 @@ class Totals:
         """The mean of each loss that has a name, from the sum of everybody's tables but for its first two columns."""
         names = self.engine.loss_names or []
         counts = dict(zip(names, agreed[1::2], strict=True))
-        if micro_batches > 1 and len(set(counts.values())) > 1 and all(map(math.isfinite, counts.values())):
+        if micro_batches > 1 and len(set(counts.values())) > 1 and not self.engine.spread.samples.all_at_once:
             told = ", ".join(f"{name} {count:g}" for name, count in counts.items())
-            raise WrongUse(
-                f"the losses of phalanx.losses.sum have different counts in this step ({told}), and it is cut into "
-                f"{micro_batches} micro-batches: which share each has is known only after the last. Leave micro_batch "
-                "and exact out of the layout, or give all the same count, such as the number of samples."
+            self.engine.spread.samples.need_all(
+                f"losses that are summed have different counts ({told}), whose share of the global batch must be known"
             )
         return {n: t / counts[n] if counts[n] else math.nan for n, t in zip(names, agreed[::2], strict=True)}
 
@@ -74,11 +73,17 @@ def as_number(value: Any, like: Tensor) -> Tensor:
     return torch.tensor(float(value), dtype=like.dtype, device=like.device)
 
 
-def share_out(engine: Engine, batch: StepBatch) -> None:
-    """Let a loss that compares samples know how many of a batch each rank has."""
-    ranks = engine.layout.batch_ranks
+def spelled_out(name: str, loss: Loss) -> dict[str, Loss]:
+    """A measure, and those that it is the sum of, under names that nobody else gives."""
+    return {name: loss, **{f"{name}{OF}{part}": found for part, found in loss.parts.items()}}
 
-    def sizes() -> list[int]:
-        return [stop - start for rank in range(ranks) for start, stop in share(batch.slots, 1, ranks, rank)]
 
-    engine.spread.samples.start(len(batch.micro_batches), sizes)
+def added_up(means: dict[str, float]) -> dict[str, float]:
+    """Measures with those that they are the sum of, which then make up the whole, each by its own count."""
+    found = {name: value for name, value in means.items() if OF not in name}
+    for name, value in means.items():
+        whole, of, part = name.partition(OF)
+        if of:
+            found[whole] = sum(other for key, other in means.items() if key.startswith(whole + OF))
+            found[f"{whole}/{part}"] = value
+    return found
