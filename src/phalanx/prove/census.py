@@ -40,7 +40,8 @@ def expected(engine: Engine, micro_batches: int) -> Bounds:
         parts = sum(b.gradient_packing.length * _wide(b) * (group.size() - 1) for b in own)
         times = 1 if own[0].storage.whole_gradients else micro_batches
         shared = group is mesh.group(*BATCH) and spread.samples.used  # with what a loss gathers
-        most = parts * times if spread.pipeline is None and not shared else math.inf
+        again = spread.samples.all_at_once  # a step was begun before that was known
+        most = parts * times if spread.pipeline is None and not shared and not again else math.inf
         found[group.group_desc, "reduce-scatter"] = (parts if spread.pipeline else parts * times), most
         found[group.group_desc, "all-gather"] = SOME
     found |= _activations(engine)

@@ -24,6 +24,7 @@ from phalanx.parallel.answers import Answers
 from phalanx.parallel.blueprint import Blueprint, mapped
 from phalanx.parallel.randomness import Moment, Randomness
 from phalanx.prove.hostile import Hostile
+from phalanx.prove.layouts import One
 from phalanx.prove.steady import Decisions, Idle, Steady, homes
 from phalanx.task import Batch, Task, as_loss
 from phalanx.train.optimizers import make_optimizer
@@ -147,6 +148,11 @@ class Reference:
     def at_once(self) -> bool:
         """Whether the loss needs all samples of a step at the same time."""
         return self.gathers or self.uneven
+
+    @property
+    def one(self) -> One:
+        """Where there can be one micro-batch alone; this loop itself cannot have several of what must be together."""
+        return "never" if not self.at_once else "always" if self.couples_samples else "in a pipeline"
 
     def run(self, steps: int | None = None) -> Reference:
         """Train to the end of the trial, or so many steps more."""

@@ -20,7 +20,7 @@ from phalanx.parallel.answers import Answers
 from phalanx.precision import DTYPES
 from phalanx.prove.hostile import Hostile, cramped
 from phalanx.prove.ladder import Difference, Standard
-from phalanx.prove.layouts import as_proven
+from phalanx.prove.layouts import One, as_proven
 from phalanx.prove.pieces import times_here
 from phalanx.prove.planting import planted
 from phalanx.prove.record import Record, Recorder
@@ -42,8 +42,8 @@ class Case:
     standard: Standard
     micro_batches: int
     """Of the reference."""
-    at_once: bool = False
-    """The loss needs all samples of a step at the same time."""
+    one: One = "never"
+    """Where its layouts have one micro-batch alone."""
     dtypes: str = field(init=False)
 
     def __post_init__(self) -> None:
@@ -51,7 +51,7 @@ class Case:
 
     def as_run(self, layout: Layout) -> Layout:
         """A layout with the micro-batches of the proof."""
-        return as_proven(layout, self.task.global_batch, self.at_once)
+        return as_proven(layout, self.task.global_batch, self.one)
 
 
 TIMEOUT = timedelta(seconds=15)

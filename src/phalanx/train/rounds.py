@@ -95,7 +95,7 @@ class Rounds:
                 spread.begin(action)
                 micro = self.batch.micro_batches[action.micro]
                 with micro_batch(self.engine, self.batch.step, micro) as tensors, spread.samples.computed():
-                    self.outputs.append(call(self.engine, tensors))
+                    self.outputs.append(rebuilt(call(self.engine, tensors), _kept))
                     self.draws.append(spread.randomness.calls)
         put_back(before)
         spread.rest()
@@ -181,6 +181,11 @@ class Rounds:
         if not terms:
             raise independent(self.engine.task)
         return Loss(torch.stack([term.to(terms[0].dtype) for term in terms]).sum(), 1)
+
+
+def _kept(tensor: Tensor) -> Tensor:
+    """A copy, since weights, which a model may give as well, come and go."""
+    return tensor.detach().clone()
 
 
 def _leaf(found: list[Tensor], tensor: Tensor) -> Tensor:
