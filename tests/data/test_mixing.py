@@ -85,7 +85,7 @@ def test_what_cannot_be_mixed_is_refused() -> None:
         [Mixup(images(), labels={"y": 2}, keep=["id"])[i] for i in range(4)]
     with pytest.raises(WrongUse, match="no shares"):
         Mixup(images(), alpha=0)
-    with pytest.raises(WrongUse, match="column 'label'"):
+    with pytest.raises(WrongUse, match="told of 'label'"):
         Mixup(images(), labels={"label": 4})[0]
     with pytest.raises(WrongUse, match="an image 'picture'"):
         CutMix(images(), image="picture", labels={"y": 4}, keep=["id"])[0]

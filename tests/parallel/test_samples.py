@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,11 +14,13 @@ from torch import Tensor, nn
 import phalanx
 from phalanx import Layout, Loss, WrongUse
 from phalanx.parallel import samples
+from phalanx.settings import find_task
 from tests.comparing import Contrast, ContrastOfExperts
 from tests.parity import TOLERANCE, Trace, difference, reference, spread_run
 from tests.ranks import RankFailed, Ranks
 from tests.tasks import Digits
 
+EXAMPLE = Path(__file__).parents[2] / "examples" / "contrastive.py"
 LAYOUTS = {
     1: ["dp=1", "micro_batch=7", "micro_batch=5,recompute=full"],
     2: [
@@ -187,3 +190,24 @@ def test_a_rank_without_samples_gets_and_gives_nothing(ranks: Ranks) -> None:
     for found in ranks(4, train, Points(samples=9, global_batch=8, steps=2), "fsdp=4"):
         assert np.allclose([m["loss"] for m in found], [m["loss"] for m in expected], rtol=1e-12)
         assert np.allclose([m["grad_norm"] for m in found], [m["grad_norm"] for m in expected], rtol=1e-9, atol=1e-15)
+
+
+def example(layouts: list[str]) -> list[tuple[dict[str, Tensor], dict[str, float]]]:
+    """The example's weights and measures after some steps, of which one is short."""
+    task = find_task(str(EXAMPLE))(precision="float64", global_batch=301, steps=8, warmup_steps=0)
+    found = []
+    for layout in layouts:
+        with phalanx.Engine(task, Layout.parse(layout), device="cpu") as engine:
+            for batch in engine.batches():
+                engine.step(batch)
+            found.append(({name: t.clone() for name, t in engine.whole_weights().items()}, engine.evaluate()))
+    return found
+
+
+def test_the_example_is_the_same_at_any_number_of_ranks(ranks: Ranks) -> None:
+    ((expected, measures),) = example(["dp=1"])
+    shared = {2: ["dp=2", "fsdp=2,micro_batch=40"], 4: ["dp=4", "dp=2,fsdp=2,zero=1,micro_batch=40"]}
+    for world, layouts in shared.items():
+        for weights, found in ranks(world, example, layouts)[0]:
+            assert found == pytest.approx(measures, rel=1e-9)
+            assert all(torch.allclose(weights[name], want, rtol=1e-9, atol=1e-12) for name, want in expected.items())

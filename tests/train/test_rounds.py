@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers.modeling_outputs import BaseModelOutput
 
 import phalanx
 from phalanx import Layout, Loss, WrongUse
@@ -35,6 +36,9 @@ def test_whatever_holds_tensors_is_rebuilt_as_it_was() -> None:
         made = rebuilt(output, lambda tensor: seen.append(tensor) or 2 * tensor)
         assert type(made) is type(output)
     assert len(seen) == 9
+    hidden = rebuilt(BaseModelOutput(last_hidden_state=x), lambda tensor: 2 * tensor)
+    assert isinstance(hidden, BaseModelOutput)
+    assert hidden.last_hidden_state.tolist() == hidden[0].tolist() == [2, 2]
     assert made.rest[0].tolist() == made.x.tolist() == [2, 2]
     assert made.name == "x"
     with pytest.raises(WrongUse, match="gives a Plain, which cannot be kept"):

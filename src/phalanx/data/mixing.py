@@ -40,9 +40,7 @@ class Mixup:
         own, other = self.data[index], self.data[partner]
         for name in (*self.labels, *self.keep):
             if name not in own:
-                raise WrongUse(
-                    f"{type(self).__name__} is told of a column {name!r}, and samples have {', '.join(own)}."
-                )
+                raise WrongUse(f"{type(self).__name__} is told of {name!r}; {closest(name, own)}")
         return self.mixed(own, other, share)
 
     def mixed(self, own: dict[str, Any], other: dict[str, Any], share: float) -> dict[str, Any]:
