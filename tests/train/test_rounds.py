@@ -125,3 +125,23 @@ def test_some_micro_batches_that_gather_and_others_that_do_not_are_refused() -> 
 
     with pytest.raises(WrongUse, match="in some micro-batches and not in others"):
         norms(Sometimes(steps=1), "micro_batch=3")
+
+
+def test_a_loss_that_gathers_more_with_gradients_is_refused() -> None:
+    class Doubtful(Compared):
+        def loss(self, output: Tensor, batch: dict[str, Any]) -> Loss:
+            if torch.is_grad_enabled():
+                phalanx.gather(output)
+            return super().loss(output, batch)
+
+    with pytest.raises(WrongUse, match="gathers more where gradients are computed"):
+        norms(Doubtful(steps=1), "micro_batch=3")
+
+
+def test_a_loss_of_nothing_that_is_trained_is_refused() -> None:
+    class Detached(Compared):
+        def loss(self, output: Tensor, batch: dict[str, Any]) -> Loss:
+            return Loss(phalanx.gather(output.detach()).sum(), len(output))
+
+    with pytest.raises(WrongUse, match="does not depend on any trainable weight"):
+        norms(Detached(steps=1), "micro_batch=3")

@@ -186,8 +186,8 @@ class Samples:
     def _check(self, x: Tensor) -> None:
         if not self._in_loss:
             raise WrongUse(
-                "phalanx.gather is called in the model's forward, where ranks may hold parts of samples or compute "
-                "them again. Return what you want to gather from forward, and gather it in Task.loss."
+                "phalanx.gather is called in the model's forward or in Task.inputs, where ranks may hold parts of "
+                "samples or compute them again. Return it from forward, and gather it in Task.loss."
             )
         samples = len(self.moment.slots)
         if not isinstance(x, Tensor) or not x.ndim or len(x) != samples:

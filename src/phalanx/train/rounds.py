@@ -112,10 +112,7 @@ class Rounds:
         if not asked:
             return True
         if self.results or len({question.kind for question in asked}) > 1:
-            raise WrongUse(
-                "Task.loss gathers in some micro-batches and not in others. Gather the same things in the same order, "
-                "whatever the samples are."
-            )
+            raise _unlike("in some micro-batches and not in others")
         real = [q.value for q, micro in zip(asked, self.batch.micro_batches, strict=True) if micro.real]
         with torch.enable_grad():
             every, own = self.engine.spread.samples.together(asked[0].kind, real, asked[0].value)
@@ -139,7 +136,10 @@ class Rounds:
         for number, output in enumerate(self.outputs):
             answers.append(Answers(self.known))
             leaves.append([])
-            loss = self._made(number, rebuilt(output, partial(_leaf, leaves[-1])), answers[-1])
+            try:
+                loss = self._made(number, rebuilt(output, partial(_leaf, leaves[-1])), answers[-1])
+            except Asked:
+                raise _unlike("more where gradients are computed than without them") from None
             if not loss.total.requires_grad:
                 raise independent(self.engine.task)
             objectives.append(loss.total * scale)
@@ -181,6 +181,13 @@ class Rounds:
         if not terms:
             raise independent(self.engine.task)
         return Loss(torch.stack([term.to(terms[0].dtype) for term in terms]).sum(), 1)
+
+
+def _unlike(how: str) -> WrongUse:
+    return WrongUse(
+        f"Task.loss gathers {how}. Gather the same things in the same order, whatever the samples are, with gradients "
+        "and without."
+    )
 
 
 def _kept(tensor: Tensor) -> Tensor:
