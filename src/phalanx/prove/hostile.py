@@ -12,7 +12,7 @@ import os
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -180,7 +180,7 @@ class Hostile(Variant):
             loss = as_loss(super().loss(output, batch), self)
         moment, order = self.proof_trial.moment, Order(self.proof_trial.size, self.global_batch, self.seed)
         if moment.step == self.proof_trial.poisoned and moment.slots[-1] == order.slots(moment.step) - 1:
-            return Loss(loss.total * float("nan"), loss.count)
+            return replace(loss, total=loss.total * float("nan"))
         return loss
 
 
@@ -198,10 +198,10 @@ def hostile(task: Task, trial: Trial) -> Task:
 @contextmanager
 def cramped() -> Iterator[None]:
     """While this lasts, little is enough for a second bucket, a message of its own, a second chunk of logits."""
-    with replacing() as replace:
-        replace(spread, "BUCKET_BYTES", BUCKET_BYTES)
-        replace(collectives, "SMALL_BYTES", SMALL_BYTES)
-        replace(losses, "LOGIT_ELEMENTS", LOGIT_ELEMENTS)
+    with replacing() as put:
+        put(spread, "BUCKET_BYTES", BUCKET_BYTES)
+        put(collectives, "SMALL_BYTES", SMALL_BYTES)
+        put(losses, "LOGIT_ELEMENTS", LOGIT_ELEMENTS)
         yield
 
 

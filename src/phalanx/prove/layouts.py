@@ -6,11 +6,14 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
+from typing import Literal
 
 from phalanx.layout import CHOICES, Layout
 
 MICRO_BATCHES = 3
 """Not a power of two, so that a factor that comes from them is told from one that comes from ranks."""
+
+One = Literal["never", "in a pipeline", "always"]
 
 
 def factorizations(world: int, axes: int) -> Iterator[tuple[int, ...]]:
@@ -83,12 +86,17 @@ def _degrees_alone(layout: Layout) -> bool:
     return layout == Layout(dp=layout.dp, fsdp=layout.fsdp, tp=layout.tp, cp=layout.cp, pp=layout.pp)
 
 
-def as_proven(layout: Layout, batch: int) -> Layout:
-    """A layout with several micro-batches of a proof's batch, or as many samples in one as it says itself."""
+def as_proven(layout: Layout, batch: int, one: One = "never") -> Layout:
+    """A layout with several micro-batches of a proof's batch, or as many samples in one as it says itself.
+
+    ``one``: where there can be one micro-batch alone, since the loss needs a step's samples at the same time.
+    """
     if layout.exact:
         return replace(layout, exact=min(layout.exact, 1 << (batch.bit_length() - 1)))
     share = math.ceil(batch / layout.batch_ranks)
     if layout.micro_batch is not None:
         return replace(layout, micro_batch=min(layout.micro_batch, share))
+    if one == "always" or (one == "in a pipeline" and layout.pp > 1):
+        return layout
     each = math.ceil(math.ceil(batch / layout.batch_ranks) / MICRO_BATCHES)
     return replace(layout, micro_batch=max(1, each if layout.batch_ranks < 8 else each + 1))

@@ -23,7 +23,7 @@ from phalanx.prove.explain import Inquiry, explain_interruption, explain_resume
 from phalanx.prove.failing import Unprovable
 from phalanx.prove.finding import Finding
 from phalanx.prove.ladder import NARROW_MARGIN, RESUMING, first
-from phalanx.prove.layouts import as_proven, covering, every
+from phalanx.prove.layouts import covering, every
 from phalanx.prove.outcome import Outcome, ProofRanks
 from phalanx.prove.record import Whole
 from phalanx.prove.stopped import explain_stop
@@ -219,7 +219,7 @@ class _Prover:
         return [*covering(works), *refused.values()]
 
     def _layout(self, layout: Layout, number: int) -> Result:
-        run = as_proven(layout, self.docket.cases[number].task.global_batch)
+        run = self.docket.cases[number].as_run(layout)
         found = self.ranks.attest(number, run, keep=True)
         self.imported.update(file for told in found.told for file in told.imported)
         if found.refusal is not None:
@@ -247,7 +247,7 @@ class _Prover:
     def _explained(self, layout: Layout, number: int, found: Outcome) -> Finding:
         case = self.docket.cases[number]
         if found.unfinished:
-            run = as_proven(layout, case.task.global_batch)
+            run = case.as_run(layout)
             finding = explain_stop(run, found.unfinished, found.stopped, found.seen_before_stopping)
         else:
             layout, found = self._minimal(layout, number, found)
@@ -297,7 +297,7 @@ class _Prover:
         tried = set()
         while True:
             for smaller in _smaller(layout):
-                run = as_proven(smaller, self.docket.cases[number].task.global_batch)
+                run = self.docket.cases[number].as_run(smaller)
                 if run in tried or not self._comparable(run, number):
                     continue
                 tried.add(run)
@@ -306,7 +306,7 @@ class _Prover:
                     layout, found = smaller, again
                     break
             else:
-                return as_proven(layout, self.docket.cases[number].task.global_batch), found
+                return self.docket.cases[number].as_run(layout), found
 
     def _comparable(self, layout: Layout, number: int) -> bool:
         """Whether a case's reference has the micro-batches that a layout has, where that matters."""

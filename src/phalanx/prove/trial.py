@@ -21,6 +21,7 @@ from phalanx.parallel.answers import Answers
 from phalanx.precision import DTYPES
 from phalanx.prove.hostile import Hostile, cramped
 from phalanx.prove.ladder import Difference, Standard
+from phalanx.prove.layouts import One, as_proven
 from phalanx.prove.pieces import times_here
 from phalanx.prove.planting import planted
 from phalanx.prove.record import Record, Recorder
@@ -42,10 +43,16 @@ class Case:
     standard: Standard
     micro_batches: int
     """Of the reference."""
+    one: One = "never"
+    """Where its layouts have one micro-batch alone."""
     dtypes: str = field(init=False)
 
     def __post_init__(self) -> None:
         self.dtypes = DTYPES[self.task.precision].table()
+
+    def as_run(self, layout: Layout) -> Layout:
+        """A layout with the micro-batches of the proof."""
+        return as_proven(layout, self.task.global_batch, self.one)
 
 
 TIMEOUT = timedelta(seconds=15)

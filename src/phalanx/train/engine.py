@@ -34,6 +34,7 @@ from phalanx.parallel.spread import Spread
 from phalanx.parallel.weights import Saved
 from phalanx.precision import DTYPES
 from phalanx.task import Batch, Task
+from phalanx.train import rounds
 from phalanx.train.agreement import check_agreement
 from phalanx.train.changes import changes, described
 from phalanx.train.clock import Clock
@@ -42,7 +43,7 @@ from phalanx.train.guard import Guard
 from phalanx.train.optimizers import make_optimizer
 from phalanx.train.scale import LossScale
 from phalanx.train.steady import in_one_way, steady
-from phalanx.train.step import Metrics, train_step
+from phalanx.train.step import Metrics
 
 Gradients = dict[str, Tensor | None]
 VERSIONS = {"python": platform.python_version(), "torch": torch.__version__}
@@ -83,6 +84,8 @@ class Engine:
         self.step_number = 0
         self.samples, self.terms = 0, 0.0
         """How many have been trained on: samples, and terms of their losses."""
+        self.loss_names: list[str] | None = None
+        """Of the losses that the task's is a sum of, once the first step has found out."""
         self.compared: int | None = None
         """When ranks that hold the same last found that they do."""
         self.good: int | None = None
@@ -167,7 +170,7 @@ class Engine:
         """Train on one batch."""
         self.spread.model.train()
         self.clock.start()
-        metrics = train_step(self, batch)
+        metrics = rounds.step(self, batch)
         metrics.seconds = {"data": self._waited, **metrics.seconds}
         self.step_number = batch.step + 1
         self.samples += metrics.slots

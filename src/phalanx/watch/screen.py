@@ -32,6 +32,7 @@ class Screen:
         self.rate = 0.0
         self._recent = self.began
         self.gathered = 0
+        self.twice = False
 
     def start(self) -> None:
         engine = self.engine
@@ -59,6 +60,12 @@ class Screen:
             more = f", and {len(reasons) - 1} more like it" if len(reasons) > 1 else ""
             self.said(f"   note  ranks of tp compute all of it alike where {reasons[-1]}{more}")
 
+    def _note_twice(self) -> None:
+        """That a loss needs all micro-batches, and what that costs: it is found out in the first step."""
+        if self.engine.spread.samples.all_at_once and not self.twice:
+            self.twice = True
+            self.said("   note  the loss needs all micro-batches of a step at once: each goes through the model twice")
+
     def _here(self) -> dict[str, str]:
         """What this rank has of the model, where ranks have parts."""
         spread, layout = self.engine.spread, self.engine.layout
@@ -79,6 +86,7 @@ class Screen:
 
     def step(self, metrics: Metrics) -> None:
         self._note_gathered()
+        self._note_twice()
         now = time.monotonic()
         amount = metrics.count if self.engine.task.counts == "tokens" else metrics.slots
         rate = amount / max(now - self._recent, 1e-9)
@@ -100,7 +108,9 @@ class Screen:
         done = metrics.step + 1
         left = (now - self.began) / max(done - self.first_step, 1) * (task.steps - done)
         bar = "━" * round(10 * done / task.steps)
-        loss = "skipped: not finite" if metrics.skipped else f"loss {metrics.loss:.4f}"
+        named = ", ".join(f"{name} {value:.4f}" for name, value in metrics.losses.items())
+        loss = f"loss {metrics.loss:.4f}" + (f" ({named})" if named else "")
+        loss = "skipped: not finite" if metrics.skipped else loss
         return (
             f"{bar:─<10} step {done}/{task.steps}  {loss}  {self.rate:,.0f} {task.counts}/s  "
             f"{memory_bytes(self.engine.device) / 2**30:.2f} GiB  {_clock(left)} left"
