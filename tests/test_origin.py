@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx import Run, origin
+from phalanx import Run, Task, origin
 from phalanx.redact import redact_source
 from tests.test_cli import phalanx
 
@@ -122,7 +122,7 @@ def test_what_is_kept_can_be_run(project: Path) -> None:
 
 def test_what_is_too_much_is_listed_and_not_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(origin, "MOST_OF_A_FILE", 100)
-    found = origin.Origin(Run.create(tmp_path / "r", "x"), dict)
+    found = origin.Origin(Run.create(tmp_path / "r", "x"), Task())
     found.write()
     assert found.folder is not None
     told = json.loads((found.folder / "origin.json").read_text())["files"][__file__]

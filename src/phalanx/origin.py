@@ -18,7 +18,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -27,8 +27,9 @@ import torch
 
 from phalanx import __version__, user_code
 from phalanx.events import say
-from phalanx.redact import redact, redact_source
+from phalanx.redact import redact, redact_source, secrets
 from phalanx.run import Run
+from phalanx.task import Task
 
 MOST_BYTES, MOST_OF_A_FILE, MOST_FILES = 16 << 20, 1 << 20, 2000
 """What is copied at most."""
@@ -39,14 +40,15 @@ NAME = "origin.json"
 class Origin:
     """What one attempt at a run is made of."""
 
-    def __init__(self, run: Run, task: type) -> None:
-        self.run, self.home = run, user_code.home(task)
+    def __init__(self, run: Run, task: Task) -> None:
+        self.run, self.home = run, user_code.home(type(task))
+        self.secrets = secrets(vars(task))
         self.folder: Path | None = None
         self._copied: dict[str, Any] = {}
 
     def write(self) -> None:
         """Write it down, if it is not there already."""
-        git, diff = _git(self.home)
+        git, diff = _git(self.home, self.secrets)
         found = {
             "phalanx": __version__, "python": platform.python_version(),
             "torch": torch.__version__, "platform": platform.platform(), "packages": packages(), "git": git,
@@ -92,13 +94,13 @@ class Origin:
                 size = path.stat().st_size
                 if path.suffix == ".py" and size <= min(room, MOST_OF_A_FILE):
                     copy = _place(name, path, {known["copy"] for known in self._copied.values()})
-                    _put(folder / "source" / copy, redact_source(path.read_text(encoding="utf-8")))
+                    _put(folder / "source" / copy, redact_source(path.read_text(encoding="utf-8"), self.secrets))
                     room -= size
             self._copied[str(path)] = {"module": name, "sha256": hashes.get(path), "bytes": size, "copy": copy}
 
 
 @contextmanager
-def kept_origin(run: Run, task: type) -> Iterator[None]:
+def kept_origin(run: Run, task: Task) -> Iterator[None]:
     """Written now, and completed at the end by what was imported meanwhile. A run goes on without it, and says so."""
     origin = Origin(run, task)
     try:
@@ -163,13 +165,13 @@ def packages() -> dict[str, str]:
     return dict(sorted(found.items()))
 
 
-def _git(folder: Path) -> tuple[dict[str, Any] | None, str]:
+def _git(folder: Path, secrets: Collection[str] = ()) -> tuple[dict[str, Any] | None, str]:
     """The commit that a folder is at, and what is not committed; None where there is no repository."""
     root = _asked(folder, "rev-parse", "--show-toplevel")
     commit = _asked(folder, "rev-parse", "HEAD")
     if not root or not commit:
         return None, ""
-    diff = redact_source(_asked(folder, "diff", "--no-ext-diff", "--no-textconv", "HEAD") or "")
+    diff = redact_source(_asked(folder, "diff", "--no-ext-diff", "--no-textconv", "HEAD") or "", secrets)
     told = {
         "root": root, "commit": commit, "branch": _asked(folder, "rev-parse", "--abbrev-ref", "HEAD"),
         "remote": redact(_asked(folder, "remote", "get-url", "origin") or ""), "changed": bool(diff),

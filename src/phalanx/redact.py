@@ -7,9 +7,12 @@ that is one. They stay where they were given. In their place stands `REDACTED`, 
 from __future__ import annotations
 
 import re
+from collections.abc import Collection, Mapping
 from typing import Any
 
 REDACTED = "***"
+SHORTEST = 4
+"""Letters of a secret that is looked for by itself: any shorter one is found everywhere."""
 WORD = r"(?:key|token|secret|passw(?:or)?d|passphrase|pwd|sig|signature|credentials?|sas|auth)"
 _PASSWORD = re.compile(r"(\w://[^\s/?#@:]*:)(?:[^\s/?#]*|(?!\d{1,5}/)[^\s@]*)@")
 """``://user:password@``, up to the last ``@`` before the path; a port is no password."""
@@ -39,9 +42,17 @@ def redact(text: str) -> str:
     return _PARAMETER.sub(rf"\1{REDACTED}", text) if "=" in text else text
 
 
-def redact_source(text: str) -> str:
-    """Source code likewise, and what it gives to names that say that it is a secret."""
+def redact_source(text: str, secrets: Collection[str] = ()) -> str:
+    """Source code likewise, without what it gives to names that say that it is a secret, nor any that is known."""
+    for secret in secrets:
+        text = text.replace(secret, REDACTED)
     return _LITERAL.sub(rf"\1{REDACTED}\2", redact(text))
+
+
+def secrets(fields: Mapping[str, Any]) -> list[str]:
+    """Those among settings that are long enough to be one."""
+    texts = {value for name, value in fields.items() if isinstance(value, str) and _FIELD.fullmatch(name)}
+    return sorted((text for text in texts if len(text) >= SHORTEST), key=len, reverse=True)
 
 
 def redact_field(name: str, value: Any) -> Any:

@@ -291,7 +291,7 @@ class Job:
             )  # fmt: skip
             undo.enter_context(engine)
             if rank == 0:
-                undo.enter_context(kept_origin(run, type(self.task)))
+                undo.enter_context(kept_origin(run, self.task))
             own, guests = ([[Slot(m) for m in slots] for slots in by_rank] for by_rank in (host.memory, host.guests))
             every = [slot for slots in (*own, *guests) for slot in slots]
             here = environment.local_rank
