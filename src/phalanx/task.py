@@ -91,9 +91,26 @@ class Task:
         """The loss of a micro-batch as a sum and a count."""
         raise self._missing("loss", "return a phalanx.Loss(total, count)")
 
-    def evaluate(self, output: Any, batch: dict[str, Any]) -> dict[str, Loss]:
-        """What to measure on held-out data, each as a sum and a count; by default the loss."""
+    def evaluate(self, output: Any, batch: dict[str, Any]) -> Mapping[str, Loss | Tensor | list[str]]:
+        """What to measure on held-out data, by name; by default the loss.
+
+        A sum and a count is reported as their ratio. A tensor with a row a sample, or a list with a string a sample, is
+        gathered for `summarise`.
+        """
         return {"loss": self.loss(output, batch)}
+
+    def summarise(self, gathered: dict[str, Any]) -> dict[str, float]:
+        """Numbers that follow from all held-out samples together, such as an AUC.
+
+        ``gathered`` has what `evaluate` gave to be gathered, by name: every sample once, in the order of the data, on
+        the CPU.
+        """
+        names = ", ".join(map(repr, gathered))
+        raise WrongUse(
+            f"{type(self).__name__}.evaluate gives a tensor or a list for {names}, and there is no summarise() to make "
+            "numbers of it. Define summarise(self, gathered) -> dict of numbers; for a sum over the batch return "
+            "phalanx.Loss(total, count)."
+        )
 
     def optimizer(self, params: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
         """The optimizer. Each parameter keeps its number of dims, and carries its name as ``.logical_name``."""

@@ -251,11 +251,11 @@ class Engine:
             raise WrongUse(f"{type(self.task).__name__}.held_out is empty. Give it samples, or return None.")
         return self._loader(data, Order(size, self.task.global_batch, self.task.seed, shuffle=False))
 
-    def evaluate(self, batches: int | None = None, on_batch: Callable[[], None] | None = None) -> dict[str, float]:
+    def evaluate(self, batches: int | None = None, on_batch: Callable[[], None] = lambda: None) -> dict[str, float]:
         """The task's measures over its held-out data, or so many batches of it, every sample counted once."""
         if self.held_out is None:
             raise WrongUse(f"{type(self.task).__name__} keeps nothing aside to evaluate on. Give it a held_out().")
-        return evaluate(self, self.held_out, batches, on_batch)
+        return evaluate(self, self.held_out, batches, on_batch).results()
 
     def set_learning_rate(self, step: int) -> float:
         """The schedule's rate for a step, set in every group; returns the first group's."""
