@@ -210,11 +210,14 @@ def numbers(task: Task, gathered: Gathered) -> dict[str, float]:
     how = 'Return a dict of numbers by name, e.g. {"auc": 0.9}.'
     if not isinstance(found, dict):
         raise WrongUse(f"{name} gave a {type(found).__name__}. {how}")
+    checked: dict[str, float] = {}
     for key, value in found.items():
-        if not isinstance(key, str) or _number(value) is None:
+        number = _number(value)
+        if not isinstance(key, str) or number is None:
             shape = f" of shape {tuple(value.shape)}" if isinstance(value, (Tensor, np.ndarray)) else ""
             raise WrongUse(f"{name} gave for {key!r} a {type(value).__name__}{shape}, which is no number. {how}")
-    return {key: float(value) for key, value in found.items()}
+        checked[key] = number
+    return checked
 
 
 def _number(value: Any) -> float | None:
