@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar, Literal, get_args
 
@@ -46,6 +46,7 @@ class Task:
     seed: int = 0
     global_batch: int = 32
     steps: int = 100
+    epochs: float = 0
     precision: Precision = "fp32"
     learning_rate: float = 1e-3
     warmup_steps: int = 10
@@ -133,6 +134,20 @@ class Task:
 
         return factor
 
+    def plan_steps(self, samples: int) -> None:
+        """Where epochs are given, set ``steps`` to as many as they take with so many samples to train on."""
+        if not self.epochs:
+            return
+        each = math.ceil(samples / self.global_batch)
+        steps = max(1, round(self.epochs * each))
+        unset = next(f.default for f in fields(self) if f.name == "steps")
+        if self.steps not in (unset, steps):
+            raise WrongUse(
+                f"steps={self.steps} and epochs={self.epochs:g} do not agree: an epoch of {samples:,} samples has "
+                f"{each:,} steps, which makes {steps:,}. Give one of the two."
+            )
+        self.steps = steps
+
     def tiny(self) -> Task:
         """The same task with small sizes, for `phalanx prove`: structure kept, a second to train on one core."""
         return self
@@ -151,6 +166,8 @@ class Task:
         for name in (*bounds, "seed"):
             if not -MOST <= getattr(self, name) <= MOST:
                 raise WrongUse(f"{name}={getattr(self, name)} is too large to count. Set {name} to at most {MOST}.")
+        if not 0 <= self.epochs <= MOST:
+            raise WrongUse(f"epochs={self.epochs} is no number of passes. Set epochs above 0, or to 0 and give steps.")
         for name in ("learning_rate", "weight_decay"):
             value = getattr(self, name)
             if not 0 <= value < math.inf:

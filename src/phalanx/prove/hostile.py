@@ -23,6 +23,7 @@ from phalanx import losses
 from phalanx.data.fingerprint import digest
 from phalanx.data.loader import seed_globally
 from phalanx.data.order import Order
+from phalanx.errors import WrongUse
 from phalanx.losses import Loss
 from phalanx.parallel import collectives, spread
 from phalanx.parallel.randomness import Moment
@@ -57,6 +58,8 @@ class Trial:
     """Columns of ids that are dealt out over a whole vocabulary, so that each part of it is used."""
     source: tuple[int, Any] | None = None
     """The task's data, and in which process it was made."""
+    held: tuple[int, Any] | None = None
+    """What it keeps aside, likewise."""
     moment: Moment = field(default_factory=Moment)
     """What is computed just now; whoever computes puts its own here."""
     beginning: Any = None
@@ -65,7 +68,12 @@ class Trial:
     """What the task had, fields or not, before anything was asked of it."""
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"source": None, "moment": Moment(), "beginning": None}  # each process has its own
+        return vars(self) | {
+            "source": None,
+            "held": None,
+            "moment": Moment(),
+            "beginning": None,
+        }  # each process has its own
 
     @property
     def poisoned(self) -> int:
@@ -86,10 +94,10 @@ class Trial:
 class Samples:
     """Some of a task's samples, which notes what is read."""
 
-    def __init__(self, data: Any, trial: Trial) -> None:
-        trial.size = min(2 * trial.batch - 5, len(data))
+    def __init__(self, data: Any, trial: Trial, most: int) -> None:
         self.data, self.trial = data, trial
-        self.places = [index * len(data) // trial.size for index in range(trial.size)]
+        size = min(most, len(data))
+        self.places = [index * len(data) // size for index in range(size)]
         self.read: list[tuple[int, str]] = []
         """Each sample read: its number, and a hash of what it was and of what a draw gave there."""
 
@@ -173,13 +181,25 @@ class Hostile(Variant):
         trial, here = self.proof_trial, os.getpid()
         if trial.source is None or trial.source[0] != here:  # a rank may make something else of it
             trial.source = here, super().data()
-        return Samples(trial.source[1], trial)
+        samples = Samples(trial.source[1], trial, 2 * trial.batch - 5)
+        trial.size = len(samples)
+        return samples
+
+    def held_out(self) -> Samples | None:
+        trial, here = self.proof_trial, os.getpid()
+        if trial.held is None or trial.held[0] != here:
+            trial.held = here, super().held_out()
+        held = trial.held[1]
+        if held is not None and not len(held):
+            raise WrongUse(f"{type(self).__name__}.held_out is empty. Give it samples, or return None.")
+        return None if held is None else Samples(held, trial, trial.batch + 3)
 
     def loss(self, output: Any, batch: dict[str, Any]) -> Loss:
         with Widened():
             loss = as_loss(super().loss(output, batch), self)
         moment, order = self.proof_trial.moment, Order(self.proof_trial.size, self.global_batch, self.seed)
-        if moment.step == self.proof_trial.poisoned and moment.slots[-1] == order.slots(moment.step) - 1:
+        training = torch.is_grad_enabled()
+        if training and moment.step == self.proof_trial.poisoned and moment.slots[-1] == order.slots(moment.step) - 1:
             return replace(loss, total=loss.total * float("nan"))
         return loss
 
@@ -187,8 +207,8 @@ class Hostile(Variant):
 def hostile(task: Task, trial: Trial) -> Task:
     """A copy of a task under a trial."""
     proven: Task = variant(
-        task, Hostile, steps=trial.steps + 1, precision="float64", workers=0, evaluate_every=0, proof_trial=trial,
-        global_batch=trial.batch, warmup_steps=min(1, task.warmup_steps),
+        task, Hostile, steps=trial.steps + 1, epochs=0, precision="float64", workers=0, evaluate_every=0,
+        proof_trial=trial, global_batch=trial.batch, warmup_steps=min(1, task.warmup_steps),
     )  # fmt: skip
     seed_globally(task.seed, "data")
     object.__setattr__(proven, "global_batch", min(trial.batch, len(proven.data())))

@@ -23,6 +23,7 @@ from phalanx.parallel import batchnorm, hugging_face, keras, samples
 from phalanx.parallel.answers import Answers
 from phalanx.parallel.blueprint import Blueprint, mapped
 from phalanx.parallel.randomness import Moment, Randomness
+from phalanx.prove.evaluation import Measures, measured
 from phalanx.prove.hostile import Hostile
 from phalanx.prove.layouts import One
 from phalanx.prove.steady import Decisions, Idle, Steady, homes
@@ -131,6 +132,8 @@ class Reference:
         self.steps: list[Step] = []
         self.gathers, self.uneven = False, False
         """Whether the loss has gathered samples; whether it was a sum of losses with different counts."""
+        self.evaluation: Measures | None = None
+        """Before the last step, of held-out data."""
         if observe is not None:
             observe(self.model, self.randomness)
 
@@ -158,6 +161,8 @@ class Reference:
         """Train to the end of the trial, or so many steps more."""
         stop = self.task.steps if steps is None else len(self.steps) + steps
         while len(self.steps) < stop:
+            if len(self.steps) == self.task.steps - 1:  # so that a step also shows what an evaluation leaves behind
+                self.evaluation = measured(self)
             self.steps.append(self.step(len(self.steps)))
         return self
 

@@ -19,9 +19,11 @@ from phalanx.data.loader import StepBatch
 from phalanx.parallel import collectives
 from phalanx.parallel.bucket import Weight
 from phalanx.prove.census import amiss, expected
+from phalanx.prove.evaluation import Measures, in_words, off_by
 from phalanx.prove.ladder import Difference, Standard, off, size
 from phalanx.prove.reference import as_moment, options
 from phalanx.train.engine import Engine
+from phalanx.train.evaluate import evaluate
 from phalanx.train.step import Metrics
 
 FAR = (1, 4, 20, 100, 1000)
@@ -148,6 +150,28 @@ class Witness:
             self.astray = True
             return
         self._samples(batch)
+        if batch.step == len(self.standard.steps) - 1 and self.standard.evaluation is not None:
+            self._evaluation(self.standard.evaluation)
+
+    def _evaluation(self, want: Measures) -> None:
+        """What held-out data gives before the last step; the rows of all samples are on one rank."""
+        assert self.engine.held_out is not None
+        self.standard.decisions.resting = True
+        found = evaluate(self.engine, self.engine.held_out)
+        self.standard.decisions.resting = False
+        here = dict(Measures(found.sums, found.gathered or {}, found.numbers).items())
+        self.step -= 1
+        for name, right in want.items():
+            elsewhere = name in want.rows and found.gathered is None
+            jumps = self.standard.limits is not None and name in want.summaries
+            if name in self.standard.unsteady or elsewhere or jumps:
+                continue
+            if name in here:
+                self._note("evaluation", name, off_by(here[name], right), *in_words(here[name], right))
+            else:
+                self._note("evaluation", name, math.inf, "missing", "measured")
+        self.step += 1
+        self.went_on()
 
     def after(self, batch: StepBatch, metrics: Metrics) -> None:
         """A step is over."""

@@ -117,7 +117,7 @@ class Collected:
         every = [dict(json.loads(word) for word in words) for words in collectives.everybodys(own, engine.mesh.world)]
         names = sorted({name for columns in every for name in columns})
         for name in names:
-            _check_alike(self.task, name, {kind for columns in every for kind in columns.get(name, ())})
+            check_alike(self.task, name, {kind for columns in every for kind in columns.get(name, ())})
         found: Gathered = {}
         amiss: list[str] = []
         for name in names:
@@ -132,7 +132,8 @@ class Collected:
         return (found if engine.environment.rank == 0 else None), bool(names)
 
 
-def _check_alike(task: Task, name: str, kinds: set[str]) -> None:
+def check_alike(task: Task, name: str, kinds: set[str]) -> None:
+    """Refuse rows that cannot be put together."""
     if len(kinds) > 1:
         raise WrongUse(
             f"{type(task).__name__}.evaluate gave for {name!r} rows that do not stack: {' and '.join(sorted(kinds))}. "
