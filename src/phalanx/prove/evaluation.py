@@ -126,4 +126,4 @@ def in_words(found: Any, want: Any) -> tuple[str, str]:
         return f"{len(found)} rows", f"{len(want)} rows"
     rows = [row for row, (a, b) in enumerate(zip(found, want, strict=True)) if off_by(a, b) > SEEN]
     more = " ..." if len(rows) > SHOWN else ""
-    return f"other than one device's for samples {', '.join(map(str, rows[:SHOWN]))}{more}", f"{len(want)} rows"
+    return f"wrong for samples {', '.join(map(str, rows[:SHOWN]))}{more}", "as on one device"

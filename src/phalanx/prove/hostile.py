@@ -94,8 +94,9 @@ class Trial:
 class Samples:
     """Some of a task's samples, which notes what is read."""
 
-    def __init__(self, data: Any, trial: Trial, most: int) -> None:
-        self.data, self.trial = data, trial
+    def __init__(self, data: Any, trial: Trial, most: int, ignoring: bool = True) -> None:
+        """``ignoring``: some targets are ignored, which a loss has been seen to bear."""
+        self.data, self.trial, self.ignoring = data, trial, ignoring
         size = min(most, len(data))
         self.places = [index * len(data) // size for index in range(size)]
         self.read: list[tuple[int, str]] = []
@@ -134,7 +135,7 @@ class Samples:
         if name in trial.spread:
             size = trial.spread[name]
             tensor = tensor.where(tensor < 0, tensor * _stride(size) % size)
-        if name in trial.ignorable:
+        if name in trial.ignorable and self.ignoring:
             tensor = _ignored_unevenly(tensor, index)
         return tensor
 
@@ -192,7 +193,7 @@ class Hostile(Variant):
         held = trial.held[1]
         if held is not None and not len(held):
             raise WrongUse(f"{type(self).__name__}.held_out is empty. Give it samples, or return None.")
-        return None if held is None else Samples(held, trial, trial.batch + 3)
+        return None if held is None else Samples(held, trial, trial.batch + 3, ignoring=False)
 
     def loss(self, output: Any, batch: dict[str, Any]) -> Loss:
         with Widened():
