@@ -31,6 +31,9 @@ class NoSuchColumn(WrongUse, KeyError):
 class Batch(dict[str, Any]):
     """A batch's columns by name."""
 
+    turn = ""
+    """Whose turn it is in this step, where a task has turns; empty in an evaluation."""
+
     def __missing__(self, name: str) -> Any:
         raise NoSuchColumn(f"the batch has no {name!r}; {closest(str(name), self)}")
 
@@ -57,6 +60,8 @@ class Task:
 
     counts: ClassVar[str] = "samples"
     """What a loss counts, for the screen: ``samples`` or ``tokens``."""
+    turns: ClassVar[Sequence[str]] = ()
+    """Modules that steps train in turn, one a step, such as ``("discriminator", "generator")``; else all at once."""
 
     def model(self) -> nn.Module:
         """The model, built as for one device; its constructor's own initialisation is kept."""
@@ -113,8 +118,16 @@ class Task:
             "phalanx.Loss(total, count)."
         )
 
-    def optimizer(self, params: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
-        """The optimizer. Each parameter keeps its number of dims, and carries its name as ``.logical_name``."""
+    def turn(self, step: int) -> str:
+        """Whose turn a step is; empty where there are none."""
+        return self.turns[step % len(self.turns)] if self.turns else ""
+
+    def trains(self, turn: str, weight: str) -> bool:
+        """Whether a weight is updated in a turn; by default, whether it is in the module of that name."""
+        return not turn or weight.startswith(f"{turn}.")
+
+    def optimizer(self, params: Sequence[nn.Parameter]) -> torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer]:
+        """The optimizer, or several by name. Each parameter keeps its number of dims, and has a ``.logical_name``."""
         decayed = [p for p in params if p.ndim >= 2]
         plain = [p for p in params if p.ndim < 2]
         groups = [
@@ -123,8 +136,11 @@ class Task:
         ]
         return torch.optim.AdamW([g for g in groups if g["params"]], lr=self.learning_rate, fused=True)
 
-    def schedule(self) -> Callable[[int], float]:
-        """A factor on the learning rate as a pure function of the step; by default warm-up, then cosine to a tenth."""
+    def schedule(self) -> Callable[[int], float] | Mapping[str, Callable[[int], float]]:
+        """A factor on the learning rate as a pure function of the step; by default warm-up, then cosine to a tenth.
+
+        Where there are turns it may be a dict of such functions, one for each.
+        """
 
         def factor(step: int) -> float:
             if step < self.warmup_steps:
@@ -180,6 +196,20 @@ class Task:
 
     def _missing(self, method: str, what: str) -> WrongUse:
         return WrongUse(f"{type(self).__name__} has no {method}(). Define it: {what}.")
+
+
+def rates(task: Task) -> Callable[[int], float]:
+    """The factor on the learning rate of each step, as the task's schedule, or that of the step's turn, says."""
+    found = task.schedule()
+    if not isinstance(found, Mapping):
+        return found
+    known = set(task.turns)
+    if not known or known != set(found):
+        raise WrongUse(
+            f"{type(task).__name__}.schedule has {', '.join(map(repr, found))}, and its turns are "
+            f"{', '.join(map(repr, sorted(known))) or 'none'}. Give a function for each turn, or one for all."
+        )
+    return lambda step: found[task.turn(step)](step)
 
 
 def as_loss(value: Any, task: Task, method: str = "loss") -> Loss:

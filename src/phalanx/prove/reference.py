@@ -23,12 +23,14 @@ from phalanx.parallel import batchnorm, hugging_face, keras, samples
 from phalanx.parallel.answers import Answers
 from phalanx.parallel.blueprint import Blueprint, mapped
 from phalanx.parallel.randomness import Moment, Randomness
+from phalanx.precision import cast
 from phalanx.prove.evaluation import Measures, measured
 from phalanx.prove.hostile import Hostile
 from phalanx.prove.layouts import One
 from phalanx.prove.steady import Decisions, Idle, Steady, homes
-from phalanx.task import Batch, Task, as_loss
+from phalanx.task import Batch, Task, as_loss, rates
 from phalanx.train.optimizers import make_optimizer
+from phalanx.train.turns import Turns
 
 State = dict[str, Tensor]
 
@@ -125,7 +127,8 @@ class Reference:
             block.forward = self.randomness.counted(name, self.randomness.scoped(name, block.forward))
         self.trained = {n: p for n, p in self.parameters.items() if p.requires_grad}
         self.optimizer = make_optimizer(task, list(self.trained.values()), bool(self.trained), sharded=False)
-        self.schedule = task.schedule()
+        self.schedule = rates(task)
+        self.turns = Turns(task, dict.fromkeys(self.trained, True))
         seed_globally(task.seed, "data")
         self.data = task.data()
         self.order = Order(len(self.data), task.global_batch, task.seed)
@@ -211,7 +214,7 @@ class Reference:
     def output(self, step: int, slots: np.ndarray, batch: Batch) -> Any:
         """The model's output. To be called in the scope of `randomness`."""
         self.moment.step, self.moment.slots = step, slots
-        inputs = self.task.inputs(batch)
+        inputs = cast(self.task.inputs(batch), torch.float64)  # a task may make some itself
         if isinstance(inputs, dict):
             return self.model(**inputs)
         return self.model(*inputs) if isinstance(inputs, tuple) else self.model(inputs)
@@ -219,6 +222,7 @@ class Reference:
     def loss(self, step: int, slots: np.ndarray, batch: Batch) -> tuple[Tensor, float]:
         """A batch's total and count."""
         before = samples.calls
+        batch.turn = self.turns.take(step, self.trained)
         with self.randomness.scope("task"):
             loss = as_loss(self.task.loss(self.output(step, slots, batch), batch), self.task)
         counts = {float(part.count or 0) for part in loss.parts.values()}

@@ -22,6 +22,7 @@ from phalanx.prove.census import amiss, expected
 from phalanx.prove.evaluation import Measures, in_words, off_by
 from phalanx.prove.ladder import Difference, Standard, off, size
 from phalanx.prove.reference import as_moment, options
+from phalanx.task import rates
 from phalanx.train.engine import Engine
 from phalanx.train.evaluate import evaluate
 from phalanx.train.step import Metrics
@@ -270,7 +271,7 @@ class Witness:
 
     def _schedule(self) -> None:
         """The learning rate of steps that a trial does not come to. Asked in order, as training does."""
-        schedule = self.engine.task.schedule()
+        schedule = rates(self.engine.task)
         for step in FAR:
             self.engine.set_learning_rate(step)
             for group in self.engine.optimizer.param_groups:

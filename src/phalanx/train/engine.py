@@ -33,17 +33,18 @@ from phalanx.parallel.mesh import BATCH, Mesh
 from phalanx.parallel.spread import Spread
 from phalanx.parallel.weights import Saved
 from phalanx.precision import DTYPES
-from phalanx.task import Batch, Task
+from phalanx.task import Batch, Task, rates
 from phalanx.train import rounds
 from phalanx.train.agreement import check_agreement
 from phalanx.train.changes import changes, described
 from phalanx.train.clock import Clock
 from phalanx.train.evaluate import evaluate
 from phalanx.train.guard import Guard
-from phalanx.train.optimizers import make_optimizer
+from phalanx.train.optimizers import attributes, make_optimizer, set_attribute
 from phalanx.train.scale import LossScale
 from phalanx.train.steady import in_one_way, steady
 from phalanx.train.step import Metrics
+from phalanx.train.turns import Turns
 
 Gradients = dict[str, Tensor | None]
 VERSIONS = {"python": platform.python_version(), "torch": torch.__version__}
@@ -79,7 +80,7 @@ class Engine:
         samples = length(data, "data", task)
         task.plan_steps(samples)
         self.order = Order(samples, task.global_batch, task.seed)
-        self.schedule = task.schedule()
+        self.schedule = rates(task)
         self.guard = guard or Guard()
         self.loss_scale = LossScale(dynamic=task.precision == "fp16")
         self.clock = Clock(self.device)
@@ -127,13 +128,17 @@ class Engine:
             self._saved(blueprint.model),
         )  # fmt: skip
         undo.callback(self.spread.reduction.close)
+        self.turns = Turns(task, self.spread.trainable)
+        self._in_turn = {name: weight.full for name, weight in self.spread.weights.items() if weight.trainable}
+        if task.turns and self.guard.spike:
+            raise WrongUse("--spike holds a loss against the last ones, which are other turns' here. Leave it out.")
         self.optimizer = make_optimizer(
             task, self.spread.pieces(), any(self.spread.trainable.values()), self.mesh.size("fsdp", "cp", "tp") > 1
         )
         if self.layout.exact:
             in_one_way(self.optimizer, self.device)
         self._options = [_numbers(group) for group in self.optimizer.param_groups]
-        self._attributes = _numbers(vars(self.optimizer))
+        self._attributes = _numbers(attributes(self.optimizer))
         self.loader = self._loader(data, self.order)
         check_agreement(self, "data", "model")
         check_writable(self.spread)
@@ -204,7 +209,7 @@ class Engine:
             "layout": str(self.layout), "world": self.environment.world, "precision": self.task.precision,
             **self.described, "versions": VERSIONS, "tied": dict(self.anatomy.tied),
             "options": self._changed_options(),
-            "attributes": _changed(vars(self.optimizer), self._attributes),
+            "attributes": _changed(attributes(self.optimizer), self._attributes),
         }  # fmt: skip
 
     def resume(self, facts: Mapping[str, Any]) -> None:
@@ -230,7 +235,7 @@ class Engine:
             kept = facts["options"][named[0]] if named else {}
             group.update({name: _like(group.get(name), value) for name, value in kept.items()})
         for name, value in facts["attributes"].items():
-            setattr(self.optimizer, name, _like(getattr(self.optimizer, name, None), value))
+            set_attribute(self.optimizer, name, _like(attributes(self.optimizer).get(name), value))
         self.spread.updated()
 
     def _changed_options(self) -> dict[str, dict[str, Any]]:
@@ -266,7 +271,11 @@ class Engine:
             group["lr"] = group["initial_lr"] * factor
         return self.optimizer.param_groups[0]["lr"]
 
-    def to_device(self, batch: dict[str, Any]) -> dict[str, Any]:
+    def take_turn(self, step: int) -> str:
+        """Whose turn a step is, and nobody else's weights get gradients."""
+        return self.turns.take(step, self._in_turn)
+
+    def to_device(self, batch: dict[str, Any]) -> Batch:
         """A batch on this rank's device; wide floats only where the proof needs them."""
         wide = self.dtypes.compute == torch.float64
 
