@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from examples.detector import Detector
+from examples.gan import GAN
 
 import phalanx
 from phalanx import Layout
@@ -37,4 +38,30 @@ def test_the_detector_is_proven() -> None:
 @pytest.mark.every
 def test_the_detector_is_proven_under_all_layouts() -> None:
     proof = prove(Detector(), "all", ranks=4)
+    assert proof.holds, proof
+
+
+def drawn(layout: str) -> tuple[dict[str, float], float]:
+    task = GAN(steps=40, width=16, precision="float64")
+    with phalanx.Engine(task, Layout.parse(layout), device="cpu") as engine:
+        loss = [engine.step(batch).loss for batch in engine.batches()][-1]
+        return engine.evaluate(), loss
+
+
+def test_a_gan_is_the_same_at_1_2_and_4_ranks(ranks: Ranks) -> None:
+    one, loss = drawn("dp=1")
+    for layout in ("dp=2", "fsdp=4", "dp=2,fsdp=2,micro_batch=5"):
+        for found, last in ranks(Layout.parse(layout).world, drawn, layout):
+            assert found == pytest.approx(one, rel=1e-9)
+            assert last == pytest.approx(loss, rel=1e-9)
+
+
+def test_the_gan_is_proven() -> None:
+    proof = prove(GAN(), ["dp=4", "fsdp=2", "fsdp=2,zero=1"])
+    assert proof.holds, proof
+
+
+@pytest.mark.every
+def test_the_gan_is_proven_under_all_layouts() -> None:
+    proof = prove(GAN(), "all", ranks=4)
     assert proof.holds, proof

@@ -7,6 +7,7 @@ sample's loss is not a number.
 
 from __future__ import annotations
 
+import copy
 import math
 import os
 import random
@@ -251,10 +252,11 @@ def ignorable(task: Task, batch: dict[str, Any], output: Any) -> tuple[str, ...]
     for name, column in batch.items():
         if not isinstance(column, Tensor) or column.is_floating_point() or column.dtype == torch.bool:
             continue
-        changed = dict(batch) | {name: column.clone()}
+        changed = copy.copy(batch)
+        changed[name] = column.clone()
         changed[name][::2] = IGNORED
         try:
-            seen = digest(task.inputs(changed)) != digest(task.inputs(dict(batch)))
+            seen = digest(task.inputs(changed)) != digest(task.inputs(batch))
             before, after = task.loss(output, batch), task.loss(output, changed)
         except Exception:  # a column that may hold no such number
             continue

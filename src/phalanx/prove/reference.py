@@ -209,7 +209,9 @@ class Reference:
             read.append(self.data[int(index)])
         tensors = self.task.collate(read)
         wide = {n: mapped(v, lambda t: t.double() if t.is_floating_point() else t) for n, v in tensors.items()}
-        return Batch(wide), list(self.data.read)
+        made = Batch(wide)
+        made.turn = self.task.turn(step)
+        return made, list(self.data.read)
 
     def output(self, step: int, slots: np.ndarray, batch: Batch) -> Any:
         """The model's output. To be called in the scope of `randomness`."""
@@ -222,7 +224,7 @@ class Reference:
     def loss(self, step: int, slots: np.ndarray, batch: Batch) -> tuple[Tensor, float]:
         """A batch's total and count."""
         before = samples.calls
-        batch.turn = self.turns.take(step, self.trained)
+        self.turns.take(step, self.trained)
         with self.randomness.scope("task"):
             loss = as_loss(self.task.loss(self.output(step, slots, batch), batch), self.task)
         counts = {float(part.count or 0) for part in loss.parts.values()}

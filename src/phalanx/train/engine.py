@@ -132,9 +132,8 @@ class Engine:
         self._in_turn = {name: weight.full for name, weight in self.spread.weights.items() if weight.trainable}
         if task.turns and self.guard.spike:
             raise WrongUse("--spike holds a loss against the last ones, which are other turns' here. Leave it out.")
-        self.optimizer = make_optimizer(
-            task, self.spread.pieces(), any(self.spread.trainable.values()), self.mesh.size("fsdp", "cp", "tp") > 1
-        )
+        pieces, trained = self.turns.completed(self.spread.pieces()), any(self.spread.trainable.values())
+        self.optimizer = make_optimizer(task, pieces, trained, self.mesh.size("fsdp", "cp", "tp") > 1)
         if self.layout.exact:
             in_one_way(self.optimizer, self.device)
         self._options = [_numbers(group) for group in self.optimizer.param_groups]
