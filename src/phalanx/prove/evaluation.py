@@ -18,6 +18,7 @@ from phalanx.parallel.blueprint import mapped
 from phalanx.task import Batch, Task, as_loss
 from phalanx.train.collecting import Collected, Gathered, check_alike, numbers
 from phalanx.train.evaluate import checked
+from phalanx.train.totals import OF, spelled_out
 
 if TYPE_CHECKING:
     from phalanx.prove.reference import Reference
@@ -45,7 +46,8 @@ class Measures:
 
     def items(self) -> Iterator[tuple[str, Any]]:
         """All of it by name."""
-        for name, (total, count) in self.sums.items():
+        for key, (total, count) in self.sums.items():
+            name = key.replace(OF, "/")
             yield f"count of {name}", count
             yield f"total of {name}", total
         yield from self.rows.items()
@@ -98,8 +100,9 @@ def _add(found: Measures, rows: Collected, name: str, value: Any, places: np.nda
         rows.add(name, value, places, real=True)
         return
     loss = as_loss(value, rows.task, f"evaluate, for {name!r},")
-    total, count = found.sums.get(name, (0.0, 0.0))
-    found.sums[name] = total + float(loss.total), count + float(loss.count or 0)
+    for key, one in spelled_out(name, loss).items():
+        total, count = found.sums.get(key, (0.0, 0.0))
+        found.sums[key] = total + float(one.total), count + float(one.count or 0)
 
 
 def off_by(found: Any, want: Any) -> float:

@@ -196,6 +196,10 @@ class Hostile(Variant):
             raise WrongUse(f"{type(self).__name__}.held_out is empty. Give it samples, or return None.")
         return None if held is None else Samples(held, trial, trial.batch + 3, ignoring=False)
 
+    def evaluate(self, output: Any, batch: dict[str, Any]) -> Any:
+        with Widened():
+            return super().evaluate(output, batch)
+
     def loss(self, output: Any, batch: dict[str, Any]) -> Loss:
         with Widened():
             loss = as_loss(super().loss(output, batch), self)
