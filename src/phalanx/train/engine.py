@@ -177,6 +177,7 @@ class Engine:
         self.spread.model.train()
         self.clock.start()
         metrics = rounds.step(self, batch)
+        metrics.turn = self.task.turn(batch.step)
         metrics.seconds = {"data": self._waited, **metrics.seconds}
         self.step_number = batch.step + 1
         self.samples += metrics.slots

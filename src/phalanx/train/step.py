@@ -146,7 +146,6 @@ def train_step(engine: Engine, batch: StepBatch, rounds: Rounds | None = None) -
         seconds=clock.seconds(),
         sent=_by_axis(collectives.sent - before),
         wishes=agreed.wishes,
-        turn=task.turn(batch.step),
     )
 
 
