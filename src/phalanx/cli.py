@@ -43,6 +43,7 @@ def train(
     on: Annotated[str | None, typer.Option(help="where: local:N, so many ranks on this machine")] = None,
     set_: Annotated[list[str], typer.Option("--set", metavar="NAME=VALUE", help="set a field of the task")] = [],  # noqa: B006
     steps: Annotated[int | None, typer.Option(help="how many steps; short for --set steps=N")] = None,
+    epochs: Annotated[float | None, typer.Option(help="or how many passes over the data")] = None,
     run: Annotated[Path | None, typer.Option(help="the run's folder; by default the next free one under runs/")] = None,
     config: Annotated[Path | None, typer.Option(help="repeat the run whose run.toml this is")] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; by default GPUs if there are any")] = None,
@@ -72,9 +73,7 @@ def train(
     interface: Annotated[
         str | None, typer.Option(help="through which they reach this host; by default the one that reaches the meeting")
     ] = None,
-    kill: Annotated[
-        str | None, typer.Option(metavar="RANK@STEP", help="a drill: kill that rank after that step")
-    ] = None,
+    kill: Annotated[str | None, typer.Option(metavar="RANK@STEP", help="a drill: kill a rank after a step")] = None,
     bad: Annotated[
         str | None, typer.Option(help="a loss or gradient that is bad: skip (by default), rollback, or stop")
     ] = None,
@@ -103,9 +102,9 @@ def train(
         checkpoints, init_from = full_path(checkpoints), full_path(init_from)
         run, config, task = where_it_began(*to_resume(run, task, config), task)
     job = Job.resolve(
-        task=task, layout=layout, on=on, assignments=set_, steps=steps, config=config, device=device, timeout=timeout,
+        task=task, layout=layout, on=on, assignments=set_, steps=steps, epochs=epochs, config=config, device=device,
         save_steps=save_steps, save_minutes=save_minutes, keep=keep, keep_every=keep_every, memory_steps=memory_steps,
-        checkpoints=checkpoints, restarts=restarts, grace=grace, init_from=init_from,
+        checkpoints=checkpoints, restarts=restarts, grace=grace, init_from=init_from, timeout=timeout,
         bad=bad, spike=spike, compare_steps=compare_steps, min_nodes=min_nodes, max_nodes=max_nodes, meet=meet,
         host=host, interface=interface, kill=kill, allow=allow, resume=resume, exact=exact,
     )  # fmt: skip

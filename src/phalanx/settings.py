@@ -197,6 +197,16 @@ def parse_assignments(texts: Sequence[str]) -> dict[str, str]:
     return values
 
 
+def over(saved: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings that are given now, before saved ones; steps and epochs take each other's place."""
+    values = {**saved, **given}
+    if "epochs" in given and "steps" not in given:
+        values.pop("steps", None)
+    if "steps" in given and "epochs" not in given:
+        values["epochs"] = 0
+    return values
+
+
 def convert(value: Any, hint: Any, name: str) -> Any:
     """``value``, text or already typed, as the type a field declares."""
     try:

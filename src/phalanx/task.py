@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar, Literal, get_args
 
@@ -31,6 +31,9 @@ class NoSuchColumn(WrongUse, KeyError):
 class Batch(dict[str, Any]):
     """A batch's columns by name."""
 
+    turn = ""
+    """Whose turn it is in this step, where a task has turns; empty in an evaluation."""
+
     def __missing__(self, name: str) -> Any:
         raise NoSuchColumn(f"the batch has no {name!r}; {closest(str(name), self)}")
 
@@ -46,6 +49,7 @@ class Task:
     seed: int = 0
     global_batch: int = 32
     steps: int = 100
+    epochs: float = 0
     precision: Precision = "fp32"
     learning_rate: float = 1e-3
     warmup_steps: int = 10
@@ -56,6 +60,8 @@ class Task:
 
     counts: ClassVar[str] = "samples"
     """What a loss counts, for the screen: ``samples`` or ``tokens``."""
+    turns: ClassVar[Sequence[str]] = ()
+    """Modules that steps train in turn, one a step, such as ``("discriminator", "generator")``; else all at once."""
 
     def model(self) -> nn.Module:
         """The model, built as for one device; its constructor's own initialisation is kept."""
@@ -91,12 +97,37 @@ class Task:
         """The loss of a micro-batch as a sum and a count."""
         raise self._missing("loss", "return a phalanx.Loss(total, count)")
 
-    def evaluate(self, output: Any, batch: dict[str, Any]) -> dict[str, Loss]:
-        """What to measure on held-out data, each as a sum and a count; by default the loss."""
+    def evaluate(self, output: Any, batch: dict[str, Any]) -> Mapping[str, Loss | Tensor | list[str]]:
+        """What to measure on held-out data, by name; by default the loss.
+
+        A sum and a count is reported as their ratio. A tensor with a row a sample, or a list with a string a sample, is
+        gathered for `summarise`.
+        """
         return {"loss": self.loss(output, batch)}
 
-    def optimizer(self, params: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
-        """The optimizer. Each parameter keeps its number of dims, and carries its name as ``.logical_name``."""
+    def summarise(self, gathered: dict[str, Any]) -> dict[str, float]:
+        """Numbers that follow from all held-out samples together, such as an AUC.
+
+        ``gathered`` has what `evaluate` gave to be gathered, by name: every sample once, in the order of the data, on
+        the CPU.
+        """
+        names = ", ".join(map(repr, gathered))
+        raise WrongUse(
+            f"{type(self).__name__}.evaluate gives a tensor or a list for {names}, and there is no summarise() to make "
+            "numbers of it. Define summarise(self, gathered) -> dict of numbers; for a sum over the batch return "
+            "phalanx.Loss(total, count)."
+        )
+
+    def turn(self, step: int) -> str:
+        """Whose turn a step is; empty where there are none."""
+        return self.turns[step % len(self.turns)] if self.turns else ""
+
+    def trains(self, turn: str, weight: str) -> bool:
+        """Whether a weight is updated in a turn; by default, whether it is in the module of that name."""
+        return not turn or weight.startswith(f"{turn}.")
+
+    def optimizer(self, params: Sequence[nn.Parameter]) -> torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer]:
+        """The optimizer, or several by name. Each parameter keeps its number of dims, and has a ``.logical_name``."""
         decayed = [p for p in params if p.ndim >= 2]
         plain = [p for p in params if p.ndim < 2]
         groups = [
@@ -105,8 +136,11 @@ class Task:
         ]
         return torch.optim.AdamW([g for g in groups if g["params"]], lr=self.learning_rate, fused=True)
 
-    def schedule(self) -> Callable[[int], float]:
-        """A factor on the learning rate as a pure function of the step; by default warm-up, then cosine to a tenth."""
+    def schedule(self) -> Callable[[int], float] | Mapping[str, Callable[[int], float]]:
+        """A factor on the learning rate as a pure function of the step; by default warm-up, then cosine to a tenth.
+
+        Where there are turns it may be a dict of such functions, one for each.
+        """
 
         def factor(step: int) -> float:
             if step < self.warmup_steps:
@@ -115,6 +149,20 @@ class Task:
             return 0.1 + 0.45 * (1 + math.cos(math.pi * min(1.0, done)))
 
         return factor
+
+    def plan_steps(self, samples: int) -> None:
+        """Where epochs are given, set ``steps`` to as many as they take with so many samples to train on."""
+        if not self.epochs:
+            return
+        each = math.ceil(samples / self.global_batch)
+        steps = max(1, round(self.epochs * each))
+        unset = next(f.default for f in fields(self) if f.name == "steps")
+        if self.steps not in (unset, steps):
+            raise WrongUse(
+                f"steps={self.steps} and epochs={self.epochs:g} do not agree: an epoch of {samples:,} samples has "
+                f"{each:,} steps, which makes {steps:,}. Give one of the two."
+            )
+        self.steps = steps
 
     def tiny(self) -> Task:
         """The same task with small sizes, for `phalanx prove`: structure kept, a second to train on one core."""
@@ -134,6 +182,8 @@ class Task:
         for name in (*bounds, "seed"):
             if not -MOST <= getattr(self, name) <= MOST:
                 raise WrongUse(f"{name}={getattr(self, name)} is too large to count. Set {name} to at most {MOST}.")
+        if not 0 <= self.epochs <= MOST:
+            raise WrongUse(f"epochs={self.epochs} is no number of passes. Set epochs above 0, or to 0 and give steps.")
         for name in ("learning_rate", "weight_decay"):
             value = getattr(self, name)
             if not 0 <= value < math.inf:
@@ -146,6 +196,20 @@ class Task:
 
     def _missing(self, method: str, what: str) -> WrongUse:
         return WrongUse(f"{type(self).__name__} has no {method}(). Define it: {what}.")
+
+
+def rates(task: Task) -> Callable[[int], float]:
+    """The factor on the learning rate of each step, as the task's schedule, or that of the step's turn, says."""
+    found = task.schedule()
+    if not isinstance(found, Mapping):
+        return found
+    known = set(task.turns)
+    if not known or known != set(found):
+        raise WrongUse(
+            f"{type(task).__name__}.schedule has {', '.join(map(repr, found))}, and its turns are "
+            f"{', '.join(map(repr, sorted(known))) or 'none'}. Give a function for each turn, or one for all."
+        )
+    return lambda step: found[task.turn(step)](step)
 
 
 def as_loss(value: Any, task: Task, method: str = "loss") -> Loss:

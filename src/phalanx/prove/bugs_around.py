@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
+from dataclasses import replace as changed
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from phalanx.data import loader
-from phalanx.data.loader import Loader, Reader, seed_globally
+from phalanx.data.loader import Loader, Plan, Reader, seed_globally
 from phalanx.data.order import Order, share
 from phalanx.parallel import collectives, spread
 from phalanx.parallel.bucket import Bucket, Weight
@@ -21,7 +22,7 @@ from phalanx.parallel.replicate import Reduction
 from phalanx.parallel.spread import Spread
 from phalanx.prove.planting import NORM, TOTAL, Replace, agreeing, bug, rank
 from phalanx.task import Task
-from phalanx.train import engine
+from phalanx.train import collecting, engine, evaluate
 from phalanx.train.engine import Engine
 
 # The optimizer and its weights
@@ -190,6 +191,68 @@ def one_rank_runs_out_of_data(replace: Replace) -> None:
     """One rank has fewer batches than the others, and leaves while they wait."""
     plain = Loader.batches
     replace(Loader, "batches", lambda self, start, stop: plain(self, start, stop - self.rank))
+
+
+# Evaluation
+
+
+def _on_held_out(replace: Replace, change: Callable[[Loader, list[Plan]], list[Plan]]) -> None:
+    """Have ``change`` spoil what a rank reads of held-out samples."""
+    plain = Loader.plans
+
+    def plans(self: Loader, step: int, ids: np.ndarray) -> list[Plan]:
+        found = plain(self, step, ids)
+        return found if self.order.shuffle else change(self, found)
+
+    replace(Loader, "plans", plans)
+
+
+@bug(0, "dp=2", "evaluation", "dp")
+def held_out_samples_repeated_to_fill_up(replace: Replace) -> None:
+    """Where held-out samples do not divide by ranks, a rank evaluates one that another has, too."""
+
+    def longer(plan: Plan) -> Plan:
+        before = plan.slots[:1] - 1
+        return changed(
+            plan, ids=np.concatenate([plan.ids[:1] - 1, plan.ids]), slots=np.concatenate([before, plan.slots])
+        )
+
+    def repeated(self: Loader, plans: list[Plan]) -> list[Plan]:
+        return [longer(plan) if self.rank and plan.slots[0] else plan for plan in plans]
+
+    _on_held_out(replace, repeated)
+
+
+@bug(0, "dp=4", "evaluation", "dp")
+def padding_counted_in_evaluation(replace: Replace) -> None:
+    """A rank that has no held-out sample left computes along with another's, and counts it."""
+    _on_held_out(replace, lambda self, plans: [changed(plan, real=True) for plan in plans])
+
+
+@bug(0, "dp=2", "evaluation", "dp")
+def measures_averaged_over_ranks(replace: Replace) -> None:
+    """Every rank divides by its own count, and the ratios are averaged."""
+    plain = evaluate._agreed
+
+    def agreed(engine: Engine, held_out: Loader, sums: dict[str, Tensor]) -> dict[str, tuple[float, float]]:
+        means = {name: table / table[:, 1:].clamp_min(1) for name, table in sums.items()}
+        counts = {name: count for name, (_, count) in plain(engine, held_out, sums).items()}
+        found = plain(engine, held_out, means)
+        return {name: (total / parts * counts[name], counts[name]) for name, (total, parts) in found.items()}
+
+    replace(evaluate, "_agreed", agreed)
+
+
+@bug(0, "dp=2", "each sample", "dp", task="shapes")
+def rows_gathered_in_the_order_of_ranks(replace: Replace) -> None:
+    """What is gathered lies as ranks sent it, not as the data has it."""
+    plain = collecting.Collected.add
+
+    def add(self: Any, name: str, value: Any, places: np.ndarray, real: bool) -> None:
+        turned = np.roll(places, 1) if real and rank() == 1 else places
+        plain(self, name, value, turned, real)
+
+    replace(collecting.Collected, "add", add)
 
 
 # Ranks that stop

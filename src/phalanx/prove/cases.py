@@ -193,6 +193,11 @@ class Docket:
         if made.lifted:
             note = "casts to a lower precision inside of the model are left out"
             self.hostility = [*self.hostility, *([note] if note not in self.hostility else [])]
+        if standard.unsteady:
+            note = (
+                f"one rounding changes what held-out data gives, so it is not compared: {', '.join(standard.unsteady)}"
+            )
+            self.hostility = [*self.hostility, *([note] if note not in self.hostility else [])]
         if not standard.certifies:
             raise Unprovable(
                 f"cannot certify: one rounding at the beginning becomes {standard.sensitivity:.1e} in "

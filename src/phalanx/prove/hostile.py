@@ -7,6 +7,7 @@ sample's loss is not a number.
 
 from __future__ import annotations
 
+import copy
 import math
 import os
 import random
@@ -23,6 +24,7 @@ from phalanx import losses
 from phalanx.data.fingerprint import digest
 from phalanx.data.loader import seed_globally
 from phalanx.data.order import Order
+from phalanx.errors import WrongUse
 from phalanx.losses import Loss
 from phalanx.parallel import collectives, spread
 from phalanx.parallel.randomness import Moment
@@ -57,6 +59,8 @@ class Trial:
     """Columns of ids that are dealt out over a whole vocabulary, so that each part of it is used."""
     source: tuple[int, Any] | None = None
     """The task's data, and in which process it was made."""
+    held: tuple[int, Any] | None = None
+    """What it keeps aside, likewise."""
     moment: Moment = field(default_factory=Moment)
     """What is computed just now; whoever computes puts its own here."""
     beginning: Any = None
@@ -65,7 +69,12 @@ class Trial:
     """What the task had, fields or not, before anything was asked of it."""
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"source": None, "moment": Moment(), "beginning": None}  # each process has its own
+        return vars(self) | {
+            "source": None,
+            "held": None,
+            "moment": Moment(),
+            "beginning": None,
+        }  # each process has its own
 
     @property
     def poisoned(self) -> int:
@@ -86,10 +95,11 @@ class Trial:
 class Samples:
     """Some of a task's samples, which notes what is read."""
 
-    def __init__(self, data: Any, trial: Trial) -> None:
-        trial.size = min(2 * trial.batch - 5, len(data))
-        self.data, self.trial = data, trial
-        self.places = [index * len(data) // trial.size for index in range(trial.size)]
+    def __init__(self, data: Any, trial: Trial, most: int, ignoring: bool = True) -> None:
+        """``ignoring``: some targets are ignored, which a loss has been seen to bear."""
+        self.data, self.trial, self.ignoring = data, trial, ignoring
+        size = min(most, len(data))
+        self.places = [index * len(data) // size for index in range(size)]
         self.read: list[tuple[int, str]] = []
         """Each sample read: its number, and a hash of what it was and of what a draw gave there."""
 
@@ -126,7 +136,7 @@ class Samples:
         if name in trial.spread:
             size = trial.spread[name]
             tensor = tensor.where(tensor < 0, tensor * _stride(size) % size)
-        if name in trial.ignorable:
+        if name in trial.ignorable and self.ignoring:
             tensor = _ignored_unevenly(tensor, index)
         return tensor
 
@@ -173,13 +183,29 @@ class Hostile(Variant):
         trial, here = self.proof_trial, os.getpid()
         if trial.source is None or trial.source[0] != here:  # a rank may make something else of it
             trial.source = here, super().data()
-        return Samples(trial.source[1], trial)
+        samples = Samples(trial.source[1], trial, 2 * trial.batch - 5)
+        trial.size = len(samples)
+        return samples
+
+    def held_out(self) -> Samples | None:
+        trial, here = self.proof_trial, os.getpid()
+        if trial.held is None or trial.held[0] != here:
+            trial.held = here, super().held_out()
+        held = trial.held[1]
+        if held is not None and not len(held):
+            raise WrongUse(f"{type(self).__name__}.held_out is empty. Give it samples, or return None.")
+        return None if held is None else Samples(held, trial, trial.batch + 3, ignoring=False)
+
+    def evaluate(self, output: Any, batch: dict[str, Any]) -> Any:
+        with Widened():
+            return super().evaluate(output, batch)
 
     def loss(self, output: Any, batch: dict[str, Any]) -> Loss:
         with Widened():
             loss = as_loss(super().loss(output, batch), self)
         moment, order = self.proof_trial.moment, Order(self.proof_trial.size, self.global_batch, self.seed)
-        if moment.step == self.proof_trial.poisoned and moment.slots[-1] == order.slots(moment.step) - 1:
+        training = torch.is_grad_enabled()
+        if training and moment.step == self.proof_trial.poisoned and moment.slots[-1] == order.slots(moment.step) - 1:
             return replace(loss, total=loss.total * float("nan"))
         return loss
 
@@ -187,8 +213,8 @@ class Hostile(Variant):
 def hostile(task: Task, trial: Trial) -> Task:
     """A copy of a task under a trial."""
     proven: Task = variant(
-        task, Hostile, steps=trial.steps + 1, precision="float64", workers=0, evaluate_every=0, proof_trial=trial,
-        global_batch=trial.batch, warmup_steps=min(1, task.warmup_steps),
+        task, Hostile, steps=trial.steps + 1, epochs=0, precision="float64", workers=0, evaluate_every=0,
+        proof_trial=trial, global_batch=trial.batch, warmup_steps=min(1, task.warmup_steps),
     )  # fmt: skip
     seed_globally(task.seed, "data")
     object.__setattr__(proven, "global_batch", min(trial.batch, len(proven.data())))
@@ -230,10 +256,11 @@ def ignorable(task: Task, batch: dict[str, Any], output: Any) -> tuple[str, ...]
     for name, column in batch.items():
         if not isinstance(column, Tensor) or column.is_floating_point() or column.dtype == torch.bool:
             continue
-        changed = dict(batch) | {name: column.clone()}
+        changed = copy.copy(batch)
+        changed[name] = column.clone()
         changed[name][::2] = IGNORED
         try:
-            seen = digest(task.inputs(changed)) != digest(task.inputs(dict(batch)))
+            seen = digest(task.inputs(changed)) != digest(task.inputs(batch))
             before, after = task.loss(output, batch), task.loss(output, changed)
         except Exception:  # a column that may hold no such number
             continue

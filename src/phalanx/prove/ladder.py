@@ -14,13 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from phalanx.prove.evaluation import Measures, off_by
 from phalanx.prove.reference import Reference, Step
 from phalanx.prove.steady import Decisions
 
 RUNGS = (
     "running", "settings", "initial weights", "communication", "samples", "random draws", "activations", "loss",
     "gradients of activations", "gradients before reduction", "gradients", "gradient norm", "clip factor", "skipping",
-    "given gradients", "moments", "weights", "buffers", "weights in use", "agreement of ranks",
+    "given gradients", "moments", "weights", "buffers", "weights in use", "evaluation", "agreement of ranks",
     "resume", "resume elsewhere", "ledger",
 )  # fmt: skip
 """Whoever fails first in a step is where to look. A run is resumed after the last of the step before."""
@@ -104,6 +105,11 @@ class Standard:
     buffer_bar: float = 0.0
     buffer_sensitivity: float = 0.0
     """The same of buffers."""
+    evaluation: Measures | None = None
+    """One device's, before the last step; of what rounding alone does not change by much."""
+    evaluation_bar: float = 0.0
+    unsteady: tuple[str, ...] = ()
+    """What rounding does change in an evaluation, as a choice between equals: it cannot be compared."""
     limits: dict[tuple[int, str], float] | None = None
     """In a narrow dtype, by step and rung: what one device itself is off by, and some."""
     norms: dict[tuple[int, str, str], float] = field(default_factory=dict)
@@ -126,11 +132,27 @@ class Standard:
         standard.bar = max(LEAST_BAR, MARGIN * standard.sensitivity)
         standard.buffer_sensitivity = max(buffers)
         standard.buffer_bar = max(standard.bar, MARGIN * standard.buffer_sensitivity)
+        standard._measure(reference.evaluation, [other.evaluation for other in nudged])
         return standard
+
+    def _measure(self, evaluation: Measures | None, nudged: Sequence[Measures | None]) -> None:
+        """What of an evaluation can be compared, and how closely."""
+        self.evaluation, self.evaluation_bar = evaluation, self.bar
+        if evaluation is None:
+            return
+        others = [dict(other.items()) for other in nudged if other is not None]
+        for name, want in evaluation.items():
+            error = max((off_by(other[name], want) for other in others), default=0.0)
+            if MARGIN * error > MOST_BUFFER_BAR:
+                self.unsteady = (*self.unsteady, name)
+            else:
+                self.evaluation_bar = max(self.evaluation_bar, MARGIN * error)
 
     def limit(self, step: int, rung: str) -> float:
         """What is off by more than this is a finding."""
         rung = SAME_AS.get(rung, rung)
+        if self.limits is None and rung == "evaluation":
+            return self.evaluation_bar
         if self.limits is None:
             return self.buffer_bar if rung == "buffers" else self.bar
         return self.limits.get((step, rung), self.bar)

@@ -19,7 +19,7 @@ from phalanx.layout import CHOICES, DEGREES, Layout
 from phalanx.parallel.blueprint import Blueprint
 from phalanx.prove import planting, trial
 from phalanx.prove.cases import Docket, applicable
-from phalanx.prove.explain import Inquiry, explain_interruption, explain_resume
+from phalanx.prove.explain import Inquiry, explain_evaluation, explain_interruption, explain_resume
 from phalanx.prove.failing import Unprovable
 from phalanx.prove.finding import Finding
 from phalanx.prove.ladder import NARROW_MARGIN, RESUMING, first
@@ -256,6 +256,8 @@ class _Prover:
                 return interrupted
             if case.standard.limits is not None:
                 return self._explained_narrow(layout, number, found)
+            if first(found.differences)[0].rung == "evaluation":
+                return explain_evaluation(case.task, found.differences, self._axes(layout, number), str(layout))
             step = first(found.differences)[0].step
             records = self.ranks.record(number, layout, step)
             whole = Whole.of(case.task, case.micro_batches, step)

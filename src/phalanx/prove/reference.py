@@ -23,11 +23,14 @@ from phalanx.parallel import batchnorm, hugging_face, keras, samples
 from phalanx.parallel.answers import Answers
 from phalanx.parallel.blueprint import Blueprint, mapped
 from phalanx.parallel.randomness import Moment, Randomness
+from phalanx.precision import cast
+from phalanx.prove.evaluation import Measures, measured
 from phalanx.prove.hostile import Hostile
 from phalanx.prove.layouts import One
 from phalanx.prove.steady import Decisions, Idle, Steady, homes
-from phalanx.task import Batch, Task, as_loss
+from phalanx.task import Batch, Task, as_loss, rates
 from phalanx.train.optimizers import make_optimizer
+from phalanx.train.turns import Turns
 
 State = dict[str, Tensor]
 
@@ -124,13 +127,16 @@ class Reference:
             block.forward = self.randomness.counted(name, self.randomness.scoped(name, block.forward))
         self.trained = {n: p for n, p in self.parameters.items() if p.requires_grad}
         self.optimizer = make_optimizer(task, list(self.trained.values()), bool(self.trained), sharded=False)
-        self.schedule = task.schedule()
+        self.schedule = rates(task)
+        self.turns = Turns(task, dict.fromkeys(self.trained, True))
         seed_globally(task.seed, "data")
         self.data = task.data()
         self.order = Order(len(self.data), task.global_batch, task.seed)
         self.steps: list[Step] = []
         self.gathers, self.uneven = False, False
         """Whether the loss has gathered samples; whether it was a sum of losses with different counts."""
+        self.evaluation: Measures | None = None
+        """Before the last step, of held-out data."""
         if observe is not None:
             observe(self.model, self.randomness)
 
@@ -158,6 +164,8 @@ class Reference:
         """Train to the end of the trial, or so many steps more."""
         stop = self.task.steps if steps is None else len(self.steps) + steps
         while len(self.steps) < stop:
+            if len(self.steps) == self.task.steps - 1:  # so that a step also shows what an evaluation leaves behind
+                self.evaluation = measured(self)
             self.steps.append(self.step(len(self.steps)))
         return self
 
@@ -201,12 +209,14 @@ class Reference:
             read.append(self.data[int(index)])
         tensors = self.task.collate(read)
         wide = {n: mapped(v, lambda t: t.double() if t.is_floating_point() else t) for n, v in tensors.items()}
-        return Batch(wide), list(self.data.read)
+        made = Batch(wide)
+        made.turn = self.task.turn(step)
+        return made, list(self.data.read)
 
     def output(self, step: int, slots: np.ndarray, batch: Batch) -> Any:
         """The model's output. To be called in the scope of `randomness`."""
         self.moment.step, self.moment.slots = step, slots
-        inputs = self.task.inputs(batch)
+        inputs = cast(self.task.inputs(batch), torch.float64)  # a task may make some itself
         if isinstance(inputs, dict):
             return self.model(**inputs)
         return self.model(*inputs) if isinstance(inputs, tuple) else self.model(inputs)
@@ -214,6 +224,7 @@ class Reference:
     def loss(self, step: int, slots: np.ndarray, batch: Batch) -> tuple[Tensor, float]:
         """A batch's total and count."""
         before = samples.calls
+        self.turns.take(step, self.trained)
         with self.randomness.scope("task"):
             loss = as_loss(self.task.loss(self.output(step, slots, batch), batch), self.task)
         counts = {float(part.count or 0) for part in loss.parts.values()}

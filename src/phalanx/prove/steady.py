@@ -56,6 +56,8 @@ class Decisions:
     lifted: int = 0
     """Casts that were left out."""
     idle: Idle | None = None
+    resting: bool = False
+    """What is computed is no step: its choices are its own."""
 
     def whole(self, step: int, scope: str, number: int) -> Tensor | None:
         parts = self.made.get((step, scope, number))
@@ -133,9 +135,11 @@ class Steady:
 
     def _choose(self, call: Answer, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
         idle = self.decisions.idle
-        if idle is not None and self.randomness.moment.step == idle.step:
+        if idle is not None and self.randomness.moment.step == idle.step and not self.decisions.resting:
             tensor = idle.without(tensor, int(kwargs.get("k", args[0] if args else 1)))
         chosen = call(tensor, *args, **kwargs)
+        if self.decisions.resting:
+            return chosen
         indices = chosen[1] if isinstance(chosen, tuple) else chosen
         place = 1 if isinstance(chosen, tuple) else 0  # topk(k, dim), argmax(dim)
         dim = kwargs.get("dim", args[place] if len(args) > place else -1)

@@ -19,9 +19,12 @@ from phalanx.data.loader import StepBatch
 from phalanx.parallel import collectives
 from phalanx.parallel.bucket import Weight
 from phalanx.prove.census import amiss, expected
+from phalanx.prove.evaluation import Measures, in_words, off_by
 from phalanx.prove.ladder import Difference, Standard, off, size
 from phalanx.prove.reference import as_moment, options
+from phalanx.task import rates
 from phalanx.train.engine import Engine
+from phalanx.train.evaluate import evaluate
 from phalanx.train.step import Metrics
 
 FAR = (1, 4, 20, 100, 1000)
@@ -148,6 +151,28 @@ class Witness:
             self.astray = True
             return
         self._samples(batch)
+        if batch.step == len(self.standard.steps) - 1 and self.standard.evaluation is not None:
+            self._evaluation(self.standard.evaluation)
+
+    def _evaluation(self, want: Measures) -> None:
+        """What held-out data gives before the last step; the rows of all samples are on one rank."""
+        assert self.engine.held_out is not None
+        self.standard.decisions.resting = True
+        found = evaluate(self.engine, self.engine.held_out)
+        self.standard.decisions.resting = False
+        here = dict(Measures(found.sums, found.gathered or {}, found.numbers).items())
+        self.step -= 1
+        for name, right in want.items():
+            elsewhere = name in want.rows and found.gathered is None
+            jumps = self.standard.limits is not None and name in want.summaries
+            if name in self.standard.unsteady or elsewhere or jumps:
+                continue
+            if name in here:
+                self._note("evaluation", name, off_by(here[name], right), *in_words(here[name], right))
+            else:
+                self._note("evaluation", name, math.inf, "missing", "measured")
+        self.step += 1
+        self.went_on()
 
     def after(self, batch: StepBatch, metrics: Metrics) -> None:
         """A step is over."""
@@ -246,7 +271,7 @@ class Witness:
 
     def _schedule(self) -> None:
         """The learning rate of steps that a trial does not come to. Asked in order, as training does."""
-        schedule = self.engine.task.schedule()
+        schedule = rates(self.engine.task)
         for step in FAR:
             self.engine.set_learning_rate(step)
             for group in self.engine.optimizer.param_groups:

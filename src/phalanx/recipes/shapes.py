@@ -68,9 +68,15 @@ class Shapes(phalanx.Task):
     def loss(self, output: Tensor, batch: dict[str, Any]) -> phalanx.Loss:
         return phalanx.losses.cross_entropy(output, batch["label"])
 
-    def evaluate(self, output: Tensor, batch: dict[str, Any]) -> dict[str, phalanx.Loss]:
-        right = (output.argmax(1) == batch["label"]).sum()
-        return {"loss": self.loss(output, batch), "accuracy": phalanx.Loss(right, len(output))}
+    def evaluate(self, output: Tensor, batch: dict[str, Any]) -> dict[str, Any]:
+        guess, label = output.argmax(1), batch["label"]
+        accuracy = phalanx.Loss((guess == label).sum(), len(output))
+        return {"loss": self.loss(output, batch), "accuracy": accuracy, "guess": guess, "label": label}
+
+    def summarise(self, gathered: dict[str, Any]) -> dict[str, float]:
+        """F1, averaged over the kinds of shapes."""
+        guess, label = (torch.nn.functional.one_hot(gathered[name], len(KINDS)).double() for name in ("guess", "label"))
+        return {"f1": float((2 * (guess * label).sum(0) / (guess + label).sum(0).clamp_min(1)).mean())}
 
     def tiny(self) -> Shapes:
         return dataclasses.replace(self, size=6, width=5, depth=1, samples=100)

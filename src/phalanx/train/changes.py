@@ -18,6 +18,7 @@ from phalanx.data.loader import seed_globally
 from phalanx.events import plain
 from phalanx.parallel import collectives
 from phalanx.settings import convert, plain_settings, task_fields
+from phalanx.task import rates
 
 if TYPE_CHECKING:
     from phalanx.train.engine import Engine
@@ -113,7 +114,7 @@ def _schedule(engine: Engine, then: Mapping[str, Any], step: int) -> list[Change
     try:
         for name, value in then.items():
             object.__setattr__(before, name, convert(value, hints[name], name))
-        old = before.schedule()
+        old = rates(before)
         last = max(step, before.steps - 1)
         for place in dict.fromkeys([step, (step + last) // 2, last]):
             was, now = old(place), engine.schedule(place)

@@ -33,17 +33,18 @@ from phalanx.parallel.mesh import BATCH, Mesh
 from phalanx.parallel.spread import Spread
 from phalanx.parallel.weights import Saved
 from phalanx.precision import DTYPES
-from phalanx.task import Batch, Task
+from phalanx.task import Batch, Task, rates
 from phalanx.train import rounds
 from phalanx.train.agreement import check_agreement
 from phalanx.train.changes import changes, described
 from phalanx.train.clock import Clock
 from phalanx.train.evaluate import evaluate
 from phalanx.train.guard import Guard
-from phalanx.train.optimizers import make_optimizer
+from phalanx.train.optimizers import attributes, make_optimizer, set_attribute
 from phalanx.train.scale import LossScale
 from phalanx.train.steady import in_one_way, steady
 from phalanx.train.step import Metrics
+from phalanx.train.turns import Turns
 
 Gradients = dict[str, Tensor | None]
 VERSIONS = {"python": platform.python_version(), "torch": torch.__version__}
@@ -76,8 +77,10 @@ class Engine:
         self.device = self.environment.device(device)
         seed_globally(task.seed, "data")
         data = task.data()
-        self.order = Order(length(data, "data", task), task.global_batch, task.seed)
-        self.schedule = task.schedule()
+        samples = length(data, "data", task)
+        task.plan_steps(samples)
+        self.order = Order(samples, task.global_batch, task.seed)
+        self.schedule = rates(task)
         self.guard = guard or Guard()
         self.loss_scale = LossScale(dynamic=task.precision == "fp16")
         self.clock = Clock(self.device)
@@ -125,13 +128,16 @@ class Engine:
             self._saved(blueprint.model),
         )  # fmt: skip
         undo.callback(self.spread.reduction.close)
-        self.optimizer = make_optimizer(
-            task, self.spread.pieces(), any(self.spread.trainable.values()), self.mesh.size("fsdp", "cp", "tp") > 1
-        )
+        self.turns = Turns(task, self.spread.trainable)
+        self._in_turn = {name: weight.full for name, weight in self.spread.weights.items() if weight.trainable}
+        if task.turns and self.guard.spike:
+            raise WrongUse("--spike holds a loss against the last ones, which are other turns' here. Leave it out.")
+        pieces, trained = self.turns.completed(self.spread.pieces()), any(self.spread.trainable.values())
+        self.optimizer = make_optimizer(task, pieces, trained, self.mesh.size("fsdp", "cp", "tp") > 1)
         if self.layout.exact:
             in_one_way(self.optimizer, self.device)
         self._options = [_numbers(group) for group in self.optimizer.param_groups]
-        self._attributes = _numbers(vars(self.optimizer))
+        self._attributes = _numbers(attributes(self.optimizer))
         self.loader = self._loader(data, self.order)
         check_agreement(self, "data", "model")
         check_writable(self.spread)
@@ -171,6 +177,7 @@ class Engine:
         self.spread.model.train()
         self.clock.start()
         metrics = rounds.step(self, batch)
+        metrics.turn = self.task.turn(batch.step)
         metrics.seconds = {"data": self._waited, **metrics.seconds}
         self.step_number = batch.step + 1
         self.samples += metrics.slots
@@ -202,7 +209,7 @@ class Engine:
             "layout": str(self.layout), "world": self.environment.world, "precision": self.task.precision,
             **self.described, "versions": VERSIONS, "tied": dict(self.anatomy.tied),
             "options": self._changed_options(),
-            "attributes": _changed(vars(self.optimizer), self._attributes),
+            "attributes": _changed(attributes(self.optimizer), self._attributes),
         }  # fmt: skip
 
     def resume(self, facts: Mapping[str, Any]) -> None:
@@ -228,7 +235,7 @@ class Engine:
             kept = facts["options"][named[0]] if named else {}
             group.update({name: _like(group.get(name), value) for name, value in kept.items()})
         for name, value in facts["attributes"].items():
-            setattr(self.optimizer, name, _like(getattr(self.optimizer, name, None), value))
+            set_attribute(self.optimizer, name, _like(attributes(self.optimizer).get(name), value))
         self.spread.updated()
 
     def _changed_options(self) -> dict[str, dict[str, Any]]:
@@ -251,11 +258,11 @@ class Engine:
             raise WrongUse(f"{type(self.task).__name__}.held_out is empty. Give it samples, or return None.")
         return self._loader(data, Order(size, self.task.global_batch, self.task.seed, shuffle=False))
 
-    def evaluate(self, batches: int | None = None, on_batch: Callable[[], None] | None = None) -> dict[str, float]:
+    def evaluate(self, batches: int | None = None, on_batch: Callable[[], None] = lambda: None) -> dict[str, float]:
         """The task's measures over its held-out data, or so many batches of it, every sample counted once."""
         if self.held_out is None:
             raise WrongUse(f"{type(self.task).__name__} keeps nothing aside to evaluate on. Give it a held_out().")
-        return evaluate(self, self.held_out, batches, on_batch)
+        return evaluate(self, self.held_out, batches, on_batch).results()
 
     def set_learning_rate(self, step: int) -> float:
         """The schedule's rate for a step, set in every group; returns the first group's."""
@@ -264,7 +271,11 @@ class Engine:
             group["lr"] = group["initial_lr"] * factor
         return self.optimizer.param_groups[0]["lr"]
 
-    def to_device(self, batch: dict[str, Any]) -> dict[str, Any]:
+    def take_turn(self, step: int) -> str:
+        """Whose turn a step is, and nobody else's weights get gradients."""
+        return self.turns.take(step, self._in_turn)
+
+    def to_device(self, batch: dict[str, Any]) -> Batch:
         """A batch on this rank's device; wide floats only where the proof needs them."""
         wide = self.dtypes.compute == torch.float64
 

@@ -41,7 +41,7 @@ from phalanx.parallel.spread import check_model
 from phalanx.precision import DTYPES
 from phalanx.proofs import said
 from phalanx.run import Run, read_settings
-from phalanx.settings import find_task, make_task, parse_assignments, plain_settings, unwritten
+from phalanx.settings import find_task, make_task, over, parse_assignments, plain_settings, unwritten
 from phalanx.task import Task
 from phalanx.train.certificate import NotDone, certify, in_words
 from phalanx.train.choosing import full_reference
@@ -79,6 +79,7 @@ class Job:
         on: str | None,
         assignments: Sequence[str],
         steps: int | None,
+        epochs: float | None = None,
         config: Path | None,
         device: str | None,
         resume: bool = False,
@@ -111,10 +112,12 @@ class Job:
         if reference is None:
             raise WrongUse("there is no task to train. Name one: phalanx train gpt, or phalanx train file.py")
         kind = find_task(reference)
-        values: dict[str, Any] = {**saved.get("settings", {}), **parse_assignments(assignments)}
-        if steps is not None:
-            values["steps"] = steps
+        short = {name: value for name, value in (("steps", steps), ("epochs", epochs)) if value is not None}
+        values = over(saved.get("settings", {}), parse_assignments(assignments) | short)
         made = make_task(kind, values)
+        if made.epochs:
+            seed_globally(made.seed, "data")
+            made.plan_steps(length(made.data(), "data", made))
         if resume and config:
             for name, value in plain_settings(made).items():
                 if name not in values:

@@ -21,6 +21,7 @@ from phalanx.files import no_room, pauses
 from phalanx.launch.beats import STEPS, Beat
 from phalanx.parallel import collectives
 from phalanx.run import Run
+from phalanx.train.collecting import CannotSummarise
 from phalanx.train.engine import Engine
 from phalanx.train.guard import BadNumbers
 from phalanx.train.keeping import FULL_ATTEMPTS, Keeper
@@ -86,7 +87,7 @@ class Loop:
         with _asked(engine):
             fresh = not self._resume()
             if engine.held_out is not None and fresh:
-                engine.evaluate(batches=1)  # so that a mistake there shows now and not after the last step
+                self._rehearse()
             while engine.step_number < task.steps and not self.summary.stopped:
                 for batch in self._batches():
                     if not self._step(batch):
@@ -219,6 +220,15 @@ class Loop:
         if due and not last and engine.held_out is not None:
             self._evaluate()
         return True
+
+    def _rehearse(self) -> None:
+        """Evaluate a little, so that a mistake there shows now and not after the last step."""
+        try:
+            self.engine.evaluate(batches=1)
+        except CannotSummarise as failure:  # one batch may have too few samples for it
+            self.listener.said(
+                f"   note  with the first {self.engine.task.global_batch} held-out samples alone, {failure}"
+            )
 
     def _evaluate(self) -> None:
         self.beat.unhurried()

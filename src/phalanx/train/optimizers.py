@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn, optim
@@ -29,7 +30,8 @@ def make_optimizer(task: Task, pieces: Sequence[nn.Parameter], trained: bool, sh
         nothing = nn.Parameter(torch.zeros(1, 1))
         nothing.logical_name = "nothing"  # type: ignore[attr-defined]
         pieces = [nothing]
-    optimizer = task.optimizer(pieces)
+    made = task.optimizer(pieces)
+    optimizer = Several(made, name) if isinstance(made, Mapping) else made
     if not isinstance(optimizer, optim.Optimizer):
         raise WrongUse(f"{name}.optimizer returned a {type(optimizer).__name__}. Return a torch.optim.Optimizer.")
     known = {id(piece) for piece in pieces}
@@ -40,6 +42,14 @@ def make_optimizer(task: Task, pieces: Sequence[nn.Parameter], trained: bool, sh
             f"learn nothing from it (the first has the shape {tuple(strangers[0].shape)}). Make it from the parameters "
             "that it is called with, not from a model of its own."
         )
+    for part in optimizer.named.values() if isinstance(optimizer, Several) else [optimizer]:
+        _check_kind(part, sharded)
+    for group in optimizer.param_groups:
+        group["initial_lr"] = float(group["lr"])
+    return optimizer
+
+
+def _check_kind(optimizer: optim.Optimizer, sharded: bool) -> None:
     kind = type(optimizer)
     if isinstance(optimizer, optim.LBFGS):
         raise WrongUse("LBFGS evaluates the loss many times in a step. Use an optimizer with one gradient a step.")
@@ -48,6 +58,41 @@ def make_optimizer(task: Task, pieces: Sequence[nn.Parameter], trained: bool, sh
             f"{kind.__name__} is not known to update each element by itself, and under fsdp a rank holds some rows "
             f"of a weight. Use dp instead of fsdp, or, if it does, say so: {kind.__name__}.elementwise = True."
         )
-    for group in optimizer.param_groups:
-        group["initial_lr"] = float(group["lr"])
-    return optimizer
+
+
+class Several(optim.Optimizer):
+    """Several optimizers, each of weights of its own, as one: their groups and their state are its own."""
+
+    def __init__(self, named: Mapping[str, optim.Optimizer], task: str) -> None:
+        groups = []
+        for name, optimizer in named.items():
+            if not isinstance(optimizer, optim.Optimizer):
+                raise WrongUse(f"{task}.optimizer gave for {name!r} a {type(optimizer).__name__}, no optimizer.")
+            groups += optimizer.param_groups
+        every = [weight for group in groups for weight in group["params"]]
+        if not every or len({id(weight) for weight in every}) < len(every):
+            raise WrongUse(f"{task}.optimizer gave optimizers that share weights, or have none. Give each its own.")
+        super().__init__(every, {})
+        self.named, self.param_groups = dict(named), groups
+        for optimizer in named.values():
+            optimizer.state = self.state
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Each optimizer that was given a gradient updates."""
+        for optimizer in self.named.values():
+            if any(weight.grad is not None for group in optimizer.param_groups for weight in group["params"]):
+                optimizer.step()
+
+
+def attributes(optimizer: optim.Optimizer) -> dict[str, Any]:
+    """What an optimizer keeps beside its groups and its state; of several, each under its name."""
+    if not isinstance(optimizer, Several):
+        return vars(optimizer)
+    return {f"{name}.{key}": value for name, part in optimizer.named.items() for key, value in vars(part).items()}
+
+
+def set_attribute(optimizer: optim.Optimizer, name: str, value: Any) -> None:
+    if isinstance(optimizer, Several):
+        part, _, name = name.rpartition(".")
+        optimizer = optimizer.named[part]
+    setattr(optimizer, name, value)

@@ -63,6 +63,8 @@ class Metrics:
     """Bytes this rank sent, by axis."""
     wishes: set[str] = field(default_factory=set)
     """What any rank wanted all to know."""
+    turn: str = ""
+    """Whose turn it was, where steps train parts of a model in turn."""
 
 
 def train_step(engine: Engine, batch: StepBatch, rounds: Rounds | None = None) -> Metrics:
@@ -213,7 +215,9 @@ class micro_batch:
         self._generator = generator_state(self.engine.device)
         self._scope = self.engine.spread.randomness.scope("task")
         self._scope.__enter__()
-        return self.engine.to_device(self.micro.tensors)
+        tensors = self.engine.to_device(self.micro.tensors)
+        tensors.turn = self.engine.take_turn(self.step) if self.engine.spread.model.training else ""
+        return tensors
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         self._scope.__exit__(kind, error, trace)

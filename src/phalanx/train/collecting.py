@@ -1,0 +1,232 @@
+"""What `Task.evaluate` gives of each held-out sample, brought to rank 0 in the order of the data.
+
+Every rank keeps its own rows in memory of the host, and passes them on in messages of a bounded size: only rank 0 ever
+has all of them, and it asks `Task.summarise` for what all ranks then know.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from numbers import Real
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from phalanx.errors import WrongUse
+from phalanx.parallel import collectives
+from phalanx.task import Task
+
+if TYPE_CHECKING:
+    from phalanx.train.engine import Engine
+
+MESSAGE_BYTES = 1 << 24
+TEXT = "text"
+Gathered = dict[str, Any]
+"""By name, a tensor with a row a sample, or a list with a string a sample."""
+
+
+class CannotSummarise(WrongUse):
+    """The task's own `summarise` has failed."""
+
+
+@dataclass
+class Column:
+    """One rank's rows of what a task gives by one name."""
+
+    places: list[Tensor] = field(default_factory=list)
+    """Where in the data the samples of each part are."""
+    parts: list[Any] = field(default_factory=list)
+    """Tensors, or lists of strings."""
+
+    @property
+    def kinds(self) -> list[str]:
+        """What the rows are: one kind, if they can be put together."""
+        return sorted({TEXT if isinstance(part, list) else _kind(part) for part in self.parts})
+
+    def messages(self) -> Iterator[Tensor]:
+        """The rows as bytes: how many, their places, and what they are."""
+        for places, part in zip(self.places, self.parts, strict=True):
+            for rows in _few(part):
+                number = torch.tensor([rows.stop - rows.start])
+                yield torch.cat([_bytes(number), _bytes(places[rows]), _encoded(part[rows])])
+
+
+def _kind(part: Tensor) -> str:
+    return f"{str(part.dtype).removeprefix('torch.')} of shape {tuple(part.shape[1:])}"
+
+
+def _few(part: Any) -> Iterator[slice]:
+    """Rows that fit into a message."""
+    sizes = [len(text.encode()) + 8 for text in part] if isinstance(part, list) else None
+    each = 0 if sizes else part[0].numel() * part.element_size() + 8
+    start, filled = 0, 0
+    for row in range(len(part)):
+        filled += sizes[row] if sizes else each
+        if filled > MESSAGE_BYTES and row > start:
+            yield slice(start, row)
+            start, filled = row, sizes[row] if sizes else each
+    yield slice(start, len(part))
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+def _encoded(rows: Any) -> Tensor:
+    if isinstance(rows, list):
+        return torch.frombuffer(bytearray(json.dumps(rows).encode()), dtype=torch.uint8)
+    return _bytes(rows)
+
+
+class Collected:
+    """What one rank has of all columns."""
+
+    def __init__(self, task: Task) -> None:
+        self.task = task
+        self.columns: dict[str, Column] = {}
+
+    def add(self, name: str, value: Any, places: np.ndarray, real: bool) -> None:
+        """A micro-batch's rows; those of one that only stands in are looked at and let go."""
+        where = f"{type(self.task).__name__}.evaluate gave for {name!r}"
+        if isinstance(value, list) and not all(isinstance(item, str) for item in value):
+            kinds = ", ".join(sorted({type(item).__name__ for item in value}))
+            raise WrongUse(f"{where} a list of {kinds}. Return a tensor with a row a sample, or a list of strings.")
+        shape = tuple(value.shape) if isinstance(value, Tensor) else (len(value),)
+        if shape[:1] != (len(places),):
+            what = f"a tensor of shape {shape}" if isinstance(value, Tensor) else f"{len(value)} strings"
+            raise WrongUse(
+                f"{where} {what} for {len(places)} samples. Return one row a sample, in the order of the batch, to "
+                "have it gathered for summarise(); for a sum over the batch return phalanx.Loss(total, count)."
+            )
+        if real:
+            column = self.columns.setdefault(name, Column())
+            column.places.append(torch.from_numpy(places).clone())
+            column.parts.append(value.detach().cpu().clone() if isinstance(value, Tensor) else list(value))
+
+    def gathered(self, engine: Engine, samples: int) -> tuple[Gathered | None, bool]:
+        """On rank 0 all rows of all ranks, a column after the other; and whether there are any. All must call it."""
+        if engine.mesh.index("cp", "tp"):  # others have the same samples
+            self.columns = {}
+        own = [json.dumps([name, column.kinds]) for name, column in sorted(self.columns.items())]
+        every = [dict(json.loads(word) for word in words) for words in collectives.everybodys(own, engine.mesh.world)]
+        names = sorted({name for columns in every for name in columns})
+        for name in names:
+            check_alike(self.task, name, {kind for columns in every for kind in columns.get(name, ())})
+        found: Gathered = {}
+        amiss: list[str] = []
+        for name in names:
+            holders = [rank for rank, columns in enumerate(every) if name in columns]
+            kind = every[holders[0]][name][0]
+            own_rows = self.columns.pop(name, Column())
+            found[name], times = _assembled(engine, own_rows, holders, kind, samples)
+            wrong = (times != 1).nonzero().flatten().tolist()[:1]
+            amiss += [f"{name!r} of held-out sample {place} was gathered {int(times[place])} times" for place in wrong]
+        for told in collectives.told(amiss, engine.mesh.world, 0):
+            raise WrongUse(f"{told}, not once. Have {type(self.task).__name__}.evaluate give it for every batch.")
+        return (found if engine.environment.rank == 0 else None), bool(names)
+
+
+def check_alike(task: Task, name: str, kinds: set[str]) -> None:
+    """Refuse rows that cannot be put together."""
+    if len(kinds) > 1:
+        raise WrongUse(
+            f"{type(task).__name__}.evaluate gave for {name!r} rows that do not stack: {' and '.join(sorted(kinds))}. "
+            "Make them alike for all samples, for example pad sequences to one length, or give one number a sample."
+        )
+
+
+def _assembled(engine: Engine, own: Column, holders: list[int], kind: str, samples: int) -> tuple[Any, Tensor]:
+    """On rank 0, a column's rows in the order of the data, and how often each came; elsewhere nothing."""
+    samples *= engine.environment.rank == 0
+    times = torch.zeros(samples, dtype=torch.int64)
+    dtype, _, shape = kind.partition(" of shape ")
+    sizes = [int(size) for size in shape.strip("()").split(",") if size.strip()]
+    whole: Any = [""] * samples if kind == TEXT else torch.empty(samples, *sizes, dtype=getattr(torch, dtype))
+    for holder in holders:
+        for message in _messages(engine, own, holder):
+            rows = int(message[:8].clone().view(torch.int64))
+            places = message[8 : 8 + 8 * rows].clone().view(torch.int64)
+            body = message[8 + 8 * rows :].clone()
+            times += torch.bincount(places, minlength=samples)
+            if kind == TEXT:
+                for place, text in zip(places.tolist(), json.loads(body.numpy().tobytes()), strict=True):
+                    whole[place] = text
+            else:
+                whole[places] = body.view(whole.dtype).view(rows, *sizes)
+    return whole, times
+
+
+def _messages(engine: Engine, own: Column, holder: int) -> Iterator[Tensor]:
+    """On rank 0, a rank's messages, one at a time; elsewhere nothing."""
+    rank, world, device = engine.environment.rank, engine.mesh.world, engine.device
+    if rank == holder == 0:
+        yield from own.messages()
+    elif rank == holder:
+        assert world is not None
+        for message in own.messages():
+            collectives.send(torch.tensor([len(message)], device=device), world, 0).wait()
+            collectives.send(message.to(device), world, 0).wait()
+        collectives.send(torch.zeros(1, dtype=torch.int64, device=device), world, 0).wait()
+    elif rank == 0:
+        assert world is not None
+        while True:
+            size = torch.zeros(1, dtype=torch.int64, device=device)
+            collectives.receive(size, world, holder).wait()
+            if not int(size):
+                return
+            message = torch.empty(int(size), dtype=torch.uint8, device=device)
+            collectives.receive(message, world, holder).wait()
+            yield message.cpu()
+
+
+def summarised(engine: Engine, gathered: Gathered | None) -> dict[str, float]:
+    """What the task makes of all rows: asked on rank 0, known to all. All must call it."""
+    task, words, cause = engine.task, [], None
+    if gathered is not None:
+        try:
+            words = [json.dumps([name, repr(value)]) for name, value in numbers(task, gathered).items()]
+        except Exception as error:
+            words, cause = [f"{type(error).__name__}|{error}{_line(error)}"], error
+    words = collectives.told(words, engine.mesh.world, 0)
+    if words and not words[0].startswith("["):
+        kind, _, text = words[0].partition("|")
+        if kind == WrongUse.__name__:
+            raise WrongUse(text) from cause
+        raise CannotSummarise(
+            f"{type(task).__name__}.summarise failed: {kind}: {text}. Mend it: it gets what evaluate() gave, by name, "
+            "with a row for each held-out sample."
+        ) from cause
+    return {name: float(value) for name, value in map(json.loads, words)}
+
+
+def numbers(task: Task, gathered: Gathered) -> dict[str, float]:
+    """What a task's `summarise` gives, checked."""
+    found, name = task.summarise(gathered), f"{type(task).__name__}.summarise"
+    how = 'Return a dict of numbers by name, e.g. {"auc": 0.9}.'
+    if not isinstance(found, dict):
+        raise WrongUse(f"{name} gave a {type(found).__name__}. {how}")
+    checked: dict[str, float] = {}
+    for key, value in found.items():
+        number = _number(value)
+        if not isinstance(key, str) or number is None:
+            shape = f" of shape {tuple(value.shape)}" if isinstance(value, (Tensor, np.ndarray)) else ""
+            raise WrongUse(f"{name} gave for {key!r} a {type(value).__name__}{shape}, which is no number. {how}")
+        checked[key] = number
+    return checked
+
+
+def _number(value: Any) -> float | None:
+    single = isinstance(value, (Tensor, np.ndarray)) and math.prod(value.shape) == 1
+    value = value.item() if single else value
+    return float(value) if isinstance(value, Real) else None
+
+
+def _line(error: Exception) -> str:
+    frames = [] if isinstance(error, WrongUse) else traceback.extract_tb(error.__traceback__)
+    return f" ({frames[-1].filename}:{frames[-1].lineno})" if len(frames) > 1 else ""

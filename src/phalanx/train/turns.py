@@ -1,0 +1,57 @@
+"""Turns: steps that train one part of a model after another, such as a discriminator and a generator.
+
+Which part a step trains is a pure function of its number, so a step is whole in itself: one batch, one loss, one norm,
+one decision to skip, one update. Weights whose turn it is not get no gradient, as if they were frozen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import nn
+
+from phalanx.errors import WrongUse
+from phalanx.task import Task
+
+
+class Turns:
+    """Which weights a step trains."""
+
+    def __init__(self, task: Task, trainable: Mapping[str, bool]) -> None:
+        """``trainable``: every weight of the model, and whether it is trained at all."""
+        self.task, self._taken = task, ""
+        self.names = names = [name for name, trained in trainable.items() if trained]
+        kind = type(task).__name__
+        for turn in dict.fromkeys(task.turns):
+            if not any(task.trains(turn, name) for name in names):
+                raise WrongUse(
+                    f"the turn {turn!r} of {kind} trains no weight of its model: none is called {turn}.*. Name a "
+                    "module, or give the task a trains(turn, weight)."
+                )
+        idle = [name for name in names if task.turns and not any(task.trains(turn, name) for turn in task.turns)]
+        if idle:
+            raise WrongUse(
+                f"{idle[0]} and {len(idle) - 1} other weights of {kind} have no turn, and would never be trained. Add "
+                "one to turns, or freeze them with requires_grad_(False)."
+            )
+
+    def completed(self, pieces: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+        """A rank's pieces, and for a turn of which it has none, as a stage of a pipeline may, one that stands in."""
+        found = list(pieces)
+        for turn in dict.fromkeys(self.task.turns):
+            own = [name for name in self.names if self.task.trains(turn, name)]
+            if not {getattr(piece, "logical_name", "") for piece in pieces}.intersection(own):
+                stand_in = nn.Parameter(torch.zeros(1, 1))
+                stand_in.logical_name = own[0]  # type: ignore[attr-defined]
+                found.append(stand_in)
+        return found
+
+    def take(self, step: int, weights: Mapping[str, nn.Parameter]) -> str:
+        """Whose turn it is in a step; from here on its weights alone, of those that are trained, get gradients."""
+        turn = self.task.turn(step)
+        if turn != self._taken:
+            self._taken = turn
+            for name, weight in weights.items():
+                weight.requires_grad_(self.task.trains(turn, name))
+        return turn
