@@ -26,7 +26,7 @@ from phalanx.prove.layouts import MICRO_BATCHES, One, as_proven
 from phalanx.prove.pieces import Piece
 from phalanx.prove.record import Whole, module_named, observe
 from phalanx.prove.reference import Reference, Step
-from phalanx.prove.shrink import Needs, Shrunk, shortened, shrunk
+from phalanx.train.shrink import Needs, Shrunk, shortened, shrunk
 from phalanx.prove.sites import location
 from phalanx.prove.trial import Case
 from phalanx.task import Precision, Task

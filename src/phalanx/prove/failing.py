@@ -9,7 +9,7 @@ from phalanx import user_code
 from phalanx.errors import CannotHere, WrongUse
 from phalanx.launch import blame
 from phalanx.layout import Layout
-from phalanx.prove.shrink import Needs, shrunk
+from phalanx.train.shrink import Needs, shrunk
 from phalanx.task import Task
 from phalanx.train.engine import Engine
 
