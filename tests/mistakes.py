@@ -141,6 +141,19 @@ class BackwardInLoss(Points):
         return found
 
 
+class Decays(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:  # here: UpdatesInForward
+        with torch.no_grad():
+            self.weight.mul_(0.99)
+        return super().forward(x)
+
+
+@mistake("weight changes while a loss is computed")
+class UpdatesInForward(Points):
+    def model(self) -> nn.Module:
+        return Decays(4, 3)
+
+
 @mistake("counts targets that it leaves out")
 class IgnoredAreCounted(Points):
     def data(self) -> Any:

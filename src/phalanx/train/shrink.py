@@ -16,8 +16,8 @@ from phalanx.errors import WrongUse
 from phalanx.layout import Layout
 from phalanx.parallel.blueprint import Blueprint
 from phalanx.parallel.schedules import CHUNKS
-from phalanx.train.variant import Variant, variant
 from phalanx.task import Task
+from phalanx.train.variant import Variant, variant
 
 SMALL_WEIGHTS, SMALL_LENGTH, SHORTEST = 300_000, 32, 6
 HEAD_WIDTH, VOCABULARY, CHUNK = 8, 131, 8

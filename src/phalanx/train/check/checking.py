@@ -23,11 +23,11 @@ SLOW_SECONDS = 0.7
 RANGE = ("out of bounds", "out of range")
 
 
-def check(task: Task, data: Any = None, *, pretrained: bool = False) -> list[str]:
+def check(task: Task, *, pretrained: bool = False) -> list[str]:
     """Refuse a task that would not train as it seems to; returns what is only likely to be a mistake, a line each.
 
-    On one device, with a few samples, in about a second. ``data`` is what `Task.data` gave, if that was asked already;
-    ``pretrained``: its weights will be others than those that its model begins with.
+    On one device, with a few samples, in about a second. ``pretrained``: its weights will be others than those that its
+    model begins with.
     """
     if not isinstance(task, Task):
         raise WrongUse(f"{task!r} is no task. Give an instance of a phalanx.Task, e.g. MyTask().")
@@ -35,21 +35,19 @@ def check(task: Task, data: Any = None, *, pretrained: bool = False) -> list[str
     threads, generators = torch.get_num_threads(), torch.random.get_rng_state()
     torch.set_num_threads(1)
     try:
-        return _Check(task, data, pretrained).run()
+        return _Check(task, pretrained).run()
     finally:
         torch.set_num_threads(threads)
         torch.random.set_rng_state(generators)
 
 
 class _Check:
-    def __init__(self, task: Task, data: Any, pretrained: bool) -> None:
+    def __init__(self, task: Task, pretrained: bool) -> None:
         self.task, self.pretrained = task, pretrained or task.pretrained() is not None
         self.warnings: list[str] = []
-        if data is None:
-            seed_globally(task.seed, "data")
-            with raising(f"{type(task).__name__}.data()"):
-                data = task.data()
-        self.data = data
+        seed_globally(task.seed, "data")
+        with raising(f"{type(task).__name__}.data()"):
+            self.data = task.data()
 
     def run(self) -> list[str]:
         task = self.task
@@ -115,7 +113,7 @@ class _Check:
 
 
 def _out_of_range(subject: Subject, failure: Fails) -> WrongUse:
-    first = str(failure.error).splitlines()[0]
+    first, line = str(failure.error).splitlines()[0], failure.line or lines.of(type(subject.task).model)
     columns = {
         name: f"{int(column.min())} to {int(column.max())}"
         for name, column in subject.batch(subject.places).items()
@@ -123,8 +121,6 @@ def _out_of_range(subject: Subject, failure: Fails) -> WrongUse:
     }
     has = ", ".join(f"{name!r} has {values}" for name, values in columns.items())
     return WrongUse(
-        f"{failure.where} has an id or a label that is out of range: {first}{lines.at(failure.line)}; in the first "
+        f"{failure.where} has an id or a label that is out of range: {first}{lines.at(line)}; in the first "
         f"batch {has}. Labels go from 0 to one less than the classes; make the model larger, or number them so."
     )
-
-

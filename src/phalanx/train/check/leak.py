@@ -1,4 +1,4 @@
-"""Whether held-out samples are trained on, too: by hashes of samples, of all rows of arrays, of some of anything else."""
+"""Whether held-out samples are trained on, too: by hashes of all rows of arrays, or of some samples of other data."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from phalanx.train.check.samples import fingerprint, read_sample
 
 HELD_OUT, TRAINED = 512, 4096
 """So many samples are read at most where each is read by itself,"""
-SECONDS = 0.25
+SECONDS = 0.15
 """and for so long at most."""
 MOST_ROWS, MOST_BYTES = 1 << 17, 1 << 25
 """Of arrays that are hashed whole."""

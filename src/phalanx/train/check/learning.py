@@ -13,7 +13,6 @@ from torch.overrides import TorchFunctionMode
 
 from phalanx.errors import WrongUse
 from phalanx.parallel.answers import ANSWERS, generator_state
-from phalanx.parallel.torch_private import version
 from phalanx.train.check import lines
 from phalanx.train.check.subject import Ended, Fails, Given, Subject, moved, tensors_in
 
@@ -47,8 +46,8 @@ def check_learning(subject: Subject, pretrained: bool) -> list[str]:
     misuse = Misuse()
     subject.model.train()
     batch = subject.batch(subject.places)
-    before, names = generator_state(torch.device("cpu")), set(dict(subject.model.named_parameters()))
-    versions = {name: version(weight) for name, weight in subject.model.named_parameters()}
+    before = generator_state(torch.device("cpu"))
+    weights = {name: weight.detach().clone() for name, weight in subject.model.named_parameters()}
     with lines.returns(type(subject.task).loss) as returned, misuse:
         try:
             given = subject.compute(subject.places, batch, watch=True)
@@ -56,7 +55,7 @@ def check_learning(subject: Subject, pretrained: bool) -> list[str]:
             raise WrongUse(f"{refusal}{lines.at(returned())}") from refusal
     if moved(before):
         raise _draws(subject)
-    _check_untouched(subject, names, versions)
+    _check_untouched(subject, weights)
     _check_depends(subject, given, returned())
     _check_finite(subject, given, returned(), pretrained)
     _backward(subject, given)
@@ -77,11 +76,11 @@ def _draws(subject: Subject) -> WrongUse:
     )
 
 
-def _check_untouched(subject: Subject, names: set[str], versions: dict[str, int]) -> None:
+def _check_untouched(subject: Subject, before: dict[str, Tensor]) -> None:
     """Computing a loss must not train."""
     task, name = subject.task, subject.name
     weights = dict(subject.model.named_parameters())
-    if new := sorted(set(weights) - names):
+    if new := sorted(set(weights) - set(before)):
         raise WrongUse(
             f"the forward of {type(subject.model).__name__} makes weights: {new[0]} was not there before the first "
             f"batch, and no optimizer knows it{lines.at(place(subject, new[0].rpartition('.')[0]))}. Make them in the "
@@ -93,7 +92,9 @@ def _check_untouched(subject: Subject, names: set[str], versions: dict[str, int]
             f"{name}.loss calls backward() itself{where}, and its gradients would be counted twice. Return "
             "phalanx.Loss(total, count); the step does the rest."
         )
-    changed = [n for n, weight in weights.items() if weight.requires_grad and version(weight) != versions[n]]
+    kept = {n for n, m in subject.model.named_modules() if getattr(m, "max_norm", None) is None}
+    trained = {n: w.detach() for n, w in weights.items() if w.requires_grad and n.rpartition(".")[0] in kept}
+    changed = [n for n, weight in trained.items() if not torch.equal(weight.nan_to_num(), before[n].nan_to_num())]
     if changed:
         raise WrongUse(
             f"{changed[0]} changes while a loss is computed{lines.at(place(subject, changed[0].rpartition('.')[0]))}. "
@@ -161,8 +162,8 @@ def _backward(subject: Subject, given: Given) -> None:
     except RuntimeError as error:
         if "second time" in str(error):
             raise WrongUse(
-                f"{subject.name} keeps something of one batch for the next, with its gradients{lines.at(_kept(subject))}"
-                ". Detach what is kept, or begin each batch anew."
+                f"{subject.name} keeps something of one batch for the next, with its gradients"
+                f"{lines.at(_kept(subject))}. Detach what is kept, or begin each batch anew."
             ) from error
         raise Fails("backward", error) from error
 
@@ -192,14 +193,15 @@ def _check_gradients(subject: Subject, given: Given, pretrained: bool) -> list[s
             f"neither trained nor saved{lines.at(_made_at(subject, holder))}. Keep modules in an nn.ModuleList or "
             "nn.ModuleDict, and tensors as nn.Parameter."
         )
-    called = {ended.name for ended in given.modules}
-    without = [n for n, w in weights.items() if w.grad is None and n.rpartition(".")[0] in called]
-    if without and len(without) < len(weights):
+    cut = {ended.name for ended in given.modules if not ended.attached and ended.gave}
+    cut -= {ended.name for ended in given.modules if ended.attached}
+    without = [n for n, w in weights.items() if w.grad is None and n.rpartition(".")[0] in cut]
+    if without:
         more = f" and {len(without) - SHOWN} more" if len(without) > SHOWN else ""
         where = lines.at(place(subject, without[0].rpartition(".")[0]))
         return [
             f"{', '.join(without[:SHOWN])}{more} take part in the forward and get no gradient from the loss{where}: "
-            "is something detached or left out? If that is meant, set requires_grad to False for them."
+            "is something detached, or under no_grad()? If that is meant, set requires_grad to False for them."
         ]
     return []
 
@@ -267,7 +269,18 @@ def _same(one: list[Tensor], two: list[Tensor]) -> bool:
     )
 
 
-RESHAPES = ("View", "ReshapeAlias", "UnsafeView", "Alias", "ToCopy", "Transpose", "T", "Permute", "Squeeze", "Unsqueeze")
+RESHAPES = (
+    "View",
+    "ReshapeAlias",
+    "UnsafeView",
+    "Alias",
+    "ToCopy",
+    "Transpose",
+    "T",
+    "Permute",
+    "Squeeze",
+    "Unsqueeze",
+)
 
 
 def _last(tensor: Tensor) -> str:

@@ -111,7 +111,7 @@ def returns(function: Callable[..., Any]) -> Iterator[Callable[[], str]]:
     try:
         yield lambda: found[0] if code is not None and own(code.co_filename) else ""
     finally:
-        sys.setprofile(before)
+        sys.setprofile(before if callable(before) else None)  # one written in C cannot be put back
 
 
 @contextmanager

@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from phalanx.data.fingerprint import digest
 from phalanx.errors import WrongUse
 from phalanx.losses import Loss
 from phalanx.task import Task
-from phalanx.train.agreement import digest
 from phalanx.train.check import lines
 from phalanx.train.check.subject import SAMPLES, Fails, Subject, first_ids, raising, read
 
@@ -81,8 +81,8 @@ def read_sample(task: Task, data: Any, index: int, method: str = "data") -> Any:
             first = (str(failure.error).splitlines() or [""])[0]
             raise WrongUse(
                 f"sample {index} of {len(data):,} cannot be read: {type(failure.error).__name__}: {first}"
-                f"{lines.at(failure.line)}. Mend it there; {type(task).__name__}.{method}() must have a sample at every "
-                "number below its len()."
+                f"{lines.at(failure.line)}. Mend it there; {type(task).__name__}.{method}() must have a sample at "
+                "every number below its len()."
             ) from failure
         raise
 
@@ -93,10 +93,10 @@ def _check_repeats(task: Task, data: Any, ids: list[int], samples: list[Any]) ->
         names = [n for n, v in sample.items() if fingerprint(v) != fingerprint(again.get(n))]
         if names:
             raise WrongUse(
-                f"sample {index} of {type(task).__name__}.data is another when it is read again: {names[0]!r} differs"
-                f"{lines.at(reading(task, data))}. It must not depend on what was read before, or on a generator of "
-                "its own: draw from torch's, numpy's or Python's global ones, which are seeded for every sample, and "
-                "change a copy, not what is stored."
+                f"sample {index} of {type(task).__name__}.data is another when it is read again: {names[0]!r} "
+                f"differs{lines.at(reading(task, data))}. It must not depend on what was read before, or on a "
+                "generator of its own: draw from torch's, numpy's or Python's global ones, which are seeded for every "
+                "sample, and change a copy, not what is stored."
             )
 
 

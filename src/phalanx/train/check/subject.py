@@ -26,7 +26,7 @@ from phalanx.task import Batch, Task, as_loss
 from phalanx.train.check import lines
 from phalanx.train.shrink import Needs, by_config
 
-SAMPLES, SOME_SAMPLES, FEW_SAMPLES = 7, 5, 3
+SAMPLES, SOME_SAMPLES, FEW_SAMPLES = 7, 4, 3
 LARGE_WEIGHTS, TOO_MANY_WEIGHTS = 3_000_000, 100_000_000
 """Models with more are made smaller if it is known how; with more yet, they are not tried if it is not."""
 MUCH_WORK = 1 << 26
@@ -114,7 +114,7 @@ class Subject:
         self.moment = Moment()
         self.randomness = Randomness(task.seed, self.moment, torch.device("cpu"))
         self.randomness.answers = Answers(self.randomness)
-        self._buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
+        self._begun = {name: tensor.detach().clone() for name, tensor in self._moved()}
 
     def _made(self) -> tuple[nn.Module, bool]:
         """The model with weights of its own, made smaller if it is large; whether it was."""
@@ -149,6 +149,11 @@ class Subject:
         seed_globally(task.seed, "check")
         return keras.build(task.model, task.seed)
 
+    def _moved(self) -> Iterator[tuple[str, Tensor]]:
+        """What a forward may change: buffers, and weights that nobody trains."""
+        yield from self.model.named_buffers()
+        yield from ((name, weight) for name, weight in self.model.named_parameters() if not weight.requires_grad)
+
     @property
     def places(self) -> range:
         return range(len(self.samples))
@@ -170,9 +175,9 @@ class Subject:
         """What the task makes of some of the samples, beginning with the buffers that the model was made with."""
         batch = self.batch(places) if batch is None else batch
         self.moment.slots = np.array(places)
-        for name, buffer in self.model.named_buffers():
-            if name in self._buffers and self._buffers[name].shape == buffer.shape:
-                buffer.data.copy_(self._buffers[name])
+        for name, tensor in self._moved():
+            if name in self._begun and self._begun[name].shape == tensor.shape:
+                tensor.data.copy_(self._begun[name])
         given = Given(batch, None, None, None)
         with self._watching(given) if watch else nullcontext(), self.randomness.scope("task"):
             with raising(f"{self.name}.inputs()"):
@@ -196,8 +201,8 @@ class Subject:
         def ended(name: str) -> Any:
             def note(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
                 got, gave = tensors_in((args, kwargs)), tensors_in(output)
-                kept = ([t.detach().clone() for t in tensors] for tensors in (got, gave))
-                given.modules.append(Ended(name, module, *kept, any(t.requires_grad for t in gave)))
+                attached = any(t.requires_grad for t in gave)
+                given.modules.append(Ended(name, module, _copied(got), _copied(gave), attached))
 
             return note
 
@@ -245,6 +250,11 @@ class Subject:
     def _restore(self, kept: Mapping[str, Tensor]) -> None:
         for name, weight in self.model.named_parameters():
             weight.copy_(kept[name])
+
+
+def _copied(tensors: list[Tensor]) -> list[Tensor]:
+    return [tensor.detach().clone() for tensor in tensors]
+
 
 def tensors_in(value: Any) -> list[Tensor]:
     """All tensors in a structure; of lazy logits what they are made of."""

@@ -6,7 +6,7 @@ looked for from the front: the collated batch, the inputs, each module, the loss
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import Tensor
 from phalanx.data.loader import seed_globally
 from phalanx.errors import WrongUse
 from phalanx.losses import Loss
+from phalanx.parallel import samples
 from phalanx.parallel.answers import generator_state
 from phalanx.task import Task
 from phalanx.train.check import lines
@@ -24,9 +25,6 @@ from phalanx.train.check.subject import Ended, Given, Subject, moved, tensors_in
 
 WIDE_TOLERANCE, NARROW_TOLERANCE = 1e-5, 1e-2
 """Relative: in float64, where a model may round some to float32, and where a task computes in float32 alone."""
-asked_for_all: list[Callable[[], int]] = []
-"""Functions that tell how often a task has asked for the samples of the whole global batch: such a loss is no sum over
-samples, and need not be."""
 
 
 def check_sums(subject: Subject) -> list[str]:
@@ -65,16 +63,17 @@ def check_evaluate(subject: Subject) -> None:
             parts = [subject.compute(part, evaluate=True) for part in pair]
             for name, value in whole.value.items():
                 others = [part.value.get(name) for part in parts]
-                if isinstance(value, Loss) and all(isinstance(other, Loss) for other in others):
-                    if (what := _differ(subject, value, others)) is not None:
-                        raise _mixes(subject, pair, what, f"evaluate's {name!r}", evaluate=True)
+                sums = all(isinstance(item, Loss) for item in (value, *others))
+                if sums and (what := _differ(subject, value, others)) is not None:
+                    raise _mixes(subject, pair, what, f"evaluate's {name!r}", evaluate=True)
     finally:
         for module, before in training.items():
             module.training = before
 
 
 def _asked() -> int:
-    return sum(count() for count in asked_for_all)
+    """How often samples of the whole global batch were asked for: a loss that does so need be no sum over samples."""
+    return samples.calls
 
 
 def _pair(subject: Subject) -> tuple[range, range] | None:
@@ -87,7 +86,7 @@ def _losses(whole: Given, parts: Sequence[Given]) -> Iterator[tuple[str, Loss, l
     """A loss, or those by name that it is made of, with those of the parts."""
     named_parts = getattr(whole.loss, "parts", None) or {}
     for name, loss in named_parts.items():
-        yield name, loss, [part.loss.parts[name] for part in parts]  # type: ignore[attr-defined]
+        yield name, loss, [part.loss.parts[name] for part in parts]
     if not named_parts:
         yield "", whole.loss, [part.loss for part in parts]
 
@@ -144,9 +143,9 @@ def _check_collate(subject: Subject, pair: tuple[range, range]) -> list[str]:
                 where = lines.at(lines.of(type(subject.task).collate))
                 if drew:
                     return [
-                        f"{subject.name}.collate draws at random{where}: what {name!r} is then depends on which samples "
-                        "are together, and so on how the job is spread. Draw where a sample is read, in data()[i], "
-                        "whose draws are its own."
+                        f"{subject.name}.collate draws at random{where}: what {name!r} is then depends on which "
+                        "samples are together, and so on how the job is spread. Draw where a sample is read, in "
+                        "data()[i], whose draws are its own."
                     ]
                 raise WrongUse(
                     f"{subject.name}.collate mixes samples{where}: {name!r} of a sample is something else when others "
@@ -212,9 +211,7 @@ def _module(subject: Subject, pair: tuple[range, range], ended: Ended, evaluate:
     )
 
 
-def _total_or_count(
-    subject: Subject, pair: tuple[range, range], what: Differ, of: str, evaluate: bool
-) -> WrongUse:
+def _total_or_count(subject: Subject, pair: tuple[range, range], what: Differ, of: str, evaluate: bool) -> WrongUse:
     method = type(subject.task).evaluate if evaluate else type(subject.task).loss
     with lines.returns(method) as returned:
         subject.compute(subject.places, evaluate=evaluate)
@@ -223,8 +220,8 @@ def _total_or_count(
     name = f"{subject.name}.{of}"
     if what.mean and what.constant:
         return WrongUse(
-            f"{name} is a mean and a count of {what.count:g}{last}: the mean of such means is not the mean {asked}, and "
-            "depends on how the job is spread. Return phalanx.Loss(sum over the samples, how many), e.g. with "
+            f"{name} is a mean and a count of {what.count:g}{last}: the mean of such means is not the mean {asked}, "
+            "and depends on how the job is spread. Return phalanx.Loss(sum over the samples, how many), e.g. with "
             "reduction='sum'."
         )
     if what.which == "count":
