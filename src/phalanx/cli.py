@@ -86,9 +86,7 @@ def train(
     ] = None,
     grace: Annotated[float | None, typer.Option(help="seconds to save in when asked to stop; by default 30")] = None,
     exact: Annotated[bool, typer.Option("--exact", help="the same bits at any number of ranks: docs/exact.md")] = False,
-    unchecked: Annotated[
-        bool, typer.Option("--unchecked", help="leave out the check of the task: docs/check.md")
-    ] = False,
+    unchecked: Annotated[bool, typer.Option("--unchecked", help="do not check the task: docs/check.md")] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="describe the model, open the data, say what would run, and stop")
     ] = False,
@@ -106,8 +104,8 @@ def train(
     job = Job.resolve(
         task=task, layout=layout, on=on, assignments=set_, steps=steps, config=config, device=device, timeout=timeout,
         save_steps=save_steps, save_minutes=save_minutes, keep=keep, keep_every=keep_every, memory_steps=memory_steps,
-        checkpoints=checkpoints, restarts=restarts, grace=grace, init_from=init_from,
-        bad=bad, spike=spike, compare_steps=compare_steps, min_nodes=min_nodes, max_nodes=max_nodes, meet=meet,
+        checkpoints=checkpoints, restarts=restarts, grace=grace, init_from=init_from, bad=bad, spike=spike,
+        compare_steps=compare_steps, min_nodes=min_nodes, max_nodes=max_nodes, meet=meet,
         host=host, interface=interface, kill=kill, allow=allow, resume=resume, exact=exact, unchecked=unchecked or None,
     )  # fmt: skip
     if dry_run:
