@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -84,6 +85,7 @@ def test_train_leaves_a_run_that_can_be_repeated(tmp_path: Path) -> None:
     assert settings["run"] == place
     assert (settings["settings"]["width"], settings["settings"]["steps"]) == (24, 5)
     events = [list(run.events(rank)) for rank in range(2)]
+    assert events[0].pop(0).items() >= {"kind": "check", "warnings": [], "left_out": ""}.items()
     assert [event["kind"] for event in events[0]] == ["start", *["step"] * 5, "checkpoint", "evaluation", "end"]
     assert {"step", "loss", "grad_norm", "lr", "samples", "seconds"} <= events[0][1].keys()
     assert [event["kind"] for event in events[1]] == ["start", *["step"] * 5]
@@ -93,7 +95,7 @@ def test_train_leaves_a_run_that_can_be_repeated(tmp_path: Path) -> None:
     config = str(run.settings_path)
     again = phalanx("train", "--config", config, "--run", "again", cwd=tmp_path)
     assert again.returncode == 0, again.stderr
-    assert [e.get("loss") for e in Run(tmp_path / "again").events(0)] == [e.get("loss") for e in events[0]]
+    assert [e.get("loss") for e in Run(tmp_path / "again").events(0)][1:] == [e.get("loss") for e in events[0]]
     refused = phalanx("train", "--config", config, "--run", "again", cwd=tmp_path)
     assert refused.returncode == 2
     assert "holds a run already" in refused.stderr
@@ -404,6 +406,31 @@ def test_an_error_in_the_task_names_its_rank_and_line(tmp_path: Path) -> None:
     ]
     reasons = [event["reason"] for event in Run(tmp_path / "runs" / "mine-001").events(1) if event["kind"] == "failure"]
     assert reasons == ["AssertionError: "]
+
+
+def test_a_task_is_checked_before_its_first_step(tmp_path: Path) -> None:
+    task = f"{Path(__file__).with_name('mistakes.py')}:MeanAndOne"
+    done = phalanx("train", task, "--on", "local:2", cwd=tmp_path)
+    assert done.returncode == 2
+    assert re.search(r"^phalanx: MeanAndOne.loss is a mean and a count of 1 \(.*mistakes.py:\d+: return", done.stderr)
+    assert done.stderr.count("\n") == 1
+    assert not list((tmp_path / "runs").glob("*"))
+    proof = phalanx("prove", task, "--layouts", "dp=2", cwd=tmp_path)
+    assert proof.returncode == 2
+    assert proof.stderr == done.stderr
+    done = phalanx("train", task, "--on", "local:2", "--unchecked", "--run", "run", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "the task was not checked (--unchecked)" in done.stdout
+    again = phalanx("train", "--config", "run/run.toml", "--run", "again", cwd=tmp_path)
+    assert "the task was not checked (--unchecked)" in again.stdout
+
+
+def test_what_is_likely_is_said_and_trained(tmp_path: Path) -> None:
+    task = f"{Path(__file__).with_name('mistakes.py')}:MatricesAlone"
+    done = phalanx("train", task, "--on", "local:2", "--kill", "1@2", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("warning  0.bias, 2.bias are trainable and in no group of MatricesAlone.optimizer") == 1
+    assert "not checked" not in done.stdout
 
 
 def test_help_is_there_and_quick() -> None:

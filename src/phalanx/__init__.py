@@ -15,19 +15,21 @@ if TYPE_CHECKING:
     from phalanx.parallel.samples import gather, rows
     from phalanx.run import Run
     from phalanx.task import Task
+    from phalanx.train.check.checking import check
     from phalanx.train.engine import Engine
     from phalanx.verdict import Verdict
 
 __version__ = "0.1.0"
 __all__ = [
     "Anatomy", "CannotHere", "Cluster", "Engine", "Layout", "Logits", "Loss", "Run", "Task", "Verdict", "WrongUse",
-    "data", "gather", "load", "losses", "prove", "rows", "save",
+    "check", "data", "gather", "load", "losses", "prove", "rows", "save",
 ]  # fmt: skip
 
 _HOMES = {
     "Anatomy": "anatomy", "CannotHere": "errors", "Cluster": "cluster", "Engine": "train.engine", "Layout": "layout",
     "Logits": "losses", "Loss": "losses", "Run": "run", "Task": "task", "Verdict": "verdict", "WrongUse": "errors",
-    "gather": "parallel.samples", "load": "train.restoring", "rows": "parallel.samples", "save": "train.keeping",
+    "check": "train.check.checking", "gather": "parallel.samples", "load": "train.restoring",
+    "rows": "parallel.samples", "save": "train.keeping",
 }  # fmt: skip
 
 

@@ -84,9 +84,8 @@ def train(
         int | None, typer.Option(help="ranks that hold the same compare it every so many steps; by default 500")
     ] = None,
     grace: Annotated[float | None, typer.Option(help="seconds to save in when asked to stop; by default 30")] = None,
-    exact: Annotated[
-        bool, typer.Option("--exact", help="the same bits at any number of ranks; see docs/exact.md")
-    ] = False,
+    exact: Annotated[bool, typer.Option("--exact", help="the same bits at any number of ranks: docs/exact.md")] = False,
+    unchecked: Annotated[bool, typer.Option("--unchecked", help="do not check the task: docs/check.md")] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="describe the model, open the data, say what would run, and stop")
     ] = False,
@@ -106,7 +105,7 @@ def train(
         save_steps=save_steps, save_minutes=save_minutes, keep=keep, keep_every=keep_every, memory_steps=memory_steps,
         checkpoints=checkpoints, restarts=restarts, grace=grace, init_from=init_from, timeout=timeout,
         bad=bad, spike=spike, compare_steps=compare_steps, min_nodes=min_nodes, max_nodes=max_nodes, meet=meet,
-        host=host, interface=interface, kill=kill, allow=allow, resume=resume, exact=exact,
+        host=host, interface=interface, kill=kill, allow=allow, resume=resume, exact=exact, unchecked=unchecked or None,
     )  # fmt: skip
     if dry_run:
         print(job.describe())
@@ -128,6 +127,9 @@ def prove(
     inject: Annotated[str | None, typer.Option(metavar="BUG", help="plant a known bug; list: say which")] = None,
     run: Annotated[Path | None, typer.Option(help="the run's folder; by default the next free one under runs/")] = None,
     json: Annotated[bool, typer.Option("--json", help="print one JSON object and nothing else")] = False,
+    unchecked: Annotated[
+        bool, typer.Option("--unchecked", help="do not check the task first; see docs/check.md")
+    ] = False,
 ) -> None:
     """Show that a task trains under a layout as on one device, or say where and why it does not."""
     from phalanx.prove.job import Job, listed
@@ -137,7 +139,7 @@ def prove(
         return
     job = Job.resolve(
         task=task, layouts=[*layouts, *(more or [])], assignments=set_, ranks=ranks, steps=steps, dtype=dtype,
-        inject=inject,
+        inject=inject, unchecked=unchecked,
     )  # fmt: skip
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup

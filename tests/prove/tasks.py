@@ -81,6 +81,14 @@ class Several(Plain):
         return phalanx.losses.sum(one=one, other=phalanx.Loss(output.abs().sum(), len(output)))
 
 
+@dataclass
+class MatricesAlone(Plain):
+    """Trains some of its weights, and leaves the others out of the optimizer."""
+
+    def optimizer(self, params: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD([p for p in params if p.logical_name.endswith("weight")], lr=0.1, momentum=0.9)
+
+
 class Moody(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x * (1 + random.SystemRandom().random())

@@ -64,7 +64,12 @@ def test_all_layouts_of_two_ranks() -> None:
 
 
 def test_a_mean_for_a_sum_is_found_on_one_device() -> None:
-    proof = prove(tasks.Averaging(), ["dp=2"])
+    with pytest.raises(
+        phalanx.WrongUse, match=r"is a mean and a count of 1 \(tests/prove/tasks.py:\d+: return phalanx"
+    ):
+        prove(tasks.Averaging(), ["dp=2"])
+    proof = prove(tasks.Averaging(), ["dp=2"], check=False)
+    assert proof.unchecked == "--unchecked"
     assert proof.exit_code == 1
     assert "depends on which samples are computed together" in proof.summary
     assert "tasks.py" in proof.next
@@ -90,7 +95,9 @@ def test_whoever_counts_what_it_gathered_is_told_so() -> None:
 
 
 def test_a_task_that_does_not_repeat_is_found_first() -> None:
-    proof = prove(tasks.Undecided(), ["dp=2"])
+    with pytest.raises(phalanx.WrongUse, match=r"not deterministic.*tasks.py:\d+: return x \* \(1"):
+        prove(tasks.Undecided(), ["dp=2"])
+    proof = prove(tasks.Undecided(), ["dp=2"], check=False)
     assert proof.exit_code == 1
     assert "not deterministic" in proof.summary
     assert "Moody" in proof.summary
@@ -102,10 +109,17 @@ def test_a_task_that_does_not_repeat_is_found_first() -> None:
     ids=["counts", "mixes"],
 )
 def test_a_model_that_is_no_function_of_a_sample_is_named(task: phalanx.Task, words: str, module: str) -> None:
-    proof = prove(task, ["dp=2"])
+    with pytest.raises(phalanx.WrongUse, match=rf"{words}.*tests/prove/tasks.py:\d+: return x"):
+        prove(task, ["dp=2"])
+    proof = prove(task, ["dp=2"], check=False)
     assert proof.exit_code == 1
     assert words in proof.summary
     assert module in proof.summary
+
+
+def test_weights_in_no_group_of_the_optimizer_stay_as_they_are() -> None:
+    proof = prove(tasks.MatricesAlone(), ["dp=1", "dp=2", "fsdp=2"])
+    assert proof.holds, proof
 
 
 def test_what_makes_much_of_rounding_cannot_be_certified() -> None:

@@ -58,13 +58,7 @@ class State:
 
     def entries(self) -> Iterator[Entry]:
         """All that this rank holds."""
-        known = {weight.piece for weight in self.spread.weights.values()}
-        for owner in self.optimizer.state:
-            if owner not in known:
-                raise WrongUse(
-                    f"{type(self.optimizer).__name__} keeps {str(owner)[:40]!r} in its state, which belongs to no "
-                    "weight and cannot be saved. Keep it with a weight, or as a number in param_groups."
-                )
+        check_owners(self.optimizer, [weight.piece for weight in self.spread.weights.values()])
         for name, weight in self.spread.weights.items():
             moved = not weight.trainable and version(weight.piece) != self._versions.get(name, version(weight.piece))
             yield from self._parts(f"model/{name}", weight, weight.piece.data, restless=moved)
@@ -75,12 +69,8 @@ class State:
                     if self._first(weight):
                         kept, written = self._role(weight, every_part=True)
                         yield Entry(f"counters/{key}/{name}", Box((), ()), (), value.view(()), kept, written)
-                elif not isinstance(value, (int, float, str, bool, type(None))):
-                    raise WrongUse(
-                        f"{type(self.optimizer).__name__} keeps {key!r} of {name} as a {type(value).__name__}"
-                        f"{f' of shape {tuple(value.shape)}' if isinstance(value, Tensor) else ''}, which cannot be "
-                        "saved. Keep a tensor of the weight's shape, or a number."
-                    )
+                else:
+                    check_keepable(self.optimizer, name, weight.piece, key, value)
         for name, tensor in self._replicated():
             places = {"pp": self.holding.stage_ranks(name), "dp": ALL, "fsdp": ALL, "cp": ALL, "tp": ALL}
             kept, written = self._keeper(name, places)
@@ -212,3 +202,25 @@ class State:
                 loads[turns[known]] += math.prod(shape) + 1
             self._turns[of] = turns
         return self._turns[of].get(name, 0)
+
+
+def check_owners(optimizer: optim.Optimizer, weights: Sequence[Tensor]) -> None:
+    """Refuse an optimizer that keeps state of something else than weights."""
+    known = set(weights)
+    for owner in optimizer.state:
+        if owner not in known:
+            raise WrongUse(
+                f"{type(optimizer).__name__} keeps {str(owner)[:40]!r} in its state, which belongs to no "
+                "weight and cannot be saved. Keep it with a weight, or as a number in param_groups."
+            )
+
+
+def check_keepable(optimizer: optim.Optimizer, name: str, weight: Tensor, key: str, value: Any) -> None:
+    """Refuse what an optimizer keeps of a weight where it cannot be saved."""
+    shaped = isinstance(value, Tensor) and (value.shape == weight.shape or value.numel() == 1)
+    if not shaped and not isinstance(value, (int, float, str, bool, type(None))):
+        raise WrongUse(
+            f"{type(optimizer).__name__} keeps {key!r} of {name} as a {type(value).__name__}"
+            f"{f' of shape {tuple(value.shape)}' if isinstance(value, Tensor) else ''}, which cannot be "
+            "saved. Keep a tensor of the weight's shape, or a number."
+        )

@@ -2,9 +2,10 @@
 
 from phalanx.data.arrays import Arrays, Images
 from phalanx.data.mixing import CutMix, Mixup
+from phalanx.data.splitting import split
 from phalanx.data.text import JsonLines, Parquet
 from phalanx.data.tokens import PackedTokens, TokenFile, write_tokens
 
 __all__ = [
-    "Arrays", "CutMix", "Images", "JsonLines", "Mixup", "PackedTokens", "Parquet", "TokenFile", "write_tokens",
+    "Arrays", "CutMix", "Images", "JsonLines", "Mixup", "PackedTokens", "Parquet", "TokenFile", "split", "write_tokens",
 ]  # fmt: skip

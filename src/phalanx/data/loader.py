@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 from phalanx import counter
 from phalanx.data.arrays import Arrays
 from phalanx.data.order import Order, digest, leaf, share
+from phalanx.data.splitting import Part
 from phalanx.errors import WrongUse
 from phalanx.processes import die_with_parent
 
@@ -71,7 +72,7 @@ class Reader(Dataset):
 
     def __getitem__(self, plan: Plan) -> dict[str, Any] | WrongUse:
         try:
-            if isinstance(self.data, Arrays) and self.plain:
+            if self.plain and (isinstance(self.data, Arrays) or (isinstance(self.data, Part) and self.data.arrays)):
                 return self.data.batch(plan.ids)
             return self.collate([self._sample(int(index), plan.epoch) for index in plan.ids])
         except WrongUse as refusal:  # handed over rather than raised, or a worker's traceback would wrap it

@@ -26,10 +26,11 @@ from phalanx.prove.layouts import MICRO_BATCHES, One, as_proven
 from phalanx.prove.pieces import Piece
 from phalanx.prove.record import Whole, module_named, observe
 from phalanx.prove.reference import Reference, Step
-from phalanx.prove.shrink import Needs, Shrunk, shortened, shrunk
 from phalanx.prove.sites import location
 from phalanx.prove.trial import Case
 from phalanx.task import Precision, Task
+from phalanx.train.check.beside import Checked
+from phalanx.train.shrink import Needs, Shrunk, shortened, shrunk
 
 NUDGES = (1, 2)
 ONE = {"never": "micro-batches", "in a pipeline": "micro-batches (a pipeline's in one)", "always": "one micro-batch"}
@@ -49,6 +50,8 @@ class Docket:
     cases: list[Case] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     """What was shrunk."""
+    checked: Checked = field(default_factory=Checked)
+    """What the check of the task on one device came to."""
     hostility: list[str] = field(default_factory=list)
     """What was made awkward."""
     attributes: frozenset[str] = field(init=False)

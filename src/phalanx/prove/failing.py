@@ -9,9 +9,9 @@ from phalanx import user_code
 from phalanx.errors import CannotHere, WrongUse
 from phalanx.launch import blame
 from phalanx.layout import Layout
-from phalanx.prove.shrink import Needs, shrunk
 from phalanx.task import Task
 from phalanx.train.engine import Engine
+from phalanx.train.shrink import Needs, shrunk
 
 DTYPES = ("same dtype", "expected scalar type", "Found dtype", "dtype", "Double", "Float")
 """Words of torch's, where numbers of two widths meet."""

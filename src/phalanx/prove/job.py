@@ -37,6 +37,7 @@ class Job:
     dtype: Any = None
     bug: Bug | None = None
     notes: list[str] = field(default_factory=list)
+    unchecked: bool = False
 
     @classmethod
     def resolve(
@@ -49,6 +50,7 @@ class Job:
         steps: int,
         dtype: str | None,
         inject: str | None,
+        unchecked: bool = False,
     ) -> Job:
         torch.set_num_threads(1)  # a task file may compute while it is imported, and no thread may survive into a fork
         bug = None if inject is None else find(inject)
@@ -79,7 +81,7 @@ class Job:
         ranks = RANKS if ranks is None else ranks
         worlds = [layout.world for layout in chosen if isinstance(layout, Layout)]
         Cluster("cpu", max(worlds, default=ranks)).check_room()
-        return cls(reference, make_task(kind, values), chosen, ranks, steps, dtype, bug, notes)
+        return cls(reference, make_task(kind, values), chosen, ranks, steps, dtype, bug, notes, unchecked)
 
     def run(self, path: Path | None, as_text: bool) -> int:
         """Prove, tell, and leave it in a run's folder; returns the exit code."""
@@ -97,7 +99,7 @@ class Job:
                 print(f"   note  {note}")
         proof = prove(
             self.task, self.layouts, ranks=self.ranks, steps=self.steps, dtype=self.dtype,
-            inject=self.bug.name if self.bug else None,
+            inject=self.bug.name if self.bug else None, check=not self.unchecked,
             on_start=table.start if as_text else None, on_result=table.row if as_text else None,
             on_progress=table.progress if as_text else None,
         )  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 import time
 import traceback
@@ -28,6 +29,7 @@ from phalanx.prove.outcome import Outcome, ProofRanks
 from phalanx.prove.record import Whole
 from phalanx.prove.stopped import explain_stop
 from phalanx.task import Precision, Task
+from phalanx.train.check.beside import Checked, checked
 from phalanx.verdict import Verdict
 
 NARROW: tuple[Precision, ...] = ("bf16", "fp16", "fp32")
@@ -68,6 +70,8 @@ class Proof(Verdict):
     results: list[Result] = field(default_factory=list)
     files: dict[str, str] = field(default_factory=dict)
     """The user's files that were imported, here or on a rank, with hashes: what it is a proof of."""
+    unchecked: str = ""
+    """Why the task was not checked on one device first, if it was not."""
 
 
 OPTIONS = ("zero", "exact", *CHOICES)
@@ -85,11 +89,15 @@ def prove(
     steps: int = 3,
     dtype: Precision | None = None,
     inject: str | None = None,
+    check: bool = True,
     on_start: Callable[[Docket], None] | None = None,
     on_result: OnResult | None = None,
     on_progress: Callable[[str], None] | None = None,
 ) -> Proof:
-    """Whether a task trains under each layout as it does on one device, and if not, where and why."""
+    """Whether a task trains under each layout as it does on one device, and if not, where and why.
+
+    ``check``: what is certainly wrong with the task on one device is refused first.
+    """
     if not isinstance(task, Task):
         raise WrongUse(f"{task!r} is no task. Give an instance of a phalanx.Task, e.g. MyTask().")
     task.check()
@@ -109,6 +117,8 @@ def prove(
     try:
         prover = _Prover(task, steps, dtype, inject, server, on_start, on_result)
         prover.docket.tell = on_progress or prover.docket.tell
+        if inject is None:  # else it is the bug that counts
+            prover.docket.checked = checked(copy.copy(task)).or_refuse() if check else Checked(left_out="--unchecked")
         return prover.prove(layouts, ranks)
     finally:
         if server is not forkserver.kept():
@@ -355,6 +365,7 @@ class _Prover:
             bar=max((s.bar for s in standards), default=0.0),
             buffer_bar=max((s.buffer_bar for s in standards), default=0.0), results=self.results,
             files=user_code.snapshot(self.home, self.imported) | self.files,
+            unchecked=self.docket.checked.left_out,
         )  # fmt: skip
 
 

@@ -194,7 +194,8 @@ class Reference:
                 gradient = step.gradients[name]
                 weight.grad = None if gradient is None else gradient * step.clip_factor
             self.optimizer.step()
-        self.optimizer.zero_grad()
+        for weight in self.trained.values():  # those in no group of the optimizer, too
+            weight.grad = None
         step.options = options(self.optimizer)
         step.moments = {name: self.moments(weight) for name, weight in self.trained.items()}
         step.weights, step.buffers = self._weights(), {n: b.clone() for n, b in self.model.named_buffers()}

@@ -37,6 +37,8 @@ class Table:
     def start(self, docket: Docket) -> None:
         """What is proven, and how."""
         standards = [case.standard for case in docket.cases]
+        for warning in docket.checked.warnings:
+            self._write(f"warning  {warning}")
         if docket.notes:
             self._write(f" shrunk  {', '.join(docket.notes)}")
         for note in docket.hostility:

@@ -25,11 +25,11 @@ from phalanx.parallel.weights import fill
 from phalanx.prove.finding import Finding
 from phalanx.prove.record import WHOLE, bare
 from phalanx.prove.restored import KEPT, READ, RESUMED, WRITTEN
-from phalanx.prove.variant import Variant
 from phalanx.task import Task
 from phalanx.train.engine import Engine
 from phalanx.train.keeping import Keeper
 from phalanx.train.step import train_step
+from phalanx.train.variant import Variant
 
 SUMS = {
     "dp": Reduction._sum_over_replicas,

@@ -109,6 +109,7 @@ def certify(run: Run, task: Task, shelf: Shelf) -> dict[str, Any]:
         "difference": None if math.inf in differences else max(differences, default=0.0),
         "skipped": [step for step, event in ledger.items() if event["kind"] == "step" and event["skipped"]],
         "left_out": [step for step, event in ledger.items() if event["kind"] == "left out"],
+        "unchecked": next((str(event["left_out"]) for event in reversed(list(run.events(0, "check")))), ""),
     }
     run.certificate_path.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps(found, indent=1) + "\n"
@@ -138,6 +139,8 @@ def in_words(found: Mapping[str, Any]) -> str:
         again += f"; of the first {found['taken_up']} steps the checkpoint alone is known"
     for change in found.get("changes", ()):
         again += f"; after step {change['step']}: {', '.join(change['changes'])}"
+    if found.get("unchecked"):
+        again += f"; the task was not checked ({found['unchecked']})"
     left = f", {len(found['left_out'])} steps' data left out" if found["left_out"] else ""
     others = any(change["other_samples"] for change in found.get("changes", ()))
     sure = "some perhaps twice and some never" if others else "none lost and none counted twice"

@@ -44,6 +44,7 @@ from phalanx.run import Run, read_settings
 from phalanx.settings import find_task, make_task, over, parse_assignments, plain_settings, unwritten
 from phalanx.task import Task
 from phalanx.train.certificate import NotDone, certify, in_words
+from phalanx.train.check.beside import Check, settle
 from phalanx.train.choosing import full_reference
 from phalanx.train.engine import Engine, length
 from phalanx.train.folders import check_there, held_store
@@ -287,6 +288,9 @@ class Job:
             row = host.beats.row(environment.local_rank)
             collectives.signs = row[ARRIVED:]
             beat = Beat(row, options.timeout)
+            check = None
+            if environment.rank == 0 and not (host.restarted and any(run.events(0, "check"))):
+                check = undo.enter_context(Check(self.task, options.init_from is not None, options.unchecked))
             engine = Engine(
                 self.task, layout, device=self.cluster.device, timeout=timedelta(seconds=options.timeout),
                 init_from=None if shelf.steps() else options.init_from, guard=Guard(options.bad, options.spike),
@@ -316,6 +320,7 @@ class Job:
                 listener = Listener(screen.step, screen.evaluation, screen.resumed, screen.said)
                 if resume and not host.restarted and not shelf.steps() and options.meet is None:
                     screen.said(f"   note  {shelf.store.url} holds nothing to go on from: beginning at step 0")
+            settle(engine, check, log.write, listener.said)
             drill = None if host.restarted else options.drill()
             loop = Loop(engine, run, log, keeper, restorer, beat, listener, options.compare_steps, drill)
             return loop.train()

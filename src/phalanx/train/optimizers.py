@@ -10,6 +10,7 @@ from torch import nn, optim
 
 from phalanx.errors import WrongUse
 from phalanx.task import Task
+from phalanx.train.check import lines
 
 ELEMENTWISE = (
     optim.SGD, optim.Adam, optim.AdamW, optim.NAdam, optim.RAdam, optim.Adagrad, optim.Adadelta, optim.Adamax,
@@ -25,22 +26,25 @@ def make_optimizer(task: Task, pieces: Sequence[nn.Parameter], trained: bool, sh
     """
     name = type(task).__name__
     if not trained:
-        raise WrongUse(f"the model of {name} has no trainable weight. Check requires_grad.")
+        where = lines.at(lines.of(type(task).model))
+        raise WrongUse(f"the model of {name}{where} has no trainable weight. Check requires_grad.")
     if not pieces:
         nothing = nn.Parameter(torch.zeros(1, 1))
         nothing.logical_name = "nothing"  # type: ignore[attr-defined]
         pieces = [nothing]
     made = task.optimizer(pieces)
     optimizer = Several(made, name) if isinstance(made, Mapping) else made
+    where = lines.at(lines.of(type(task).optimizer))
     if not isinstance(optimizer, optim.Optimizer):
-        raise WrongUse(f"{name}.optimizer returned a {type(optimizer).__name__}. Return a torch.optim.Optimizer.")
+        found = f"returned a {type(optimizer).__name__}{where}"
+        raise WrongUse(f"{name}.optimizer {found}. Return a torch.optim.Optimizer.")
     known = {id(piece) for piece in pieces}
     strangers = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in known]
     if strangers:
         raise WrongUse(
             f"{name}.optimizer updates {len(strangers)} tensors that are not those it was given, so the model would "
-            f"learn nothing from it (the first has the shape {tuple(strangers[0].shape)}). Make it from the parameters "
-            "that it is called with, not from a model of its own."
+            f"learn nothing from it (the first has the shape {tuple(strangers[0].shape)}){where}. Make it from the "
+            "parameters that it is called with, not from a model of its own."
         )
     for part in optimizer.named.values() if isinstance(optimizer, Several) else [optimizer]:
         _check_kind(part, sharded)

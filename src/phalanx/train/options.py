@@ -48,6 +48,8 @@ class Options:
     """Through which other hosts reach this one; by default the one that reaches the meeting."""
     allow: str | None = None
     """``changes``: go on with a run although other samples are to come than were planned."""
+    unchecked: bool = False
+    """The task is not checked before its first step."""
     kill: str | None = None
     """A drill: ``1@60`` kills rank 1 after step 60."""
 

@@ -15,8 +15,8 @@ from phalanx.prove import cases
 from phalanx.prove.cases import Docket
 from phalanx.prove.hostile import Trial, hostile
 from phalanx.prove.proof import prove
-from phalanx.prove.shrink import Needs, shrunk
 from phalanx.recipes.gpt import GPT
+from phalanx.train.shrink import Needs, shrunk
 from tests.prove.tasks import Plain
 
 

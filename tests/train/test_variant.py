@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import phalanx
-from phalanx.prove.variant import Variant, variant
+from phalanx.train.variant import Variant, variant
 from tests.tasks import Digits
 
 

@@ -16,8 +16,8 @@ from phalanx.errors import WrongUse
 from phalanx.layout import Layout
 from phalanx.parallel.blueprint import Blueprint
 from phalanx.parallel.schedules import CHUNKS
-from phalanx.prove.variant import Variant, variant
 from phalanx.task import Task
+from phalanx.train.variant import Variant, variant
 
 SMALL_WEIGHTS, SMALL_LENGTH, SHORTEST = 300_000, 32, 6
 HEAD_WIDTH, VOCABULARY, CHUNK = 8, 131, 8
@@ -70,7 +70,7 @@ def shrunk(task: Task, needs: Needs) -> Shrunk:
     if callable(own := type(task).tiny) and own is not Task.tiny:
         found = Shrunk(_with_blocks(task, task.tiny(), needs.blocks))
     else:
-        found = _by_config(task, model, config, needs) if hasattr(config, "num_hidden_layers") else Shrunk(task)
+        found = by_config(task, model, config, needs) if hasattr(config, "num_hidden_layers") else Shrunk(task)
         if length > SMALL_LENGTH and looked_up:
             found.length = SMALL_LENGTH // 2
     now = Blueprint(found.task.model, task.seed).model
@@ -123,10 +123,10 @@ def _changes(task: Task, tiny: Task) -> list[str]:
     return [f"{name} {before} -> {after}" for name, before, after in pairs if before != after]
 
 
-def _by_config(task: Task, model: nn.Module, config: Any, needs: Needs) -> Shrunk:
-    """The same class of model from a smaller configuration."""
+def by_config(task: Task, model: nn.Module, config: Any, needs: Needs, vocabulary: int = VOCABULARY) -> Shrunk:
+    """The same class of model from a smaller configuration, with so many words at most."""
     if not hasattr(config, "num_attention_heads"):
-        return _state_space(task, model, config, needs)
+        return _state_space(task, model, config, needs, vocabulary)
     tiny = copy.deepcopy(config)
     heads = min(config.num_attention_heads, max(4, needs.heads))
     keys = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
@@ -140,7 +140,7 @@ def _by_config(task: Task, model: nn.Module, config: Any, needs: Needs) -> Shrun
         "moe_intermediate_size": 3 * HEAD_WIDTH,
         "num_local_experts": min(getattr(config, "num_local_experts", 8), 8),
         "num_experts": min(getattr(config, "num_experts", 8), 8),
-        "vocab_size": min(getattr(config, "vocab_size", VOCABULARY), VOCABULARY),
+        "vocab_size": min(getattr(config, "vocab_size", vocabulary), vocabulary),
     }
     for name, value in sizes.items():
         if isinstance(getattr(config, name, None), int):
@@ -153,14 +153,14 @@ def _by_config(task: Task, model: nn.Module, config: Any, needs: Needs) -> Shrun
     return _with_config(task, model, tiny, _chunks(tiny, SMALL_LENGTH // 2))
 
 
-def _state_space(task: Task, model: nn.Module, config: Any, needs: Needs) -> Shrunk:
+def _state_space(task: Task, model: nn.Module, config: Any, needs: Needs, vocabulary: int) -> Shrunk:
     """A model without attention: made anew from few settings, since others are derived from them."""
     known, expand = config.to_dict(), getattr(config, "expand", 2)
     sizes = {
         "num_hidden_layers": min(config.num_hidden_layers, needs.blocks),
         "hidden_size": 4 * HEAD_WIDTH, "num_heads": 4 * expand, "head_dim": HEAD_WIDTH, "expand": expand,
         "state_size": min(known.get("state_size", 16), 16), "n_groups": min(known.get("n_groups", 2), 2),
-        "vocab_size": min(known.get("vocab_size", VOCABULARY), VOCABULARY), "pad_token_id": 0, "eos_token_id": 0,
+        "vocab_size": min(known.get("vocab_size", vocabulary), vocabulary), "pad_token_id": 0, "eos_token_id": 0,
         "bos_token_id": 0,
     }  # fmt: skip
     tiny = type(config)(**{name: value for name, value in sizes.items() if name in known})

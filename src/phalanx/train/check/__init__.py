@@ -1,0 +1,1 @@
+"""The check of a task before its first step: one device, a few samples, about a second."""

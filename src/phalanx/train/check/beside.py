@@ -1,0 +1,150 @@
+"""The check run beside a rank that starts: in a process forked from it before it computes or opens its data.
+
+They share nothing: what the check computes, draws, reads or changes in the user's objects is gone with it. A build of
+torch with CUDA refuses autograd in a child of a process that has run it, or uses a GPU; there nothing is checked, and
+that is said.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+
+from phalanx.errors import CannotHere, WrongUse
+from phalanx.launch.blame import IN_A_FORK
+from phalanx.parallel import collectives
+from phalanx.processes import die_with_parent
+from phalanx.task import Task
+from phalanx.train.check.checking import check
+from phalanx.train.check.subject import CannotCheck, Fails
+
+if TYPE_CHECKING:
+    from phalanx.train.engine import Engine
+
+PATIENCE_SECONDS = 60.0
+"""How long a rank that is ready waits for it."""
+WAY_OUT = "If it is meant so: --unchecked."
+
+
+@dataclass
+class Checked:
+    """What came of a check."""
+
+    refusal: str = ""
+    """What is certainly wrong."""
+    warnings: list[str] = field(default_factory=list)
+    left_out: str = ""
+    """Why it was not done, or not to its end."""
+
+    def or_refuse(self) -> Self:
+        """Itself, unless something is certainly wrong."""
+        if self.refusal:
+            raise WrongUse(f"{self.refusal} {WAY_OUT}")
+        return self
+
+
+class Check:
+    """A check that has begun. What it has to say goes before what goes wrong meanwhile."""
+
+    def __init__(self, task: Task, pretrained: bool = False, unchecked: bool = False) -> None:
+        """``pretrained``: the weights will be others than the model's own. ``unchecked``: it is not wanted."""
+        self._pipe: Connection | None = None
+        self._found: Checked | None = None
+        if unchecked:
+            self._found = Checked(left_out="--unchecked")
+        elif torch.cuda.is_initialized():
+            self._found = Checked(left_out="this process uses a GPU already")
+        else:
+            self._start(task, pretrained)
+
+    def _start(self, task: Task, pretrained: bool) -> None:
+        context = multiprocessing.get_context("fork")
+        self._pipe, theirs = context.Pipe(duplex=False)
+        self._process = context.Process(target=_run, args=(task, pretrained, theirs), name="check")
+        self._process.start()
+        theirs.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        try:
+            if isinstance(error, Exception) and self.result().refusal not in str(error):
+                self.result().or_refuse()
+        finally:
+            self.close()
+
+    def result(self) -> Checked:
+        """What came of it; waits for that."""
+        if self._found is None:
+            self._found = self._received()
+            self.close()
+        return self._found
+
+    def _received(self) -> Checked:
+        assert self._pipe is not None
+        if not self._pipe.poll(PATIENCE_SECONDS):
+            return Checked(left_out=f"it took more than {PATIENCE_SECONDS:g} s")
+        try:
+            return pickle.loads(self._pipe.recv_bytes())
+        except EOFError:
+            self._process.join()
+            return Checked(left_out=f"its process ended with exit code {self._process.exitcode}")
+
+    def close(self) -> None:
+        """End it, wherever it is."""
+        if self._pipe is not None:
+            self._process.kill()
+            self._process.join()
+            self._process.close()
+            self._pipe.close()
+            self._pipe = None
+
+
+def settle(engine: Engine, check: Check | None, note: Callable[..., None], say: Callable[[str], None]) -> None:
+    """Before the first step, on every rank: refuse what the check refuses; whoever has it says and notes the rest."""
+    found = check.result() if check is not None else Checked()
+    refusal = collectives.told([found.refusal] if found.refusal else [], engine.mesh.world, 0)
+    Checked("".join(refusal)).or_refuse()
+    if check is not None:
+        note("check", warnings=found.warnings, left_out=found.left_out)
+        for warning in found.warnings:
+            say(f"warning  {warning}")
+        if found.left_out:
+            say(f"   note  the task was not checked: {found.left_out}")
+
+
+def _run(task: Task, pretrained: bool, pipe: Connection) -> None:
+    die_with_parent()
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    devnull = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(devnull, 1)  # what the user's code prints, the ranks print
+    os.dup2(devnull, 2)
+    pipe.send_bytes(pickle.dumps(checked(task, pretrained)))
+    pipe.close()
+    os._exit(0)
+
+
+def checked(task: Task, pretrained: bool = False) -> Checked:
+    """The check's result as words."""
+    try:
+        return Checked(warnings=check(task, pretrained=pretrained))
+    except WrongUse as refusal:
+        return Checked(refusal=str(refusal))
+    except (Fails, CannotCheck, CannotHere) as reason:
+        return Checked(left_out=_reason(str(reason)))
+    except Exception as error:
+        return Checked(left_out=_reason(f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"))
+
+
+def _reason(text: str) -> str:
+    return "this process has computed before it" if any(words in text for words in IN_A_FORK) else text

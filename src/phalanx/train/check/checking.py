@@ -1,0 +1,126 @@
+"""The check of a task on one device, before ranks train: what is certainly wrong is refused, what is likely is said."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+
+from phalanx.data.loader import seed_globally
+from phalanx.errors import WrongUse
+from phalanx.task import Task
+from phalanx.train.check import lines
+from phalanx.train.check.leak import check_leak
+from phalanx.train.check.learning import check_learning
+from phalanx.train.check.samples import check_counts, read_sample, read_samples
+from phalanx.train.check.subject import CannotCheck, Fails, Subject, first_ids, raising, read
+from phalanx.train.check.sums import check_evaluate, check_sums
+from phalanx.train.check.updating import check_optimizer, check_schedule
+
+SLOW_SECONDS = 0.7
+"""A batch that takes longer, forward and backward twice, is not computed in float64 as well."""
+RANGE = ("out of bounds", "out of range")
+
+
+def check(task: Task, *, pretrained: bool = False) -> list[str]:
+    """Refuse a task that would not train as it seems to; returns what is only likely to be a mistake, a line each.
+
+    On one device, with a few samples, in about a second. ``pretrained``: its weights will be others than those that its
+    model begins with.
+    """
+    if not isinstance(task, Task):
+        raise WrongUse(f"{task!r} is no task. Give an instance of a phalanx.Task, e.g. MyTask().")
+    task.check()
+    threads, generators = torch.get_num_threads(), torch.random.get_rng_state()
+    torch.set_num_threads(1)
+    try:
+        return _Check(task, pretrained).run()
+    finally:
+        torch.set_num_threads(threads)
+        torch.random.set_rng_state(generators)
+
+
+class _Check:
+    def __init__(self, task: Task, pretrained: bool) -> None:
+        self.task, self.pretrained = task, pretrained or task.pretrained() is not None
+        self.warnings: list[str] = []
+        seed_globally(task.seed, "data")
+        with raising(f"{type(task).__name__}.data()"):
+            self.data = task.data()
+
+    def run(self) -> list[str]:
+        task = self.task
+        self.warnings += check_schedule(task)
+        samples, found = read_samples(task, self.data)
+        self.warnings += found
+        self._compute(samples)
+        seed_globally(task.seed, "held out")
+        with raising(f"{type(task).__name__}.held_out()"):
+            held_out = task.held_out()
+        self._evaluate(held_out)
+        self.warnings += check_leak(task, self.data, held_out)
+        return self.warnings
+
+    def _compute(self, samples: list[Any]) -> None:
+        self.subject: Subject | None = None
+        try:
+            subject = Subject(self.task, samples)
+        except CannotCheck as reason:
+            self.warnings.append(f"{reason}.")
+            return
+        began = time.process_time()
+        try:
+            self._learns(subject)
+        except (Fails, WrongUse):
+            if not subject.changed or type(self.task).tiny is Task.tiny:
+                raise
+            subject = self._tiny()  # its sizes are other than those of these samples
+            self._learns(subject)
+        self.warnings += check_optimizer(subject)
+        self.slow = time.process_time() - began > SLOW_SECONDS
+        if not self.slow:
+            subject.widen()
+        self.warnings += check_sums(subject)
+        if not self.slow:
+            check_counts(subject)
+        self.subject = subject
+
+    def _learns(self, subject: Subject) -> None:
+        try:
+            self.warnings += check_learning(subject, self.pretrained)
+        except Fails as failure:
+            if isinstance(failure.error, IndexError) and any(words in str(failure.error) for words in RANGE):
+                raise _out_of_range(subject, failure) from failure
+            raise
+
+    def _tiny(self) -> Subject:
+        tiny = self.task.tiny()
+        seed_globally(tiny.seed, "data")
+        data = tiny.data()
+        return Subject(tiny, [read(tiny, data, index) for index in first_ids(tiny, data)])
+
+    def _evaluate(self, held_out: Any) -> None:
+        """What is measured on held-out data, of some of it."""
+        if self.subject is None or self.slow or held_out is None or self.subject.task is not self.task:
+            return
+        if not len(held_out):
+            return  # which the evaluation refuses
+        count = min(len(self.subject.samples), len(held_out), self.task.global_batch)
+        self.subject.samples = [read_sample(self.task, held_out, index, "held_out") for index in range(count)]
+        if not self.subject.changed:
+            check_evaluate(self.subject)
+
+
+def _out_of_range(subject: Subject, failure: Fails) -> WrongUse:
+    first, line = str(failure.error).splitlines()[0], failure.line or lines.of(type(subject.task).model)
+    columns = {
+        name: f"{int(column.min())} to {int(column.max())}"
+        for name, column in subject.batch(subject.places).items()
+        if isinstance(column, torch.Tensor) and not column.is_floating_point() and column.numel()
+    }
+    has = ", ".join(f"{name!r} has {values}" for name, values in columns.items())
+    return WrongUse(
+        f"{failure.where} has an id or a label that is out of range: {first}{lines.at(line)}; in the first "
+        f"batch {has}. Labels go from 0 to one less than the classes; make the model larger, or number them so."
+    )

@@ -1,0 +1,325 @@
+"""Whether a first step would teach the model anything: the loss depends on it, is a number, and is one function."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from phalanx.errors import WrongUse
+from phalanx.parallel.answers import ANSWERS, generator_state
+from phalanx.train.check import lines
+from phalanx.train.check.subject import Ended, Fails, Given, Subject, moved, tensors_in
+
+SHOWN = 3
+KNOWN = ("_parameters", "_buffers", "_modules")
+
+
+def owner(model: nn.Module, name: str) -> nn.Module:
+    """A module, or the nearest around it whose class is the user's."""
+    while name:
+        module = model.get_submodule(name)
+        if lines.of(type(module)):
+            return module
+        name = name.rpartition(".")[0]
+    return model
+
+
+def place(subject: Subject, name: str) -> str:
+    """Where a module's forward is in the user's files, or that of the nearest around it, or where it is made."""
+    kind = type(owner(subject.model, name))
+    return lines.first_of(kind.forward, kind, type(subject.task).model)
+
+
+def named(subject: Subject, name: str) -> str:
+    module = subject.model.get_submodule(name)
+    return f"{name} ({type(module).__name__})" if name else f"the model ({type(module).__name__})"
+
+
+def check_learning(subject: Subject, pretrained: bool) -> list[str]:
+    """Forward and backward of a batch, twice; returns what is only likely to be a mistake."""
+    misuse = Misuse()
+    subject.model.train()
+    batch = subject.batch(subject.places)
+    before = generator_state(torch.device("cpu"))
+    weights = {name: weight.detach().clone() for name, weight in subject.model.named_parameters()}
+    with lines.returns(type(subject.task).loss) as returned, misuse:
+        try:
+            given = subject.compute(subject.places, batch, watch=True)
+        except WrongUse as refusal:  # of what the loss returned
+            raise WrongUse(f"{refusal}{lines.at(returned())}") from refusal
+    if moved(before):
+        raise _draws(subject)
+    _check_untouched(subject, weights)
+    _check_depends(subject, given, returned())
+    _check_finite(subject, given, returned(), pretrained)
+    _backward(subject, given)
+    warnings = [*misuse.found, *_check_gradients(subject, given, pretrained)]
+    _check_again(subject, given)
+    return warnings
+
+
+def _draws(subject: Subject) -> WrongUse:
+    batch = subject.batch(subject.places)
+    with lines.that_draws() as found:
+        subject.compute(subject.places, batch)
+    known = ", ".join(sorted({getattr(f, "__name__", str(f)) for f in ANSWERS}))
+    return WrongUse(
+        "the model drew random numbers whose values would depend on how the job is spread, from a generator of "
+        f"torch's, numpy's or Python's own{lines.at(found())}. Draw with one of these functions, from the first step "
+        f"on: {known}."
+    )
+
+
+def _check_untouched(subject: Subject, before: dict[str, Tensor]) -> None:
+    """Computing a loss must not train."""
+    task, name = subject.task, subject.name
+    weights = dict(subject.model.named_parameters())
+    if new := sorted(set(weights) - set(before)):
+        raise WrongUse(
+            f"the forward of {type(subject.model).__name__} makes weights: {new[0]} was not there before the first "
+            f"batch, and no optimizer knows it{lines.at(place(subject, new[0].rpartition('.')[0]))}. Make them in the "
+            "constructor, with sizes that it states."
+        )
+    where = lines.at(lines.of(type(task).loss))
+    if any(weight.grad is not None for weight in weights.values()):
+        raise WrongUse(
+            f"{name}.loss calls backward() itself{where}, and its gradients would be counted twice. Return "
+            "phalanx.Loss(total, count); the step does the rest."
+        )
+    kept = {n for n, m in subject.model.named_modules() if getattr(m, "max_norm", None) is None}
+    trained = {n: w.detach() for n, w in weights.items() if w.requires_grad and n.rpartition(".")[0] in kept}
+    changed = [n for n, weight in trained.items() if not torch.equal(weight.nan_to_num(), before[n].nan_to_num())]
+    if changed:
+        raise WrongUse(
+            f"{changed[0]} changes while a loss is computed{lines.at(place(subject, changed[0].rpartition('.')[0]))}. "
+            "Leave updates to the optimizer; what forward itself keeps belongs into a buffer."
+        )
+    quiet = [n for n, module in subject.model.named_modules() if not module.training]
+    if quiet and type(subject.model).train is nn.Module.train and not subject.model.training:
+        raise WrongUse(
+            f"the forward of {type(subject.model).__name__} switches it to eval(){lines.at(place(subject, ''))}, so "
+            "that dropout is off and batch-norms learn nothing. Leave that out: training and evaluation set it."
+        )
+
+
+def _check_depends(subject: Subject, given: Given, returned: str) -> None:
+    if not any(weight.requires_grad for weight in subject.model.parameters()):
+        where = lines.at(lines.of(type(subject.task).model))
+        raise WrongUse(f"the model of {subject.name}{where} has no trainable weight. Check requires_grad.")
+    if given.loss.total.requires_grad:
+        return
+    where, line = "", returned
+    if not any(tensor.requires_grad for tensor in tensors_in(given.output)):
+        cut = next((e for e in given.modules if not e.attached and _trains(e.module)), None)
+        name = cut.name if cut else ""
+        where, line = f", since the output of {named(subject, name)} does not", place(subject, name)
+    raise WrongUse(
+        f"the loss of {subject.name} does not depend on any trainable weight{where}{lines.at(line)}. "
+        "Compute it from the model's output, without detach(), item() or no_grad()."
+    )
+
+
+def _trains(module: nn.Module) -> bool:
+    return any(weight.requires_grad for weight in module.parameters())
+
+
+def _finite(tensors: list[Tensor]) -> bool:
+    return all(bool(torch.isfinite(t).all()) for t in tensors if t.is_floating_point())
+
+
+def _check_finite(subject: Subject, given: Given, returned: str, pretrained: bool) -> None:
+    total = given.loss.total.detach()
+    if bool(torch.isfinite(total).all()) or pretrained or not _finite(tensors_in(given.batch)):
+        return  # weights that are not there yet, or a sample that is bad, of which more is said elsewhere
+    if not _finite(tensors_in(given.inputs)):
+        what, line = f"what {subject.name}.inputs gives", lines.of(type(subject.task).inputs)
+    elif (bad := _first_bad(given.modules)) is not None:
+        what, line = f"the output of {named(subject, bad.name)}", place(subject, bad.name)
+    elif not _finite(tensors_in(given.output)):
+        what, line = f"the output of {named(subject, '')}", place(subject, "")
+    else:
+        what, line = f"{subject.name}.loss, whose output is finite,", returned
+    raise WrongUse(
+        f"the loss of the first batch is {float(total.sum())}, though its samples are finite: first of all {what} is "
+        f"not{lines.at(line)}. Look there for a log or a root of 0, a division by 0, a mask that leaves nothing, or "
+        "weights that are never initialised."
+    )
+
+
+def _first_bad(modules: list[Ended]) -> Ended | None:
+    return next((e for e in modules if not _finite(e.gave) and _finite(e.got)), None)
+
+
+def _backward(subject: Subject, given: Given) -> None:
+    try:
+        given.loss.total.backward()
+    except RuntimeError as error:
+        if "second time" in str(error):
+            raise WrongUse(
+                f"{subject.name} keeps something of one batch for the next, with its gradients"
+                f"{lines.at(_kept(subject))}. Detach what is kept, or begin each batch anew."
+            ) from error
+        raise Fails("backward", error) from error
+
+
+def _kept(subject: Subject) -> str:
+    """The class of the module that holds a tensor of a graph."""
+    for name, module in subject.model.named_modules():
+        for attribute, value in vars(module).items():
+            if attribute not in KNOWN and any(t.grad_fn is not None for t in tensors_in(value)):
+                return place(subject, name)
+    return lines.first_of(type(subject.task).loss)
+
+
+def _check_gradients(subject: Subject, given: Given, pretrained: bool) -> list[str]:
+    model = subject.model
+    weights = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+    for name, weight in weights.items():
+        if weight.grad is not None and not _finite([weight.grad]) and _finite([given.loss.total]) and not pretrained:
+            raise WrongUse(
+                f"the loss of the first batch is finite, and the gradient of {name} is not"
+                f"{lines.at(place(subject, name.rpartition('.')[0]))}. Look for a root or a norm of 0, or a where() "
+                "whose other branch is not finite: give it a small eps, or mask before, not after."
+            )
+    for holder, attribute in _unregistered(model):
+        raise WrongUse(
+            f"{attribute} of {named(subject, holder)} gets gradients, and is no parameter of the model, so it is "
+            f"neither trained nor saved{lines.at(_made_at(subject, holder))}. Keep modules in an nn.ModuleList or "
+            "nn.ModuleDict, and tensors as nn.Parameter."
+        )
+    cut = {ended.name for ended in given.modules if not ended.attached and ended.gave}
+    cut -= {ended.name for ended in given.modules if ended.attached}
+    without = [n for n, w in weights.items() if w.grad is None and n.rpartition(".")[0] in cut]
+    if without:
+        more = f" and {len(without) - SHOWN} more" if len(without) > SHOWN else ""
+        where = lines.at(place(subject, without[0].rpartition(".")[0]))
+        return [
+            f"{', '.join(without[:SHOWN])}{more} take part in the forward and get no gradient from the loss{where}: "
+            "is something detached, or under no_grad()? If that is meant, set requires_grad to False for them."
+        ]
+    return []
+
+
+def _made_at(subject: Subject, name: str) -> str:
+    kind = type(owner(subject.model, name))
+    return lines.first_of(kind.__init__, kind, type(subject.task).model)
+
+
+def _unregistered(model: nn.Module) -> Iterator[tuple[str, str]]:
+    """Tensors with a gradient that modules hold without registering them: whose, and by what name."""
+    known = {id(weight) for weight in model.parameters()}
+    for name, module in model.named_modules():
+        for attribute, value in vars(module).items():
+            if attribute in KNOWN:
+                continue
+            for tensor in _held(value):
+                if tensor.is_leaf and tensor.grad is not None and id(tensor) not in known:
+                    yield name, attribute
+                    break
+
+
+def _held(value: Any, depth: int = 3) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, nn.Module):
+        yield from value.parameters()
+    elif isinstance(value, (list, tuple, dict)) and depth:
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _held(item, depth - 1)
+
+
+def _check_again(subject: Subject, once: Given) -> None:
+    """The same batch must give the same, however often it is computed, and need nothing of the one before."""
+    subject.model.zero_grad()
+    with torch.no_grad():
+        again = subject.compute(subject.places)
+    one, two = once.loss.total.detach(), again.loss.total.detach()
+    if torch.equal(one.nan_to_num(), two.nan_to_num()):
+        _backward(subject, subject.compute(subject.places[:2]))
+        subject.model.zero_grad()
+        return
+    records = []
+    for _ in range(2):
+        with lines.Calls() as calls:
+            subject.compute(subject.places)
+        records.append(calls.made)
+    line = next((c.line for c in records[0] if c.generator), "")
+    for a, b in zip(*records, strict=False):
+        if line or a.name != b.name or not _same(a.given, b.given):
+            line = line or a.line
+            break
+    own = " a torch.Generator or" if any(c.generator for c in records[0]) else ""
+    raise WrongUse(
+        f"{subject.name} is not deterministic: a batch computed twice on one device gives two losses, "
+        f"{float(one):.6g} and {float(two):.6g}{lines.at(line)}. Make it depend on its inputs, its weights and torch's "
+        f"random functions alone: what{own} Python or numpy draws in forward or loss, and what a module counts in an "
+        "attribute, cannot be kept the same on every layout."
+    )
+
+
+def _same(one: list[Tensor], two: list[Tensor]) -> bool:
+    return len(one) == len(two) and all(
+        a.shape == b.shape and torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(one, two, strict=True)
+    )
+
+
+RESHAPES = (
+    "View",
+    "ReshapeAlias",
+    "UnsafeView",
+    "Alias",
+    "ToCopy",
+    "Transpose",
+    "T",
+    "Permute",
+    "Squeeze",
+    "Unsqueeze",
+)
+
+
+def _last(tensor: Tensor) -> str:
+    """The function that a tensor is the result of, but for its shape and dtype."""
+    function = tensor.grad_fn
+    while function is not None and type(function).__name__.partition("Backward")[0] in RESHAPES:
+        function = function.next_functions[0][0]
+    return type(function).__name__ if function is not None else ""
+
+
+class Misuse(TorchFunctionMode):
+    """Notices losses that are given what another loss wants."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        given = args[0] if args else kwargs.get("input")
+        if func in (F.cross_entropy, F.nll_loss, F.binary_cross_entropy_with_logits) and isinstance(given, Tensor):
+            self._look(func, given)
+        return func(*args, **kwargs)
+
+    def _look(self, func: Any, given: Tensor) -> None:
+        last, name = _last(given), func.__name__
+        if func is F.cross_entropy and last.startswith("SoftmaxBackward"):
+            self._say(name, "probabilities, the result of a softmax", "Give it the scores before the softmax")
+        elif func is F.nll_loss and bool((given.detach() > 1e-6).any()):
+            self._say(name, "numbers above 0, which are no log-probabilities", "Give it a log_softmax of the scores")
+        elif func is F.binary_cross_entropy_with_logits and last.startswith("SigmoidBackward"):
+            self._say(name, "probabilities, the result of a sigmoid", "Give it the scores before the sigmoid")
+
+    def _say(self, name: str, what: str, advice: str) -> None:
+        text = f"{name} is given {what}{lines.at(lines.running())}: it would learn slowly or wrongly. {advice}."
+        if text not in self.found:
+            self.found.append(text)
+
+
+def overrides(task: Any, method: str, base: type) -> bool:
+    """Whether a task has a method of its own."""
+    return inspect.unwrap(getattr(type(task), method)) is not getattr(base, method)

@@ -1,0 +1,179 @@
+"""Lines of the user's own files: where a mistake is, as far as that can be told."""
+
+from __future__ import annotations
+
+import inspect
+import linecache
+import sys
+import sysconfig
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from types import CodeType, FrameType, TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from phalanx.parallel.answers import generator_state
+
+PHALANX = Path(__file__).resolve().parents[2]
+USERS = (PHALANX / "recipes", PHALANX / "models")
+"""Of ours, what is written as a user would."""
+CALLER = str(Path(__file__).with_name("subject.py"))
+"""From where the check calls the user's code."""
+LIBRARIES = (
+    PHALANX,
+    Path(torch.__file__).resolve().parent,
+    *(Path(sysconfig.get_paths()[name]).resolve() for name in ("stdlib", "platstdlib")),
+)
+
+
+@lru_cache(maxsize=4096)
+def own(file: str) -> bool:
+    """Whether a file is the user's: not ours, torch's, Python's, or installed."""
+    if file.startswith("<"):
+        return file.startswith("<ipython")
+    path = Path(file).resolve()
+    if {"site-packages", "dist-packages"} & set(path.parts):
+        return False
+    return any(map(path.is_relative_to, USERS)) or not any(map(path.is_relative_to, LIBRARIES))
+
+
+def written(file: str, line: int) -> str:
+    """A line as messages show it: ``task.py:12: return phalanx.Loss(mean, 1)``."""
+    path, here = Path(file), Path.cwd()
+    text = linecache.getline(file, line).strip()
+    place = f"{path.relative_to(here) if path.is_relative_to(here) else path}:{line}"
+    return f"{place}: {text}" if text else place
+
+
+def of_error(error: BaseException) -> str:
+    """The innermost line of the user's that an error came through; empty if there is none."""
+    found, trace = "", error.__traceback__
+    while isinstance(trace, TracebackType):
+        file = trace.tb_frame.f_code.co_filename
+        if own(file):
+            found = written(file, trace.tb_lineno)
+        trace = trace.tb_next
+    return found
+
+
+def of(thing: Any) -> str:
+    """Where a class or function of the user's begins; empty if it is somebody else's."""
+    try:
+        thing = inspect.unwrap(thing)
+        file = inspect.getsourcefile(thing) or ""
+        lines, first = inspect.getsourcelines(thing)
+    except (OSError, TypeError, ValueError):
+        return ""
+    if not own(file):
+        return ""
+    skipped = next((n for n, line in enumerate(lines) if line.lstrip().startswith(("def ", "class ", "async "))), 0)
+    return written(file, first + skipped)
+
+
+def first_of(*things: Any) -> str:
+    """The first of these that has a place in the user's files, or a place itself."""
+    return next((found for thing in things if (found := thing if isinstance(thing, str) else of(thing))), "")
+
+
+def at(place: str) -> str:
+    """A place in brackets, to be put behind what is said of it."""
+    return f" ({place})" if place else ""
+
+
+def running() -> str:
+    """The innermost line of the user's that is running; not of what has called the check."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_code.co_filename != CALLER:
+        if own(frame.f_code.co_filename):
+            return written(frame.f_code.co_filename, frame.f_lineno)
+        frame = frame.f_back
+    return ""
+
+
+@contextmanager
+def returns(function: Callable[..., Any]) -> Iterator[Callable[[], str]]:
+    """Meanwhile: where this function of the user's last returned."""
+    code: CodeType | None = getattr(inspect.unwrap(getattr(function, "__func__", function)), "__code__", None)
+    found = [""]
+
+    def look(frame: FrameType, event: str, _: Any) -> None:
+        if event == "return" and frame.f_code is code:
+            found[0] = written(frame.f_code.co_filename, frame.f_lineno)
+
+    before = sys.getprofile()
+    sys.setprofile(look)
+    try:
+        yield lambda: found[0] if code is not None and own(code.co_filename) else ""
+    finally:
+        sys.setprofile(before if callable(before) else None)  # one written in C cannot be put back
+
+
+@contextmanager
+def that_draws() -> Iterator[Callable[[], str]]:
+    """Meanwhile: the first line of the user's that moved torch's, numpy's or Python's own generator."""
+    state, last, found = [generator_state(torch.device("cpu"))], [""], [""]
+
+    def look(frame: FrameType, event: str, _: Any) -> Any:
+        if not own(frame.f_code.co_filename):
+            return None
+        now = generator_state(torch.device("cpu"))
+        if now != state[0] and not found[0]:
+            found[0] = last[0]
+        state[0], last[0] = now, written(frame.f_code.co_filename, frame.f_lineno)
+        return look
+
+    def ended() -> str:
+        return found[0] or (last[0] if state[0] != generator_state(torch.device("cpu")) else "")
+
+    before = sys.gettrace()
+    sys.settrace(look)
+    try:
+        yield ended
+    finally:
+        sys.settrace(before)
+
+
+@dataclass
+class Call:
+    """A torch function that was called."""
+
+    name: str
+    line: str
+    given: list[Tensor]
+    """What it gave."""
+    generator: bool = False
+    """It was told to draw from a generator of the user's."""
+
+
+@dataclass
+class Calls(TorchFunctionMode):
+    """Notes every torch function that the user's code calls, in order."""
+
+    keep: bool = True
+    """What they gave is kept, too."""
+    made: list[Call] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        super().__init__()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **kwargs or {})
+        drawn = isinstance((kwargs or {}).get("generator"), torch.Generator)
+        if self.keep or drawn:
+            given = [t.detach().clone() for t in _flat(result)] if self.keep else []
+            self.made.append(Call(getattr(func, "__name__", str(func)), running(), given, drawn))
+        return result
+
+
+def _flat(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _flat(item)

@@ -1,0 +1,145 @@
+"""Whether a task's samples are what they seem: each the same whenever it is read, and its own."""
+
+from __future__ import annotations
+
+import copy
+import math
+import time
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from phalanx.data.fingerprint import digest
+from phalanx.errors import WrongUse
+from phalanx.losses import Loss
+from phalanx.task import Task
+from phalanx.train.check import lines
+from phalanx.train.check.subject import SAMPLES, Fails, Subject, first_ids, raising, read
+
+SLOW_SECONDS = 0.05
+"""Samples that take longer are not read a second time."""
+IGNORED = (-100, -1, 0)
+"""What targets that do not count are often set to."""
+
+
+def fingerprint(value: Any) -> str:
+    """A hash of what a sample holds, but for objects that only the user knows to compare."""
+    return digest(_plain(value))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _plain(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if isinstance(value, np.ndarray):
+        return value if value.dtype.kind in "biufc" else value.tolist()
+    return value if isinstance(value, (Tensor, np.generic, int, float, str, bytes)) else None
+
+
+def reading(task: Task, data: Any, method: str = "data") -> str:
+    """Where samples are read: in a class of the user's, or where the data is made."""
+    return lines.first_of(getattr(type(data), "__getitem__", None), type(data), getattr(type(task), method))
+
+
+def read_samples(task: Task, data: Any) -> tuple[list[Any], list[str]]:
+    """The first samples to be trained on, and what is only likely to be wrong with them."""
+    ids = first_ids(task, data)
+    where = lines.at(reading(task, data))
+    began = time.perf_counter()
+    samples = [read_sample(task, data, ids[0])]
+    slow = time.perf_counter() - began > SLOW_SECONDS
+    kept = copy.deepcopy(samples[0])
+    samples += [read_sample(task, data, index) for index in ids[1 : 3 if slow else SAMPLES]]
+    if fingerprint(kept) != fingerprint(samples[0]):
+        raise WrongUse(
+            f"samples of {type(task).__name__}.data share memory: reading sample {ids[1]} changed sample {ids[0]}, "
+            f"which was read before{where}, so that a batch would hold one of them many times. Return a copy: "
+            "buffer.clone(), or array.copy()."
+        )
+    for index, sample in zip(ids, samples, strict=False):
+        if not isinstance(sample, dict):
+            raise WrongUse(
+                f"sample {index} is a {type(sample).__name__}{where}. "
+                "Task.data must give dicts of tensors or numbers, e.g. {'x': ..., 'y': ...}."
+            )
+    samples = [copy.deepcopy(sample) for sample in samples]
+    if not slow:
+        _check_repeats(task, data, ids, samples)
+        read_sample(task, data, len(data) - 1)
+    return samples, _not_finite(task, ids, samples)
+
+
+def read_sample(task: Task, data: Any, index: int, method: str = "data") -> Any:
+    """One sample; refused with its number where reading it fails."""
+    try:
+        return read(task, data, index)
+    except Fails as failure:
+        if failure.line:
+            first = (str(failure.error).splitlines() or [""])[0]
+            raise WrongUse(
+                f"sample {index} of {len(data):,} cannot be read: {type(failure.error).__name__}: {first}"
+                f"{lines.at(failure.line)}. Mend it there; {type(task).__name__}.{method}() must have a sample at "
+                "every number below its len()."
+            ) from failure
+        raise
+
+
+def _check_repeats(task: Task, data: Any, ids: list[int], samples: list[Any]) -> None:
+    for index, sample in zip(ids, samples, strict=False):
+        again = read_sample(task, data, index)
+        names = [n for n, v in sample.items() if fingerprint(v) != fingerprint(again.get(n))]
+        if names:
+            raise WrongUse(
+                f"sample {index} of {type(task).__name__}.data is another when it is read again: {names[0]!r} "
+                f"differs{lines.at(reading(task, data))}. It must not depend on what was read before, or on a "
+                "generator of its own: draw from torch's, numpy's or Python's global ones, which are seeded for every "
+                "sample, and change a copy, not what is stored."
+            )
+
+
+def _not_finite(task: Task, ids: list[int], samples: list[Any]) -> list[str]:
+    for index, sample in zip(ids, samples, strict=False):
+        for name, value in sample.items():
+            tensor = value if isinstance(value, Tensor) else None
+            if isinstance(value, (np.ndarray, float)) and np.asarray(value).dtype.kind == "f":
+                tensor = torch.as_tensor(value)
+            if tensor is not None and tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+                return [
+                    f"{name!r} of sample {index} has numbers that are not finite{lines.at(lines.of(type(task).data))}: "
+                    "a step with it is skipped. Leave such samples out, or fill them in."
+                ]
+    return []
+
+
+def check_counts(subject: Subject) -> None:
+    """Targets that the loss leaves out must not be counted, where the samples have any."""
+    for name, column in subject.batch(subject.places).items():
+        if not isinstance(column, Tensor) or column.is_floating_point() or column.dtype == torch.bool:
+            continue
+        for value in IGNORED:
+            if bool((column == value).any()) and not bool((column == value).all()):
+                _check_ignored(subject, name, value)
+
+
+def _check_ignored(subject: Subject, name: str, value: int) -> None:
+    batch = subject.batch(subject.places)
+    before = fingerprint(subject.task.inputs(batch))
+    batch[name] = torch.full_like(batch[name], value)
+    with raising("the inputs"):
+        if fingerprint(subject.task.inputs(batch)) != before:
+            return  # the model sees them: no targets
+    try:
+        with torch.no_grad(), lines.returns(type(subject.task).loss) as returned:
+            loss: Loss = subject.compute(subject.places, batch).loss
+    except (Fails, WrongUse):
+        return  # the loss has no such targets
+    total, count = float(loss.total), float(loss.count or 0)
+    if total == 0 and count > 0 and math.isfinite(count):
+        raise WrongUse(
+            f"{subject.name}.loss counts targets that it leaves out: with every {name!r} at {value} the total is 0 and "
+            f"the count {count:g}{lines.at(returned())}, so that the mean depends on how many are left out. Count the "
+            f"others: (targets != {value}).sum(), as phalanx.losses.cross_entropy does."
+        )

@@ -1,0 +1,295 @@
+"""A task on one device: its model, a few of its samples, and what it makes of them, every draw keyed as in training."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, is_dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from phalanx.data.loader import seed_globally
+from phalanx.data.order import Order
+from phalanx.errors import WrongUse
+from phalanx.losses import Logits, Loss
+from phalanx.parallel import batchnorm, hugging_face, keras
+from phalanx.parallel.answers import Answers, generator_state
+from phalanx.parallel.blueprint import Blueprint, mapped
+from phalanx.parallel.randomness import Moment, Randomness
+from phalanx.precision import cast
+from phalanx.task import Batch, Task, as_loss
+from phalanx.train.check import lines
+from phalanx.train.shrink import Needs, by_config
+
+SAMPLES, SOME_SAMPLES, FEW_SAMPLES = 7, 4, 3
+LARGE_WEIGHTS, TOO_MANY_WEIGHTS = 3_000_000, 100_000_000
+"""Models with more are made smaller if it is known how; with more yet, they are not tried if it is not."""
+MUCH_WORK = 1 << 26
+SHORT = 32
+"""Sequences of a model that was made smaller are cut off there."""
+
+
+class CannotCheck(Exception):
+    """Why a task, or the rest of it, is not checked."""
+
+
+class Fails(Exception):
+    """The user's code has raised."""
+
+    def __init__(self, where: str, error: Exception) -> None:
+        super().__init__(where)
+        self.where, self.error, self.line = where, error, lines.of_error(error)
+
+    def __str__(self) -> str:
+        first = (str(self.error).splitlines() or [""])[0]
+        return f"{self.where} fails: {type(self.error).__name__}: {first}{lines.at(self.line)}"
+
+
+@contextmanager
+def raising(where: str) -> Iterator[None]:
+    """While the user's code runs: what it raises is known to be its own."""
+    try:
+        yield
+    except (CannotCheck, Fails):
+        raise
+    except WrongUse as refusal:
+        raise WrongUse(f"{refusal}{_unless_said(lines.of_error(refusal), str(refusal))}") from refusal
+    except Exception as error:
+        raise Fails(where, error) from error
+
+
+def _unless_said(line: str, text: str) -> str:
+    return "" if line in text else lines.at(line)
+
+
+@dataclass
+class Ended:
+    """One call of a module."""
+
+    name: str
+    module: nn.Module
+    got: list[Tensor]
+    gave: list[Tensor]
+    attached: bool
+    """Gradients flow back from what it gave."""
+
+
+@dataclass
+class Given:
+    """What a task made of some samples."""
+
+    batch: dict[str, Any]
+    inputs: Any
+    output: Any
+    value: Any
+    """Of its loss, or of what it evaluates."""
+    modules: list[Ended] = field(default_factory=list)
+    """Every call of a module, in the order in which they ended, if that was watched."""
+
+    @property
+    def loss(self) -> Loss:
+        return self.value
+
+
+class Subject:
+    """A task's model and samples, and how to compute some of them."""
+
+    def __init__(self, task: Task, samples: Sequence[Any]) -> None:
+        self.task, self.samples = task, list(samples)
+        self.name = type(task).__name__
+        with raising(f"{self.name}.model()"):
+            self.model, self.changed = self._made()
+        for name, weight in self.model.named_parameters():
+            weight.logical_name = name  # type: ignore[attr-defined]
+        self.weights = sum(weight.numel() for weight in self.model.parameters())
+        self.samples = self.samples[: self._enough()]
+        self.dtype = torch.float64 if task.precision == "float64" else torch.float32
+        self.model.to(self.dtype)
+        hugging_face.prepare(self.model, torch.float64)
+        self.moment = Moment()
+        self.randomness = Randomness(task.seed, self.moment, torch.device("cpu"))
+        self.randomness.answers = Answers(self.randomness)
+        self._begun = {name: tensor.detach().clone() for name, tensor in self._moved()}
+
+    def _made(self) -> tuple[nn.Module, bool]:
+        """The model with weights of its own, made smaller if it is large; whether it was."""
+        task = self.task
+        described = Blueprint(task.model, task.seed).model
+        weights, config = sum(p.numel() for p in described.parameters()), getattr(described, "config", None)
+        if weights <= LARGE_WEIGHTS:
+            return self._built(task), False
+        if type(task).tiny is not Task.tiny:
+            small = task.tiny()
+        elif hasattr(config, "num_hidden_layers"):
+            small = by_config(task, described, config, Needs(), vocabulary=sys.maxsize).task
+            self.samples = [_short(sample) for sample in self.samples]
+        elif weights <= TOO_MANY_WEIGHTS:
+            return self._built(task), False
+        else:
+            raise CannotCheck(
+                f"{self.name} has {weights:,} weights, too many to try it on the CPU first, and it is not known how to "
+                "make it smaller: give it a tiny(), which returns a copy of itself with small sizes"
+            )
+        return self._built(small), True
+
+    def _enough(self) -> int:
+        """How many samples are computed: fewer where each is much work."""
+        if not self.changed and self.weights > LARGE_WEIGHTS:
+            return FEW_SAMPLES
+        sizes = [t.numel() for t in tensors_in(self.samples[0])]
+        return SOME_SAMPLES if self.weights * max(sizes, default=1) > MUCH_WORK else SAMPLES
+
+    @staticmethod
+    def _built(task: Task) -> nn.Module:
+        seed_globally(task.seed, "check")
+        return keras.build(task.model, task.seed)
+
+    def _moved(self) -> Iterator[tuple[str, Tensor]]:
+        """What a forward may change: buffers, and weights that nobody trains."""
+        yield from self.model.named_buffers()
+        yield from ((name, weight) for name, weight in self.model.named_parameters() if not weight.requires_grad)
+
+    @property
+    def places(self) -> range:
+        return range(len(self.samples))
+
+    def batch(self, places: Sequence[int]) -> dict[str, Any]:
+        """Some of the samples as a batch, which shares nothing with them."""
+        chosen = [copy.deepcopy(self.samples[place]) for place in places]
+        seed_globally(self.task.seed, "check collate")
+        with raising(f"{self.name}.collate()"):
+            tensors = self.task.collate(chosen)
+        return Batch({name: mapped(value, self._placed) for name, value in tensors.items()})
+
+    def _placed(self, tensor: Tensor) -> Tensor:
+        return tensor.detach().clone().to(self.dtype if tensor.is_floating_point() else tensor.dtype)
+
+    def compute(
+        self, places: Sequence[int], batch: dict[str, Any] | None = None, *, evaluate: bool = False, watch: bool = False
+    ) -> Given:
+        """What the task makes of some of the samples, beginning with the buffers that the model was made with."""
+        batch = self.batch(places) if batch is None else batch
+        self.moment.slots = np.array(places)
+        for name, tensor in self._moved():
+            if name in self._begun and self._begun[name].shape == tensor.shape:
+                tensor.data.copy_(self._begun[name])
+        given = Given(batch, None, None, None)
+        with self._watching(given) if watch else nullcontext(), self.randomness.scope("task"):
+            with raising(f"{self.name}.inputs()"):
+                given.inputs = cast(self.task.inputs(batch), self.dtype)
+            with raising(f"the forward of {type(self.model).__name__}"):
+                given.output = self._called(given.inputs)
+            method = "evaluate" if evaluate else "loss"
+            with raising(f"{self.name}.{method}()"):
+                given.value = getattr(self.task, method)(given.output, batch)
+                if not evaluate:
+                    as_loss(given.value, self.task)
+        return given
+
+    def _called(self, inputs: Any) -> Any:
+        if isinstance(inputs, dict):
+            return self.model(**inputs)
+        return self.model(*inputs) if isinstance(inputs, tuple) else self.model(inputs)
+
+    @contextmanager
+    def _watching(self, given: Given) -> Iterator[None]:
+        def ended(name: str) -> Any:
+            def note(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+                got, gave = tensors_in((args, kwargs)), tensors_in(output)
+                attached = any(t.requires_grad for t in gave)
+                given.modules.append(Ended(name, module, _copied(got), _copied(gave), attached))
+
+            return note
+
+        hooks = [m.register_forward_hook(ended(n), with_kwargs=True) for n, m in self.model.named_modules()]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def widen(self) -> bool:
+        """From here on in float64, batch-norms by their running averages, and no weight 0: what differs shows.
+
+        False where the task cannot compute in float64: then it stays as it was.
+        """
+        for module in self.model.modules():
+            if isinstance(module, batchnorm.KINDS):
+                module.train(False)
+        before, self.dtype = self.dtype, torch.float64
+        self.model.double()
+        kept = {name: weight.detach().clone() for name, weight in self.model.named_parameters()}
+        for disturbed in (True, False):
+            try:
+                with torch.no_grad():
+                    self._disturb(kept) if disturbed else self._restore(kept)
+                    given = self.compute(self.places)
+                if bool(torch.isfinite(given.loss.total.detach()).all()):
+                    return True
+            except (Fails, WrongUse):
+                continue
+        self.dtype = before
+        self.model.to(before)
+        return False
+
+    def _disturb(self, kept: Mapping[str, Tensor]) -> None:
+        source = torch.Generator().manual_seed(self.task.seed & 0x7FFFFFFF)
+        for name, weight in self.model.named_parameters():
+            if weight.is_floating_point():
+                drawn = torch.rand(weight.shape, dtype=torch.float64, generator=source)
+                if weight.ndim > 1:
+                    weight.copy_(kept[name] + 0.1 * (drawn - 0.5))
+                else:  # signs stay, so that what must be positive is
+                    weight.copy_(kept[name] * (drawn + 0.5) + (kept[name] == 0) * (drawn - 0.5))
+
+    def _restore(self, kept: Mapping[str, Tensor]) -> None:
+        for name, weight in self.model.named_parameters():
+            weight.copy_(kept[name])
+
+
+def _copied(tensors: list[Tensor]) -> list[Tensor]:
+    return [tensor.detach().clone() for tensor in tensors]
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """All tensors in a structure; of lazy logits what they are made of."""
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, Logits):
+        return [value.hidden]
+    if isinstance(value, Mapping):
+        return [tensor for item in value.values() for tensor in tensors_in(item)]
+    if isinstance(value, (list, tuple)):
+        return [tensor for item in value for tensor in tensors_in(item)]
+    if is_dataclass(value) and not isinstance(value, type):
+        return [tensor for item in vars(value).values() for tensor in tensors_in(item)]
+    return []
+
+
+def read(task: Task, data: Any, index: int) -> Any:
+    """One sample, its own draws seeded as in training."""
+    seed_globally(task.seed, "sample", 0, index)
+    with raising(f"{type(task).__name__}.data()[{index}]"):
+        return data[index]
+
+
+def first_ids(task: Task, data: Any) -> list[int]:
+    """The first samples that will be trained on."""
+    return [int(index) for index in Order(len(data), task.global_batch, task.seed).ids(0)[:SAMPLES]]
+
+
+def _short(sample: Any) -> Any:
+    """A sample with its sequences cut off."""
+    if not isinstance(sample, dict):
+        return sample
+    return {n: v[:SHORT] if isinstance(v, (Tensor, np.ndarray)) and v.ndim == 1 else v for n, v in sample.items()}
+
+
+def moved(before: Any) -> bool:
+    """Whether torch's, numpy's or Python's own generators have drawn since."""
+    return bool(before != generator_state(torch.device("cpu")))

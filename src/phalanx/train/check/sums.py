@@ -1,0 +1,267 @@
+"""Whether the loss of a batch is the sum of its samples': then it does not matter which of them are together.
+
+A batch is computed whole and in two parts of uneven size, in float64. Where those do not add up, what mixes samples is
+looked for from the front: the collated batch, the inputs, each module, the loss's total, its count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from phalanx.data.loader import seed_globally
+from phalanx.errors import WrongUse
+from phalanx.losses import Loss
+from phalanx.parallel import samples
+from phalanx.parallel.answers import generator_state
+from phalanx.task import Task
+from phalanx.train.check import lines
+from phalanx.train.check.learning import named, overrides, place
+from phalanx.train.check.subject import Ended, Given, Subject, moved, tensors_in
+
+WIDE_TOLERANCE, NARROW_TOLERANCE = 1e-5, 1e-2
+"""Relative: in float64, where a model may round some to float32, and where a task computes in float32 alone."""
+
+
+def check_sums(subject: Subject) -> list[str]:
+    """Refuse a loss that depends on which samples are together; returns what is only likely to be a mistake."""
+    pair = _pair(subject)
+    if pair is None:
+        return []
+    with torch.no_grad():
+        warnings = _check_collate(subject, pair)
+        if warnings:
+            return warnings  # what is in a batch differs already
+        asked = _asked()
+        whole = subject.compute(subject.places)
+        if _asked() != asked:
+            return []
+        parts = [subject.compute(part) for part in pair]
+        for name, loss, others in _losses(whole, parts):
+            if (what := _differ(subject, loss, others)) is not None:
+                raise _mixes(subject, pair, what, f"loss{f' ({name})' if name else ''}", evaluate=False)
+    return []
+
+
+def check_evaluate(subject: Subject) -> None:
+    """Likewise each measure that is a sum and a count."""
+    pair = _pair(subject)
+    if pair is None or not overrides(subject.task, "evaluate", Task):
+        return
+    training = {module: module.training for module in subject.model.modules()}
+    subject.model.eval()
+    try:
+        with torch.no_grad():
+            asked = _asked()
+            whole = subject.compute(subject.places, evaluate=True)
+            if not isinstance(whole.value, Mapping) or _asked() != asked:
+                return  # of a wrong kind, which the evaluation refuses; or it needs all samples, and has them
+            parts = [subject.compute(part, evaluate=True) for part in pair]
+            for name, value in whole.value.items():
+                others = [part.value.get(name) for part in parts]
+                sums = all(isinstance(item, Loss) for item in (value, *others))
+                if sums and (what := _differ(subject, value, others)) is not None:
+                    raise _mixes(subject, pair, what, f"evaluate's {name!r}", evaluate=True)
+    finally:
+        for module, before in training.items():
+            module.training = before
+
+
+def _asked() -> int:
+    """How often samples of the whole global batch were asked for: a loss that does so need be no sum over samples."""
+    return samples.calls
+
+
+def _pair(subject: Subject) -> tuple[range, range] | None:
+    count = len(subject.samples)
+    cut = 3 if count > 4 else 1  # odd, so that neighbours that belong together are torn apart
+    return (range(cut), range(cut, count)) if count > 1 else None
+
+
+def _losses(whole: Given, parts: Sequence[Given]) -> Iterator[tuple[str, Loss, list[Loss]]]:
+    """A loss, or those by name that it is made of, with those of the parts."""
+    named_parts = getattr(whole.loss, "parts", None) or {}
+    for name, loss in named_parts.items():
+        yield name, loss, [part.loss.parts[name] for part in parts]
+    if not named_parts:
+        yield "", whole.loss, [part.loss for part in parts]
+
+
+@dataclass(frozen=True)
+class Differ:
+    """A sum and count of a batch, and those of its parts, where they do not add up."""
+
+    total: float
+    totals: list[float]
+    count: float
+    counts: list[float]
+    which: str
+    """total, or count."""
+
+    @property
+    def mean(self) -> bool:
+        """Whether the total is a mean over samples rather than a sum."""
+        low, high = min(self.totals), max(self.totals)
+        return self.which == "total" and low <= self.total <= high
+
+    @property
+    def constant(self) -> bool:
+        return self.count == self.counts[0] == self.counts[1]
+
+
+def _differ(subject: Subject, loss: Loss, others: Sequence[Any]) -> Differ | None:
+    totals, counts = ([float(_number(getattr(o, w))) for o in others] for w in ("total", "count"))
+    total, count = float(_number(loss.total)), float(_number(loss.count))
+    tolerance = WIDE_TOLERANCE if subject.dtype == torch.float64 else NARROW_TOLERANCE
+    if abs(total - sum(totals)) > tolerance * (abs(total) + sum(map(abs, totals))):
+        return Differ(total, totals, count, counts, "total")
+    if abs(count - sum(counts)) > 1e-6 * (abs(count) + sum(map(abs, counts))):
+        return Differ(total, totals, count, counts, "count")
+    return None
+
+
+def _number(value: Any) -> Tensor:
+    return torch.as_tensor(0 if value is None else value).detach().double().sum()
+
+
+def _check_collate(subject: Subject, pair: tuple[range, range]) -> list[str]:
+    """A batch must hold its samples as they are alone, but for padding."""
+    whole, seeded = subject.batch(subject.places), generator_state(torch.device("cpu"))
+    seed_globally(subject.task.seed, "check collate")
+    drew = moved(seeded)
+    for part in pair:
+        alone = subject.batch(part)
+        for name, column in alone.items():
+            for a, b in zip(tensors_in(whole.get(name)), tensors_in(column), strict=False):
+                rows = _rows(a, part, len(subject.samples), b)
+                if rows is None or torch.equal(rows.nan_to_num(), b.nan_to_num()):
+                    continue
+                where = lines.at(lines.of(type(subject.task).collate))
+                if drew:
+                    return [
+                        f"{subject.name}.collate draws at random{where}: what {name!r} is then depends on which "
+                        "samples are together, and so on how the job is spread. Draw where a sample is read, in "
+                        "data()[i], whose draws are its own."
+                    ]
+                raise WrongUse(
+                    f"{subject.name}.collate mixes samples{where}: {name!r} of a sample is something else when others "
+                    "are in its batch, so that the result would depend on how the job is spread. Compute it where a "
+                    "sample is read, or from numbers that are known before."
+                )
+    return []
+
+
+def _rows(whole: Tensor, part: range, count: int, alone: Tensor) -> Tensor | None:
+    """What of a batch's tensor belongs to some of its samples, shaped as theirs; None where that cannot be told."""
+    if whole.ndim != alone.ndim:
+        return None
+    for dim in range(min(2, whole.ndim)):
+        rest = [(a, b) for d, (a, b) in enumerate(zip(whole.shape, alone.shape, strict=True)) if d != dim]
+        each, left = divmod(alone.shape[dim], len(part))
+        if not left and each and whole.shape[dim] == each * count and all(a == b for a, b in rest):
+            return whole.narrow(dim, part.start * each, alone.shape[dim])
+    return whole if whole.shape == alone.shape else None
+
+
+def _off(subject: Subject, whole: Tensor, alone: Tensor) -> bool:
+    if not whole.is_floating_point():
+        return not torch.equal(whole, alone)
+    tolerance = 1e-6 if subject.dtype == torch.float64 else 1e-3
+    scale = max(float(whole.abs().max()), float(alone.abs().max())) if whole.numel() else 0.0
+    return not torch.allclose(whole.nan_to_num(), alone.nan_to_num(), rtol=tolerance, atol=tolerance * scale)
+
+
+def _mixes(subject: Subject, pair: tuple[range, range], what: Differ, of: str, evaluate: bool) -> WrongUse:
+    """What to say of a task whose parts do not add up to the whole: the first thing that mixes."""
+    whole = subject.compute(subject.places, evaluate=evaluate, watch=True)
+    count = len(subject.samples)
+    split = [(part, subject.compute(part, evaluate=evaluate, watch=True)) for part in pair]
+    for part, given in split:
+        if _first_off(subject, tensors_in(whole.inputs), tensors_in(given.inputs), part, count):
+            where = lines.at(lines.of(type(subject.task).inputs))
+            return WrongUse(
+                f"{subject.name}.inputs mixes samples{where}: what a sample gives the model is something else when "
+                "others are in its batch, so that the result would depend on how the job is spread. Compute it from "
+                "each sample alone, in inputs() or where it is read."
+            )
+    for part, given in split:
+        for together, alone in zip(whole.modules, given.modules, strict=False):
+            if together.name == alone.name and _first_off(subject, together.gave, alone.gave, part, count):
+                return _module(subject, pair, together, evaluate)
+    return _total_or_count(subject, pair, what, of, evaluate)
+
+
+def _first_off(subject: Subject, whole: list[Tensor], alone: list[Tensor], part: range, count: int) -> bool:
+    pairs = ((_rows(a, part, count, b), b) for a, b in zip(whole, alone, strict=False))
+    return any(a is not None and _off(subject, a, b) for a, b in pairs)
+
+
+def _module(subject: Subject, pair: tuple[range, range], ended: Ended, evaluate: bool) -> WrongUse:
+    line = _line_that_mixes(subject, pair, evaluate) or place(subject, ended.name)
+    return WrongUse(
+        f"the model of {subject.name} mixes samples: a sample gives something else when others are in its batch, first "
+        f"in the output of {named(subject, ended.name)}{lines.at(line)}, so no layout that divides a batch can train "
+        "like one device. Compute each sample by itself, or with a norm over features; mask what pads a batch; draw "
+        "with torch's functions, without a generator. Batch-norm is known and spread over ranks; other ways to look "
+        "across the batch belong into the loss, with phalanx.gather(x)."
+    )
+
+
+def _total_or_count(subject: Subject, pair: tuple[range, range], what: Differ, of: str, evaluate: bool) -> WrongUse:
+    method = type(subject.task).evaluate if evaluate else type(subject.task).loss
+    with lines.returns(method) as returned:
+        subject.compute(subject.places, evaluate=evaluate)
+    asked = "of the held-out data" if evaluate else "of a step"
+    last = lines.at(returned() or lines.of(method))
+    name = f"{subject.name}.{of}"
+    if what.mean and what.constant:
+        return WrongUse(
+            f"{name} is a mean and a count of {what.count:g}{last}: the mean of such means is not the mean {asked}, "
+            "and depends on how the job is spread. Return phalanx.Loss(sum over the samples, how many), e.g. with "
+            "reduction='sum'."
+        )
+    if what.which == "count":
+        told = f"{what.count:g} for {len(subject.samples)} samples, and {what.counts[0]:g} and {what.counts[1]:g}"
+        return WrongUse(
+            f"the count of {name} is not that of its terms{last}: it is {told} for two parts of them. Count what the "
+            "total sums up, so that counts of parts add up to the count of the batch."
+        )
+    line = _line_that_mixes(subject, pair, evaluate)
+    where = lines.at(line) or last
+    if what.mean:
+        return WrongUse(
+            f"the total of {name} is a mean over the batch, not a sum{where}: {what.total:.6g} for the batch, "
+            f"{what.totals[0]:.6g} and {what.totals[1]:.6g} for two parts of it. Sum over the samples, e.g. with "
+            "reduction='sum', and leave the division by the count to the step."
+        )
+    return WrongUse(
+        f"{name} depends on which samples are computed together{where}: its total is {what.total:.6g} for a batch, and "
+        f"{sum(what.totals):.6g} for two parts of it together, so no layout that divides a batch can train like one "
+        "device. Sum over samples and divide nowhere yourself. For a contrastive loss, or class weights of a batch, "
+        "phalanx.gather(x) gives the rows of the whole global batch; constants belong into a field of the task."
+    )
+
+
+def _line_that_mixes(subject: Subject, pair: tuple[range, range], evaluate: bool) -> str:
+    """The first line of the user's where a torch function gives something of the batch that is not of its samples."""
+    with lines.Calls() as whole:
+        subject.compute(subject.places, evaluate=evaluate)
+    with lines.Calls() as alone:
+        subject.compute(pair[1], evaluate=evaluate)
+    calls = ([call for call in calls.made if call.line] for calls in (whole, alone))
+    count = len(subject.samples)
+    for a, b in zip(*calls, strict=False):
+        if a.name != b.name or a.line != b.line:
+            return ""  # another way was taken
+        for one, two in zip(a.given, b.given, strict=False):
+            rows = _rows(one, pair[1], count, two)
+            known = rows is not None or not one.is_floating_point()
+            if (rows is None and known) or (rows is not None and not rows.is_floating_point()):
+                continue
+            if rows is None or _off(subject, rows, two):
+                return a.line
+    return ""

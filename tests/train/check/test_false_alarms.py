@@ -1,0 +1,238 @@
+"""Nothing is said of recipes, examples and models of Hugging Face's, as they come."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import PretrainedConfig
+
+import phalanx
+from phalanx.data import Arrays
+from phalanx.recipes.gpt import GPT
+from phalanx.recipes.shapes import Shapes
+from phalanx.settings import find_task
+from phalanx.train.check.beside import checked
+from tests.hugging_face import CONFIGS, SIZES, TOKENS, config
+from tests.parity import PRIME
+from tests.tasks import Digits
+
+EXAMPLES = sorted((Path(__file__).parents[3] / "examples").glob("*.py"))
+MORE: dict[str, tuple[str, dict[str, Any]]] = {
+    "olmo2": ("Olmo2Config", SIZES),
+    "stablelm": ("StableLmConfig", SIZES),
+    "cohere": ("CohereConfig", SIZES),
+    "granite": ("GraniteConfig", SIZES),
+    "smollm3": ("SmolLM3Config", SIZES),
+    "gemma3": ("Gemma3TextConfig", SIZES | {"head_dim": 6}),
+    "glm4": ("Glm4Config", SIZES | {"head_dim": 6}),
+    "qwen3-moe": ("Qwen3MoeConfig", SIZES | {"head_dim": 6, "num_experts": 4, "num_experts_per_tok": 2}),
+    "opt": ("OPTConfig", TOKENS | {
+        "hidden_size": 24, "ffn_dim": 29, "num_hidden_layers": 2, "num_attention_heads": 4, "pad_token_id": 1,
+        "word_embed_proj_dim": 24, "max_position_embeddings": 32,
+    }),
+    "mamba": ("MambaConfig", {"vocab_size": PRIME, "hidden_size": 24, "num_hidden_layers": 2, "state_size": 4}),
+}  # fmt: skip
+
+
+@dataclass
+class Plain(phalanx.Task):
+    """A model of Hugging Face's, nothing of it changed."""
+
+    kind: str = "llama"
+    global_batch: int = 8
+
+    counts = "tokens"
+
+    def model(self) -> nn.Module:
+        return transformers.AutoModelForCausalLM.from_config(made(self.kind))
+
+    def data(self) -> Any:
+        source = np.random.default_rng(0)
+        ids = source.integers(1, PRIME, size=(24, 13))
+        return Arrays(input_ids=ids[:, :-1], targets=np.where(source.random((24, 12)) < 0.3, -100, ids[:, 1:]))
+
+    def inputs(self, batch: dict[str, Any]) -> Any:
+        return {"input_ids": batch["input_ids"]}
+
+    def loss(self, output: Any, batch: dict[str, Any]) -> phalanx.Loss:
+        return phalanx.losses.cross_entropy(output.logits, batch["targets"])
+
+
+def made(kind: str) -> PretrainedConfig:
+    if kind in CONFIGS:
+        return config(kind)
+    name, values = MORE[kind]
+    return getattr(transformers, name)(**values)
+
+
+def quiet(task: phalanx.Task) -> None:
+    found = checked(task)
+    assert (found.refusal, found.warnings, found.left_out) == ("", [], "")
+
+
+FEW = ("llama", "gpt2", "mixtral", "olmo2")
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[] if kind in FEW else [pytest.mark.every]) for kind in [*CONFIGS, *MORE]]
+)
+def test_hugging_face(kind: str) -> None:
+    quiet(Plain(kind=kind))
+
+
+@pytest.mark.parametrize("task", [
+    GPT(megabytes=0.5), GPT(megabytes=0.5, dropout=0.2, experts=4, tied=True, bias=True),
+    GPT(megabytes=0.5, width=768, layers=12, heads=12, length=256), GPT(megabytes=0.5, precision="bf16"), Shapes(),
+    Digits(), Digits(global_batch=1), Digits(samples=8, precision="float64"),
+], ids=str)  # fmt: skip
+def test_recipes(task: phalanx.Task) -> None:
+    quiet(task)
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
+def test_examples(path: Path) -> None:
+    quiet(find_task(str(path))())
+
+
+@dataclass
+class Bert(Plain):
+    """An encoder with padding and its mask, dropout, and a pooler; ``labels`` for the whole sequence."""
+
+    def model(self) -> nn.Module:
+        sizes = {"hidden_size": 24, "intermediate_size": 29, "num_hidden_layers": 2, "num_attention_heads": 4}
+        return transformers.BertForSequenceClassification(transformers.BertConfig(vocab_size=131, **sizes))
+
+    def data(self) -> Any:
+        source = np.random.default_rng(0)
+        lengths = source.integers(3, 12, size=40)
+        return [{"ids": source.integers(1, 131, size=n), "label": int(n % 2)} for n in lengths]
+
+    def collate(self, samples: Any) -> dict[str, Any]:
+        ids = nn.utils.rnn.pad_sequence([torch.as_tensor(s["ids"]) for s in samples], batch_first=True)
+        return {"ids": ids, "label": torch.tensor([s["label"] for s in samples])}
+
+    def inputs(self, batch: dict[str, Any]) -> Any:
+        return {"input_ids": batch["ids"], "attention_mask": (batch["ids"] != 0).long()}
+
+    def loss(self, output: Any, batch: dict[str, Any]) -> phalanx.Loss:
+        return phalanx.losses.cross_entropy(output.logits, batch["label"])
+
+
+@dataclass
+class Vision(Plain):
+    def model(self) -> nn.Module:
+        sizes = {"hidden_size": 24, "intermediate_size": 29, "num_hidden_layers": 2, "num_attention_heads": 4}
+        return transformers.ViTForImageClassification(transformers.ViTConfig(image_size=8, patch_size=4, **sizes))
+
+    def data(self) -> Any:
+        images = np.random.default_rng(0).integers(0, 256, size=(40, 8, 8, 3), dtype=np.uint8)
+        return phalanx.data.Images(images, np.arange(40) % 2, augment=True)
+
+    def inputs(self, batch: dict[str, Any]) -> Any:
+        return {"pixel_values": batch["image"]}
+
+    def loss(self, output: Any, batch: dict[str, Any]) -> phalanx.Loss:
+        return phalanx.losses.cross_entropy(output.logits, batch["label"])
+
+
+class Odd(nn.Module):
+    """What is right and looks wrong: batch-norm, a frozen part, a buffer that forward changes, a weight of zeros, a
+    teacher that is not trained, draws of torch's own, a fixed generator for what all samples share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(4, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.3))
+        self.frozen = nn.Linear(16, 16).requires_grad_(False)
+        self.last = nn.Linear(16, 3)
+        nn.init.zeros_(self.last.weight)
+        self.register_buffer("seen", torch.zeros(()))
+        self.teacher = [nn.Linear(4, 3)]
+        self.unused = nn.Parameter(torch.ones(3))
+        self.average = nn.Parameter(torch.zeros(3), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen += len(x)
+        self.average.data.mul_(0.9).add_(self.last.bias.detach(), alpha=0.1)
+        with torch.no_grad():
+            self.teacher[0].to(x.dtype)(x)
+        projection = torch.randn(16, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(x)
+        hidden = self.frozen(self.body(x + 0.1 * torch.randn_like(x)))
+        return self.last(hidden + 0.1 * hidden @ projection) + self.average
+
+
+@dataclass
+class Oddities(Digits):
+    """Held-out samples that by chance are trained on, too; a loss in float32 alone."""
+
+    constant: list[float] = field(default_factory=lambda: [1.0, 2.0, 0.5])
+
+    def model(self) -> nn.Module:
+        return Odd()
+
+    def loss(self, output: Tensor, batch: dict[str, Any]) -> phalanx.Loss:
+        weight = torch.tensor(self.constant)
+        total = nn.functional.cross_entropy(output.float(), batch["y"], weight, reduction="sum")
+        return phalanx.Loss(total, len(output))
+
+
+@pytest.mark.parametrize("task", [Bert(), Vision(), Oddities()], ids=lambda task: type(task).__name__)
+def test_what_is_right_and_looks_wrong(task: phalanx.Task) -> None:
+    quiet(task)
+
+
+def test_few_different_samples_are_no_leak() -> None:
+    @dataclass
+    class Coins(Digits):
+        """There are only eight points: training and held-out samples are the same by chance."""
+
+        def _points(self, n: int, seed: int) -> Arrays:
+            bits = torch.randint(0, 2, (n, 3), generator=torch.Generator().manual_seed(seed))
+            return Arrays(x=torch.cat([bits, bits[:, :1]], 1).float(), y=bits[:, 0])
+
+    found = checked(Coins(samples=200))
+    assert not found.refusal
+    assert "Is the same twice in the data" in found.warnings[0]
+
+
+@dataclass
+class Large(Plain):
+    """Too large to be tried as it is; made smaller by its configuration, its words kept."""
+
+    vocabulary: int = 3000
+    wrong: bool = False
+
+    def model(self) -> nn.Module:
+        sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 4, "num_attention_heads": 8}
+        return transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=self.vocabulary, **sizes))
+
+    def data(self) -> Any:
+        ids = np.random.default_rng(0).integers(0, 3000, size=(64, 513))
+        return Arrays(input_ids=ids[:, :-1], targets=ids[:, 1:])
+
+    def loss(self, output: Any, batch: dict[str, Any]) -> phalanx.Loss:
+        found = super().loss(output, batch)
+        return phalanx.Loss(found.total / len(batch["targets"]), found.count) if self.wrong else found
+
+
+def test_a_large_model_is_made_small() -> None:
+    quiet(Large())
+    assert "is a mean over the batch, not a sum" in checked(Large(wrong=True)).refusal
+    assert "out of range" in checked(Large(vocabulary=2000)).refusal
+
+
+def test_what_is_too_large_is_said() -> None:
+    @dataclass
+    class Huge(Digits):
+        def model(self) -> nn.Module:
+            return nn.Sequential(nn.Linear(4, 20_000), nn.Linear(20_000, 20_000), nn.Linear(20_000, 3))
+
+    found = checked(Huge())
+    assert not found.refusal
+    assert "too many to try it on the CPU first" in found.warnings[0]
