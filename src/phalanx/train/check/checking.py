@@ -81,14 +81,16 @@ class _Check:
         self.slow = time.process_time() - began > SLOW_SECONDS
         if not self.slow:
             subject.widen()
-        self.warnings += check_sums(subject)
+        for _ in subject.in_turn():
+            self.warnings += check_sums(subject)
         if not self.slow:
             check_counts(subject)
         self.subject = subject
 
     def _learns(self, subject: Subject) -> None:
         try:
-            self.warnings += check_learning(subject, self.pretrained)
+            for _ in subject.in_turn():
+                self.warnings += check_learning(subject, self.pretrained)
         except Fails as failure:
             if isinstance(failure.error, IndexError) and any(words in str(failure.error) for words in RANGE):
                 raise _out_of_range(subject, failure) from failure

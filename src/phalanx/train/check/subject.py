@@ -115,6 +115,9 @@ class Subject:
         self.randomness = Randomness(task.seed, self.moment, torch.device("cpu"))
         self.randomness.answers = Answers(self.randomness)
         self._begun = {name: tensor.detach().clone() for name, tensor in self._moved()}
+        self._trainable = [name for name, weight in self.model.named_parameters() if weight.requires_grad]
+        self.turns = tuple(dict.fromkeys(task.turns)) or ("",)
+        self.turn = self.turns[0]
 
     def _made(self) -> tuple[nn.Module, bool]:
         """The model with weights of its own, made smaller if it is large; whether it was."""
@@ -154,6 +157,17 @@ class Subject:
         yield from self.model.named_buffers()
         yield from ((name, weight) for name, weight in self.model.named_parameters() if not weight.requires_grad)
 
+    def in_turn(self) -> Iterator[None]:
+        """For each of the task's turns, with the weights alone that it trains; then all are trained again."""
+        weights = dict(self.model.named_parameters())
+        for turn in self.turns:
+            self.turn = turn
+            for name in self._trainable:
+                weights[name].requires_grad_(self.task.trains(turn, name))
+            yield
+        for name in self._trainable:
+            weights[name].requires_grad_()
+
     @property
     def places(self) -> range:
         return range(len(self.samples))
@@ -164,7 +178,9 @@ class Subject:
         seed_globally(self.task.seed, "check collate")
         with raising(f"{self.name}.collate()"):
             tensors = self.task.collate(chosen)
-        return Batch({name: mapped(value, self._placed) for name, value in tensors.items()})
+        made = Batch({name: mapped(value, self._placed) for name, value in tensors.items()})
+        made.turn = self.turn
+        return made
 
     def _placed(self, tensor: Tensor) -> Tensor:
         return tensor.detach().clone().to(self.dtype if tensor.is_floating_point() else tensor.dtype)
@@ -174,6 +190,8 @@ class Subject:
     ) -> Given:
         """What the task makes of some of the samples, beginning with the buffers that the model was made with."""
         batch = self.batch(places) if batch is None else batch
+        if evaluate and isinstance(batch, Batch):
+            batch.turn = ""
         self.moment.slots = np.array(places)
         for name, tensor in self._moved():
             if name in self._begun and self._begun[name].shape == tensor.shape:

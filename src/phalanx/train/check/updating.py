@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Mapping
 from numbers import Real
+from typing import Any
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
@@ -73,11 +75,17 @@ def _twice(name: str, weight: str, line: str) -> WrongUse:
 
 
 def check_schedule(task: Task) -> list[str]:
-    """A schedule must be a function of the step that gives a factor."""
+    """A schedule must be a function of the step that gives a factor, or one for each of several optimizers."""
     name = f"{type(task).__name__}.schedule"
     with lines.returns(type(task).schedule) as returned, raising(f"{name}()"):
-        factor = task.schedule()
+        given = task.schedule()
     where = lines.at(returned())
+    several = given if isinstance(given, Mapping) else {"": given}
+    every = [_check_factor(task, f"{name}[{key!r}]" if key else name, factor, where) for key, factor in several.items()]
+    return [warning for found in every for warning in found]
+
+
+def _check_factor(task: Task, name: str, factor: Any, where: str) -> list[str]:
     how = "Return a function of the step that gives a factor on the learning rate, e.g. lambda step: 0.99**step."
     if isinstance(factor, LRScheduler) or not callable(factor):
         raise WrongUse(f"{name} returned a {type(factor).__name__}{where}, not a function of the step. {how}")
