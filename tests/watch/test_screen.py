@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import io
-import math
-
-import pytest
 
 import phalanx
-from phalanx.watch.screen import Screen, memory_bytes, sparkline
+from phalanx.watch.screen import Screen, memory_bytes
 from tests.tasks import Digits
 
 
@@ -43,15 +40,3 @@ def test_elsewhere_it_is_quiet_but_for_the_facts() -> None:
     assert [line.split()[0] for line in lines] == ["layout", "model", "batch", "dtypes", "note", "held"]
     assert "parameter float32 | compute float32" in lines[3]
     assert "zero=2 has no effect" in lines[4]
-
-
-@pytest.mark.parametrize(
-    ("values", "picture"),
-    [([], ""), ([1.0], "▁"), ([2.0, 1.0], "█▁"), ([1.0] * 3, "▁▁▁"), ([0.0, math.nan, 7.0], "▁!█"), ([math.nan], "!")],
-)
-def test_the_shape_of_a_loss(values: list[float], picture: str) -> None:
-    assert sparkline(values) == picture
-
-
-def test_a_long_loss_fits_a_line() -> None:
-    assert len(sparkline([math.cos(i / 50) for i in range(1000)])) == 40

@@ -6,7 +6,7 @@ import resource
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TextIO
 
@@ -15,7 +15,6 @@ import torch
 from phalanx.train.engine import Engine
 from phalanx.train.step import Metrics
 
-BLOCKS = "▁▂▃▄▅▆▇█"
 REFRESH_SECONDS = 0.1
 QUIET_SECONDS = 60.0
 
@@ -140,21 +139,6 @@ def memory_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-
-
-def sparkline(values: Sequence[float], width: int = 40) -> str:
-    """Values as a row of bars: a picture of how the loss went."""
-    if not values:
-        return ""
-    size = max(1, len(values) / width)
-    groups = [
-        values[int(i * size) : max(int(i * size) + 1, int((i + 1) * size))] for i in range(min(width, len(values)))
-    ]
-    means = [sum(group) / len(group) for group in groups]
-    finite = [m for m in means if m == m and abs(m) != float("inf")]
-    low, high = (min(finite), max(finite)) if finite else (0.0, 0.0)
-    span = (high - low) or 1.0
-    return "".join(BLOCKS[round((m - low) / span * 7)] if m in finite else "!" for m in means)
 
 
 def _clock(seconds: float) -> str:

@@ -1,0 +1,27 @@
+"""Numbers and lists as people read them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+BLOCKS = "▁▂▃▄▅▆▇█"
+
+
+def many(number: int, one: str, more: str = "") -> str:
+    """``1 step``, ``2 steps``, ``1,000 steps``."""
+    return f"{number:,} {one if number == 1 else more or one + 's'}"
+
+
+def sparkline(values: Sequence[float], width: int = 40) -> str:
+    """Values as a row of bars: a picture of how the loss went."""
+    if not values:
+        return ""
+    size = max(1, len(values) / width)
+    groups = [
+        values[int(i * size) : max(int(i * size) + 1, int((i + 1) * size))] for i in range(min(width, len(values)))
+    ]
+    means = [sum(group) / len(group) for group in groups]
+    finite = [m for m in means if m == m and abs(m) != float("inf")]
+    low, high = (min(finite), max(finite)) if finite else (0.0, 0.0)
+    span = (high - low) or 1.0
+    return "".join(BLOCKS[round((m - low) / span * 7)] if m in finite else "!" for m in means)

@@ -1,0 +1,51 @@
+"""How a run ended: what is said to be saved and lost is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from phalanx.launch.local import Failure, Outcome
+from phalanx.run import Run
+from phalanx.train.ending import finished, left, stopped
+from phalanx.train.loop import Summary
+
+
+class Saved:
+    def __init__(self, *steps: int) -> None:
+        self.saved = list(steps)
+
+    def steps(self) -> list[int]:
+        return self.saved
+
+
+@pytest.mark.parametrize(
+    ("saved", "done", "words"),
+    [
+        ((), 0, "nothing was saved yet"),
+        ((), 7, "nothing was saved, 7 steps lost"),
+        ((5, 10), 10, "saved up to step 10"),
+        ((5, 10), 11, "saved up to step 10, 1 step after it lost"),
+        ((10,), 13, "saved up to step 10, 3 steps after it lost"),
+    ],
+)
+def test_what_was_saved_and_lost(tmp_path: Path, saved: tuple[int, ...], done: int, words: str) -> None:
+    shelf = Saved(*saved)
+    verdict = stopped(Run(tmp_path), shelf, [], "", done)  # type: ignore[arg-type]
+    assert verdict.summary == f"stopped: every rank has ended, {words}"
+    assert verdict.exit_code == 130
+    assert f"the run, which is {words};" in left(Run(tmp_path), shelf, done).summary  # type: ignore[arg-type]
+
+
+def test_why_something_was_lost(tmp_path: Path) -> None:
+    failures = [Failure(0, 1.0, "the disk is full"), Failure(1, 2.0, "lost its connection", secondary=True)]
+    verdict = stopped(Run(tmp_path), Saved(), failures, "by a second Ctrl-C", 4)  # type: ignore[arg-type]
+    assert verdict.summary.startswith("stopped by a second Ctrl-C: ")
+    assert verdict.evidence == ["rank 0: the disk is full", f"what it did is in {tmp_path}"]
+
+
+def test_a_run_that_came_to_its_end_is_finished() -> None:
+    assert finished(Outcome(Summary(9), interrupted=True))
+    assert not finished(Outcome(Summary(5, stopped=True), interrupted=True))
+    assert not finished(Outcome(interrupted=True))
