@@ -132,11 +132,13 @@ class Bursts:
     chaos: Chaos
     server: ForkServer
     chosen: random.Random
-    moments: float = 3.0
+    moments: float = 4.0
     """Seconds after a start or a burst that the next may come."""
     bursts: int = 0
     signals: int = 0
     stopped: int = 0
+    stepped: int = 0
+    """Of those, after a step or more."""
     said: int = 0
     """Steps that runs said were lost,"""
     unsaid: int = 0
@@ -173,7 +175,7 @@ class Bursts:
             process.kill()
             self.untrue += 1
         process.join()
-        self._judge(run, out.read_text() if out.exists() else "")
+        self._judge(run, out.read_text() if out.exists() else "", process.exitcode)
 
     def _burst(self, process: Forked) -> bool:
         """Whether it asked for an end."""
@@ -188,7 +190,7 @@ class Bursts:
         self.signals += len(kinds)
         return any(kind != signal.SIGUSR1 for kind in kinds)
 
-    def _judge(self, run: Run, told: str) -> None:
+    def _judge(self, run: Run, told: str, code: int | None) -> None:
         """Hold what was said against what is there."""
         steps = Shelf(open_store(run.checkpoints_path)).steps() if run.checkpoints_path.exists() else []
         events = list(run.events(0, "step"))
@@ -199,7 +201,11 @@ class Bursts:
             self.untrue += not (certified == max(run.ledger()) + 1 == saved and run.weights_path.exists())
             return
         self.stopped += 1
-        self.untrue += "stopped" not in told
+        self.stepped += bool(done)
+        unheeded = code is not None and code < 0 and not told  # it came before the command line was there
+        if "stopped" not in told and not unheeded:
+            print(f"it ended with {code} and said:\n{told}")
+            self.untrue += 1
         found = re.search(r"(\d[\d,]*) steps? (?:after it )?lost", told)
         said = int(found[1].replace(",", "")) if found else 0
         named = re.search(r"saved up to step (\d+)", told)
@@ -213,7 +219,7 @@ class Bursts:
 def bursts(chaos: Chaos, server: ForkServer, wanted: int, seed: int) -> list[Figure]:
     found = Bursts(chaos, server, random.Random(seed))
     found.strike(wanted)
-    note = f"{found.bursts} bursts, {found.signals} signals, {found.stopped} stops, {found.runs} runs"
+    note = f"{found.bursts} bursts, {found.signals} signals, {found.stopped} stops, {found.stepped} after steps, {found.runs} runs"
     return [
         Figure("bursts of signals: steps lost that were not said to be", found.unsaid, 0, note),
         Figure("bursts of signals: steps said to be lost", found.said, 0),

@@ -78,6 +78,7 @@ def test_train_leaves_a_run_that_can_be_repeated(tmp_path: Path) -> None:
         "layout": "fsdp=2,zero=2",
         "on": "local:2",
         "device": "cpu",
+        "folder": str(tmp_path),
         "timeout": 600.0,
     }
     assert settings["run"] == place
@@ -98,6 +99,77 @@ def test_train_leaves_a_run_that_can_be_repeated(tmp_path: Path) -> None:
     refused = phalanx("train", "--config", config, "--run", "again", cwd=tmp_path)
     assert refused.returncode == 2
     assert "holds a run already" in refused.stderr
+
+
+PACKAGED = GOOD.replace(
+    "class Silent", "from .sizes import SAMPLES\nfrom pkg.sizes import WIDTH\n\n\nclass Silent"
+).replace("samples: int = 40", "samples: int = SAMPLES")
+
+
+def package(folder: Path, init: bool = True) -> None:
+    (folder / "pkg").mkdir()
+    (folder / "pkg" / "task.py").write_text(PACKAGED.replace("width: int = 16", "width: int = WIDTH"))
+    (folder / "pkg" / "sizes.py").write_text("SAMPLES, WIDTH = 48, 12\n")
+    if init:
+        (folder / "pkg" / "__init__.py").touch()
+
+
+@pytest.mark.parametrize("init", [True, False])
+@pytest.mark.parametrize(
+    ("words", "there"),
+    [
+        ("pkg.task:Digits", "."),
+        ("pkg.task", "."),
+        ("pkg/task.py:Digits", "."),
+        ("task.py", "pkg"),
+        ("../pkg/task.py", "other"),
+    ],
+)
+def test_a_task_in_a_package_is_found_from_any_folder(tmp_path: Path, words: str, there: str, init: bool) -> None:
+    package(tmp_path, init)
+    (tmp_path / "other").mkdir()
+    done = phalanx(
+        "train", words, "--on", "local:2", "--steps", "2", "--set", "workers=1", "--run", "run", cwd=tmp_path / there
+    )
+    assert done.returncode == 0, done.stderr
+    run = Run(tmp_path / there / "run")
+    assert run.settings()["settings"]["width"] == 12
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    done = phalanx("train", "--resume", "--steps", "3", "--run", str(run.path), cwd=elsewhere)
+    assert done.returncode == 0, done.stderr
+    assert f"the run began in {tmp_path / there}".rstrip("/.") in done.stdout
+    done = phalanx("prove", words, "--layouts", "dp=2", "--steps", "1", cwd=tmp_path / there)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_run_is_gone_on_with_from_another_folder_with_its_own_paths(tmp_path: Path) -> None:
+    (tmp_path / "here").mkdir()
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "here" / "mine.py").write_text(
+        GOOD.replace(
+            "def data(self)",
+            "def data(self):\n        open('samples.txt').close()\n        return self.found()\n\n    def found(self)",
+        )
+    )
+    (tmp_path / "here" / "samples.txt").touch()
+    words = ("train", "mine.py", "--steps", "2", "--run", "run", "--checkpoints", "kept")
+    assert phalanx(*words, cwd=tmp_path / "here").returncode == 0
+    done = phalanx("train", "--resume", "--steps", "3", "--run", "../here/run", cwd=tmp_path / "elsewhere")
+    assert done.returncode == 0, done.stderr
+    assert "relative paths of its task are taken from there" in done.stdout
+    done = phalanx(
+        "train",
+        "--config",
+        "../here/run/run.toml",
+        "--run",
+        "again",
+        "--checkpoints",
+        "own",
+        cwd=tmp_path / "elsewhere",
+    )
+    assert done.returncode == 0, done.stderr
+    assert sorted(path.name for path in (tmp_path / "elsewhere").iterdir()) == ["again", "own"]
 
 
 def test_exact_runs_leave_the_same_bytes(tmp_path: Path) -> None:

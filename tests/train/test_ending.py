@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.launch.local import Failure, Outcome
+from phalanx.launch.local import Failure
 from phalanx.run import Run
-from phalanx.train.ending import finished, left, stopped
-from phalanx.train.loop import Summary
+from phalanx.train.ending import left, stopped
 
 
 class Saved:
@@ -35,7 +34,7 @@ def test_what_was_saved_and_lost(tmp_path: Path, saved: tuple[int, ...], done: i
     verdict = stopped(Run(tmp_path), shelf, [], "", done)  # type: ignore[arg-type]
     assert verdict.summary == f"stopped: every rank has ended, {words}"
     assert verdict.exit_code == 130
-    assert f"the run, which is {words};" in left(Run(tmp_path), shelf, done).summary  # type: ignore[arg-type]
+    assert f"the run ({words});" in left(Run(tmp_path), shelf, done).summary  # type: ignore[arg-type]
 
 
 def test_why_something_was_lost(tmp_path: Path) -> None:
@@ -43,9 +42,3 @@ def test_why_something_was_lost(tmp_path: Path) -> None:
     verdict = stopped(Run(tmp_path), Saved(), failures, "by a second Ctrl-C", 4)  # type: ignore[arg-type]
     assert verdict.summary.startswith("stopped by a second Ctrl-C: ")
     assert verdict.evidence == ["rank 0: the disk is full", f"what it did is in {tmp_path}"]
-
-
-def test_a_run_that_came_to_its_end_is_finished() -> None:
-    assert finished(Outcome(Summary(9), interrupted=True))
-    assert not finished(Outcome(Summary(5, stopped=True), interrupted=True))
-    assert not finished(Outcome(interrupted=True))

@@ -73,6 +73,11 @@ class Outcome:
     over: str = ""
     """Why ranks that were well were stopped: the world has changed."""
 
+    @property
+    def finished(self) -> bool:
+        """Whether ranks came to the program's own end, asked to stop or not."""
+        return self.result is not None and not getattr(self.result, "stopped", False)
+
 
 @dataclass(frozen=True)
 class World:

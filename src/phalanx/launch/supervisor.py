@@ -210,7 +210,7 @@ class Supervisor:
             if not outcome.failures or (self.stop.asked and (stopping or not self._unsaved())):
                 return True
             return not self._again(outcome.failures[0], generation)
-        if outcome.interrupted and not _finished(outcome):
+        if outcome.interrupted and not outcome.finished:
             self.meeting.leave("was asked to stop")
             return True
         if self.shared is not None and not self.recoveries and (unshared := self.shared.unshared()):
@@ -277,8 +277,3 @@ class Supervisor:
     @staticmethod
     def _say(line: str) -> None:
         print(redact(line), file=sys.stderr, flush=True)
-
-
-def _finished(outcome: Outcome) -> bool:
-    """Whether ranks came to the task's own end, asked to stop or not."""
-    return outcome.result is not None and not getattr(outcome.result, "stopped", False)

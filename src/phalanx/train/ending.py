@@ -7,17 +7,12 @@ from contextlib import suppress
 
 from phalanx.checkpoint.shelf import Shelf
 from phalanx.files import write_whole
-from phalanx.launch.local import Failure, Outcome
+from phalanx.launch.local import Failure
 from phalanx.run import Run
 from phalanx.task import Task
 from phalanx.train.loop import Summary
 from phalanx.verdict import Verdict
 from phalanx.words import many, sparkline
-
-
-def finished(outcome: Outcome) -> bool:
-    """Whether ranks came to the task's own end, asked to stop or not."""
-    return outcome.result is not None and not getattr(outcome.result, "stopped", False)
 
 
 def trained(run: Run, shelf: Shelf, task: Task, summary: Summary, certified: str) -> Verdict:
@@ -55,7 +50,7 @@ def left(run: Run, shelf: Shelf, done: int) -> Verdict:
     """One host of several was asked to end."""
     saved, _ = _saved(run, shelf, done)
     return Verdict(
-        False, f"this host has left the run, which is {saved}; the others go on if they are enough", [],
+        False, f"this host has left the run ({saved}); the others go on if they are enough", [],
         next="Start the same command here again to join them.", code=130,
     )  # fmt: skip
 

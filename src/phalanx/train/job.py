@@ -40,11 +40,11 @@ from phalanx.parallel.spread import check_model
 from phalanx.precision import DTYPES
 from phalanx.proofs import said
 from phalanx.run import Run, read_settings
-from phalanx.settings import find_task, make_task, parse_assignments, plain_settings
+from phalanx.settings import find_task, make_task, parse_assignments, plain_settings, short_name
 from phalanx.task import Task
 from phalanx.train.certificate import NotDone, certify, in_words
 from phalanx.train.choosing import full_reference
-from phalanx.train.ending import failed, finished, left, not_done, stopped, trained
+from phalanx.train.ending import failed, left, not_done, stopped, trained
 from phalanx.train.engine import Engine, length
 from phalanx.train.guard import Guard
 from phalanx.train.keeping import Keeper
@@ -68,6 +68,8 @@ class Job:
     layout: Layout
     cluster: Cluster
     options: Options
+    folder: Path
+    """Where it began, and its relative paths begin."""
 
     @classmethod
     def resolve(
@@ -88,12 +90,12 @@ class Job:
         torch.set_num_threads(1)  # a task file may compute while it is imported, and no thread may survive into a fork
         saved = read_settings(config) if config else {}
         ran: Mapping[str, Any] = saved.get("run", {})
-        known = ("task", "layout", "on", "device", *(f.name for f in fields(Options)))
+        known = ("task", "layout", "on", "device", "folder", *(f.name for f in fields(Options)))
         for table, names in (("table", [n for n in saved if n not in ("run", "settings")]), ("key", ran)):
             for name in names:
                 if table == "table" or name not in known:
                     raise WrongUse(f"{config} has a {table} {name!r} that means nothing; {closest(name, known)}")
-        for name in known[:4]:
+        for name in known[:5]:
             if not isinstance(ran.get(name, ""), str):
                 raise WrongUse(f"{name} = {ran[name]!r} in {config} is not text. Mend that line.")
         if config and not ran.get("task") and (resume or not saved):
@@ -109,7 +111,8 @@ class Job:
         reference = task or ran.get("task")
         if reference is None:
             raise WrongUse("there is no task to train. Name one: phalanx train gpt, or phalanx train file.py")
-        kind = find_task(reference)
+        folder = _folder(ran) if task is None or resume else None
+        kind = find_task(reference, folder)
         values: dict[str, Any] = {**saved.get("settings", {}), **parse_assignments(assignments)}
         if steps is not None:
             values["steps"] = steps
@@ -119,6 +122,7 @@ class Job:
                 if name not in values:
                     print(f"   note  {config} does not say what {name} is: it is {value} now")
         settled = Options.resolve(options, ran)
+        settled = settled if folder is None else settled.from_anywhere()
         if resume and on and not layout and "layout" in ran:  # the same on another number of ranks: as close as can be
             layout = str(fitted(Layout.parse(ran["layout"]), made.global_batch, ranks_of(on) * settled.max_nodes))
         chosen, ranks = place(
@@ -135,10 +139,13 @@ class Job:
                 f"--kill {settled.kill} would kill nobody: there are ranks 0 to {ranks * settled.max_nodes - 1} and "
                 f"{made.steps} steps. Choose a rank and a step of those."
             )
-        return cls(reference, made, chosen, Cluster.here(ranks, device or ran.get("device")), settled)
+        return cls(
+            reference, made, chosen, Cluster.here(ranks, device or ran.get("device")), settled, folder or Path.cwd()
+        )
 
     def describe(self) -> str:
         """What would run, with the model described and the data opened."""
+        os.chdir(self.folder)
         model = Blueprint(self.task.model, self.task.seed).model
         anatomy = self.task.anatomy(model)
         check_model(self.layout, model, anatomy)
@@ -161,16 +168,16 @@ class Job:
     def train(self, path: Path | None, resume: bool = False) -> Verdict:
         """Run it to the end, in a new folder, or in that of a run that did not come to its own."""
         self.cluster.check_room()
-        name = Path(self.reference.partition(":")[0]).stem
+        name = short_name(self.reference)
         if self.options.meet is not None:
             if path is None:
                 raise WrongUse("several hosts need one folder that all of them see. Give it with --run.")
-            run = Run.folder(path, name)  # the first host will hold it
+            run = self._from_anywhere(Run.folder(path, name))  # the first host will hold it
             shelf = Shelf(open_store(self.options.checkpoints or run.checkpoints_path))
             _check_there(run, shelf)
             return self._train_or_put_back(run, shelf, resume=True)
         new = path is None or not exists(path)
-        run = Run.folder(path, name) if resume else Run.create(path, name)
+        run = self._from_anywhere(Run.folder(path, name) if resume else Run.create(path, name))
         shelf = Shelf(open_store(self.options.checkpoints or run.checkpoints_path))
         _check_there(run, shelf)
         with run.held(LINGER_SECONDS), _held(shelf.store):
@@ -180,6 +187,10 @@ class Job:
             if new and verdict.exit_code in (2, 3) and not run.ledger() and not shelf.steps():
                 shutil.rmtree(run.path)  # it did nothing, and its name should be free for the next try
         return verdict
+
+    def _from_anywhere(self, run: Run) -> Run:
+        """Found by its path where ranks are in another folder."""
+        return run if self.folder == Path.cwd() else Run(run.path.resolve())
 
     def _train_or_put_back(self, run: Run, shelf: Shelf, resume: bool) -> Verdict:
         """What was refused is not what the run is: its settings and its certificate stay as they were."""
@@ -217,6 +228,7 @@ class Job:
             "layout": str(self.layout),
             "on": f"local:{self.cluster.world}",
             "device": self.cluster.device,
+            "folder": str(self.folder),
             **options.to_repeat(),
         }
         print(
@@ -251,7 +263,7 @@ class Job:
         finally:
             if supervisor.meeting is not None:
                 supervisor.meeting.close()
-        if not supervisor.leads and not outcome.failures and (not outcome.interrupted or finished(outcome)):
+        if not supervisor.leads and not outcome.failures and (outcome.finished or not outcome.interrupted):
             if run.certified_steps() != self.task.steps and not (shared and shared.private):
                 return not_done(run, NotDone("there is no certificate"))
             return Verdict(True, f"done: the first host says what came of it, in {run.path}")
@@ -272,6 +284,7 @@ class Job:
     def _rank(self, run: Run, shelf: Shelf, resume: bool, host: Host) -> Summary:
         """What each rank does."""
         options = self.options
+        os.chdir(self.folder)
         layout = self.layout
         if host.world != layout.world:
             layout = fitted(layout, self.task.global_batch, host.world, self.task)
@@ -316,9 +329,9 @@ class Job:
         return in_words(certify(run, self.task, shelf))
 
     def _verdict(self, run: Run, shelf: Shelf, outcome: Outcome, stop: Stop, done: int) -> Verdict:
-        if self.options.meet is not None and outcome.interrupted and not finished(outcome):
+        if self.options.meet is not None and outcome.interrupted and not outcome.finished:
             return left(run, shelf, done)
-        if outcome.interrupted and not finished(outcome):
+        if outcome.interrupted and not outcome.finished:
             return stopped(run, shelf, outcome.failures or [], stop.cut_short, done)
         if outcome.failures:
             return failed(run, outcome.failures)
@@ -328,6 +341,18 @@ class Job:
             return trained(run, shelf, self.task, outcome.result, self._certified(run, shelf))
         except (NotDone, Damaged) as reason:
             return not_done(run, reason)
+
+
+def _folder(ran: Mapping[str, Any]) -> Path | None:
+    """Where a run began, if it is not here: paths of its task that are relative are so to that folder."""
+    began = Path(ran["folder"]) if "folder" in ran else None
+    if began is None or began == Path.cwd():
+        return None
+    if not exists(began):
+        print(f"   note  {began}, where the run began, is not there: relative paths are taken from here")
+        return None
+    print(f"   note  the run began in {began}: relative paths of its task are taken from there")
+    return began
 
 
 def _check_there(run: Run, shelf: Shelf) -> None:

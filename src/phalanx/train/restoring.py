@@ -21,7 +21,7 @@ from phalanx.checkpoint.slot import Slot, Staged
 from phalanx.checkpoint.state import State
 from phalanx.checkpoint.store import open_store
 from phalanx.checkpoint.write import pieces
-from phalanx.errors import CannotHere
+from phalanx.errors import CannotHere, WrongUse
 from phalanx.parallel import collectives
 from phalanx.parallel.boxes import Box
 from phalanx.train.engine import Engine
@@ -30,10 +30,14 @@ Moment = tuple[int, int]
 """A copy's generation and step: only copies of one moment belong together."""
 
 
-def load(engine: Engine, folder: str | Path) -> int | None:
-    """Take up the newest whole checkpoint in a folder, or under a URL; its step, or None. All ranks must call it."""
-    found = Restorer(engine, Shelf(open_store(folder))).restore()
-    return None if found is None else engine.step_number
+def load(engine: Engine, folder: str | Path) -> int:
+    """Take up the newest whole checkpoint in a folder, or under a URL; its step. All ranks must call it."""
+    if Restorer(engine, Shelf(open_store(folder))).restore() is None:
+        raise WrongUse(
+            f"{folder} holds no checkpoint to go on from. Check the path; a run's checkpoints are in its checkpoints "
+            "folder, and phalanx.save writes others."
+        )
+    return engine.step_number
 
 
 def steps_seen(engine: Engine, shelf: Shelf) -> list[int]:
