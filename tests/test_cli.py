@@ -479,6 +479,58 @@ def test_an_error_in_the_task_names_its_rank_and_line(tmp_path: Path) -> None:
     assert reasons == ["AssertionError: "]
 
 
+def test_a_wrong_shape_is_a_short_screen_and_a_file(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(GOOD.replace("nn.Linear(self.width, 3)", "nn.Linear(self.width + 1, 3)"))
+    done = phalanx("train", "mine.py", "--on", "local:2", "--run", "run", cwd=tmp_path)
+    assert done.returncode == 1
+    lines = done.stderr.splitlines()
+    assert len(lines) < 12, done.stderr
+    assert "2 (Linear) got float32 [4, 16]; it expects float32 [..., 17]" in lines[1]
+    assert "of phalanx and torch" in done.stderr
+    (file,) = (tmp_path / "run" / "failures").glob("*rank-00000.txt")
+    assert f"the whole traceback is in run/failures/{file.name}" in done.stderr
+    assert "train/step.py" in file.read_text()
+    assert "train/step.py" not in done.stderr
+
+
+TYPES = {
+    "a torch schedule": (
+        "def schedule(self):\n        return torch.optim.lr_scheduler.StepLR(torch.optim.SGD([torch.ones(1)]), 30)",
+        "schedule returned a StepLR of torch",
+        "return lambda step: 0.1 ** (step // 30)",
+    ),
+    "a rate for a schedule": (
+        "def schedule(self):\n        return 0.5",
+        "schedule returned 0.5",
+        "return lambda step: 1.0",
+    ),
+    "a schedule of text": (
+        "def schedule(self):\n        return str",
+        "schedule gives text for step 0",
+        "return lambda step: 1.0",
+    ),
+    "an optimizer's class": (
+        "def optimizer(self, params):\n        return torch.optim.Adam",
+        "optimizer returned the class Adam",
+        "Adam(params, lr=...)",
+    ),
+    "an optimizer and a schedule": (
+        "def optimizer(self, params):\n        return torch.optim.Adam(params), None",
+        "optimizer returned a tuple",
+        "the task's schedule()",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", TYPES)
+def test_another_type_than_wanted_is_named_with_the_line_to_write(tmp_path: Path, mistake: str) -> None:
+    method, named, line = TYPES[mistake]
+    (tmp_path / "mine.py").write_text(GOOD.replace("    def inputs(", f"    {method}\n\n    def inputs("))
+    done = phalanx("train", "mine.py", cwd=tmp_path)
+    refused(done, named, tmp_path)
+    assert line in done.stderr
+
+
 def test_help_is_there_and_quick() -> None:
     done = subprocess.run([sys.executable, "-m", "phalanx.cli", "train", "--help"], capture_output=True, text=True)
     assert done.returncode == 0

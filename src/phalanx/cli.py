@@ -230,8 +230,12 @@ def exit_code() -> int:
         what = f"{error.filename}: " if error.filename is not None else ""
         print(redact(f"phalanx: {what}{error.strerror or error}. Mend that, or use another folder."), file=sys.stderr)
         return 3
-    except Exception:
-        print(redact(traceback.format_exc()), file=sys.stderr)
+    except Exception as error:
+        from phalanx.traces import folded, users
+
+        own = any(users(frame.filename) for frame in traceback.extract_tb(error.__traceback__))
+        told = f"phalanx: {type(error).__name__}: {error}\n{folded(error)}" if own else traceback.format_exc()
+        print(redact(told), file=sys.stderr)
         return 1
     return 0
 

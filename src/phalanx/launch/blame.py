@@ -7,6 +7,7 @@ import signal
 import torch.distributed as dist
 
 from phalanx.errors import CannotHere, WrongUse
+from phalanx.traces import Traced
 
 LOST, WAITED = "lost its connection", "waited for another rank"
 SPOILT = "cannot compute, since the task's file does when it is imported"
@@ -35,6 +36,8 @@ def reason(error: Exception) -> str:
         isinstance(error, RuntimeError) and any(words in text for words in GONE)
     ):
         return f"{LOST} to a rank that ended"
+    if isinstance(error, Traced):
+        return first
     return f"{type(error).__name__}: {first}" if text else type(error).__name__
 
 

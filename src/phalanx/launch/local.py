@@ -15,7 +15,6 @@ import signal
 import socket
 import sys
 import time
-import traceback
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
@@ -26,6 +25,7 @@ from typing import Any
 
 import torch
 
+from phalanx import traces
 from phalanx.cluster import cores, threads
 from phalanx.errors import CannotHere, WrongUse
 from phalanx.launch import blame, environment, network
@@ -52,6 +52,11 @@ class Failure:
     reason: str
     """One line."""
     trace: str = ""
+    """The user's lines, and what was noted with the error."""
+    whole: str = ""
+    """All of the traceback."""
+    file: str = ""
+    """Where that is written down."""
     code: int = 1
     final: bool = False
     """Starting again would not help."""
@@ -270,10 +275,10 @@ def _rank(program: Callable[[], Any], local: int, world: World, pipe: Connection
         pipe.send_bytes(pickle.dumps(program()))
     except Exception as error:
         code = error.exit_code if isinstance(error, (WrongUse, CannotHere)) else 1
-        trace, reason = traceback.format_exc(), blame.reason(error)
+        reason = blame.reason(error)
         failure = Failure(
-            rank, time.monotonic(), reason, trace, code, final=isinstance(error, (WrongUse, CannotHere)),
-            secondary=blame.secondary(reason),
+            rank, time.monotonic(), reason, traces.folded(error), traces.whole(error), code=code,
+            final=isinstance(error, (WrongUse, CannotHere)), secondary=blame.secondary(reason),
         )  # fmt: skip
         pipe.send_bytes(pickle.dumps(failure))
         sys.stdout.flush()

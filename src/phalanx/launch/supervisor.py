@@ -15,12 +15,13 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 from phalanx.errors import CannotHere, WrongUse
 from phalanx.events import EventLog
+from phalanx.files import write_whole
 from phalanx.launch import network
 from phalanx.launch.beats import Beats, Watch
 from phalanx.launch.local import Failure, Outcome, World, run_ranks
@@ -125,9 +126,22 @@ class Supervisor:
             watch = Watch(self.beats, world.first, self.leniency, alone=world.size in (0, world.ranks))
             look = partial(self._look, watch)
             outcome = run_ranks(partial(program, host), world, look, self.stop) if world.ranks else self._stand_by()
+            outcome.failures = [self._filed(failure, generation) for failure in outcome.failures or ()] or None
             if self._over(outcome, generation, host.stopping):
                 return outcome
             self.recoveries += 1
+
+    def _filed(self, failure: Failure, generation: int) -> Failure:
+        """With its whole traceback in the run's folder."""
+        if not failure.whole or failure.final:
+            return failure
+        path = self.run.path / "failures" / f"generation-{generation:05d}-rank-{failure.rank:05d}.txt"
+        try:
+            path.parent.mkdir(exist_ok=True)
+            write_whole(path, redact(failure.whole))
+        except OSError:  # a full disk: what is on the screen must do
+            return failure
+        return replace(failure, file=str(path))
 
     def _gather(self) -> tuple[World, int] | None:
         """Where this host's ranks stand, and which generation they are; None if somebody wants it to end."""

@@ -77,6 +77,7 @@ def failed(run: Run, failures: Sequence[Failure]) -> Verdict:
     if first.code != 1:
         return Verdict(False, f"phalanx: {first.reason}", code=first.code)
     evidence = [first.trace.rstrip()] if first.trace and not first.final else []
+    evidence += [f"the whole traceback is in {first.file}"] if first.file else []
     evidence += [f"rank {failure.rank}: {failure.reason}" for failure in others]
     verdict = Verdict(
         False,

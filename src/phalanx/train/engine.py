@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from phalanx.checkpoint.pretrained import Pretrained
 from phalanx.checkpoint.weights import check_writable
+from phalanx.data.kinds import count_samples
 from phalanx.data.loader import Loader, StepBatch, seed_globally
 from phalanx.data.order import Order
 from phalanx.errors import WrongUse
@@ -34,11 +35,12 @@ from phalanx.parallel.weights import Saved
 from phalanx.precision import DTYPES
 from phalanx.proofs import code_hash
 from phalanx.task import Batch, Task
+from phalanx.traces import explain
 from phalanx.train.agreement import check_agreement
 from phalanx.train.clock import Clock
 from phalanx.train.evaluate import evaluate
 from phalanx.train.guard import Guard
-from phalanx.train.optimizers import make_optimizer
+from phalanx.train.optimizers import make_optimizer, make_schedule
 from phalanx.train.scale import LossScale
 from phalanx.train.steady import in_one_way, steady
 from phalanx.train.step import Metrics, train_step
@@ -71,7 +73,7 @@ class Engine:
         seed_globally(task.seed, "data")
         data = task.data()
         self.order = Order(length(data, "data", task), task.global_batch, task.seed)
-        self.schedule = task.schedule()
+        self.schedule = make_schedule(task)
         self.guard = guard or Guard()
         self.loss_scale = LossScale(dynamic=task.precision == "fp16")
         self.clock = Clock(self.device)
@@ -156,7 +158,11 @@ class Engine:
         """Train on one batch."""
         self.spread.model.train()
         self.clock.start()
-        metrics = train_step(self, batch)
+        try:
+            metrics = train_step(self, batch)
+        except Exception as error:
+            explain(error, self.spread.model, self.task)
+            raise
         metrics.seconds = {"data": self._waited, **metrics.seconds}
         self.step_number = batch.step + 1
         self.samples += metrics.slots
@@ -236,15 +242,17 @@ class Engine:
         if data is None:
             return None
         size = length(data, "held_out", self.task)
-        if not size:
-            raise WrongUse(f"{type(self.task).__name__}.held_out is empty. Give it samples, or return None.")
         return self._loader(data, Order(size, self.task.global_batch, self.task.seed, shuffle=False))
 
     def evaluate(self, batches: int | None = None, on_batch: Callable[[], None] | None = None) -> dict[str, float]:
         """The task's measures over its held-out data, or so many batches of it, every sample counted once."""
         if self.held_out is None:
             raise WrongUse(f"{type(self.task).__name__} keeps nothing aside to evaluate on. Give it a held_out().")
-        return evaluate(self, self.held_out, batches, on_batch)
+        try:
+            return evaluate(self, self.held_out, batches, on_batch)
+        except Exception as error:
+            explain(error, self.spread.model, self.task)
+            raise
 
     def set_learning_rate(self, step: int) -> float:
         """The schedule's rate for a step, set in every group; returns the first group's."""
@@ -313,10 +321,4 @@ def _like(before: Any, value: Any) -> Any:
 
 def length(data: Any, method: str, task: Task) -> int:
     """How many samples a data set of the task's has."""
-    try:
-        return len(data)
-    except TypeError:
-        raise WrongUse(
-            f"{type(task).__name__}.{method} returned a {type(data).__name__}, which has no len(). "
-            "Return something with len() and [i] -> dict of tensors or numbers."
-        ) from None
+    return count_samples(data, f"{type(task).__name__}.{method}")

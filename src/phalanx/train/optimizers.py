@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 from torch import nn, optim
 
 from phalanx.errors import WrongUse
 from phalanx.task import Task
+from phalanx.traces import described
 
 ELEMENTWISE = (
     optim.SGD, optim.Adam, optim.AdamW, optim.NAdam, optim.RAdam, optim.Adagrad, optim.Adadelta, optim.Adamax,
@@ -31,7 +33,7 @@ def make_optimizer(task: Task, pieces: Sequence[nn.Parameter], trained: bool, sh
         pieces = [nothing]
     optimizer = task.optimizer(pieces)
     if not isinstance(optimizer, optim.Optimizer):
-        raise WrongUse(f"{name}.optimizer returned a {type(optimizer).__name__}. Return a torch.optim.Optimizer.")
+        raise WrongUse(f"{name}.optimizer returned {_no_optimizer(optimizer)}")
     known = {id(piece) for piece in pieces}
     strangers = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in known]
     if strangers:
@@ -51,3 +53,35 @@ def make_optimizer(task: Task, pieces: Sequence[nn.Parameter], trained: bool, sh
     for group in optimizer.param_groups:
         group["initial_lr"] = float(group["lr"])
     return optimizer
+
+
+def _no_optimizer(value: object) -> str:
+    if isinstance(value, type):
+        return f"the class {value.__name__}. Return one made from the parameters: {value.__name__}(params, lr=...)."
+    if isinstance(value, (tuple, list, dict)):
+        return (
+            f"a {type(value).__name__}. Return one torch.optim.Optimizer; several rates are its parameter groups, and "
+            "a schedule is the task's schedule(), a function of the step."
+        )
+    return f"a {type(value).__name__}. Return a torch.optim.Optimizer."
+
+
+def make_schedule(task: Task) -> Callable[[int], float]:
+    """The task's schedule: a factor on the learning rate as a function of the step."""
+    schedule, name = task.schedule(), f"{type(task).__name__}.schedule"
+    how = "Return a function of the step, a factor on the learning rate"
+    if isinstance(schedule, optim.lr_scheduler.LRScheduler):
+        example = {
+            "StepLR": "lambda step: 0.1 ** (step // 30)", "ExponentialLR": "lambda step: 0.99 ** step",
+            "LambdaLR": "the function that LambdaLR was given",
+        }.get(type(schedule).__name__, "lambda step: 1 - step / self.steps")  # fmt: skip
+        raise WrongUse(
+            f"{name} returned a {type(schedule).__name__} of torch, whose state depends on how often it was called. "
+            f"{how}: return {example}"
+        )
+    if not callable(schedule):
+        raise WrongUse(f"{name} returned {described(schedule)}. {how}: return lambda step: 1.0")
+    factor = schedule(0)
+    if isinstance(factor, bool) or not isinstance(factor, (int, float, np.number)):
+        raise WrongUse(f"{name} gives {described(factor)} for step 0. {how}, one number: return lambda step: 1.0")
+    return schedule
