@@ -31,6 +31,7 @@ from phalanx.errors import CannotHere, WrongUse
 from phalanx.launch import blame, environment, network
 from phalanx.launch.key import Key
 from phalanx.launch.lines import not_for_children
+from phalanx.launch.printing import Printing
 from phalanx.launch.rank_store import RankStore, StoreServer
 from phalanx.launch.stopping import ENDING, HANDED_ON, Stop, handled, note_wishes
 from phalanx.parallel.torch_private import preload
@@ -140,20 +141,24 @@ def run_ranks(
     pipes: list[Connection] = []
     asked, ask = os.pipe()
     sys.stdout.flush()
-    store = None
+    store = printing = None
     undo = ExitStack()
     try:
+        if (world.size or world.ranks) > 1:
+            printing = Printing(world.ranks, world.first)
         # a note, not an exception: one raised inside a destructor or a weak reference's callback would be lost
         undo.enter_context(handled(HANDED_ON, lambda number, frame: _write(ask, number)))
         for rank in range(world.ranks):
             ours, theirs = context.Pipe(duplex=False)
-            process = context.Process(target=_rank, args=(program, rank, world, theirs), name=f"rank {rank}")
+            process = context.Process(target=_rank, args=(program, rank, world, theirs, printing), name=f"rank {rank}")
             process.start()
             theirs.close()
             processes.append(process)
             pipes.append(ours)
         if listening is not None and (world.size or world.ranks) > 1:
             store = StoreServer(listening, world.key, world.size or world.ranks)
+        if printing is not None:
+            printing.start()
         outcome = _supervise(processes, pipes, asked, world.first, look, stop)
         _end(processes)
         while wait([asked], timeout=0):  # asked while the others were being ended
@@ -162,6 +167,8 @@ def run_ranks(
         return replace(outcome, interrupted=stop.asked)
     finally:
         _end(processes)
+        if printing is not None:
+            printing.close()
         if store is not None:
             store.close()
         if listening is not None:
@@ -259,10 +266,12 @@ def _end(processes: list[BaseProcess]) -> None:
     processes.clear()
 
 
-def _rank(program: Callable[[], Any], local: int, world: World, pipe: Connection) -> None:
+def _rank(program: Callable[[], Any], local: int, world: World, pipe: Connection, printing: Printing | None) -> None:
     """A rank's whole life."""
     die_with_parent()
     note_wishes()
+    if printing is not None:
+        printing.in_rank(local)
     rank, ranks = world.first + local, world.ranks
     os.environ |= {
         "RANK": str(rank), "WORLD_SIZE": str(world.size or ranks), "LOCAL_RANK": str(local),
@@ -282,5 +291,6 @@ def _rank(program: Callable[[], Any], local: int, world: World, pipe: Connection
         )  # fmt: skip
         pipe.send_bytes(pickle.dumps(failure))
         sys.stdout.flush()
+        sys.stderr.flush()
         os._exit(1)  # not through destructors that would wait for the others
     pipe.close()

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from phalanx import streams
 from phalanx.checkpoint.manifest import Damaged
 from phalanx.checkpoint.shelf import Shelf
 from phalanx.checkpoint.slot import Slot, new_memory
@@ -314,7 +315,7 @@ class Job:
             undo.push(lambda kind, *_: keeper.close(wait=kind is None))  # after an error there is nothing to wait for
             listener = Listener()
             if environment.rank == 0:
-                screen = Screen(engine)
+                screen = Screen(engine, streams.stdout())
                 if not host.restarted:
                     screen.start()
                 listener = Listener(screen.step, screen.evaluation, screen.resumed, screen.said)

@@ -22,6 +22,7 @@ from phalanx.checkpoint.state import State
 from phalanx.checkpoint.store import open_store
 from phalanx.checkpoint.write import pieces
 from phalanx.errors import CannotHere, WrongUse
+from phalanx.events import say
 from phalanx.parallel import collectives
 from phalanx.parallel.boxes import Box
 from phalanx.train.engine import Engine
@@ -92,7 +93,7 @@ class Restorer:
             passed_over.append(step)
             self.note("damaged", step=step, reason=damage)
             if self.engine.environment.rank == 0:
-                print(f"damaged  {damage}; going back to the checkpoint before it", flush=True)
+                say(f"damaged  {damage}; going back to the checkpoint before it")
         if damaged:
             raise CannotHere(
                 f"none of the {len(steps)} checkpoints in {self.shelf.store.url} is whole: {damaged[0]}. "
@@ -105,9 +106,9 @@ class Restorer:
         for step in steps if self.engine.environment.rank == 0 else ():
             try:
                 name = self.shelf.set_aside(step)
-                print(f"damaged  it is {self.shelf.store.url}/{name} now, for you to look at or remove", flush=True)
+                say(f"damaged  it is {self.shelf.store.url}/{name} now, for you to look at or remove")
             except OSError as error:
-                print(f"damaged  it cannot be put aside either ({error.strerror}), and is left alone", flush=True)
+                say(f"damaged  it cannot be put aside either ({error.strerror}), and is left alone")
 
     def _void_all_but(self, moment: Moment | None) -> None:
         """Copies of other moments lead nowhere: the run goes on from this one, and must not lose it to make room."""

@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TextIO
+from typing import IO
 
 import torch
 
@@ -22,7 +22,7 @@ QUIET_SECONDS = 60.0
 class Screen:
     """Rank 0's output. On a terminal a line that renews itself; elsewhere at most a line a minute."""
 
-    def __init__(self, engine: Engine, out: TextIO | None = None) -> None:
+    def __init__(self, engine: Engine, out: IO[str] | None = None) -> None:
         self.engine, self.out = engine, out or sys.stdout
         self.live = self.out.isatty()
         self.open = True
