@@ -115,7 +115,25 @@ def test_a_rank_keeps_its_order_and_waits_for_others_only_a_moment() -> None:
         merged.add(number, 1, text, 0.0)
     assert list(merged.due(0.0)) == []
     assert list(merged.due(SAME_SECONDS + 0.01)) == [(1, "[rank 4] a"), (1, "b"), (1, "[rank 5] a")]
+    for text in ("a", "4 alone", "b", "c"):
+        merged.add(4, 1, text, 0.0)
+    for text in ("a", "5 alone", "5 again", "b", "c"):
+        merged.add(5, 1, text, 0.1)
+    told = [(1, text) for text in ("a", "[rank 5] 5 alone", "[rank 5] 5 again", "[rank 4] 4 alone", "b", "c")]
+    assert list(merged.due(SAME_SECONDS + 0.01)) == told
     merged.add(5, 2, "c", 1.0)
     merged.add(4, 1, "c", 1.0)
     assert list(merged.due(2.0)) == [(2, "[rank 5] c"), (1, "[rank 4] c")]
     assert not merged._same
+
+
+def test_any_number_of_lines_come_between_two() -> None:
+    merged = Merged(range(2))
+    for text in ("first", "last"):
+        merged.add(0, 1, text, 0.0)
+    merged.add(1, 1, "first", 0.0)
+    for number in range(500):
+        merged.add(1, 1, str(number), 0.0)
+    merged.add(1, 1, "last", 0.0)
+    told = [text for _, text in merged.due(1.0)]
+    assert told == ["first", *(f"[rank 1] {number}" for number in range(500)), "last"]

@@ -13,7 +13,7 @@ import selectors
 import sys
 import threading
 import time
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -30,7 +30,13 @@ QUIET_SECONDS = 0.2
 """After the ranks have ended: how long what they started may go on printing."""
 
 
-@dataclass
+GAP = 1 << 40
+"""Between the numbers of two lines that wait, so that others may come between them."""
+LOOKED_AT = 16
+"""So many of the first lines that wait are looked at for one that has waited long enough."""
+
+
+@dataclass(eq=False)
 class Line:
     """A line that some ranks have printed."""
 
@@ -46,33 +52,51 @@ class Merged:
 
     def __init__(self, ranks: range) -> None:
         self.ranks = ranks
-        self.waiting: deque[Line] = deque()
+        self.waiting: list[Line] = []
+        """In the order in which they will be told, their numbers ascending."""
         self._same: dict[tuple[int, str], list[Line]] = {}
-        """Those that wait, by stream and text."""
-        self._last: dict[tuple[int, int], int] = {}
-        """The number of the line that each rank printed last, by rank and stream."""
-        self._count = 0
+        """Those by stream and text."""
+        self._last: dict[tuple[int, int], Line] = {}
+        """The line that a rank printed last to a stream."""
+        self._told = 0
+        """The number of the line that was told last."""
 
     def add(self, rank: int, stream: int, text: str, now: float) -> None:
+        """One that another rank has printed and this one has not, after its last; or a new one right after that."""
+        before = self._last.get((rank, stream))
+        last = max(self._told, before.number if before else 0)
         same = self._same.setdefault((stream, text), [])
-        found = bisect.bisect_right(same, self._last.get((rank, stream), 0), key=lambda line: line.number)
+        found = bisect.bisect_right(same, last, key=_number)
         if found == len(same):
-            self._count += 1
-            same.append(Line(text, stream, now, self._count))
-            self.waiting.append(same[-1])
+            place = bisect.bisect_right(self.waiting, last, key=_number)
+            self.waiting.insert(place, Line(text, stream, now, self._number_at(place)))
+            same.append(self.waiting[place])
         line = same[found]
         line.ranks.add(rank)
-        self._last[rank, stream] = line.number
+        self._last[rank, stream] = line
+
+    def _number_at(self, place: int) -> int:
+        """Between those of its neighbours, which get others where there is none left."""
+        before = self.waiting[place - 1].number if place else self._told
+        if place == len(self.waiting):
+            return before + GAP
+        if self.waiting[place].number - before < 2:
+            for number, line in enumerate(self.waiting[place:], 2):
+                line.number = before + number * GAP
+        return (before + self.waiting[place].number) // 2
 
     def due(self, now: float) -> Iterator[tuple[int, str]]:
         """What need not wait any more, in order: the stream and the line."""
         while self.waiting:
             line = self.waiting[0]
-            if len(line.ranks) < len(self.ranks) and now - line.since < SAME_SECONDS:
-                return
-            self.waiting.popleft()
+            if len(line.ranks) < len(self.ranks):
+                oldest = min(waiting.since for waiting in self.waiting[:LOOKED_AT])
+                if now - oldest < SAME_SECONDS:
+                    return
+            self._told = line.number
+            del self.waiting[0]
             same = self._same[line.stream, line.text]
-            same.pop(0)
+            same.remove(line)
             if not same:
                 del self._same[line.stream, line.text]
             yield line.stream, self._label(line.ranks) + line.text
@@ -82,6 +106,10 @@ class Merged:
             return ""
         named = ", ".join(map(str, sorted(ranks)))
         return f"[rank{'s' if len(ranks) > 1 else ''} {named}] "
+
+
+def _number(line: Line) -> int:
+    return line.number
 
 
 class Printing:
