@@ -194,7 +194,15 @@ def test_exact_runs_leave_the_same_bytes(tmp_path: Path) -> None:
 def test_a_dry_run_says_what_would_run_and_leaves_nothing(tmp_path: Path) -> None:
     done = phalanx("train", "gpt", "--layout", "dp=2,fsdp=2,micro_batch=2", "--dry-run", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    for part in ("gpt (GPT)", "dp=2,fsdp=2,micro_batch=2 on cpux4*1", "2 micro-batches", "compute float32", "4 blocks"):
+    for part in (
+        "gpt (GPT)",
+        "dp=2,fsdp=2,micro_batch=2 on 4 ranks on this machine's CPU",
+        "2 micro-batches",
+        "compute float32",
+        "4 blocks by structure",
+        "4 x Block",
+        "6.13 MiB a rank without activations",
+    ):
         assert part in done.stdout
     assert not list(tmp_path.iterdir())
     (tmp_path / "mine.py").write_text(GOOD)

@@ -318,7 +318,8 @@ def test_a_second_run_on_one_folder_is_refused_and_harms_nothing(folder: Path) -
 def test_a_drill_and_a_run_that_is_finished(folder: Path) -> None:
     done = phalanx("train", "slow.py", "--on", "local:2", "--kill", "1@7", "--steps", "9", "--run", "one", cwd=folder)
     assert done.returncode == 0, done.stderr
-    assert "rank 1 was ended by SIGKILL" in done.stderr
+    assert "rank 1 was ended by SIGKILL, the drill of --kill 1@7" in done.stderr
+    assert "memory" not in done.stderr
     assert "2 done again after failures, with the same loss to the last bit" in done.stdout
     again = phalanx("train", "--resume", "--run", "one", cwd=folder)
     assert again.returncode == 0

@@ -12,6 +12,25 @@ def many(number: int, one: str, more: str = "") -> str:
     return f"{number:,} {one if number == 1 else more or one + 's'}"
 
 
+def in_bytes(number: float) -> str:
+    """``0 B``, ``1.5 KiB``, ``24 MiB``."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if number < 1024:
+            return f"{number:.3g} {unit}" if number < 100 else f"{number:.0f} {unit}"
+        number /= 1024
+    return f"{number:,.1f} TiB"
+
+
+def round_number(least: float) -> int:
+    """The next of 1, 2, 5, 10, 20, 50 and so on that is no less."""
+    unit = 1
+    while True:
+        for digit in (1, 2, 5):
+            if digit * unit >= least:
+                return digit * unit
+        unit *= 10
+
+
 def sparkline(values: Sequence[float], width: int = 40) -> str:
     """Values as a row of bars: a picture of how the loss went."""
     if not values:

@@ -8,7 +8,7 @@ import pytest
 
 from phalanx.launch.local import Failure
 from phalanx.run import Run
-from phalanx.train.ending import left, stopped
+from phalanx.train.ending import failed, left, stopped
 
 
 class Saved:
@@ -42,3 +42,13 @@ def test_why_something_was_lost(tmp_path: Path) -> None:
     verdict = stopped(Run(tmp_path), Saved(), failures, "by a second Ctrl-C", 4)  # type: ignore[arg-type]
     assert verdict.summary.startswith("stopped by a second Ctrl-C: ")
     assert verdict.evidence == ["rank 0: the disk is full", f"what it did is in {tmp_path}"]
+
+
+@pytest.mark.parametrize(
+    ("saved", "advice"), [((), "begins at step 0: nothing was saved."), ((4,), "goes on after step 4.")]
+)
+def test_advice_names_no_checkpoint_that_is_not_there(tmp_path: Path, saved: tuple[int, ...], advice: str) -> None:
+    failures = [Failure(1, 0.0, "BadNumbers: the loss is nan", "  its line", "all of it", "failures/x.txt")]
+    verdict = failed(Run(tmp_path), Saved(*saved), failures)  # type: ignore[arg-type]
+    assert verdict.next.endswith(f"phalanx train --resume --run {tmp_path} {advice}")
+    assert verdict.evidence == ["  its line", "the whole traceback is in failures/x.txt"]

@@ -194,6 +194,7 @@ def _supervise(
     open_pipes = dict(enumerate(pipes, first))
     reports: dict[int, Any] = {}
     failures: dict[int, Failure] = {}
+    starved = blame.starved_processes()
     deadline = math.inf  # from the first failure on
     for process in processes if stop.asked else ():  # before there were ranks
         _hand_on(process, signal.SIGTERM)
@@ -217,7 +218,7 @@ def _supervise(
         for rank, process in list(running.items()):
             if process.exitcode is not None:
                 del running[rank]
-                failure = _failure(rank, process.exitcode, reports.get(rank))
+                failure = _failure(rank, process.exitcode, reports.get(rank), starved)
                 if failure:
                     failures[rank] = failure
                     patience = SIGNAL_SECONDS if failure.by_signal else GRACE_SECONDS
@@ -244,11 +245,13 @@ def _hand_on(process: BaseProcess, number: int) -> None:
         os.kill(process.pid or 0, signal.SIGTERM if number in ENDING else number)
 
 
-def _failure(rank: int, exitcode: int, report: Any) -> Failure | None:
+def _failure(rank: int, exitcode: int, report: Any, starved: int | None) -> Failure | None:
+    """``starved``: how many processes the system had ended for want of memory when the ranks began."""
     if isinstance(report, Failure):
         return report
     if exitcode < 0:
-        reason, secondary = blame.ended_by(-exitcode)
+        now = blame.starved_processes()
+        reason, secondary = blame.ended_by(-exitcode, None if starved is None or now is None else now > starved)
         return Failure(rank, time.monotonic(), reason, by_signal=True, secondary=secondary)
     if exitcode:
         return Failure(rank, time.monotonic(), f"left with exit code {exitcode}")

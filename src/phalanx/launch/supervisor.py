@@ -23,7 +23,7 @@ from phalanx.errors import CannotHere, WrongUse
 from phalanx.events import EventLog
 from phalanx.files import write_whole
 from phalanx.launch import network
-from phalanx.launch.beats import Beats, Watch
+from phalanx.launch.beats import STEPS, Beats, Watch
 from phalanx.launch.local import Failure, Outcome, World, run_ranks
 from phalanx.launch.meeting import Meeting
 from phalanx.launch.shared import Shared
@@ -33,6 +33,8 @@ from phalanx.run import Run
 
 FRUITLESS = 3
 """So many generations may fail in a row without a step more than before."""
+WAITING_SECONDS = 2.0
+"""A host that waits for others says so after so long, and when it waits for others than before, no sooner."""
 HOLD_SECONDS = 10.0
 """How long a host that has become the first waits for the folder of one that was lost."""
 
@@ -76,6 +78,8 @@ class Supervisor:
     """The newest generation that the run's checkpoints know of, whose number its folder may have lost."""
     saved: Callable[[], int] = lambda: 0
     """Up to which step the run is saved in files."""
+    drill: tuple[int, int] | None = None
+    """A rank that kills itself after a step."""
     recoveries: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
@@ -126,10 +130,19 @@ class Supervisor:
             watch = Watch(self.beats, world.first, self.leniency, alone=world.size in (0, world.ranks))
             look = partial(self._look, watch)
             outcome = run_ranks(partial(program, host), world, look, self.stop) if world.ranks else self._stand_by()
-            outcome.failures = [self._filed(failure, generation) for failure in outcome.failures or ()] or None
+            failures = [self._drilled(failure, world) for failure in outcome.failures or ()]
+            outcome.failures = [self._filed(failure, generation) for failure in failures] or None
             if self._over(outcome, generation, host.stopping):
                 return outcome
             self.recoveries += 1
+
+    def _drilled(self, failure: Failure, world: World) -> Failure:
+        """One that was asked for is called so."""
+        if self.recoveries or not failure.by_signal or self.drill is None or failure.rank != self.drill[0]:
+            return failure
+        if self.beats.row(failure.rank - world.first)[STEPS] != self.drill[1]:
+            return failure
+        return replace(failure, reason=f"was ended by SIGKILL, the drill of --kill {self.drill[0]}@{self.drill[1]}")
 
     def _filed(self, failure: Failure, generation: int) -> Failure:
         """With its whole traceback in the run's folder."""
@@ -148,7 +161,7 @@ class Supervisor:
         if self.meeting is None:
             return World(self.ranks), self.run.next_generation(self.begun() + 1)
         self._say(f"   host  meets others at {self.meeting.address}, {self.meeting.least} of them at least")
-        met = self.meeting.next(after=max(self.run.generation(), self.begun()), asked=lambda: self.stop.asked)
+        met = self.meeting.next(after=max(self.run.generation(), self.begun()), asked=self._waiting())
         if met is None:
             self.meeting.leave("was asked to stop")
             return None
@@ -176,6 +189,21 @@ class Supervisor:
         )  # fmt: skip
         self._say(f"   host  {met.node + 1} of {met.nodes}, generation {met.generation}, {world.size} ranks in all")
         return world, met.generation
+
+    def _waiting(self) -> Callable[[], bool]:
+        """Whether somebody wants it to end, asked while it waits; for whom it does is said when that changes."""
+        assert self.meeting is not None
+        meeting, said, since = self.meeting, "", time.monotonic()
+
+        def asked() -> bool:
+            nonlocal said, since
+            now = time.monotonic()
+            if now - since > WAITING_SECONDS and (awaited := meeting.awaited()) and awaited != said:
+                said, since = awaited, now
+                self._say(f"   host  {awaited}")
+            return self.stop.asked
+
+        return asked
 
     def _hold(self) -> None:
         """Hold the run's folder, as the first host does; not against a first host of this meeting that was cut off."""

@@ -71,7 +71,7 @@ def not_done(run: Run, reason: Exception) -> Verdict:
     return Verdict(False, f"not done: {reason}", next=advice)
 
 
-def failed(run: Run, failures: Sequence[Failure]) -> Verdict:
+def failed(run: Run, shelf: Shelf, failures: Sequence[Failure]) -> Verdict:
     """A rank failed, the first of them first, and starting again does not help."""
     first, *others = failures
     if first.code != 1:
@@ -79,11 +79,13 @@ def failed(run: Run, failures: Sequence[Failure]) -> Verdict:
     evidence = [first.trace.rstrip()] if first.trace and not first.final else []
     evidence += [f"the whole traceback is in {first.file}"] if first.file else []
     evidence += [f"rank {failure.rank}: {failure.reason}" for failure in others]
+    saved = max(shelf.steps(), default=0)
     verdict = Verdict(
         False,
         f"rank {first.rank} failed first: {first.reason}",
         evidence,
-        next=f"The job has ended and no rank is left. Mend the cause, then phalanx train --resume --run {run.path}",
+        next=f"The job has ended and no rank is left. Mend the cause, then phalanx train --resume --run {run.path} "
+        + (f"goes on after step {saved}." if saved else "begins at step 0: nothing was saved."),
     )
     with suppress(OSError):  # where the disk is full, what is on the screen must do
         write_whole(run.path / "verdict.json", verdict.to_json() + "\n")

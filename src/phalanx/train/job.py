@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from phalanx import streams
+from phalanx import inventory, streams
 from phalanx.checkpoint.manifest import Damaged
 from phalanx.checkpoint.shelf import Shelf
 from phalanx.checkpoint.slot import Slot, new_memory
@@ -55,6 +55,7 @@ from phalanx.train.placing import fitted, hosts_used, place, ranks_of
 from phalanx.train.restoring import Restorer
 from phalanx.verdict import Verdict
 from phalanx.watch.screen import Screen
+from phalanx.words import many
 
 LINGER_SECONDS = 1.0
 """How long the ranks of a supervisor that was killed may take to end, and hold its run until then."""
@@ -153,16 +154,20 @@ class Job:
         seed_globally(self.task.seed, "data")
         order = Order(length(self.task.data(), "data", self.task), self.task.global_batch, self.task.seed)
         settings = ", ".join(f"{name}={value}" for name, value in plain_settings(self.task).items())
+        dtypes = DTYPES[self.task.precision]
         lines = {
             "task": f"{self.reference} ({type(self.task).__name__})",
             "set": settings,
-            "layout": f"{self.layout} on {self.cluster}",
-            "model": f"{sum(p.numel() for p in model.parameters()):,} weights, {anatomy.describe()}",
-            "data": f"{order.size:,} samples, {order.steps_per_epoch:,} steps an epoch",
-            "micro": f"{self.layout.micro_batches(self.task.global_batch)} micro-batches a step",
-            "dtypes": DTYPES[self.task.precision].table(),
+            "layout": f"{self.layout} on {self.cluster.describe()}",
+            "model": anatomy.describe(),
+            "memory": f"about {inventory.described_memory(self.task, model, anatomy, self.layout, dtypes)}",
+            "data": f"{many(order.size, 'sample')}, {many(order.steps_per_epoch, 'step')} an epoch",
+            "micro": many(self.layout.micro_batches(self.task.global_batch), "micro-batch", "micro-batches")
+            + " a step",
+            "dtypes": dtypes.table(),
         }
         told = [f"{name:>7}  {text}" for name, text in lines.items()]
+        told += ["", *(f"         {line}" for line in inventory.table(inventory.parts(model, anatomy)))]
         notes = self.layout.notes(self.cluster.device, self.layout.micro_batches(self.task.global_batch))
         return "\n".join([*told, *(f"   note  {note}" for note in notes)])
 
@@ -250,7 +255,7 @@ class Job:
         supervisor = Supervisor(
             run, self.cluster.world, new_memory, options.restarts, options.grace, meeting,
             partial(hosts_used, self.layout, self.task.global_batch), shared, partial(self._certified, run, shelf),
-            shelf.generation, lambda: max(shelf.steps(), default=0),
+            shelf.generation, lambda: max(shelf.steps(), default=0), options.drill(),
         )  # fmt: skip
         with supervisor.heeding():
             return self._supervised(supervisor, run, shelf, resume)
@@ -335,7 +340,7 @@ class Job:
         if outcome.interrupted and not outcome.finished:
             return stopped(run, shelf, outcome.failures or [], stop.cut_short, done)
         if outcome.failures:
-            return failed(run, outcome.failures)
+            return failed(run, shelf, outcome.failures)
         if outcome.result is None:
             return Verdict(False, "a rank left before the end, by sys.exit perhaps", next="Take that out of the task.")
         try:
