@@ -170,7 +170,7 @@ class Bursts:
         while process.is_alive() and not asked and self.bursts < bursts:
             time.sleep(self.chosen.uniform(0, self.moments))
             asked = self._burst(process)
-        process.join(LONGEST)
+        process.join(LONGEST if asked else None)
         if process.is_alive():
             process.kill()
             self.untrue += 1

@@ -62,7 +62,9 @@ def _stoppable(told: str) -> Iterator[None]:
 @app.command()
 @_stoppable("no rank was running")
 def train(
-    task: Annotated[str | None, typer.Argument(help="file.py, file.py:Class, or a recipe's name")] = None,
+    task: Annotated[
+        str | None, typer.Argument(help="file.py, package.module, one of these with :Class, or a recipe's name")
+    ] = None,
     layout: Annotated[
         str | None, typer.Option(help="how to spread it, e.g. fsdp=4,tp=2,pp=2; by default replicas")
     ] = None,
@@ -140,7 +142,9 @@ def train(
 @app.command()
 @_stoppable("every rank has ended, and nothing was concluded")
 def prove(
-    task: Annotated[str | None, typer.Argument(help="file.py, file.py:Class, or a recipe's name")] = None,
+    task: Annotated[
+        str | None, typer.Argument(help="file.py, package.module, one of these with :Class, or a recipe's name")
+    ] = None,
     more: Annotated[list[str] | None, typer.Argument(metavar="[LAYOUT]...", help="layouts, as with --layouts")] = None,
     layouts: Annotated[list[str], typer.Option(help="a layout, or all that --ranks allow")] = [],  # noqa: B006
     ranks: Annotated[int | None, typer.Option(help="how many ranks all layouts have; by default 4")] = None,
