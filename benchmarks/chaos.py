@@ -219,7 +219,7 @@ class Bursts:
 def bursts(chaos: Chaos, server: ForkServer, wanted: int, seed: int) -> list[Figure]:
     found = Bursts(chaos, server, random.Random(seed))
     found.strike(wanted)
-    note = f"{found.bursts} bursts, {found.signals} signals, {found.stopped} stops, {found.stepped} after steps, {found.runs} runs"
+    note = f"{found.bursts} bursts, {found.signals} signals, {found.stopped} stops, {found.stepped} of them after steps"
     return [
         Figure("bursts of signals: steps lost that were not said to be", found.unsaid, 0, note),
         Figure("bursts of signals: steps said to be lost", found.said, 0),
