@@ -75,21 +75,19 @@ def test_train_leaves_a_run_that_can_be_repeated(tmp_path: Path) -> None:
     settings = tomllib.loads(run.settings_path.read_text())
     place = {
         "task": str(tmp_path / "mine.py"),
+        "folder": str(tmp_path),
         "layout": "fsdp=2,zero=2",
         "on": "local:2",
         "device": "cpu",
-        "folder": str(tmp_path),
         "timeout": 600.0,
     }
     assert settings["run"] == place
     assert (settings["settings"]["width"], settings["settings"]["steps"]) == (24, 5)
     events = [list(run.events(rank)) for rank in range(2)]
-    for rank, log in enumerate(events):
-        saved = ["checkpoint"] if rank == 0 else []
-        assert [event["kind"] for event in log] == ["start", *["step"] * 5, *saved, "evaluation", "end"], rank
-        assert {"step", "loss", "grad_norm", "lr", "samples", "seconds"} <= log[1].keys()
-    same = ("step", "loss", "grad_norm", "lr", "samples")
-    assert [[e.get(k) for k in same] for e in events[0][:6]] == [[e.get(k) for k in same] for e in events[1][:6]]
+    assert [event["kind"] for event in events[0]] == ["start", *["step"] * 5, "checkpoint", "evaluation", "end"]
+    assert {"step", "loss", "grad_norm", "lr", "samples", "seconds"} <= events[0][1].keys()
+    assert [event["kind"] for event in events[1]] == ["start", *["step"] * 5]
+    assert events[1][1].keys() == {"kind", "time", "step", "seconds", "sent"}, "what is its own"
     assert load_file(run.weights_path)["0.weight"].shape == (24, 4)
 
     config = str(run.settings_path)
@@ -138,38 +136,9 @@ def test_a_task_in_a_package_is_found_from_any_folder(tmp_path: Path, words: str
     elsewhere.mkdir()
     done = phalanx("train", "--resume", "--steps", "3", "--run", str(run.path), cwd=elsewhere)
     assert done.returncode == 0, done.stderr
-    assert f"the run began in {tmp_path / there}".rstrip("/.") in done.stdout
+    assert "where the run was started" in done.stdout
     done = phalanx("prove", words, "--layouts", "dp=2", "--steps", "1", cwd=tmp_path / there)
     assert done.returncode == 0, done.stderr
-
-
-def test_a_run_is_gone_on_with_from_another_folder_with_its_own_paths(tmp_path: Path) -> None:
-    (tmp_path / "here").mkdir()
-    (tmp_path / "elsewhere").mkdir()
-    (tmp_path / "here" / "mine.py").write_text(
-        GOOD.replace(
-            "def data(self)",
-            "def data(self):\n        open('samples.txt').close()\n        return self.found()\n\n    def found(self)",
-        )
-    )
-    (tmp_path / "here" / "samples.txt").touch()
-    words = ("train", "mine.py", "--steps", "2", "--run", "run", "--checkpoints", "kept")
-    assert phalanx(*words, cwd=tmp_path / "here").returncode == 0
-    done = phalanx("train", "--resume", "--steps", "3", "--run", "../here/run", cwd=tmp_path / "elsewhere")
-    assert done.returncode == 0, done.stderr
-    assert "relative paths of its task are taken from there" in done.stdout
-    done = phalanx(
-        "train",
-        "--config",
-        "../here/run/run.toml",
-        "--run",
-        "again",
-        "--checkpoints",
-        "own",
-        cwd=tmp_path / "elsewhere",
-    )
-    assert done.returncode == 0, done.stderr
-    assert sorted(path.name for path in (tmp_path / "elsewhere").iterdir()) == ["again", "own"]
 
 
 def test_exact_runs_leave_the_same_bytes(tmp_path: Path) -> None:
@@ -495,8 +464,8 @@ def test_a_wrong_shape_is_a_short_screen_and_a_file(tmp_path: Path) -> None:
     assert len(lines) < 12, done.stderr
     assert "2 (Linear) got float32 [4, 16]; it expects float32 [..., 17]" in lines[1]
     assert "of phalanx and torch" in done.stderr
-    (file,) = (tmp_path / "run" / "failures").glob("*rank-00000.txt")
-    assert f"the whole traceback is in run/failures/{file.name}" in done.stderr
+    (name,) = (line.rpartition("/")[2] for line in lines if line.startswith("the whole traceback is in run/failures/"))
+    file = tmp_path / "run" / "failures" / name
     assert "train/step.py" in file.read_text()
     assert "train/step.py" not in done.stderr
 

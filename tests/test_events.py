@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from phalanx import Run, events
-from phalanx.events import EventLog, pause_of, say
+from phalanx.events import EventLog, pause_of, say, writers
 from tests.forking import fork
 
 
@@ -30,8 +30,9 @@ def test_events_are_json_lines_and_a_cut_line_is_left_out(tmp_path: Path) -> Non
 
 
 def test_steps_of_most_ranks_are_written_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert [pause_of(rank, 10_240) for rank in (0, 1, 10_238, 10_239)] == [0, 102.4, 102.4, 0]
-    assert [pause_of(rank, 2) for rank in range(2)] == [0, 0]
+    hosts = [rank // 8 for rank in range(10_240)]
+    assert [pause_of(rank, hosts) for rank in (0, 1, 8, 10_232, 10_239)] == [0, 102.4, 102.4, 0, 102.4]
+    assert [pause_of(rank, [0, 1]) for rank in range(2)] == [0, 0]
     run = Run.create(tmp_path / "one", "x")
     writes = []
     plain = os.write
@@ -54,6 +55,23 @@ def test_steps_of_most_ranks_are_written_together(tmp_path: Path, monkeypatch: p
     with EventLog(run, 2, pause=60) as log:
         log.write("step", step=0)
     assert [event["step"] for event in run.events(2)] == [0]
+
+
+def test_one_rank_a_host_writes_what_all_share(tmp_path: Path) -> None:
+    assert writers([0, 0, 0, 1, 1, 2]) == [0, 3, 5]
+    run = Run.create(tmp_path / "one", "x")
+    for rank, shared in ((0, True), (1, False)):
+        with EventLog(run, rank, shared=shared) as log:
+            log.write("start", step=0)
+            log.write("step", step=0, loss=1.0, samples="abc", seconds={"forward": 0.1}, sent={"dp": 8})
+            log.write("evaluation", step=0, held_out={})
+            log.write("end", steps=1)
+    assert [event["kind"] for event in run.events(0)] == ["start", "step", "evaluation", "end"]
+    start, step = run.events(1)
+    assert start["kind"] == "start"
+    assert step.keys() == {"kind", "time", "step", "seconds", "sent"}
+    assert list(run.ledger(0)) == [0]
+    assert list(run.ledger(1)) == []
 
 
 def test_a_failure_is_an_event(tmp_path: Path) -> None:

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from phalanx import Layout
-from phalanx.proofs import code_hash, said
+from phalanx import Layout, user_code
+from phalanx.proofs import record, said
 from phalanx.settings import find_task
-from tests.prove.tasks import Averaging, Plain
+from tests.prove.tasks import Plain
 
 TASK = "from dataclasses import dataclass\nimport phalanx\n\n@dataclass\nclass Mine(phalanx.Task):\n    pass\n"
 SETTINGS = {"width": 8, "steps": 100}
@@ -19,7 +19,8 @@ SETTINGS = {"width": 8, "steps": 100}
 
 def leave(folder: Path, **changes: object) -> None:
     results = [{"layout": "dp=2,micro_batch=4", "verdict": "equal"}, {"layout": "fsdp=2", "verdict": "differs"}]
-    proof = {"class": "Plain", "code": code_hash(Plain), "settings": SETTINGS, "results": results, **changes}
+    known = record(Plain, user_code.snapshot(user_code.home(Plain)))
+    proof = {**known, "settings": SETTINGS, "results": results, **changes}
     (folder / "prove-1").mkdir(exist_ok=True)
     (folder / "prove-1" / "proof.json").write_text(json.dumps(proof))
 
@@ -41,22 +42,31 @@ def test_a_proof_of_this_code_is_found(tmp_path: Path) -> None:
 
 
 def test_other_code_planted_bugs_and_torn_files_do_not_count(tmp_path: Path) -> None:
-    for change in ({"code": "other"}, {"inject": "a bug"}, {"class": "Other"}):
+    for change in ({"files": {"tasks.py": "other"}}, {"phalanx": "other"}, {"inject": "a bug"}, {"class": "Other"}):
         leave(tmp_path, **change)
         assert words(tmp_path).startswith("not proven")
     (tmp_path / "prove-1" / "proof.json").write_text("{")
     assert words(tmp_path).startswith("not proven")
-    assert code_hash(Plain) == code_hash(Averaging)  # they are in one file
 
 
-def test_what_an_editor_leaves_beside_the_task_is_no_code(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text(TASK)
-    task = find_task(str(tmp_path / "mine.py"))
-    before = code_hash(task)
-    (tmp_path / ".#mine.py").symlink_to("me@here.4711:1")
-    (tmp_path / "folder.py").mkdir()
-    os.mkfifo(tmp_path / "pipe.py")
-    assert code_hash(task) == before
+def test_one_device_is_not_said_to_be_unproven(tmp_path: Path) -> None:
+    assert words(tmp_path, "dp=1") == ""
+    leave(tmp_path, results=[{"layout": "dp=1", "verdict": "differs"}])
+    assert words(tmp_path, "dp=1").startswith("NOT like one device")
+    leave(tmp_path, results=[{"layout": "dp=1", "verdict": "equal"}])
+    assert words(tmp_path, "dp=1").startswith("dp=1 trains like one device")
+
+
+def test_a_task_of_the_same_name_in_another_file_is_another(tmp_path: Path) -> None:
+    results = [{"layout": "dp=2", "verdict": "equal"}]
+    found = {}
+    for name in ("one.py", "two.py"):
+        (tmp_path / name).write_text(TASK)
+        found[name] = find_task(str(tmp_path / name))
+    leave(tmp_path, **record(found["one.py"], user_code.snapshot(tmp_path)), results=results)
+    told = {name: said(task(), SETTINGS, Layout(dp=2), tmp_path, name) for name, task in found.items()}
+    assert told["one.py"].startswith("dp=2 trains like one device")
+    assert told["two.py"].startswith("not proven")
 
 
 @pytest.mark.parametrize(

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import enum
 import sys
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
+import torch
 
 from phalanx import Task, WrongUse
 from phalanx.recipes.gpt import GPT
-from phalanx.settings import convert, find_task, make_task, parse_assignments, short_name
+from phalanx.settings import convert, find_task, make_task, parse_assignments, plain_settings, short_name, unwritten
+from phalanx.toml import from_toml, to_toml
 
 
 class Colour(enum.Enum):
@@ -156,3 +159,65 @@ def test_names_that_no_package_can_have_are_refused(tmp_path: Path, monkeypatch:
 )
 def test_a_run_is_called_after_its_task(reference: str, name: str) -> None:
     assert short_name(reference) == name
+
+
+@dataclass(frozen=True)
+class Inner:
+    width: int = 3
+    colour: Colour = Colour.red
+    api_key: str = ""
+
+
+@dataclass
+class Nested(Task):
+    options: dict[str, Any] = field(default_factory=lambda: {"a": [1, {"b": None}], "c.d": {"e f": 0.5}})
+    sizes: dict[int, Path] = field(default_factory=lambda: {1: Path("x")})
+    inner: Inner = Inner(5, Colour.blue)
+    layers: list[Inner] = field(default_factory=lambda: [Inner(1), Inner(2)])
+    maybe: Inner | None = None
+    pair: tuple[int, str] = (1, "a")
+    bare: list = field(default_factory=lambda: [1, "a", 2.5])  # type: ignore[type-arg]
+    names: frozenset[str] = frozenset({"a", "b"})
+    dtype: torch.dtype = torch.bfloat16
+
+
+@dataclass
+class Unwritable(Nested):
+    activation: Callable[..., Any] = torch.relu
+    colours: dict[str, Any] = field(default_factory=lambda: {"a": Colour.red})
+
+
+def again(task: Task) -> Task:
+    return make_task(type(task), from_toml(to_toml({"settings": plain_settings(task)}))["settings"])
+
+
+def test_nested_settings_read_back_as_they_are() -> None:
+    task = Nested(maybe=Inner(7), options={"bytes": "no hex", "list": [], "empty": {}})
+    assert unwritten(task) == []
+    assert again(task) == task != Nested()
+    assert again(Nested()) == Nested()
+    assert plain_settings(task)["inner"] == {"width": 5, "colour": "blue", "api_key": ""}
+
+
+def test_what_text_cannot_say_is_known() -> None:
+    task = Unwritable()
+    assert unwritten(task) == ["activation", "colours"]
+    assert again(task) == task
+
+
+def test_a_table_can_be_set_by_a_word() -> None:
+    task = make_task(Nested, {"options": '{"a": 1}', "inner": '{"width": 9}', "dtype": "float16"})
+    assert isinstance(task, Nested)
+    assert (task.options, task.inner, task.dtype) == ({"a": 1}, Inner(9), torch.float16)
+    for wrong in ("3", "{", '{"wdith": 9}', '{"width": "x"}'):
+        with pytest.raises(WrongUse, match="inner="):
+            make_task(Nested, {"inner": wrong})
+
+
+def test_secrets_in_tables_are_not_written() -> None:
+    task = Nested(inner=Inner(api_key="abc"), options={"token": "abc", "deep": [{"password": "abc"}]})
+    plain = plain_settings(task)
+    assert "abc" not in to_toml({"settings": plain})
+    for name in ("inner", "options"):
+        with pytest.raises(WrongUse, match=f"{name} is a secret"):
+            make_task(Nested, {name: plain[name]})

@@ -46,3 +46,14 @@ def test_nothing_is_left_out_and_not_a_number_stays() -> None:
 def test_usual_text_is_usual_toml() -> None:
     tables = {"run": {"task": "gpt", "timeout": 600.0}, "settings": {"width": 24, "name": "größe"}}
     assert tomllib.loads(to_toml(tables)) == tables
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {}, {"a": {"b": [1, {"c": None}]}}, {"a b": 1.5, "c.d": True, "größe": ""}, {"bytes": "ff"}, {"bytes": 3},
+        {"bytes": {"bytes": "zz"}}, {"none": False}, [None, [], {}], {"x": os.fsdecode(b"caf\xe9")}, {"none": None},
+    ],
+)  # fmt: skip
+def test_nested_values_read_back(value: Any) -> None:
+    assert from_toml(to_toml({"a": {"b": value}})) == {"a": {"b": value}}

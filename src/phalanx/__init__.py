@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from phalanx.errors import CannotHere, WrongUse
     from phalanx.layout import Layout
     from phalanx.losses import Logits, Loss
+    from phalanx.parallel.samples import gather, rows
     from phalanx.run import Run
     from phalanx.task import Task
     from phalanx.train.engine import Engine
@@ -20,13 +21,13 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "Anatomy", "CannotHere", "Cluster", "Engine", "Layout", "Logits", "Loss", "Run", "Task", "Verdict", "WrongUse",
-    "data", "load", "losses", "prove", "save",
+    "data", "gather", "load", "losses", "prove", "rows", "save",
 ]  # fmt: skip
 
 _HOMES = {
     "Anatomy": "anatomy", "CannotHere": "errors", "Cluster": "cluster", "Engine": "train.engine", "Layout": "layout",
     "Logits": "losses", "Loss": "losses", "Run": "run", "Task": "task", "Verdict": "verdict", "WrongUse": "errors",
-    "load": "train.restoring", "save": "train.keeping",
+    "gather": "parallel.samples", "load": "train.restoring", "rows": "parallel.samples", "save": "train.keeping",
 }  # fmt: skip
 
 

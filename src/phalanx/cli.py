@@ -21,6 +21,7 @@ from phalanx import __version__ as version
 from phalanx.errors import CannotHere, WrongUse
 from phalanx.redact import redact
 
+TASK = "file.py, package.module, one of these with :Class, or a recipe's name"
 app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False)
 
 
@@ -62,9 +63,7 @@ def _stoppable(told: str) -> Iterator[None]:
 @app.command()
 @_stoppable("no rank was running")
 def train(
-    task: Annotated[
-        str | None, typer.Argument(help="file.py, package.module, one of these with :Class, or a recipe's name")
-    ] = None,
+    task: Annotated[str | None, typer.Argument(help=TASK)] = None,
     layout: Annotated[
         str | None, typer.Option(help="how to spread it, e.g. fsdp=4,tp=2,pp=2; by default replicas")
     ] = None,
@@ -81,6 +80,9 @@ def train(
     resume: Annotated[
         bool, typer.Option("--resume", help="go on with a run: that in --run, or the task's last")
     ] = False,
+    allow: Annotated[
+        str | None, typer.Option(metavar="changes", help="with --resume: go on although other samples are to come")
+    ] = None,
     save_steps: Annotated[int | None, typer.Option(help="a checkpoint every so many steps")] = None,
     save_minutes: Annotated[float | None, typer.Option(help="and every so many minutes; by default 10")] = None,
     keep: Annotated[int | None, typer.Option(help="so many checkpoints are kept; by default 2")] = None,
@@ -120,16 +122,19 @@ def train(
     """Train a task."""
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # until there is something to save
     from phalanx.train.choosing import to_resume
+    from phalanx.train.folders import where_it_began
     from phalanx.train.job import Job
+    from phalanx.train.options import full_path
 
     if resume:
-        run, config = to_resume(run, task, config)
+        checkpoints, init_from = full_path(checkpoints), full_path(init_from)
+        run, config, task = where_it_began(*to_resume(run, task, config), task)
     job = Job.resolve(
         task=task, layout=layout, on=on, assignments=set_, steps=steps, config=config, device=device, timeout=timeout,
         save_steps=save_steps, save_minutes=save_minutes, keep=keep, keep_every=keep_every, memory_steps=memory_steps,
         checkpoints=checkpoints, restarts=restarts, grace=grace, init_from=init_from,
         bad=bad, spike=spike, compare_steps=compare_steps, min_nodes=min_nodes, max_nodes=max_nodes, meet=meet,
-        host=host, interface=interface, kill=kill, resume=resume, exact=exact,
+        host=host, interface=interface, kill=kill, allow=allow, resume=resume, exact=exact,
     )  # fmt: skip
     if dry_run:
         print(job.describe())
@@ -142,9 +147,7 @@ def train(
 @app.command()
 @_stoppable("every rank has ended, and nothing was concluded")
 def prove(
-    task: Annotated[
-        str | None, typer.Argument(help="file.py, package.module, one of these with :Class, or a recipe's name")
-    ] = None,
+    task: Annotated[str | None, typer.Argument(help=TASK)] = None,
     more: Annotated[list[str] | None, typer.Argument(metavar="[LAYOUT]...", help="layouts, as with --layouts")] = None,
     layouts: Annotated[list[str], typer.Option(help="a layout, or all that --ranks allow")] = [],  # noqa: B006
     ranks: Annotated[int | None, typer.Option(help="how many ranks all layouts have; by default 4")] = None,

@@ -7,6 +7,7 @@ import math
 import os
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -21,14 +22,25 @@ BACKLOG_BYTES = 64 << 20
 """Events that wait in memory for a disk to take them; more than that are lost, and counted."""
 
 
-def pause_of(rank: int, world: int) -> float:
+SHARED = frozenset({"evaluation", "left out", "rollback", "bad", "replay", "corrupted", "damaged", "stopped", "end"})
+"""Kinds of events that all ranks note alike."""
+OWN_OF_A_STEP = ("step", "seconds", "sent")
+"""What of a step each rank has for itself."""
+
+
+def writers(hosts: Sequence[int]) -> list[int]:
+    """The ranks that write what all share: the first of each host, given by rank. One host's may be lost."""
+    return [rank for rank, host in enumerate(hosts) if host not in hosts[:rank]]
+
+
+def pause_of(rank: int, hosts: Sequence[int]) -> float:
     """For how many seconds a rank's steps may wait in its memory before they are written.
 
-    The first rank's events are what recovery and certificate are made from, and the last one's, on another host if
-    there are several, stand in for them: they are written at once. All others note the same, and ten thousand of them
-    would be too many writes a step for a folder that all hosts share: at most about a hundred ranks write in a second.
+    The first rank's events are what recovery and certificate are made from, and the last writer's, on another host if
+    there are several, stand in for them: they are written at once. Ten thousand ranks would be too many writes a step
+    for a folder that all hosts share: at most about a hundred ranks write in a second.
     """
-    return 0.0 if rank in (0, world - 1) else max(1.0, world / 100)
+    return 0.0 if rank in (0, hosts.index(hosts[-1])) else max(1.0, len(hosts) / 100)
 
 
 def say(line: str, file: IO[str] | None = None) -> None:
@@ -40,11 +52,11 @@ def say(line: str, file: IO[str] | None = None) -> None:
 class EventLog:
     """Appends a rank's events, each flushed as it is written; what the disk does not take waits in memory.
 
-    Steps may wait for a ``pause`` between two writes.
+    Steps may wait for a ``pause`` between two writes. Not ``shared``: another rank writes what all of them share.
     """
 
-    def __init__(self, run: Run, rank: int, pause: float = 0.0) -> None:
-        self._pause, self._written = pause, time.monotonic()
+    def __init__(self, run: Run, rank: int, pause: float = 0.0, *, shared: bool = True) -> None:
+        self._pause, self._written, self._shared = pause, time.monotonic(), shared
         self._path = run.events_path(rank)
         self._file: int | None = None
         self._waiting = bytearray()
@@ -59,6 +71,10 @@ class EventLog:
 
     def write(self, kind: str, **fields: Any) -> None:
         """A line, in one piece; with a checkpoint, all before it is on disk too."""
+        if not self._shared and kind in SHARED:
+            return
+        if not self._shared and kind == "step":
+            fields = {name: fields[name] for name in OWN_OF_A_STEP if name in fields}
         line = json.dumps({"kind": kind, "time": time.time(), **plain(fields)}).encode() + b"\n"
         with self._lock:
             if len(self._waiting) + len(line) <= BACKLOG_BYTES:

@@ -1,8 +1,4 @@
-"""Losses as a sum and a count, and the lazy logits of a language model.
-
-``Loss(total, count)`` is what makes accumulation, padding and uneven batches right: totals and counts add up over
-micro-batches and ranks, and the gradient is divided once, by the global count.
-"""
+"""Losses that are ready, and the lazy logits of a language model."""
 
 from __future__ import annotations
 
@@ -16,16 +12,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from phalanx.errors import WrongUse
+from phalanx.loss import Loss, sum
+
+__all__ = [
+    "Logits", "Loss", "binary_cross_entropy", "cross_entropy", "mean_squared_error", "penalised",
+    "penalty_factor", "sum",
+]  # fmt: skip
 
 LOGIT_ELEMENTS = 1 << 26  # logits alive at once in `cross_entropy`: 256 MiB in float32
-
-
-@dataclass
-class Loss:
-    """The loss of one micro-batch: a differentiable sum, and how many terms it has."""
-
-    total: Tensor
-    count: Tensor | int | float | None = None
 
 
 @dataclass(frozen=True)
@@ -267,7 +261,10 @@ def cross_entropy(
     """Cross-entropy summed over all targets but those equal to ``ignore``, and how many those are.
 
     Classes are the last dim of ``output``, ``[batch, time, classes]``, or its second, ``[batch, classes, y, x]``.
+    Targets that are real numbers, ``[..., classes]``, are the probability of each class.
     """
+    if targets.is_floating_point():
+        return _soft_cross_entropy(output, targets, label_smoothing)
     count = (targets != ignore).sum()
     if isinstance(output, Logits) and output.vocabulary is not None:
         output.vocabulary.check(targets.where(targets != ignore, 0), "target")
@@ -292,6 +289,16 @@ def cross_entropy(
         raise _mismatch(logits.shape, targets.shape)
     total = F.cross_entropy(logits, targets, ignore_index=ignore, label_smoothing=label_smoothing, reduction="sum")
     return Loss(total, count)
+
+
+def _soft_cross_entropy(output: Tensor | Logits, targets: Tensor, smoothing: float) -> Loss:
+    if output.shape != targets.shape:
+        raise _mismatch(output.shape, targets.shape)
+    logits = output.tensor() if isinstance(output, Logits) else output
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32)).reshape(-1, logits.shape[-1])
+    wanted = targets.reshape(logits.shape).to(logits.dtype)
+    total = F.cross_entropy(logits, wanted, label_smoothing=smoothing, reduction="sum")
+    return Loss(total, len(logits))
 
 
 def mean_squared_error(output: Tensor, targets: Tensor) -> Loss:

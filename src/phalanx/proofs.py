@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import inspect
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -11,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from phalanx import user_code
 from phalanx.errors import WrongUse
 from phalanx.layout import Layout
 from phalanx.task import Task
@@ -22,31 +21,35 @@ FREE = {
 """Settings that a proof does not hang on."""
 
 
-def code_hash(task: type[Task]) -> str:
-    """Of Phalanx's own source, and of the files beside those that the task's classes are in."""
-    own = Path(__file__).parent
-    files = sorted(own.rglob("*.py"))
-    for kind in task.__mro__:
-        try:
-            file = Path(inspect.getfile(kind)).resolve()
-        except (TypeError, OSError):
-            continue
-        if file.suffix == ".py" and not file.is_relative_to(own) and "site-packages" not in file.parts:
-            files += [file, *sorted(file.parent.glob("*.py"))]
-    found = hashlib.sha256()
-    for file in dict.fromkeys(files):
-        with suppress(OSError):  # it cannot be imported either
-            found.update(file.read_bytes() if file.is_file() else b"")  # an editor leaves links to nowhere
-    return found.hexdigest()[:16]
+def record(task: type[Task], files: Mapping[str, str]) -> dict[str, Any]:
+    """What a proof of this task is a proof of: its class, and the ``files`` of the user's that were imported for it."""
+    return {
+        "class": task.__name__, "from": _origin(task), "code": user_code.joined(files), "phalanx": user_code.own_hash(),
+        "files": dict(files),
+    }  # fmt: skip
+
+
+def _origin(task: type[Task]) -> str:
+    """Where a class comes from: a file of the user's by its name, or a module."""
+    file = user_code.file_of(task)
+    return task.__module__ if file is None else file.name
+
+
+def _holds_now(proof: Mapping[str, Any], task: type[Task]) -> bool:
+    """Whether a proof is one of this task, and of the code as it is now."""
+    files = proof.get("files")
+    if proof.get("class") != task.__name__ or proof.get("from") != _origin(task) or proof.get("inject"):
+        return False
+    if proof.get("phalanx") != user_code.own_hash() or not isinstance(files, dict):
+        return False
+    return not user_code.changed(files, user_code.home(task))
 
 
 def said(task: Task, settings: Mapping[str, Any], layout: Layout, folder: Path, reference: str) -> str:
-    """One line: whether this layout of this code has been proven."""
-    code, wanted = code_hash(type(task)), _plain(layout)
+    """One line: whether this layout of this code has been proven; of one device, nothing."""
+    wanted = _plain(layout)
     for path, proof, verdicts in _proofs(folder):
-        if proof.get("class") != type(task).__name__ or proof.get("inject"):
-            continue
-        if verdicts.get(wanted) in (None, "not applicable") or proof.get("code") != code:
+        if verdicts.get(wanted) in (None, "not applicable") or not _holds_now(proof, type(task)):
             continue
         if verdicts[wanted] != "equal":
             return f"NOT like one device: {wanted} differs in {path.parent}"
@@ -58,8 +61,10 @@ def said(task: Task, settings: Mapping[str, Any], layout: Layout, folder: Path, 
             return f"not proven with {here}, only with {there}; phalanx prove {reference} {again} --layouts {wanted}"
         narrow = f" and {proof['dtype']}" if proof.get("dtype") else ""
         rest = "" if task.precision in ("fp32", "float64", proof.get("dtype")) else f", {task.precision} was not tried"
-        return f"{wanted} trains like one device in float64{narrow}{rest}: {path.parent}, code {code}"
-    return f"not proven for this code ({code}); phalanx prove {reference} --layouts {wanted}"
+        return f"{wanted} trains like one device in float64{narrow}{rest}: {path.parent}, code {proof.get('code')}"
+    if layout.world == 1:
+        return ""
+    return f"not proven for this code; phalanx prove {reference} --layouts {wanted}"
 
 
 def _plain(layout: Layout) -> Layout:

@@ -22,6 +22,12 @@ _FIELD = re.compile(
     r"|(?:api|access|auth|hf|hub|bearer|session|secret|wandb)_?token)|key|token",
     re.IGNORECASE,
 )
+_LITERAL = re.compile(
+    r"(\b\w*(?:api_?key|access_?key|secret|token|passw(?:or)?d|passphrase|private_?key|credentials?)\w*['\"]?\]?\s*"
+    r"(?::\s*\w+\s*)?[=:]\s*[a-zA-Z]{0,2}['\"])[^'\"\s]{6,}(['\"])",
+    re.IGNORECASE,
+)
+"""``api_key = "..."``, and the same in a dict or a call."""
 _LEFT_OUT = re.compile(r"(?:://\S*|[?&;#][^\s=]*=)" + re.escape(REDACTED))
 
 
@@ -33,19 +39,33 @@ def redact(text: str) -> str:
     return _PARAMETER.sub(rf"\1{REDACTED}", text) if "=" in text else text
 
 
+def redact_source(text: str) -> str:
+    """Source code likewise, and what it gives to names that say that it is a secret."""
+    return _LITERAL.sub(rf"\1{REDACTED}\2", redact(text))
+
+
 def redact_field(name: str, value: Any) -> Any:
     """A setting as it may be written: hidden if its name says that it is a secret, or without the secrets in it."""
     if isinstance(value, str):
         return REDACTED if value and _FIELD.fullmatch(name) else redact(value)
     if isinstance(value, (list, tuple)):
         return type(value)(redact_field(name, item) for item in value)
+    if isinstance(value, dict):
+        return {inner: redact_field(_name(name, inner), item) for inner, item in value.items()}
     return value
+
+
+def _name(outer: str, inner: Any) -> str:
+    """What a value in a table is: that of a table which is a secret is one."""
+    return outer if _FIELD.fullmatch(outer) else str(inner)
 
 
 def is_redacted(name: str, value: Any) -> bool:
     """Whether a secret was left out of a setting that was read back."""
     if isinstance(value, list):
         return any(is_redacted(name, item) for item in value)
+    if isinstance(value, dict):
+        return any(is_redacted(_name(name, inner), item) for inner, item in value.items())
     if not isinstance(value, str):
         return False
     return bool(_LEFT_OUT.search(value)) or (value == REDACTED and _FIELD.fullmatch(name) is not None)

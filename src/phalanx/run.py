@@ -1,6 +1,7 @@
 """The Run: one run on disk. Every tool reads and writes this folder and nothing else.
 
 runs/<name>/run.toml                   settings as resolved; ``phalanx train --config run.toml`` repeats the run
+runs/<name>/origin/001/                what it is made of: source, git, versions
 runs/<name>/events/rank-00000.jsonl    one JSON object a line: start, step, evaluation, checkpoint, failure, end
 runs/<name>/checkpoints/step-00000100/ committed or absent
 runs/<name>/final/model.safetensors    full weights under the model's own names
@@ -118,7 +119,7 @@ class Run:
         for event in self.events(rank):
             if event["kind"] in ("start", "rollback"):
                 done = {step: known for step, known in done.items() if step < event.get("step", 0)}
-            elif event["kind"] in ("step", "left out"):
+            elif event["kind"] in ("step", "left out") and "samples" in event:  # else it is a rank's own part of one
                 done[event["step"]] = event
         return done
 

@@ -8,19 +8,23 @@ import enum
 import importlib
 import importlib.util
 import inspect
+import json
 import re
 import sys
 import traceback
 import types
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import torch
 
 from phalanx.errors import WrongUse, closest
 from phalanx.files import exists
 from phalanx.redact import is_redacted, redact_field
 from phalanx.task import Task
+from phalanx.toml import from_toml, to_toml
 from phalanx.traces import users
 
 RECIPES = {"gpt": "phalanx.recipes.gpt:GPT", "shapes": "phalanx.recipes.shapes:Shapes"}
@@ -155,14 +159,68 @@ def _told(what: str, path: Path | None) -> Iterator[None]:
         raise WrongUse(f"{failed}\n{lines}Mend the file, or install what it needs.") from None
 
 
+class NotPlain(ValueError):
+    """A value that text cannot say."""
+
+
 def plain_settings(task: Task) -> dict[str, Any]:
-    """A task's fields, as far as text can set them, without secrets."""
-    fields = {f.name: getattr(task, f.name) for f in dataclasses.fields(task) if f.init}
-    return {
-        name: value.name if isinstance(value, enum.Enum) else "none" if value is None else redact_field(name, value)
-        for name, value in fields.items()
-        if value is None or isinstance(value, (bool, int, float, str, list, tuple, Path, enum.Enum))
-    }
+    """A task's fields, as far as text can set them, without secrets: each reads back as it is."""
+    found = {}
+    hints = _hints(type(task))
+    for field in dataclasses.fields(task):
+        value = getattr(task, field.name)
+        with suppress(NotPlain):
+            if field.init:
+                found[field.name] = redact_field(field.name, _plain_field(value, hints.get(field.name, Any)))
+    return found
+
+
+def unwritten(task: Task) -> list[str]:
+    """The fields that `plain_settings` has no words for."""
+    known = plain_settings(task)
+    return [field.name for field in dataclasses.fields(task) if field.init and field.name not in known]
+
+
+def _hints(kind: type) -> dict[str, Any]:
+    try:
+        return get_type_hints(kind)
+    except Exception:  # names that are there for a type checker only
+        return {}
+
+
+def _plain_field(value: Any, hint: Any) -> Any:
+    if value is None:
+        return "none"
+    text = _plain(value)
+    if isinstance(text, (dict, list)):  # it may hold what the field's type does not tell: an enum in a bare dict
+        try:
+            same = bool(_convert(from_toml(to_toml({"": {"": text}}))[""][""], hint) == value)
+        except Exception:
+            same = False
+        if not same:
+            raise NotPlain
+    return text
+
+
+def _plain(value: Any) -> Any:
+    """A value in the words of TOML and JSON."""
+    if isinstance(value, enum.Enum):
+        return value.name
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, torch.dtype):
+        return str(value).removeprefix("torch.")
+    if isinstance(value, Mapping):
+        return {str(name): _plain(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if isinstance(value, (set, frozenset)):
+        return sorted((_plain(item) for item in value), key=repr)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value) if f.init}
+    raise NotPlain
 
 
 def _choose(module: types.ModuleType, name: str, file: str) -> type[Task]:
@@ -236,6 +294,9 @@ def convert(value: Any, hint: Any, name: str) -> Any:
         raise WrongUse(f"{name}={value!r} is not {_describe(hint)}. Give {name} such a value.") from None
 
 
+SEQUENCES: dict[Any, Any] = {list: list, tuple: tuple, set: set, frozenset: frozenset, Sequence: list}
+MAPPINGS: tuple[Any, ...] = (dict, Mapping)
+DTYPES = {str(found).removeprefix("torch."): found for found in vars(torch).values() if isinstance(found, torch.dtype)}
 TRUTHS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
 
 
@@ -247,9 +308,15 @@ def _convert(value: Any, hint: Any) -> Any:
         return _convert_union(value, args)
     if origin is Literal:
         return _pick({str(choice): choice for choice in args}, value)
-    if origin in (list, tuple) or hint in (list, tuple):
-        inner = args[0] if args else str
-        return (origin or hint)(_convert(item, inner) for item in _items(value))
+    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
+        return value if isinstance(value, hint) else _convert_dataclass(_mapping(value), hint)
+    if origin in MAPPINGS or hint in MAPPINGS:
+        of_name, of_item = args or (Any, Any)
+        return {_convert(name, of_name): _convert(item, of_item) for name, item in _mapping(value).items()}
+    if origin in SEQUENCES or hint in SEQUENCES:
+        return _convert_sequence(_items(value), origin or hint, args)
+    if hint is torch.dtype:
+        return value if isinstance(value, torch.dtype) else _pick(DTYPES, str(value).removeprefix("torch."))
     if hint is bool:
         return _pick(TRUTHS, str(value).lower())
     if hint is int:
@@ -257,6 +324,21 @@ def _convert(value: Any, hint: Any) -> Any:
     if isinstance(hint, type) and issubclass(hint, enum.Enum):
         return _pick({member.name: member for member in hint} | {str(member.value): member for member in hint}, value)
     return hint(value)
+
+
+def _convert_sequence(items: list[Any], kind: Any, args: tuple[Any, ...]) -> Any:
+    if kind is tuple and args and args[-1] is not Ellipsis:
+        if len(items) != len(args):
+            raise ValueError(items)
+        return tuple(_convert(item, hint) for item, hint in zip(items, args, strict=True))
+    return SEQUENCES[kind](_convert(item, args[0] if args else Any) for item in items)
+
+
+def _convert_dataclass(given: Mapping[str, Any], kind: type) -> Any:
+    hints = _hints(kind)
+    if not given.keys() <= {f.name for f in dataclasses.fields(kind) if f.init}:
+        raise ValueError(given)
+    return kind(**{name: _convert(item, hints.get(name, Any)) for name, item in given.items()})
 
 
 def _convert_union(value: Any, options: tuple[Any, ...]) -> Any:
@@ -276,8 +358,16 @@ def _pick(choices: Mapping[str, Any], value: Any) -> Any:
     return choices[str(value)]
 
 
+def _mapping(value: Any) -> Mapping[str, Any]:
+    """What a table says; text says it in JSON."""
+    found = json.loads(value) if isinstance(value, str) else value
+    if not isinstance(found, Mapping):
+        raise ValueError(value)
+    return found
+
+
 def _items(value: Any) -> list[Any]:
-    if isinstance(value, (list, tuple)):
+    if isinstance(value, (list, tuple, set, frozenset)):
         return list(value)
     return [part.strip() for part in str(value).strip("[]()").split(",") if part.strip()]
 

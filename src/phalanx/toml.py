@@ -10,10 +10,12 @@ from typing import Any
 
 BYTES = "bytes"
 """Text that no encoding has, such as a path that is not UTF-8, is a table with this one key: its bytes in hex."""
+NONE = "none"
+"""None inside of another value is a table with this one key, which is true."""
 
 
 def to_toml(tables: Mapping[str, Mapping[str, Any]]) -> str:
-    """A table a section. Values that are None are left out."""
+    """A table a section. Values that are None are left out; those inside of another value are kept."""
     lines: list[str] = []
     for table, values in tables.items():
         lines.append(f"[{_key(table)}]")
@@ -38,12 +40,22 @@ def _value(value: Any) -> str:
         return repr(value)
     if isinstance(value, (list, tuple)):
         return "[" + ", ".join(_value(item) for item in value) + "]"
+    if isinstance(value, Mapping):
+        marked = value.keys() == {BYTES} and isinstance(value[BYTES], str)
+        items = ((_key(str(name)), _bytes(item) if marked else _value(item)) for name, item in value.items())
+        return "{" + ", ".join(f"{name} = {item}" for name, item in items) + "}"
+    if value is None:
+        return f"{{{NONE} = true}}"
     text = str(value)
     try:
         text.encode()
     except UnicodeEncodeError:
-        return f'{{{BYTES} = "{text.encode(errors="surrogatepass").hex()}"}}'
+        return _bytes(text)
     return _text(text)
+
+
+def _bytes(text: str) -> str:
+    return f'{{{BYTES} = "{text.encode(errors="surrogatepass").hex()}"}}'
 
 
 def _text(text: str) -> str:
@@ -57,4 +69,6 @@ def _read(value: Any) -> Any:
         return value
     if value.keys() == {BYTES} and isinstance(value[BYTES], str):
         return bytes.fromhex(value[BYTES]).decode(errors="surrogatepass")
+    if value == {NONE: True} and value[NONE] is True:
+        return None
     return {name: _read(item) for name, item in value.items()}

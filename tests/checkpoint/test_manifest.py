@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import zlib
 from collections.abc import Callable
 from typing import Any
@@ -36,6 +37,31 @@ def test_every_flipped_bit_and_every_cut_is_noticed() -> None:
     for length in range(len(content) - 1):  # the last line's end is no content
         with pytest.raises(Damaged, match="here/manifest has changed since it was written, or was cut short"):
             Manifest.parse(content[:length], "here/manifest")
+
+
+def test_it_is_json_whatever_a_run_keeps() -> None:
+    def refuse(word: str) -> None:
+        raise AssertionError(f"{word} is not JSON")
+
+    manifest = part(0, 5, guard_like=[math.inf, -math.inf, 1.0], options={"w": {"limit": (math.inf,)}})
+    for content in (part(0, 5).to_json(), manifest.to_json()):
+        assert json.loads(content, parse_constant=refuse)["facts"]["step"] == 3
+    read = Manifest.parse(manifest.to_json(), "here").facts
+    assert read["guard_like"] == [math.inf, -math.inf, 1.0]
+    assert read["options"] == {"w": {"limit": [math.inf]}}
+    (nan,) = Manifest.parse(part(0, 5, losses=[math.nan]).to_json(), "here").facts["losses"]
+    assert math.isnan(nan)
+
+
+def test_what_older_versions_wrote_is_read() -> None:
+    content = json.loads(part(0, 5).to_json())
+    del content["crc32"]
+    text = json.dumps(content)
+    older = f"{text}\n{zlib.crc32(text.encode()):08x}\n".encode()
+    assert Manifest.parse(older, "here") == part(0, 5)
+    for place in range(len(older) - 1):
+        with pytest.raises(Damaged, match="here has changed"):
+            Manifest.parse(older[:place] + bytes([older[place] ^ 1]) + older[place + 1 :], "here")
 
 
 def test_another_format_is_refused() -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from phalanx import WrongUse
-from phalanx.data import PackedTokens, TokenFile, write_tokens
+from phalanx.data import PackedTokens, TokenFile, tokens, write_tokens
 from tests.ranks import Ranks
 
 DOCUMENTS = ["abcde", "", "fg", "h", "ijklmnop"]
@@ -44,10 +45,66 @@ def encode_together(folder: Path) -> int:
 def test_ranks_that_encode_together_write_once(ranks: Ranks, tmp_path: Path) -> None:
     sizes = ranks(4, encode_together, tmp_path)
     assert set(sizes) == {sum(len(f"document {i}") for i in range(2000))}
-    assert write_tokens(tmp_path / "corpus", ["other"], lambda text: [1, 2]) == tmp_path / "corpus"
-    assert len(TokenFile(tmp_path / "corpus").tokens) == sizes[0]
     write_tokens(tmp_path / "corpus", ["other"], lambda text: [1, 2], again=True)
     assert len(TokenFile(tmp_path / "corpus").tokens) == 2
+
+
+OTHERS = {
+    "more documents": ([*DOCUMENTS, "more"], encode, "uint16", "made from 5 documents, and there are 6"),
+    "fewer": (DOCUMENTS[:-1], encode, "uint16", "made from 5 documents, and there are 4"),
+    "the last one edited": ([*DOCUMENTS[:-1], "zzzzzzzz"], encode, "uint16", "made from other documents"),
+    "another encoding": (DOCUMENTS, lambda text: [n + 1 for n in encode(text)], "uint16", "document 0 is encoded as"),
+    "another dtype": (DOCUMENTS, encode, "uint32", "it holds uint16, and uint32 is asked for"),
+}
+
+
+@pytest.mark.parametrize("once", [False, True], ids=["a list", "a generator"])
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_file_of_other_documents_or_tokens_is_written_anew_and_that_is_said(
+    name: str, once: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def given(documents: list[str]) -> Iterable[str]:
+        return (text for text in documents) if once else documents
+
+    write_tokens(tmp_path / "t", given(DOCUMENTS), encode)
+    before = (tmp_path / "t.tokens.npy").stat().st_ino
+    write_tokens(tmp_path / "t", given(DOCUMENTS), encode)
+    assert (tmp_path / "t.tokens.npy").stat().st_ino == before, "it was kept"
+    assert not capsys.readouterr().err
+    opened = TokenFile(tmp_path / "t").tokens
+    documents, encoding, dtype, words = OTHERS[name]
+    write_tokens(tmp_path / "t", given(documents), encoding, dtype)
+    told = capsys.readouterr().err
+    assert f"{tmp_path / 't'} is written anew: " in told
+    assert words in told
+    assert opened.tolist() == [token for text in DOCUMENTS for token in encode(text)], "who has it open keeps it"
+    assert TokenFile(tmp_path / "t").tokens.tolist() == [token for text in documents for token in encoding(text)]
+    assert TokenFile(tmp_path / "t").tokens.dtype == dtype
+
+
+LETTERS = "abcdefghij" * 11
+
+
+def test_of_many_documents_the_first_are_looked_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(tokens, "WHOLE", 10)
+    write_tokens(tmp_path / "t", (LETTERS[i] for i in range(100)), encode)
+    taken = iter(LETTERS[i] for i in range(100))
+    write_tokens(tmp_path / "t", taken, encode)
+    assert next(taken) == LETTERS[16], "no more were read"
+    write_tokens(tmp_path / "t", (LETTERS[i + 1] for i in range(100)), encode)
+    assert "document 0 is encoded as other tokens" in capsys.readouterr().err
+    assert len(TokenFile(tmp_path / "t").ends) == 100
+
+
+def test_what_an_older_version_wrote_is_looked_at_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_tokens(tmp_path / "t", DOCUMENTS, encode)
+    (tmp_path / "t.from.json").unlink()
+    write_tokens(tmp_path / "t", DOCUMENTS, encode)
+    assert not capsys.readouterr().err
+    write_tokens(tmp_path / "t", ["other", *DOCUMENTS[1:]], encode)
+    assert "document 0 is encoded as other tokens" in capsys.readouterr().err
 
 
 def test_documents_and_positions_are_told(tmp_path: Path) -> None:
@@ -67,7 +124,7 @@ def test_token_files_are_memory_mapped_and_checked(tmp_path: Path) -> None:
     assert isinstance(file.tokens, np.memmap)
     assert file.tokens.dtype == np.uint16
     assert file.ends.tolist() == [5, 5, 7, 8, 16]
-    assert sorted(p.name for p in (tmp_path / "deep").iterdir()) == ["t.ends.npy", "t.tokens.npy"]
+    assert sorted(p.name for p in (tmp_path / "deep").iterdir()) == ["t.ends.npy", "t.from.json", "t.tokens.npy"]
     with pytest.raises(WrongUse, match="write_tokens"):
         TokenFile(tmp_path / "nowhere")
     with pytest.raises(WrongUse, match="Use dtype='uint32'"):

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from phalanx.parallel.differentiable import add_up, gather, run, scatter, share
+from phalanx.parallel.differentiable import add_up, gather, gather_rows, run, scatter, share
 from tests.ranks import Ranks
 
 
@@ -52,3 +52,23 @@ def moves(total: int) -> None:
 @pytest.mark.parametrize(("ranks_", "total"), [(2, 7), (4, 5), (4, 2), (4, 8)])
 def test_moves_and_their_gradients(ranks: Ranks, ranks_: int, total: int) -> None:
     ranks(ranks_, moves, total)
+
+
+def rows(sizes: list[int]) -> None:
+    """Whoever has no rows brings one that stands in."""
+    group, rank = dist.group.WORLD, dist.get_rank()
+    whole, *weights = (t[0] for t in inputs(len(sizes) + 1, sum(sizes)))
+    start = sum(sizes[:rank])
+    own = whole[start : start + sizes[rank]] if sizes[rank] else torch.full((1, 3), 7.0, dtype=whole.dtype)
+    x = own.clone().requires_grad_()
+    every = gather_rows(x, sizes, group, counts=bool(sizes[rank]))
+    assert torch.equal(every, whole)
+    (every * (weights[rank] if sizes[rank] else float("nan"))).sum().backward()
+    total = sum(weight for weight, size in zip(weights, sizes, strict=True) if size)
+    wanted = total[start : start + sizes[rank]] if sizes[rank] else torch.zeros(1, 3, dtype=whole.dtype)
+    assert torch.allclose(x.grad, wanted)
+
+
+@pytest.mark.parametrize("sizes", [[3, 4], [0, 1], [2, 0, 3, 2], [0, 1, 0, 1]])
+def test_rows_of_everybody(ranks: Ranks, sizes: list[int]) -> None:
+    ranks(len(sizes), rows, sizes)

@@ -51,6 +51,36 @@ class Averaging(Plain):
         return phalanx.Loss(F.cross_entropy(output, batch["y"]), 1)
 
 
+@dataclass
+class Contrastive(Plain):
+    """Compares each sample with all of the global batch; ``own`` says what it counts."""
+
+    own: bool = True
+
+    def loss(self, output: Tensor, batch: dict[str, Any]) -> phalanx.Loss:
+        every = phalanx.gather(F.normalize(output, dim=-1))
+        rows = phalanx.rows(output) if self.own else torch.arange(len(every))
+        scores = every[rows] @ every.T
+        return phalanx.Loss(F.cross_entropy(scores, rows, reduction="sum"), len(rows))
+
+
+@dataclass
+class ContrastiveNorm(Contrastive):
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(6, self.width), nn.BatchNorm1d(self.width), nn.Linear(self.width, 3))
+
+
+@dataclass
+class Several(Plain):
+    """Two losses, of which one has so many times the terms."""
+
+    terms: int = 2
+
+    def loss(self, output: Tensor, batch: dict[str, Any]) -> phalanx.Loss:
+        one = phalanx.Loss(output.square().sum(), self.terms * len(output))
+        return phalanx.losses.sum(one=one, other=phalanx.Loss(output.abs().sum(), len(output)))
+
+
 class Moody(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x * (1 + random.SystemRandom().random())

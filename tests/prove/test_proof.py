@@ -70,6 +70,25 @@ def test_a_mean_for_a_sum_is_found_on_one_device() -> None:
     assert "tasks.py" in proof.next
 
 
+def test_losses_that_compare_samples_are_proven_with_several_micro_batches() -> None:
+    proof = prove(tasks.Contrastive(), ["dp=1", "dp=2", "fsdp=3,zero=2"], dtype="bf16")
+    assert proof.holds, proof
+    assert prove(tasks.ContrastiveNorm(), ["dp=2"]).holds
+    assert prove(tasks.Several(), ["dp=2", "fsdp=2"]).holds
+    refused = prove(tasks.Contrastive(), ["exact=2", "dp=2"])
+    assert refused.holds
+    assert "leave exact out" in refused.results[0].reason
+
+
+def test_whoever_counts_what_it_gathered_is_told_so() -> None:
+    proof = prove(tasks.Contrastive(own=False), ["dp=2"])
+    assert proof.exit_code == 1
+    finding = proof.results[0].finding
+    assert finding is not None
+    assert "count the own (phalanx.rows)" in finding.cause
+    assert "tasks.py" in finding.where
+
+
 def test_a_task_that_does_not_repeat_is_found_first() -> None:
     proof = prove(tasks.Undecided(), ["dp=2"])
     assert proof.exit_code == 1

@@ -7,7 +7,7 @@ import torch
 from phalanx.prove.hostile import Trial, hostile
 from phalanx.prove.reference import Reference
 from phalanx.recipes.shapes import Shapes
-from tests.prove.tasks import Plain
+from tests.prove.tasks import Contrastive, ContrastiveNorm, Plain, Several
 
 
 def test_samples_add_up_to_the_batch() -> None:
@@ -34,3 +34,12 @@ def test_batch_norm_couples_samples() -> None:
     assert Reference(task).run(1).couples_samples
     one, three = (Reference(task, groups).run(1).steps[0].total for groups in (1, 3))
     assert one != three
+
+
+def test_what_needs_all_samples_of_a_step_is_known() -> None:
+    def of(task: Plain) -> Reference:
+        return Reference(hostile(task, Trial(1))).run(1)
+
+    found = [of(task) for task in (Plain(), Contrastive(), ContrastiveNorm(), Several(), Several(terms=1))]
+    assert [reference.one for reference in found] == ["never", "in a pipeline", "always", "in a pipeline", "never"]
+    assert [reference.gathers for reference in found] == [False, True, True, False, False]

@@ -8,9 +8,9 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 from phalanx.prove.finding import Finding
-from phalanx.prove.proof import Proof, Result
+from phalanx.prove.proof import Proof, Result, prove
 from phalanx.prove.report import Table, write
-from tests.prove.tasks import Plain
+from tests.prove.tasks import Normed, Plain
 
 FINDING = Finding("gradients", "0.weight", 0, float("inf"), [0, 1], ["dp"], "ratio", 2.0, "twice what it should be.")
 PROOF = Proof(
@@ -30,6 +30,15 @@ def test_files_are_read_by_programs(tmp_path: Path) -> None:
     failure = suite.find("testcase/failure")
     assert failure is not None
     assert failure.get("message") == "twice what it should be."
+
+
+def test_buffers_have_a_bar_of_their_own() -> None:
+    out = io.StringIO()
+    proof = prove(Normed(), ["dp=2"], on_start=Table(out).start)
+    assert proof.buffer_bar > proof.bar
+    assert f"    bar  {proof.bar:.1e}: one rounding" in out.getvalue()
+    assert f"    bar  {proof.buffer_bar:.1e} for buffers" in out.getvalue()
+    assert all(result.error <= proof.buffer_bar for result in proof.results)
 
 
 def test_a_row_a_layout() -> None:

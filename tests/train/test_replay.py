@@ -10,6 +10,7 @@ from torch import Tensor
 import phalanx
 from phalanx import WrongUse
 from phalanx.train.replay import replay
+from tests.comparing import Contrast
 from tests.parity import HostileLanguage
 from tests.ranks import Ranks
 
@@ -60,3 +61,19 @@ def parts_of_layers() -> None:
 
 def test_ranks_that_share_layers_cannot_be_compared(ranks: Ranks) -> None:
     ranks(2, parts_of_layers)
+
+
+def compared(layout: str) -> tuple[list[list[int]], list[float], list[float]]:
+    found = []
+    with phalanx.Engine(Contrast(), layout, device="cpu") as engine:
+        pairs = [(replay(engine, batch.step), engine.step(batch).grad_norm) for batch in engine.batches()]
+        found = [said for said, _ in pairs], [norm for _, norm in pairs]
+    with phalanx.Engine(Contrast(), layout, device="cpu") as engine:
+        return *found, [engine.step(batch).grad_norm for batch in engine.batches()]
+
+
+def test_losses_that_compare_samples_are_replayed(ranks: Ranks) -> None:
+    for layout in ("dp=2", "fsdp=2,micro_batch=6"):
+        for said, norms, straight in ranks(2, compared, layout):
+            assert said == [[], [], []]
+            assert norms == straight

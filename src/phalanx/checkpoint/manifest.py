@@ -20,6 +20,9 @@ MANIFEST = "manifest.json"
 DTYPE_NAMES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
 CHILD = re.compile(r"(part|group)-\d{5,9}\.json")
 PART_FILE = re.compile(r"part-\d{5,9}\.safetensors")
+CHECKSUM = re.compile(r',"crc32":"([0-9a-f]{8})"\}\n?\Z')
+NOT_FINITE = "not finite"
+"""Such a number is an object with this one key: ``nan``, ``inf`` or ``-inf``."""
 LARGEST = 1 << 60
 """No offset, size or length is larger."""
 FACTS = {
@@ -104,7 +107,7 @@ class Manifest:
         return hashing.joined((n, t.dtype, t.shape, t.hash) for n, t in self.tensors.items() if n.startswith(under))
 
     def to_json(self) -> bytes:
-        """With a checksum of its own as the last line."""
+        """One JSON object, whose last field is the checksum of all before it."""
         tensors: dict[str, dict[str, Any]] = {}
         for name, held in self.tensors.items():
             tensors[name] = {"dtype": held.dtype, "shape": held.shape, "hash": f"{held.hash:016x}"}
@@ -114,16 +117,16 @@ class Manifest:
                 chunks = [[c.box.offsets, c.box.sizes, c.file, c.start, c.length, c.crc] for c in held.chunks]
                 tensors[name]["chunks"] = chunks
         found = {"format": 2 if self.children else 1, "facts": self.facts, "numbers": self.numbers, "tensors": tensors}
-        text = json.dumps(found | ({"children": self.children} if self.children else {}), separators=(",", ":"))
-        return f"{text}\n{zlib.crc32(text.encode()):08x}\n".encode()
+        text = _dumped(found | ({"children": self.children} if self.children else {}))
+        return f'{text[:-1]},"crc32":"{zlib.crc32(text.encode()):08x}"}}\n'.encode()
 
     @classmethod
     def parse(cls, content: bytes, where: str) -> Manifest:
-        text, _, check = content.decode(errors="replace").rstrip("\n").rpartition("\n")
+        text, check = _parted(content.decode(errors="replace"))
         if f"{zlib.crc32(text.encode()):08x}" != check:
             raise Damaged(where, "has changed since it was written, or was cut short")
         try:
-            found = json.loads(text)
+            found = json.loads(text, object_hook=_finite_or_not if NOT_FINITE in text else None)
             if found["format"] not in FORMATS:
                 raise Damaged(where, f"has format {found['format']}, and this version of Phalanx reads 1 and 2")
             children = [_of_kind("a file's name", name, str) for name in found.get("children", [])]
@@ -150,6 +153,34 @@ class Manifest:
         missing = FACTS.keys() - self.facts.keys()
         if missing:
             raise Damaged(where, f"describes no checkpoint of a run: it has no {min(missing)}")
+
+
+def _parted(content: str) -> tuple[str, str]:
+    """What a checksum is of, and the checksum; in older versions it was a line of its own."""
+    found = CHECKSUM.search(content)
+    if found is not None:
+        return content[: found.start()] + "}", found[1]
+    text, _, check = content.rstrip("\n").rpartition("\n")
+    return text, check
+
+
+def _dumped(value: Any) -> str:
+    try:
+        return json.dumps(value, separators=(",", ":"), allow_nan=False)
+    except ValueError:  # JSON has no word for what is not finite
+        return json.dumps(_worded(value), separators=(",", ":"), allow_nan=False)
+
+
+def _worded(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _worded(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_worded(item) for item in value]
+    return {NOT_FINITE: str(value)} if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _finite_or_not(found: dict[str, Any]) -> Any:
+    return float(found[NOT_FINITE]) if found.keys() == {NOT_FINITE} else found
 
 
 def covered_once(shape: Sequence[int], boxes: Sequence[Box]) -> bool:

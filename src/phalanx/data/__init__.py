@@ -1,8 +1,11 @@
 """Data: order, loading, packing, and the formats people have. A data set is anything with ``len()`` and ``[i]``."""
 
 from phalanx.data.arrays import Arrays, Images
+from phalanx.data.mixing import CutMix, Mixup
 from phalanx.data.named import Named
 from phalanx.data.text import JsonLines, Parquet
 from phalanx.data.tokens import PackedTokens, TokenFile, write_tokens
 
-__all__ = ["Arrays", "Images", "JsonLines", "Named", "PackedTokens", "Parquet", "TokenFile", "write_tokens"]
+__all__ = [
+    "Arrays", "CutMix", "Images", "JsonLines", "Mixup", "Named", "PackedTokens", "Parquet", "TokenFile", "write_tokens",
+]  # fmt: skip

@@ -136,6 +136,10 @@ class Loader:
             ranges = share(len(ids), self.micro_batches, self.ranks, self.rank)
         return [self._plan(step, ids, *found) for found in ranges]
 
+    def spans(self, slots: int) -> list[list[tuple[int, int]]]:
+        """By rank and micro-batch, which slots of a step it computes."""
+        return [share(slots, self.micro_batches, self.ranks, rank) for rank in range(self.ranks)]
+
     def _plan(self, step: int, ids: np.ndarray, start: int, stop: int) -> Plan:
         real = stop > start
         if not real:  # stand in with a neighbour's sample

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
@@ -50,6 +51,14 @@ def exchange(x: Tensor, group: Group | None) -> Tensor:
 def exchange_rows(x: Tensor, out: Sequence[int], back: Sequence[int], group: Group | None) -> Tensor:
     """The first ``out[0]`` rows go to rank 0, the next ``out[1]`` to rank 1; ``back[r]`` rows come from rank r."""
     return x if group is None else _ExchangeRows.apply(x, out, back, group)
+
+
+def gather_rows(x: Tensor, sizes: Sequence[int], group: Group, *, counts: bool) -> Tensor:
+    """Everybody's rows in one, ``sizes[r]`` of them rank r's. Each does something else with them: gradients are summed.
+
+    What a rank that does not ``count`` does with them leaves no gradient; it has no rows of its own.
+    """
+    return _GatherRows.apply(x, sizes, group, counts)
 
 
 class _Gather(Function):
@@ -117,6 +126,32 @@ class _ExchangeRows(Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         return collectives.exchange_rows(gradient, ctx.back, ctx.out, ctx.group), None, None, None
+
+
+class _GatherRows(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, sizes: Sequence[int], group: Group, counts: bool) -> Tensor:
+        ctx.sizes, ctx.group, ctx.counts, ctx.shape = sizes, group, counts, x.shape
+        narrow = x.to(torch.uint8) if x.dtype is torch.bool else x
+        part = _padded(narrow[: sizes[group.rank()]], 0, max(sizes)).contiguous()
+        every = part.new_empty(len(sizes), *part.shape)
+        collectives.all_gather(every, part, group).wait()
+        return torch.cat([rows[:size] for rows, size in zip(every, sizes, strict=True)]).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        sizes, group = ctx.sizes, ctx.group
+        wide = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
+        parts = wide.new_zeros(len(sizes), max(sizes), *wide.shape[1:])
+        if ctx.counts:
+            for rows, own in zip(parts, wide.split(sizes), strict=True):
+                rows[: len(own)] = own
+        summed = torch.empty_like(parts[0])
+        collectives.reduce_scatter(summed, parts, group, exactly=True).wait()
+        back = gradient.new_zeros(ctx.shape)
+        size = sizes[group.rank()]
+        back[:size] = summed[:size].to(gradient.dtype)
+        return back, None, None, None
 
 
 def _sum(x: Tensor, group: Group) -> Tensor:

@@ -37,6 +37,7 @@ from phalanx.parallel.probe import Probe
 from phalanx.parallel.randomness import Moment, Randomness
 from phalanx.parallel.recompute import recomputed
 from phalanx.parallel.replicate import Reduction
+from phalanx.parallel.samples import Samples
 from phalanx.parallel.schedules import Action, alone
 from phalanx.parallel.shard import Gathered, Gathering
 from phalanx.parallel.stages import divide
@@ -104,6 +105,7 @@ class Spread:
         if cp is not None:
             self.context = ContextParallel(self.model, anatomy, cp, layout.cp_kind, self.randomness, tp is None)
             hugging_face.reach_attention(self.model, self.context)
+        self.samples = Samples(mesh.group(*BATCH), self.moment, layout)
         spread_batchnorm(self.model, mesh.group(*BATCH), mesh.size(*BATCH), self.moment)
         self.probe.start(self.model, self.weights, self.holding, self.randomness, self.context, self.plan.by_time)
         self._prepare_blocks()

@@ -5,10 +5,8 @@ from __future__ import annotations
 import copy
 import math
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,30 +19,22 @@ from phalanx.parallel.randomness import Randomness
 from phalanx.parallel.spread import check_model
 from phalanx.precision import DTYPES
 from phalanx.prove import trial
+from phalanx.prove.failing import Unprovable, failed
 from phalanx.prove.hostile import BATCH, Hostile, Trial, hostile, ignorable, vocabularies
 from phalanx.prove.ladder import MOST_BAR, Standard, off, size
-from phalanx.prove.layouts import MICRO_BATCHES, as_proven
+from phalanx.prove.layouts import MICRO_BATCHES, One, as_proven
 from phalanx.prove.pieces import Piece
 from phalanx.prove.record import Whole, module_named, observe
 from phalanx.prove.reference import Reference, Step
 from phalanx.prove.shrink import Needs, Shrunk, shortened, shrunk
 from phalanx.prove.sites import location
-from phalanx.prove.steady import PHALANX, TORCH
 from phalanx.prove.trial import Case
 from phalanx.task import Precision, Task
 
 NUDGES = (1, 2)
+ONE = {"never": "micro-batches", "in a pipeline": "micro-batches (a pipeline's in one)", "always": "one micro-batch"}
 SLOW_SECONDS = 1.0
 """A step on one device that takes longer is made shorter, if it can be."""
-
-
-class Unprovable(Exception):
-    """A task of which nothing can be proven: why, and what to do."""
-
-    def __init__(self, summary: str, next: str, code: int | None = None) -> None:
-        """``code``: an exit code other than that of a finding."""
-        super().__init__(summary)
-        self.summary, self.next, self.code = summary, next, code
 
 
 @dataclass
@@ -63,7 +53,7 @@ class Docket:
     """What was made awkward."""
     attributes: frozenset[str] = field(init=False)
     """What the task had before anything was asked of it."""
-    _tasks: dict[Needs, tuple[Task, bool]] = field(default_factory=dict)
+    _tasks: dict[Needs, tuple[Task, bool, One]] = field(default_factory=dict)
     _numbers: dict[tuple[Needs, int], int] = field(default_factory=dict)
     _narrow: dict[tuple[int, str], int] = field(default_factory=dict)
 
@@ -87,25 +77,19 @@ class Docket:
         except (WrongUse, Unprovable):
             raise
         except Exception as error:
-            frames = [f for f in traceback.extract_tb(error.__traceback__) if not _ours(f.filename)]
-            where = f" ({frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line})" if frames else ""
-            raise Unprovable(
-                f"{type(self.task).__name__} fails on one device: {type(error).__name__}: {error}{where}",
-                "Train it on one rank first: phalanx train TASK --steps 1. If that works, what a proof does to a task "
-                "is too much for it: give it a tiny() of its own.",
-                code=2,
-            ) from error
+            raise failed(self.task, Needs.of([layout]), error) from error
 
     def _number(self, layout: Layout) -> int:
         needs = Needs.of([layout])
         if needs not in self._tasks:
             task = self._prepared(needs)
-            self._tasks[needs] = task, self._run(Reference(task), "first", 1).couples_samples
-        task, _ = self._tasks[needs]
+            first = self._run(Reference(task), "first", 1)
+            self._tasks[needs] = task, first.couples_samples, first.one
+        task, _, one = self._tasks[needs]
         key = needs, self._groups(layout)
         if key not in self._numbers:
             self._numbers[key] = len(self.cases)
-            self.cases.append(Case(task, self._standard(task, key[1]), key[1]))
+            self.cases.append(Case(task, self._standard(task, key[1]), key[1], one))
         return self._numbers[key]
 
     def known(self, layout: Layout) -> int | None:
@@ -115,8 +99,8 @@ class Docket:
 
     def _groups(self, layout: Layout) -> int:
         """Micro-batches of the reference: as many as the layout has, if it matters which samples are together."""
-        task, couples = self._tasks[Needs.of([layout])]
-        return as_proven(layout, task.global_batch).micro_batches(task.global_batch) if couples else 1
+        task, couples, one = self._tasks[Needs.of([layout])]
+        return as_proven(layout, task.global_batch, one).micro_batches(task.global_batch) if couples else 1
 
     def narrow(self, number: int, dtype: Precision) -> int:
         """The same case in a narrow dtype: how far one device itself is off there sets what a layout may be."""
@@ -125,10 +109,11 @@ class Docket:
             case = self.cases[number]
             task = copy.copy(case.task)
             object.__setattr__(task, "precision", dtype)
-            self.cases.append(Case(task, replace(case.standard, bar=math.inf, limits={}), case.micro_batches))
+            unlimited = replace(case.standard, bar=math.inf, limits={})
+            self.cases.append(Case(task, unlimited, case.micro_batches, case.one))
             self._narrow[key] = len(self.cases) - 1
             trial.CASES[:] = self.cases
-            each = -(-task.global_batch // max(MICRO_BATCHES, case.micro_batches))
+            each = -(-task.global_batch // (1 if case.one == "always" else max(MICRO_BATCHES, case.micro_batches)))
             told = trial.attest(self._narrow[key], Layout(micro_batch=each), None)
             self.cases[-1].standard = case.standard.narrowed(told.errors, torch.finfo(DTYPES[dtype].compute).eps)
         return self._narrow[key]
@@ -155,8 +140,9 @@ class Docket:
         object.__setattr__(task, "clip", between if max(norms) > 1.001 * min(norms) else 0.5 * first.norm)
         idle = reference.decisions.idle
         ignored = f"targets ignored unevenly ({', '.join(terms.ignorable)}); " if terms.ignorable else ""
+        cut = ONE[reference.one]
         self.hostility = [
-            f"{task.global_batch} samples a step and {terms.size} an epoch, in micro-batches and buckets; clipped",
+            f"{task.global_batch} samples a step and {terms.size} an epoch, in {cut} and buckets; clipped",
             f"weights, biases and norms disturbed; {ignored}one sample's loss not a number in step {terms.poisoned}",
             f"interrupted before step {terms.half}, saved, and resumed by an engine made anew",
             *([f"half of the experts get no token in step {idle.step}"] if idle else []),
@@ -216,14 +202,9 @@ class Docket:
                 "inputs in the model's forward (no .float()), and look for logs and roots near 0.",
                 code=3,
             )
-        if not reference.couples_samples:
+        if not reference.couples_samples and not reference.at_once:
             _check_sum_of_samples(task, standard)
         return standard
-
-
-def _ours(file: str) -> bool:
-    path = Path(file).resolve()
-    return path.is_relative_to(TORCH) or path.is_relative_to(PHALANX)
 
 
 def _look(reference: Reference, trial: Trial) -> None:
@@ -345,7 +326,7 @@ def _check_sum_of_samples(task: Task, standard: Standard) -> None:
                 f"gradients of single samples do not add up to the batch's ({name} is off by {error:.1e}), so no "
                 "layout that divides a batch can train like one device",
                 f"Return Loss(total, count) with the sum over samples as total, and divide nowhere yourself "
-                f"({location(super(Hostile, task).loss)}).",
+                f"({location(super(Hostile, task).loss)}); a loss that compares samples takes them by phalanx.gather.",
             )
 
 

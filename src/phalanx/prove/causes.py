@@ -131,7 +131,7 @@ class Causes(Scene):
                 f"to the right one: between the two, a sum over {over} is missing."
             )
         if bare(lead.name) == WHOLE:
-            finding.where = loss_site(finding.axes)
+            finding.where = loss_site(finding.axes, self.task)
             finding.cause = (
                 f"forward is right, and what backward begins with is not: {finding.cause or 'see the loss.'}"
             )
@@ -225,7 +225,7 @@ class Causes(Scene):
     def _by_sample(self, finding: Finding, record: Record, name: str, found: Tensor) -> None:
         """How often each sample is in a gradient: alike for a rank's micro-batches, or each by itself."""
         reference = self.whole.reference
-        if finding.cause or reference.couples_samples:
+        if finding.cause or reference.couples_samples or reference.at_once:
             return
         fresh = type(reference)(self.task, reference.micro_batches).run(self.step)
         rows = [self.rows(record, name, g[name]) for g in fresh.gradients_by_slot(self.step)]

@@ -39,7 +39,9 @@ def expected(engine: Engine, micro_batches: int) -> Bounds:
         own = [b for b in trained if b.storage.group is group]
         parts = sum(b.gradient_packing.length * _wide(b) * (group.size() - 1) for b in own)
         times = 1 if own[0].storage.whole_gradients else micro_batches
-        most = parts * times if spread.pipeline is None else math.inf
+        shared = group is mesh.group(*BATCH) and spread.samples.used  # with what a loss gathers
+        again = spread.samples.all_at_once  # a step was begun before that was known
+        most = parts * times if spread.pipeline is None and not shared and not again else math.inf
         found[group.group_desc, "reduce-scatter"] = (parts if spread.pipeline else parts * times), most
         found[group.group_desc, "all-gather"] = SOME
     found |= _activations(engine)

@@ -14,6 +14,7 @@ from torch import Tensor
 from phalanx.prove import algebra
 from phalanx.prove.causes import Causes
 from phalanx.prove.finding import Finding
+from phalanx.prove.hostile import Hostile
 from phalanx.prove.ladder import RUNGS, Difference, first
 from phalanx.prove.restored import KEPT, READ, RESUMED, WRITTEN
 from phalanx.prove.sites import RESUMING, location, site
@@ -62,7 +63,7 @@ class Inquiry(Causes):
             explain(finding, lead)
         finding.shape = finding.shape or "unstructured"
         finding.cause = finding.cause or self.nothing_simple(finding)
-        finding.where = finding.where or site(finding, self.whole.reference.model)
+        finding.where = finding.where or site(finding, self.whole.reference.model, self.task)
         return finding
 
     def _in_order(self, names: list[str]) -> list[str]:
@@ -124,6 +125,12 @@ class Inquiry(Causes):
     def _loss(self, finding: Finding, lead: Difference) -> None:
         found, want = float(lead.found), float(lead.expected)
         self._number(finding, found, want, f"the {lead.name} of the loss")
+        if self.whole.reference.gathers and lead.name == "count" and finding.shape == "ratio":
+            finding.cause += (
+                " Task.loss gathers samples, and each rank counts others' beside its own: compare own rows with all "
+                "that were gathered, and count the own (phalanx.rows)."
+            )
+            finding.where = finding.where or location(super(Hostile, self.task).loss)  # type: ignore[misc]
 
     def _gradient_norm(self, finding: Finding, lead: Difference) -> None:
         found, want = float(lead.found), float(lead.expected)

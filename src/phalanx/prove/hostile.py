@@ -12,7 +12,7 @@ import os
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from phalanx import losses
+from phalanx.data.fingerprint import digest
 from phalanx.data.loader import seed_globally
 from phalanx.data.order import Order
 from phalanx.losses import Loss
@@ -28,8 +29,8 @@ from phalanx.parallel.randomness import Moment
 from phalanx.prove.replacing import replacing
 from phalanx.prove.shrink import FromConfig
 from phalanx.prove.variant import Variant, variant
+from phalanx.prove.widened import Widened
 from phalanx.task import Task, as_loss
-from phalanx.train.agreement import digest
 
 BATCH = 17
 """Samples of a step, for up to 8 ranks: a prime, so that no number of ranks or micro-batches divides it."""
@@ -175,10 +176,11 @@ class Hostile(Variant):
         return Samples(trial.source[1], trial)
 
     def loss(self, output: Any, batch: dict[str, Any]) -> Loss:
-        loss = as_loss(super().loss(output, batch), self)
+        with Widened():
+            loss = as_loss(super().loss(output, batch), self)
         moment, order = self.proof_trial.moment, Order(self.proof_trial.size, self.global_batch, self.seed)
         if moment.step == self.proof_trial.poisoned and moment.slots[-1] == order.slots(moment.step) - 1:
-            return Loss(loss.total * float("nan"), loss.count)
+            return replace(loss, total=loss.total * float("nan"))
         return loss
 
 
@@ -196,10 +198,10 @@ def hostile(task: Task, trial: Trial) -> Task:
 @contextmanager
 def cramped() -> Iterator[None]:
     """While this lasts, little is enough for a second bucket, a message of its own, a second chunk of logits."""
-    with replacing() as replace:
-        replace(spread, "BUCKET_BYTES", BUCKET_BYTES)
-        replace(collectives, "SMALL_BYTES", SMALL_BYTES)
-        replace(losses, "LOGIT_ELEMENTS", LOGIT_ELEMENTS)
+    with replacing() as put:
+        put(spread, "BUCKET_BYTES", BUCKET_BYTES)
+        put(collectives, "SMALL_BYTES", SMALL_BYTES)
+        put(losses, "LOGIT_ELEMENTS", LOGIT_ELEMENTS)
         yield
 
 

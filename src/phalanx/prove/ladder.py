@@ -102,6 +102,8 @@ class Standard:
     """What one rounding at the beginning becomes."""
     bar: float
     buffer_bar: float = 0.0
+    buffer_sensitivity: float = 0.0
+    """The same of buffers."""
     limits: dict[tuple[int, str], float] | None = None
     """In a narrow dtype, by step and rung: what one device itself is off by, and some."""
     norms: dict[tuple[int, str, str], float] = field(default_factory=dict)
@@ -122,7 +124,8 @@ class Standard:
                     (buffers if tensor[0] == "buffers" else errors).append(standard.error(number, *tensor))
         standard.sensitivity = max(errors)
         standard.bar = max(LEAST_BAR, MARGIN * standard.sensitivity)
-        standard.buffer_bar = max(standard.bar, MARGIN * max(buffers))
+        standard.buffer_sensitivity = max(buffers)
+        standard.buffer_bar = max(standard.bar, MARGIN * standard.buffer_sensitivity)
         return standard
 
     def limit(self, step: int, rung: str) -> float:

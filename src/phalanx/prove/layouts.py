@@ -6,11 +6,14 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
+from typing import Literal
 
 from phalanx.layout import CHOICES, Layout
 
 MICRO_BATCHES = 3
 """Not a power of two, so that a factor that comes from them is told from one that comes from ranks."""
+
+One = Literal["never", "in a pipeline", "always"]
 
 
 def factorizations(world: int, axes: int) -> Iterator[tuple[int, ...]]:
@@ -25,7 +28,8 @@ def factorizations(world: int, axes: int) -> Iterator[tuple[int, ...]]:
 def every(world: int, *, experts: bool = False, blocks: bool = True) -> Iterator[Layout]:
     """All factorizations over dp, fsdp, tp, cp and pp, with all ZeRO stages, schedules and kinds of cp.
 
-    With ``experts``, all degrees of ep. Blocks, where there are any, are recomputed in every fourth layout.
+    With ``experts``, all degrees of ep. Blocks, where there are any, are recomputed in every fourth layout that is not
+    the one that degrees alone mean.
     """
     count = 0
     for dp, fsdp, tp, cp, pp in factorizations(world, 5):
@@ -37,42 +41,62 @@ def every(world: int, *, experts: bool = False, blocks: bool = True) -> Iterator
             [n for n in range(1, shards + 1) if shards % n == 0] if experts else [1],
         ):
             count += 1
-            yield Layout(
-                dp=dp, fsdp=fsdp, tp=tp, cp=cp, pp=pp, ep=ep, zero=zero, schedule=schedule, cp_kind=kind,
-                recompute="full" if blocks and count % 4 == 0 else "none",
+            found = Layout(
+                dp=dp, fsdp=fsdp, tp=tp, cp=cp, pp=pp, ep=ep, zero=zero, schedule=schedule, cp_kind=kind
             )  # fmt: skip
+            recomputed = blocks and count % 4 == 0 and not _degrees_alone(found)
+            yield replace(found, recompute="full") if recomputed else found
 
 
 def covering(layouts: Sequence[Layout], done: Sequence[Layout] = ()) -> list[Layout]:
-    """Some of them: every division of the ranks between axes, and every two settings that meet in any of them.
+    """Some of them: what each division of the ranks means by itself, and every two settings that meet in any of them.
 
     What those that are ``done`` have need not be there again.
     """
-
-    def traits(layout: Layout) -> set[object]:
-        plain = Layout()
-        set_to = [
-            (f.name, getattr(layout, f.name)) for f in fields(layout) if f.name not in ("recompute", "micro_batch")
-        ]
-        own = [(name, value) for name, value in set_to if value != getattr(plain, name)]
-        degrees = layout.dp, layout.fsdp, layout.tp, layout.cp, layout.pp
-        return {degrees, *itertools.combinations(own, 1), *itertools.combinations(own, 2)}
-
-    known = {layout: traits(layout) for layout in layouts}
-    left: set[object] = set().union(*known.values()).difference(*map(traits, done))
+    known = {layout: _traits(layout) for layout in layouts}
+    left: set[object] = set().union(*known.values()).difference(*map(_traits, done))
     chosen = []
+    for layout in filter(_degrees_alone, layouts):
+        if known[layout] & left:
+            chosen.append(layout)
+            left -= known[layout]
     while left:
         chosen.append(max(known, key=lambda layout: len(known[layout] & left)))
         left -= known[chosen[-1]]
     return chosen
 
 
-def as_proven(layout: Layout, batch: int) -> Layout:
-    """A layout with several micro-batches of a proof's batch, or as many samples in one as it says itself."""
+def _traits(layout: Layout) -> set[object]:
+    """What a layout stands for: its settings that have an effect, defaults among them, and every two of these."""
+    plain = Layout()
+    effective = {"zero": layout.fsdp * layout.cp > 1, "schedule": layout.pp > 1, "cp_kind": layout.cp > 1}
+    own = [
+        (f.name, getattr(layout, f.name))
+        for f in fields(layout)
+        if f.name not in ("recompute", "micro_batch")
+        if effective.get(f.name, getattr(layout, f.name) != getattr(plain, f.name))
+    ]
+    degrees = layout.dp, layout.fsdp, layout.tp, layout.cp, layout.pp
+    alone = [("by default", degrees)] if _degrees_alone(layout) else []
+    return {degrees, *alone, *itertools.combinations(own, 1), *itertools.combinations(own, 2)}
+
+
+def _degrees_alone(layout: Layout) -> bool:
+    """Whether it is what one gets who gives degrees and nothing else."""
+    return layout == Layout(dp=layout.dp, fsdp=layout.fsdp, tp=layout.tp, cp=layout.cp, pp=layout.pp)
+
+
+def as_proven(layout: Layout, batch: int, one: One = "never") -> Layout:
+    """A layout with several micro-batches of a proof's batch, or as many samples in one as it says itself.
+
+    ``one``: where there can be one micro-batch alone, since the loss needs a step's samples at the same time.
+    """
     if layout.exact:
         return replace(layout, exact=min(layout.exact, 1 << (batch.bit_length() - 1)))
     share = math.ceil(batch / layout.batch_ranks)
     if layout.micro_batch is not None:
         return replace(layout, micro_batch=min(layout.micro_batch, share))
+    if one == "always" or (one == "in a pipeline" and layout.pp > 1):
+        return layout
     each = math.ceil(math.ceil(batch / layout.batch_ranks) / MICRO_BATCHES)
     return replace(layout, micro_batch=max(1, each if layout.batch_ranks < 8 else each + 1))

@@ -11,17 +11,19 @@ from typing import Any
 
 import torch
 
-from phalanx.errors import WrongUse, closest
-from phalanx.launch import forkserver
+from phalanx import user_code
+from phalanx.errors import CannotHere, WrongUse, closest
+from phalanx.launch import blame, forkserver
 from phalanx.launch.forkserver import ForkServer
 from phalanx.layout import CHOICES, DEGREES, Layout
 from phalanx.parallel.blueprint import Blueprint
 from phalanx.prove import planting, trial
-from phalanx.prove.cases import Docket, Unprovable, applicable
+from phalanx.prove.cases import Docket, applicable
 from phalanx.prove.explain import Inquiry, explain_interruption, explain_resume
+from phalanx.prove.failing import Unprovable
 from phalanx.prove.finding import Finding
 from phalanx.prove.ladder import NARROW_MARGIN, RESUMING, first
-from phalanx.prove.layouts import as_proven, covering, every
+from phalanx.prove.layouts import covering, every
 from phalanx.prove.outcome import Outcome, ProofRanks
 from phalanx.prove.record import Whole
 from phalanx.prove.stopped import explain_stop
@@ -57,11 +59,15 @@ class Proof(Verdict):
     """What one rounding at the beginning becomes on one device."""
     bar: float = 0.0
     """What follows from it: a difference above this is a finding."""
+    buffer_bar: float = 0.0
+    """The same for buffers."""
     shrunk: list[str] = field(default_factory=list)
     inject: str | None = None
     dtype: str | None = None
     """The precision that was proven beside float64."""
     results: list[Result] = field(default_factory=list)
+    files: dict[str, str] = field(default_factory=dict)
+    """The user's files that were imported, here or on a rank, with hashes: what it is a proof of."""
 
 
 OPTIONS = ("zero", "exact", *CHOICES)
@@ -131,9 +137,18 @@ class _Prover:
     ) -> None:
         self.task, self.dtype, self.inject, self.server = task, dtype, inject, server
         self.on_start, self.on_result = on_start, on_result
+        self.home = user_code.home(type(task))
+        self.files = user_code.snapshot(self.home)  # now, for what is edited while a proof runs is not what it proves
+        self.imported: set[str] = set()
         self.docket = Docket(task, steps, 1)
-        self.model = Blueprint(task.model, task.seed).model
-        self.anatomy = task.anatomy(self.model)
+        try:
+            self.model = Blueprint(task.model, task.seed).model
+            self.anatomy = task.anatomy(self.model)
+        except (WrongUse, CannotHere):
+            raise
+        except Exception as error:
+            told = f"{type(task).__name__} fails on one device: {blame.reason(error)}"
+            raise WrongUse(f"{told}\n{user_code.lines(error)}\nMend that first.") from error
         self.results: list[Result] = []
         self.works: set[Layout] = set()
         """Of all layouts, those that nothing speaks against before they run."""
@@ -145,7 +160,7 @@ class _Prover:
         try:
             numbers = {layout: self.docket.number(layout) for layout in chosen if reasons[layout] is None}
         except Unprovable as why:
-            return self._proof(Verdict(False, why.summary, next=why.next, code=why.code))
+            return self._proof(Verdict(False, why.summary, why.evidence, next=why.next, code=why.code))
         if self.on_start is not None:
             self.on_start(self.docket)
         if self.dtype is not None:
@@ -204,8 +219,9 @@ class _Prover:
         return [*covering(works), *refused.values()]
 
     def _layout(self, layout: Layout, number: int) -> Result:
-        run = as_proven(layout, self.docket.cases[number].task.global_batch)
+        run = self.docket.cases[number].as_run(layout)
         found = self.ranks.attest(number, run, keep=True)
+        self.imported.update(file for told in found.told for file in told.imported)
         if found.refusal is not None:
             return Result(str(layout), NOT_APPLICABLE, found.refusal)
         result = Result(str(layout), DIFFERS if found.fails else EQUAL)
@@ -231,7 +247,7 @@ class _Prover:
     def _explained(self, layout: Layout, number: int, found: Outcome) -> Finding:
         case = self.docket.cases[number]
         if found.unfinished:
-            run = as_proven(layout, case.task.global_batch)
+            run = case.as_run(layout)
             finding = explain_stop(run, found.unfinished, found.stopped, found.seen_before_stopping)
         else:
             layout, found = self._minimal(layout, number, found)
@@ -281,7 +297,7 @@ class _Prover:
         tried = set()
         while True:
             for smaller in _smaller(layout):
-                run = as_proven(smaller, self.docket.cases[number].task.global_batch)
+                run = self.docket.cases[number].as_run(smaller)
                 if run in tried or not self._comparable(run, number):
                     continue
                 tried.add(run)
@@ -290,7 +306,7 @@ class _Prover:
                     layout, found = smaller, again
                     break
             else:
-                return as_proven(layout, self.docket.cases[number].task.global_batch), found
+                return self.docket.cases[number].as_run(layout), found
 
     def _comparable(self, layout: Layout, number: int) -> bool:
         """Whether a case's reference has the micro-batches that a layout has, where that matters."""
@@ -334,7 +350,9 @@ class _Prover:
         return Proof(
             **vars(verdict), task=type(self.task).__name__, steps=self.docket.steps, shrunk=self.docket.notes,
             inject=self.inject, dtype=self.dtype, sensitivity=max((s.sensitivity for s in standards), default=0.0),
-            bar=max((s.bar for s in standards), default=0.0), results=self.results,
+            bar=max((s.bar for s in standards), default=0.0),
+            buffer_bar=max((s.buffer_bar for s in standards), default=0.0), results=self.results,
+            files=user_code.snapshot(self.home, self.imported) | self.files,
         )  # fmt: skip
 
 

@@ -19,11 +19,12 @@ from phalanx import counter
 from phalanx.anatomy import Anatomy
 from phalanx.data.loader import seed_globally
 from phalanx.data.order import Order, digest, share
-from phalanx.parallel import batchnorm, hugging_face, keras
+from phalanx.parallel import batchnorm, hugging_face, keras, samples
 from phalanx.parallel.answers import Answers
 from phalanx.parallel.blueprint import Blueprint, mapped
 from phalanx.parallel.randomness import Moment, Randomness
 from phalanx.prove.hostile import Hostile
+from phalanx.prove.layouts import One
 from phalanx.prove.steady import Decisions, Idle, Steady, homes
 from phalanx.task import Batch, Task, as_loss
 from phalanx.train.optimizers import make_optimizer
@@ -128,6 +129,8 @@ class Reference:
         self.data = task.data()
         self.order = Order(len(self.data), task.global_batch, task.seed)
         self.steps: list[Step] = []
+        self.gathers, self.uneven = False, False
+        """Whether the loss has gathered samples; whether it was a sum of losses with different counts."""
         if observe is not None:
             observe(self.model, self.randomness)
 
@@ -140,6 +143,16 @@ class Reference:
             if not torch.equal(buffer, self.initial_buffers[name])
         ]
         return bool(changed) or any(isinstance(module, batchnorm.KINDS) for module in self.model.modules())
+
+    @property
+    def at_once(self) -> bool:
+        """Whether the loss needs all samples of a step at the same time."""
+        return self.gathers or self.uneven
+
+    @property
+    def one(self) -> One:
+        """Where there can be one micro-batch alone; this loop itself cannot have several of what must be together."""
+        return "never" if not self.at_once else "always" if self.couples_samples else "in a pipeline"
 
     def run(self, steps: int | None = None) -> Reference:
         """Train to the end of the trial, or so many steps more."""
@@ -181,12 +194,12 @@ class Reference:
 
     def batch(self, step: int, ids: Sequence[int] | np.ndarray) -> tuple[Batch, list[tuple[int, str]]]:
         """These samples as a batch of float64, and what was read for it."""
-        samples, epoch = [], self.order.epoch(step)
+        read, epoch = [], self.order.epoch(step)
         self.data.read.clear()
         for index in ids:
             seed_globally(self.task.seed, "sample", epoch, int(index))
-            samples.append(self.data[int(index)])
-        tensors = self.task.collate(samples)
+            read.append(self.data[int(index)])
+        tensors = self.task.collate(read)
         wide = {n: mapped(v, lambda t: t.double() if t.is_floating_point() else t) for n, v in tensors.items()}
         return Batch(wide), list(self.data.read)
 
@@ -200,8 +213,12 @@ class Reference:
 
     def loss(self, step: int, slots: np.ndarray, batch: Batch) -> tuple[Tensor, float]:
         """A batch's total and count."""
+        before = samples.calls
         with self.randomness.scope("task"):
             loss = as_loss(self.task.loss(self.output(step, slots, batch), batch), self.task)
+        counts = {float(part.count or 0) for part in loss.parts.values()}
+        self.gathers |= samples.calls > before
+        self.uneven |= len(counts) > 1
         return loss.total, float(loss.count or 0)
 
     def gradients_by_slot(self, number: int) -> Iterator[State]:

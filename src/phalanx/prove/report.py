@@ -16,7 +16,7 @@ import torch
 
 from phalanx import __version__
 from phalanx.events import plain
-from phalanx.proofs import code_hash
+from phalanx.proofs import record
 from phalanx.prove.cases import Docket
 from phalanx.prove.ladder import RUNGS
 from phalanx.prove.proof import DIFFERS, EQUAL, NOT_APPLICABLE, Proof, Result
@@ -44,6 +44,10 @@ class Table:
         if standards:
             sensitivity, bar = max(s.sensitivity for s in standards), max(s.bar for s in standards)
             self._write(f"    bar  {bar:.1e}: one rounding at the beginning becomes {sensitivity:.1e} on one device")
+            buffers = max(s.buffer_bar for s in standards)
+            if buffers > bar:
+                grows = max(s.buffer_sensitivity for s in standards)
+                self._write(f"    bar  {buffers:.1e} for buffers, such as running means: there it becomes {grows:.1e}")
         self._write(f"\n  {'layout':<58} {'verdict':<15} {'error':>8} {'seconds':>7}  worst tensor")
 
     def progress(self, text: str) -> None:
@@ -73,7 +77,7 @@ class Table:
 def as_json(proof: Proof, task: Task, settings: Mapping[str, Any]) -> dict[str, Any]:
     """All that a program may want to know of a proof."""
     facts = {
-        "class": type(task).__name__, "code": code_hash(type(task)), "settings": dict(settings),
+        **record(type(task), proof.files), "settings": dict(settings),
         "versions": {"phalanx": __version__, "torch": torch.__version__}, "time": time.time(), "rungs": RUNGS,
     }  # fmt: skip
     return plain(dataclasses.asdict(proof) | {"exit_code": proof.exit_code} | facts)

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from phalanx.checkpoint.state import State
-from phalanx.data.loader import Loader, Reader
+from phalanx.data.loader import Loader
 from phalanx.data.order import Order
 from phalanx.losses import cross_entropy
 from phalanx.parallel import differentiable
@@ -25,6 +25,8 @@ from phalanx.parallel.weights import fill
 from phalanx.prove.finding import Finding
 from phalanx.prove.record import WHOLE, bare
 from phalanx.prove.restored import KEPT, READ, RESUMED, WRITTEN
+from phalanx.prove.variant import Variant
+from phalanx.task import Task
 from phalanx.train.engine import Engine
 from phalanx.train.keeping import Keeper
 from phalanx.train.step import train_step
@@ -66,20 +68,31 @@ RESUMING: dict[str, Any] = {WRITTEN: State.entries, READ: State.wanted, KEPT: Ke
 """By where a saved state went wrong."""
 
 
-def loss_site(axes: Sequence[str]) -> str:
+def loss_site(axes: Sequence[str], task: Task) -> str:
     """Where a loss is computed that is wrong of an output that is right: over parts of a vocabulary or a sequence."""
-    return location(cross_entropy if {"tp", "cp"} & set(axes) else train_step)
+    return location(cross_entropy) if {"tp", "cp"} & set(axes) else method_site(task, "loss")
 
 
-def site(finding: Finding, model: nn.Module) -> str:
+def method_site(task: Task, method: str) -> str:
+    """Where a task's own method is, and not what a proof has put before it."""
+    for kind in type(task).__mro__:
+        if method in vars(kind) and not issubclass(kind, Variant):
+            return location(vars(kind)[method])
+    return ""
+
+
+def site(finding: Finding, model: nn.Module, task: Task) -> str:
     """File and line, or nothing where they cannot be known."""
     name = finding.name
     if finding.rung == "loss":
-        return loss_site(finding.axes)
+        return loss_site(finding.axes, task)
     if finding.rung in ("activations", "gradients of activations"):
-        return location(_own_class(model, bare(name)))
+        kind = _own_class(model, bare(name))
+        return method_site(task, "model") if kind.__module__.startswith("torch.") else location(kind)
+    if finding.rung == "samples" and name.startswith("contents"):
+        return method_site(task, "data")
     if finding.rung == "samples":
-        return location(Reader if name.startswith("contents") else Order if name.startswith("hash") else Loader.plans)
+        return location(Order if name.startswith("hash") else Loader.plans)
     if finding.rung == "settings":
         return location(Engine.set_learning_rate) if name.startswith("lr") else ""
     if finding.rung.startswith("gradients") or finding.rung == "communication":

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
+from phalanx import user_code
 from phalanx.layout import Layout
 from phalanx.parallel.mesh import AXES
 from phalanx.prove.finding import Finding
@@ -82,9 +83,11 @@ def _disorder(calls: Mapping[int, Sequence[Call]]) -> list[tuple[str, list[int],
 
 
 def _last_line(trace: str) -> str:
-    """File and line where an error was raised."""
-    lines = [line.strip() for line in trace.splitlines() if line.strip().startswith("File ")]
-    if not lines:
+    """File and line where an error was raised: the innermost of the user's own, if it came through one."""
+    lines = [line.strip() for line in trace.splitlines() if line.strip().startswith('File "')]
+    places = [(line.split('"')[1], line.split("line ")[1].split(",")[0]) for line in lines]
+    theirs = [place for place in places if user_code.is_users(place[0])]
+    if not places:
         return ""
-    file, number = lines[-1].split('"')[1], lines[-1].split("line ")[1].split(",")[0]
-    return f"{file}:{number}"
+    file, number = (theirs or places)[-1]
+    return user_code.place(file, int(number)) if theirs else f"{file}:{number}"

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from phalanx import user_code
 from phalanx.checkpoint.slot import Slot
 from phalanx.errors import WrongUse
 from phalanx.layout import Layout
@@ -20,6 +21,7 @@ from phalanx.parallel.answers import Answers
 from phalanx.precision import DTYPES
 from phalanx.prove.hostile import Hostile, cramped
 from phalanx.prove.ladder import Difference, Standard
+from phalanx.prove.layouts import One, as_proven
 from phalanx.prove.pieces import times_here
 from phalanx.prove.planting import planted
 from phalanx.prove.record import Record, Recorder
@@ -41,10 +43,16 @@ class Case:
     standard: Standard
     micro_batches: int
     """Of the reference."""
+    one: One = "never"
+    """Where its layouts have one micro-batch alone."""
     dtypes: str = field(init=False)
 
     def __post_init__(self) -> None:
         self.dtypes = DTYPES[self.task.precision].table()
+
+    def as_run(self, layout: Layout) -> Layout:
+        """A layout with the micro-batches of the proof."""
+        return as_proven(layout, self.task.global_batch, self.one)
 
 
 TIMEOUT = timedelta(seconds=15)
@@ -74,7 +82,11 @@ class Stopped(Exception):
 
 def attest(case: int, layout: Layout, bug: str | None, resume: Resume | None = None) -> Testimony:
     """A rank's testimony of one run, interrupted half way if there is where to ``resume`` from."""
-    return _run(case, layout, bug, lambda engine: Witness(engine, CASES[case].standard, CASES[case].dtypes), resume)
+    told: Testimony = _run(
+        case, layout, bug, lambda engine: Witness(engine, CASES[case].standard, CASES[case].dtypes), resume
+    )
+    told.imported = sorted({str(file) for file in user_code.modules().values()})
+    return told
 
 
 def record(case: int, layout: Layout, bug: str | None, step: int) -> Record:

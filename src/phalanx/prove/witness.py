@@ -46,6 +46,8 @@ class Testimony:
     """By step, the numbers that all ranks must have alike."""
     state: dict[Any, int] = field(default_factory=dict)
     """At the end, by what it is: checksums of all that is held. Whoever holds the same must hold the same bits."""
+    imported: list[str] = field(default_factory=list)
+    """The files of the user's modules that this rank has imported."""
 
 
 class Witness:

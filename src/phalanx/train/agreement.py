@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
-import hashlib
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from phalanx import counter
+from phalanx.data.fingerprint import digest
 from phalanx.errors import WrongUse
 from phalanx.parallel import collectives
+from phalanx.settings import plain_settings
 
 if TYPE_CHECKING:
     from phalanx.train.engine import Engine
@@ -57,10 +55,8 @@ def check_agreement(engine: Engine, *names: str) -> None:
 
 
 def _settings(engine: Engine) -> str:
-    task = engine.task
-    fields = {f.name: getattr(task, f.name) for f in dataclasses.fields(task)}
-    plain = {name: value for name, value in fields.items() if isinstance(value, (bool, int, float, str, tuple))}
-    return f"{type(task).__name__}({', '.join(f'{n}={v}' for n, v in plain.items())})"
+    fields = ", ".join(f"{name}={value}" for name, value in plain_settings(engine.task).items())
+    return f"{type(engine.task).__name__}({fields})"
 
 
 def _layout(engine: Engine) -> str:
@@ -93,24 +89,3 @@ FACTS: dict[str, Callable[[Engine], str]] = {
     "data": _data,
     "model": _model,
 }
-
-
-def digest(value: Any) -> str:
-    """A short hash of a sample's contents."""
-    found = hashlib.sha256()
-
-    def add(item: Any) -> None:
-        if isinstance(item, dict):
-            for name in sorted(item, key=str):
-                found.update(str(name).encode())
-                add(item[name])
-        elif isinstance(item, (list, tuple)):
-            for inner in item:
-                add(inner)
-        elif isinstance(item, (Tensor, np.ndarray)):
-            found.update(torch.as_tensor(item).detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-        else:
-            found.update(repr(item).encode())
-
-    add(value)
-    return found.hexdigest()[:12]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from phalanx.checkpoint.shelf import Shelf
@@ -27,7 +27,7 @@ class NotDone(Exception):
 
 
 def _whole_ledger(run: Run, steps: range) -> dict[int, dict[str, Any]]:
-    """Rank 0's, and what a host that lost power may have lost of it from the others': they note the same."""
+    """Rank 0's, and what a host that lost power may have lost of it from others': one a host notes the same."""
     ledger = run.ledger()
     others = (int(path.stem.removeprefix("rank-")) for path in sorted(run.events_path(0).parent.glob("rank-*.jsonl")))
     for rank in others:
@@ -40,7 +40,10 @@ def _whole_ledger(run: Run, steps: range) -> dict[int, dict[str, Any]]:
 def _again(run: Run) -> Iterator[float]:
     """By how much the loss differed each time a step was done again, which must be on the same samples."""
     before: dict[int, dict[str, Any]] = {}
-    for event in run.events(0, "step"):
+    for event in run.events(0, "start", "step"):
+        if event["kind"] == "start":
+            before = {} if event.get("changes") else before  # another run from there on, which was allowed
+            continue
         known = before.get(event["step"])
         if known is not None and known["samples"] != event["samples"]:
             raise NotDone(f"step {event['step'] + 1} trained on other samples when it was done again")
@@ -78,9 +81,14 @@ def certify(run: Run, task: Task, shelf: Shelf) -> dict[str, Any]:
     missing = [step for step in steps if step not in ledger]
     if missing:
         raise NotDone(f"{len(missing)} of {task.steps} planned steps were not done, step {missing[0] + 1} among them")
-    order = Order(starts[-1]["data"], task.global_batch, task.seed)
+    orders = [(start["step"], _order(start, task)) for start in starts]
+
+    def order(step: int) -> Order:
+        """As the last of those that did this step, or one before it, planned it."""
+        return next((known for first, known in reversed(orders) if first <= step), orders[-1][1])
+
     for step in steps[:: max(1, task.steps // CHECKED)]:
-        if ledger[step]["samples"] != digest(order.ids(step)):
+        if ledger[step]["samples"] != digest(order(step).ids(step)):
             raise NotDone(f"step {step + 1} trained on other samples than those planned for it")
     _check_numbers(run, task, [ledger[step] for step in steps if ledger[step]["kind"] == "step"])
     if task.steps not in shelf.steps():
@@ -90,7 +98,8 @@ def certify(run: Run, task: Task, shelf: Shelf) -> dict[str, Any]:
     found = {
         "steps": task.steps,
         "taken_up": taken_up,
-        "samples": sum(order.slots(step) for step in range(task.steps)),
+        "samples": sum(order(step).slots(step) for step in range(task.steps)),
+        "changes": _changes(starts),
         "hash": manifest.hash(),
         "state": manifest.hash(""),
         "layout": manifest.facts["layout"],
@@ -107,6 +116,17 @@ def certify(run: Run, task: Task, shelf: Shelf) -> dict[str, Any]:
     return found
 
 
+def _order(start: Mapping[str, Any], task: Task) -> Order:
+    return Order(start["data"], start.get("global_batch", task.global_batch), start.get("seed", task.seed))
+
+
+def _changes(starts: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """What was changed between attempts, and before which step."""
+    told = ("step", "changes", "other_samples")
+    found = [{name: start[name] for name in told} for start in starts if start.get("changes")]
+    return [change for number, change in enumerate(found) if change not in found[:number]]
+
+
 def in_words(found: Mapping[str, Any]) -> str:
     """A certificate in one line."""
     again = ""
@@ -116,8 +136,10 @@ def in_words(found: Mapping[str, Any]) -> str:
         again = f"; {found['repeated']} done again after failures, with the same loss {same}"
     if found["taken_up"]:
         again += f"; of the first {found['taken_up']} steps the checkpoint alone is known"
+    for change in found.get("changes", ()):
+        again += f"; after step {change['step']}: {', '.join(change['changes'])}"
     left = f", {len(found['left_out'])} steps' data left out" if found["left_out"] else ""
-    return (
-        f"certificate: {found['steps']} steps, {found['samples']:,} samples, none lost and none counted twice"
-        f"{left}{again}; weights {found['hash'][:16]}"
-    )
+    others = any(change["other_samples"] for change in found.get("changes", ()))
+    sure = "some perhaps twice and some never" if others else "none lost and none counted twice"
+    samples = f"{found['samples']:,} samples, {sure}"
+    return f"certificate: {found['steps']} steps, {samples}{left}{again}; weights {found['hash'][:16]}"

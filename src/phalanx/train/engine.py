@@ -25,6 +25,7 @@ from phalanx.data.kinds import count_samples
 from phalanx.data.loader import Loader, StepBatch, seed_globally
 from phalanx.data.order import Order
 from phalanx.errors import WrongUse
+from phalanx.events import say
 from phalanx.launch.environment import TIMEOUT, Environment
 from phalanx.layout import Layout
 from phalanx.parallel import collectives
@@ -33,17 +34,18 @@ from phalanx.parallel.mesh import BATCH, Mesh
 from phalanx.parallel.spread import Spread
 from phalanx.parallel.weights import Saved
 from phalanx.precision import DTYPES
-from phalanx.proofs import code_hash
 from phalanx.task import Batch, Task
 from phalanx.traces import explain
+from phalanx.train import rounds
 from phalanx.train.agreement import check_agreement
+from phalanx.train.changes import changes, described
 from phalanx.train.clock import Clock
 from phalanx.train.evaluate import evaluate
 from phalanx.train.guard import Guard
 from phalanx.train.optimizers import make_optimizer, make_schedule
 from phalanx.train.scale import LossScale
 from phalanx.train.steady import in_one_way, steady
-from phalanx.train.step import Metrics, train_step
+from phalanx.train.step import Metrics
 
 Gradients = dict[str, Tensor | None]
 VERSIONS = {"python": platform.python_version(), "torch": torch.__version__}
@@ -61,8 +63,12 @@ class Engine:
         timeout: timedelta = TIMEOUT,
         init_from: str | Path | None = None,
         guard: Guard | None = None,
+        allow_changes: bool = False,
     ) -> None:
-        """``init_from``: a folder of safetensors files to begin from, instead of what `Task.pretrained` says."""
+        """``init_from``: a folder of safetensors files to begin from, instead of what `Task.pretrained` says.
+
+        ``allow_changes``: go on from a saved state also where other samples are to come than were planned then.
+        """
         task.check()
         self.task, self.environment = task, Environment.detect()
         layout = Layout.parse(layout) if isinstance(layout, str) else layout
@@ -80,6 +86,8 @@ class Engine:
         self.step_number = 0
         self.samples, self.terms = 0, 0.0
         """How many have been trained on: samples, and terms of their losses."""
+        self.loss_names: list[str] | None = None
+        """Of the losses that the task's is a sum of, once the first step has found out."""
         self.compared: int | None = None
         """When ranks that hold the same last found that they do."""
         self.good: int | None = None
@@ -92,6 +100,11 @@ class Engine:
         self.wishes: set[str] = set()
         """What this rank wants all ranks to know with the next step's sum; its metrics say what any of them wanted."""
         self.timeout, self.init_from = timeout, init_from
+        self.versions, self.allow_changes = VERSIONS, allow_changes
+        self.changes: list[str] = []
+        """What is other than when the state was saved that it went on from."""
+        self.other_samples = False
+        """Whether other samples are to come than were planned then."""
         self._waited = 0.0
         with ExitStack() as undo:  # what was made is taken apart again if something here fails
             self._spread(data, timeout, undo)
@@ -124,6 +137,7 @@ class Engine:
         self.loader = self._loader(data, self.order)
         check_agreement(self, "data", "model")
         check_writable(self.spread)
+        self.described = described(self)
 
     def _saved(self, model: nn.Module) -> Saved | None:
         """Where the task's weights begin, if not as its model's constructor makes them."""
@@ -159,7 +173,7 @@ class Engine:
         self.spread.model.train()
         self.clock.start()
         try:
-            metrics = train_step(self, batch)
+            metrics = rounds.step(self, batch)
         except Exception as error:
             explain(error, self.spread.model, self.task)
             raise
@@ -192,24 +206,25 @@ class Engine:
             "seed": self.task.seed, "global_batch": self.task.global_batch, "data": self.order.size,
             "streams": ["order", "sample", "task", *self.anatomy.blocks], "task": type(self.task).__name__,
             "layout": str(self.layout), "world": self.environment.world, "precision": self.task.precision,
-            "code": self.code, "versions": VERSIONS, "tied": dict(self.anatomy.tied),
+            **self.described, "versions": VERSIONS, "tied": dict(self.anatomy.tied),
             "options": self._changed_options(),
             "attributes": _changed(vars(self.optimizer), self._attributes),
         }  # fmt: skip
 
     def resume(self, facts: Mapping[str, Any]) -> None:
         """Go on from where a run stood; its tensors are in place."""
-        for name in ("seed", "global_batch"):
-            if facts[name] != getattr(self.task, name):
-                raise WrongUse(
-                    f"the state was saved with {name}={facts[name]}, and here it is {getattr(self.task, name)}: the "
-                    f"samples to come would be others. Set {name}={facts[name]}, or start a new run with --init-from."
-                )
-        if facts["data"] != self.order.size:
+        found = changes(self, facts)
+        others = [change.words for change in found if change.order]
+        if others and not self.allow_changes:
             raise WrongUse(
-                f"the state was saved with {facts['data']:,} samples to train on, and here there are "
-                f"{self.order.size:,}: those to come would be others. Give the same data, or start with --init-from."
+                f"since the state was saved, {'; '.join(others)}: the samples to come would be others, some of them "
+                "again and some never. Make it what it was, start a new run with --init-from, or go on all the same "
+                "with --allow changes, which the certificate will say."
             )
+        self.changes, self.other_samples = [change.words for change in found], bool(others)
+        if self.environment.rank == 0:
+            for words in self.changes:
+                say(f"changed  {words}")
         self.step_number, self.samples, self.terms = facts["step"], facts["samples"], facts["terms"]
         self.loss_scale.restore(facts["scale"])
         self.guard.restore(facts["guard"])
@@ -221,10 +236,6 @@ class Engine:
         for name, value in facts["attributes"].items():
             setattr(self.optimizer, name, _like(getattr(self.optimizer, name, None), value))
         self.spread.updated()
-
-    @cached_property
-    def code(self) -> str:
-        return code_hash(type(self.task))
 
     def _changed_options(self) -> dict[str, dict[str, Any]]:
         """Numbers that an optimizer has changed in its groups since it was made, by weight."""

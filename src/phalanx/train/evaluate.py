@@ -12,7 +12,9 @@ from phalanx.errors import WrongUse
 from phalanx.parallel import collectives
 from phalanx.parallel.exact import fold
 from phalanx.task import as_loss
-from phalanx.train.step import by_leaf, compute, counted
+from phalanx.train.rounds import Measured
+from phalanx.train.step import by_leaf
+from phalanx.train.totals import added_up, counted, spelled_out
 
 if TYPE_CHECKING:
     from phalanx.train.engine import Engine
@@ -32,9 +34,10 @@ def evaluate(
             on_batch()
         actions = engine.spread.forwards(len(batch.micro_batches))
         engine.spread.start(batch.micro_batches, actions)
+        measured = Measured(engine, loader, batch, task.evaluate)
         for action in actions:
             micro = batch.micro_batches[action.micro]
-            measures = compute(engine, batch.step, micro, action, task.evaluate)
+            measures = measured(action)
             if measures is None and not engine.spread.gives_loss(action):
                 continue
             if not isinstance(measures, dict):
@@ -45,7 +48,8 @@ def evaluate(
             for name, value in measures.items():
                 loss = as_loss(value, task, f"evaluate, for {name!r},")
                 row = action.micro if loader.leaves else 0
-                sums.setdefault(name, zero.clone())[row] += counted(loss, zero[0]) * micro.real
+                for key, one in spelled_out(name, loss).items():
+                    sums.setdefault(key, zero.clone())[row] += counted(one, zero[0]) * micro.real
     engine.spread.rest()
     model.train()
     names = engine.spread.from_last_stage(sorted(sums))
@@ -56,7 +60,9 @@ def evaluate(
     else:
         agreed = table[:, 0] * (engine.mesh.index("cp", "tp") == 0)  # their ranks have the same samples
         collectives.all_reduce(agreed, engine.mesh.world).wait()
-    return {
-        name: total / count if count else float("nan")
-        for name, (total, count) in zip(names, agreed.tolist(), strict=True)
-    }
+    return added_up(
+        {
+            name: total / count if count else float("nan")
+            for name, (total, count) in zip(names, agreed.tolist(), strict=True)
+        }
+    )

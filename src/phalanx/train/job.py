@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, fields, replace
 from datetime import timedelta
 from functools import partial
@@ -14,17 +14,17 @@ from typing import Any
 
 import torch
 
-from phalanx import inventory, streams
+from phalanx import inventory, streams, user_code
 from phalanx.checkpoint.manifest import Damaged
 from phalanx.checkpoint.shelf import Shelf
 from phalanx.checkpoint.slot import Slot, new_memory
-from phalanx.checkpoint.store import Folder, Store, open_store
+from phalanx.checkpoint.store import Folder, open_store
 from phalanx.checkpoint.verify import final_differs
 from phalanx.cluster import Cluster
 from phalanx.data.loader import seed_globally
 from phalanx.data.order import Order
 from phalanx.errors import CannotHere, WrongUse, closest
-from phalanx.events import EventLog, pause_of, plain
+from phalanx.events import EventLog, pause_of, plain, writers
 from phalanx.files import content, exists, put_back
 from phalanx.launch.beats import ARRIVED, Beat
 from phalanx.launch.environment import Environment
@@ -35,18 +35,20 @@ from phalanx.launch.shared import Shared
 from phalanx.launch.stopping import Stop
 from phalanx.launch.supervisor import Host, Supervisor
 from phalanx.layout import Layout
+from phalanx.origin import kept_origin
 from phalanx.parallel import collectives
 from phalanx.parallel.blueprint import Blueprint
 from phalanx.parallel.spread import check_model
 from phalanx.precision import DTYPES
 from phalanx.proofs import said
 from phalanx.run import Run, read_settings
-from phalanx.settings import find_task, make_task, parse_assignments, plain_settings, short_name
+from phalanx.settings import find_task, make_task, parse_assignments, plain_settings, short_name, unwritten
 from phalanx.task import Task
 from phalanx.train.certificate import NotDone, certify, in_words
 from phalanx.train.choosing import full_reference
 from phalanx.train.ending import failed, left, not_done, stopped, trained
 from phalanx.train.engine import Engine, length
+from phalanx.train.folders import check_there, held_store
 from phalanx.train.guard import Guard
 from phalanx.train.keeping import Keeper
 from phalanx.train.loop import Listener, Loop, Summary
@@ -70,8 +72,6 @@ class Job:
     layout: Layout
     cluster: Cluster
     options: Options
-    folder: Path
-    """Where it began, and its relative paths begin."""
 
     @classmethod
     def resolve(
@@ -113,8 +113,7 @@ class Job:
         reference = task or ran.get("task")
         if reference is None:
             raise WrongUse("there is no task to train. Name one: phalanx train gpt, or phalanx train file.py")
-        folder = _folder(ran) if task is None or resume else None
-        kind = find_task(reference, folder)
+        kind = find_task(reference, ran.get("folder") if task is None else None)
         values: dict[str, Any] = {**saved.get("settings", {}), **parse_assignments(assignments)}
         if steps is not None:
             values["steps"] = steps
@@ -123,8 +122,10 @@ class Job:
             for name, value in plain_settings(made).items():
                 if name not in values:
                     print(f"   note  {config} does not say what {name} is: it is {value} now")
+        for name in unwritten(made) if config else ():
+            if name not in values:
+                print(f"   note  {config} cannot say what {name} is: it is as in the code")
         settled = Options.resolve(options, ran)
-        settled = settled if folder is None else settled.from_anywhere()
         if resume and on and not layout and "layout" in ran:  # the same on another number of ranks: as close as can be
             layout = str(fitted(Layout.parse(ran["layout"]), made.global_batch, ranks_of(on) * settled.max_nodes))
         chosen, ranks = place(
@@ -141,13 +142,10 @@ class Job:
                 f"--kill {settled.kill} would kill nobody: there are ranks 0 to {ranks * settled.max_nodes - 1} and "
                 f"{made.steps} steps. Choose a rank and a step of those."
             )
-        return cls(
-            reference, made, chosen, Cluster.here(ranks, device or ran.get("device")), settled, folder or Path.cwd()
-        )
+        return cls(reference, made, chosen, Cluster.here(ranks, device or ran.get("device")), settled)
 
     def describe(self) -> str:
         """What would run, with the model described and the data opened."""
-        os.chdir(self.folder)
         model = Blueprint(self.task.model, self.task.seed).model
         anatomy = self.task.anatomy(model)
         check_model(self.layout, model, anatomy)
@@ -178,25 +176,21 @@ class Job:
         if self.options.meet is not None:
             if path is None:
                 raise WrongUse("several hosts need one folder that all of them see. Give it with --run.")
-            run = self._from_anywhere(Run.folder(path, name))  # the first host will hold it
+            run = Run.folder(path, name)  # the first host will hold it
             shelf = Shelf(open_store(self.options.checkpoints or run.checkpoints_path))
-            _check_there(run, shelf)
+            check_there(run, shelf)
             return self._train_or_put_back(run, shelf, resume=True)
         new = path is None or not exists(path)
-        run = self._from_anywhere(Run.folder(path, name) if resume else Run.create(path, name))
+        run = Run.folder(path, name) if resume else Run.create(path, name)
         shelf = Shelf(open_store(self.options.checkpoints or run.checkpoints_path))
-        _check_there(run, shelf)
-        with run.held(LINGER_SECONDS), _held(shelf.store):
+        check_there(run, shelf)
+        with run.held(LINGER_SECONDS), held_store(shelf.store):
             if not resume:
                 run.check_free()  # somebody may have been faster
             verdict = self._train_or_put_back(run, shelf, resume)
             if new and verdict.exit_code in (2, 3) and not run.ledger() and not shelf.steps():
                 shutil.rmtree(run.path)  # it did nothing, and its name should be free for the next try
         return verdict
-
-    def _from_anywhere(self, run: Run) -> Run:
-        """Found by its path where ranks are in another folder."""
-        return run if self.folder == Path.cwd() else Run(run.path.resolve())
 
     def _train_or_put_back(self, run: Run, shelf: Shelf, resume: bool) -> Verdict:
         """What was refused is not what the run is: its settings and its certificate stay as they were."""
@@ -228,19 +222,19 @@ class Job:
                 return Verdict(True, f"{run.path} is finished", known)
             except (NotDone, Damaged) as reason:
                 return not_done(run, reason)
+        user_code.snapshot(run.path)  # now, before it is edited: ranks are forked from this process
         run.certificate_path.unlink(missing_ok=True)  # of a shorter run, which goes on now
         words = {
             "task": full_reference(self.reference),
+            "folder": str(Path.cwd()),
             "layout": str(self.layout),
             "on": f"local:{self.cluster.world}",
             "device": self.cluster.device,
-            "folder": str(self.folder),
             **options.to_repeat(),
         }
-        print(
-            f"  proof  {said(self.task, plain_settings(self.task), self.layout, run.path.parent, self.reference)}",
-            flush=True,
-        )
+        proven = said(self.task, plain_settings(self.task), self.layout, run.path.parent, self.reference)
+        if proven:
+            print(f"  proof  {proven}", flush=True)
         if options.meet is None or not run.settings_path.exists():
             run.write_settings({"run": words, "settings": plain_settings(self.task)})
         meeting = shared = None
@@ -290,21 +284,24 @@ class Job:
     def _rank(self, run: Run, shelf: Shelf, resume: bool, host: Host) -> Summary:
         """What each rank does."""
         options = self.options
-        os.chdir(self.folder)
         layout = self.layout
         if host.world != layout.world:
             layout = fitted(layout, self.task.global_batch, host.world, self.task)
         with ExitStack() as undo:
             environment = Environment.detect()
-            log = undo.enter_context(EventLog(run, environment.rank, pause_of(environment.rank, environment.world)))
+            rank, hosts = environment.rank, environment.hosts
+            log = undo.enter_context(EventLog(run, rank, pause_of(rank, hosts), shared=rank in writers(hosts)))
             row = host.beats.row(environment.local_rank)
             collectives.signs = row[ARRIVED:]
             beat = Beat(row, options.timeout)
             engine = Engine(
                 self.task, layout, device=self.cluster.device, timeout=timedelta(seconds=options.timeout),
                 init_from=None if shelf.steps() else options.init_from, guard=Guard(options.bad, options.spike),
+                allow_changes=options.allow == "changes",
             )  # fmt: skip
             undo.enter_context(engine)
+            if rank == 0:
+                undo.enter_context(kept_origin(run, type(self.task)))
             own, guests = ([[Slot(m) for m in slots] for slots in by_rank] for by_rank in (host.memory, host.guests))
             every = [slot for slots in (*own, *guests) for slot in slots]
             here = environment.local_rank
@@ -347,37 +344,3 @@ class Job:
             return trained(run, shelf, self.task, outcome.result, self._certified(run, shelf))
         except (NotDone, Damaged) as reason:
             return not_done(run, reason)
-
-
-def _folder(ran: Mapping[str, Any]) -> Path | None:
-    """Where a run began, if it is not here: paths of its task that are relative are so to that folder."""
-    began = Path(ran["folder"]) if "folder" in ran else None
-    if began is None or began == Path.cwd():
-        return None
-    if not exists(began):
-        print(f"   note  {began}, where the run began, is not there: relative paths are taken from here")
-        return None
-    print(f"   note  the run began in {began}: relative paths of its task are taken from there")
-    return began
-
-
-def _check_there(run: Run, shelf: Shelf) -> None:
-    """Refuse to begin anew where a run's checkpoints were and are not: what they lie on may not be mounted."""
-    last = run.last_committed()
-    if last is not None and shelf.empty():
-        raise CannotHere(
-            f"{run.path} has saved checkpoints, up to step {last}, and there is nothing in {shelf.store.url}. Mount or "
-            "restore it, or say with --checkpoints where they are now; to begin again, give another --run."
-        )
-
-
-@contextmanager
-def _held(store: Store) -> Iterator[None]:
-    """A store held; one that cannot be is refused."""
-    try:
-        with store.held():
-            yield
-    except OSError as error:
-        if error.filename is None or str(store.url) not in str(error.filename):
-            raise
-        raise WrongUse(f"{store.url} cannot be written to: {error.strerror}. Give another folder.") from None

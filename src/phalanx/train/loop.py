@@ -144,7 +144,8 @@ class Loop:
         self.log.write(
             "start", rank=engine.environment.rank, world=engine.environment.world, device=str(engine.device),
             layout=str(engine.layout), step=engine.step_number, source=source, generation=self.keeper.generation,
-            data=engine.order.size,
+            data=engine.order.size, seed=engine.task.seed, global_batch=engine.task.global_batch,
+            changes=engine.changes, other_samples=engine.other_samples,
         )  # fmt: skip
         if source is not None:
             self.listener.resumed(source, engine.step_number)

@@ -46,6 +46,8 @@ class Options:
     host: str | None = None
     interface: str | None = None
     """Through which other hosts reach this one; by default the one that reaches the meeting."""
+    allow: str | None = None
+    """``changes``: go on with a run although other samples are to come than were planned."""
     kill: str | None = None
     """A drill: ``1@60`` kills rank 1 after step 60."""
 
@@ -83,6 +85,8 @@ class Options:
                     "it out, or give --meet."
                 )
             check_interface(self.interface)
+        if self.allow not in (None, "changes"):
+            raise WrongUse(f"--allow {self.allow} is nothing that can be allowed. Write --allow changes.")
         self.drill()
 
     @classmethod
@@ -102,13 +106,13 @@ class Options:
 
     def to_repeat(self) -> dict[str, Any]:
         """What a ``run.toml`` should say: what is not as usual, with full paths, and nothing of this host or drill."""
-        whole = replace(self.from_anywhere(), host=None, interface=None, kill=None)
+        whole = replace(self.from_anywhere(), host=None, interface=None, allow=None, kill=None)
         usual = asdict(Options())
         return {n: redact_field(n, v) for n, v in asdict(whole).items() if v != usual[n] or n == "timeout"}
 
     def from_anywhere(self) -> Options:
         """With full paths."""
-        return replace(self, checkpoints=_full(self.checkpoints), init_from=_full(self.init_from))
+        return replace(self, checkpoints=full_path(self.checkpoints), init_from=full_path(self.init_from))
 
     def drill(self) -> tuple[int, int] | None:
         """Which rank is killed after which step, if any."""
@@ -123,5 +127,6 @@ class Options:
         return Policy(self.save_steps, self.save_minutes, self.memory_steps, self.keep, self.keep_every)
 
 
-def _full(place: str | None) -> str | None:
+def full_path(place: str | None) -> str | None:
+    """A folder by its full path; a URL as it is."""
     return place if place is None or "://" in place else str(Path(place).resolve())

@@ -22,10 +22,12 @@ from phalanx.parallel.mesh import BATCH
 from phalanx.parallel.pipeline import StageEnds
 from phalanx.parallel.schedules import Action
 from phalanx.precision import cast
-from phalanx.task import as_loss
+from phalanx.task import Task, as_loss
+from phalanx.train.totals import Totals, counted
 
 if TYPE_CHECKING:
     from phalanx.train.engine import Engine
+    from phalanx.train.rounds import Rounds
 
 WISHES = ("save", "stop", "busy", "resting", "failed")
 """What a rank may want all to know after a step: save now, stop now, still busy with a save, not yet another copy in
@@ -39,6 +41,8 @@ class Metrics:
     step: int
     loss: float
     """Per term of the loss, over the global batch."""
+    losses: dict[str, float]
+    """Of those that it is the sum of, by name."""
     grad_norm: float
     """Of the mean gradient, before clipping."""
     clip_factor: float
@@ -61,14 +65,17 @@ class Metrics:
     """What any rank wanted all to know."""
 
 
-def train_step(engine: Engine, batch: StepBatch) -> Metrics:
-    """Forward and backward of each micro-batch, one division by the global count, one clip, one update."""
+def train_step(engine: Engine, batch: StepBatch, rounds: Rounds | None = None) -> Metrics:
+    """Forward and backward of each micro-batch, one division by the global count, one clip, one update.
+
+    ``rounds``: the losses of all micro-batches, where none of them can be had alone.
+    """
     task, spread, scale, clock = engine.task, engine.spread, engine.loss_scale, engine.clock
     if spread.probe.untried:
         try_blocks(engine, batch)
     spread.reduction.start_step()
     before = collectives.sent.copy()
-    sums = torch.zeros(len(batch.micro_batches), 2, dtype=torch.float64, device=engine.device)
+    totals = Totals(engine, len(batch.micro_batches))
 
     actions = spread.actions(len(batch.micro_batches))
     spread.start(batch.micro_batches, actions)
@@ -76,10 +83,10 @@ def train_step(engine: Engine, batch: StepBatch) -> Metrics:
         micro = batch.micro_batches[action.micro]
         last = index + 1 == len(actions)
         if action.kind == "forward":
-            loss = forward(engine, batch.step, micro, action)
-            sums[action.micro] += micro.real * counted(loss, sums[0])
+            loss = forward(engine, batch.step, micro, action, rounds)
+            totals.add(action.micro, loss, micro.real)
             if spread.nears_loss(action):
-                scale.begin(partial(_global_count, engine, loss, batch))
+                scale.begin(partial(_global_count, engine, loss, len(batch.micro_batches)))
             clock.lap("forward")
             continue
         if action.kind == "backward":
@@ -96,8 +103,9 @@ def train_step(engine: Engine, batch: StepBatch) -> Metrics:
     spread.complete_gradients()
 
     # From here on all ranks hold the same numbers.
-    agreed = (_agree_exactly if engine.layout.exact else _agree)(engine, sums)
+    agreed = (_agree_exactly if engine.layout.exact else _agree)(engine, totals.table())
     total, count = agreed.total, agreed.count
+    named = totals.by_name(agreed.named, len(batch.micro_batches))
     without = _nobody_touched(engine) if agreed.missing else set()
 
     divisor = (count if count > 0 else 1.0) * scale.value
@@ -124,6 +132,7 @@ def train_step(engine: Engine, batch: StepBatch) -> Metrics:
     return Metrics(
         step=batch.step,
         loss=mean,
+        losses=named,
         grad_norm=norm,
         clip_factor=clip_factor,
         lr=lr,
@@ -138,19 +147,29 @@ def train_step(engine: Engine, batch: StepBatch) -> Metrics:
     )
 
 
-def forward(engine: Engine, step: int, micro: MicroBatch, action: Action) -> Loss | None:
+def forward(engine: Engine, step: int, micro: MicroBatch, action: Action, rounds: Rounds | None = None) -> Loss | None:
     """A stage's part of a micro-batch, and at the last stage its loss."""
+    if rounds is not None:
+        engine.loss_scale.begin(partial(_global_count, engine, rounds.results[0], len(rounds.results)))
+        if not action.micro:
+            rounds.differentiate(engine.loss_scale.value)
+        compute(engine, step, micro, action, partial(rounds.backward_begins, action.micro))
+        return rounds.results[action.micro]
 
     def finish(output: Any, tensors: dict[str, Any]) -> Loss:
         loss = as_loss(engine.task.loss(output, tensors), engine.task)
         if not loss.total.requires_grad:
-            raise WrongUse(
-                f"the loss of {type(engine.task).__name__} does not depend on any trainable weight. "
-                "Compute it from the model's output, without detach(), item() or no_grad()."
-            )
+            raise independent(engine.task)
         return loss
 
     return compute(engine, step, micro, action, finish)
+
+
+def independent(task: Task) -> WrongUse:
+    return WrongUse(
+        f"the loss of {type(task).__name__} does not depend on any trainable weight. "
+        "Compute it from the model's output, without detach(), item() or no_grad()."
+    )
 
 
 def try_blocks(engine: Engine, batch: StepBatch) -> None:
@@ -171,9 +190,12 @@ def compute(engine: Engine, step: int, micro: MicroBatch, action: Action, finish
     part = engine.spread.begin(action)
     if engine.spread.pipeline is not None:
         engine.clock.lap("wait")
-    with micro_batch(engine, step, micro) as tensors:
+    samples = engine.spread.samples
+    with micro_batch(engine, step, micro) as tensors, samples.computed():
         try:
-            part.result = finish(call(engine, tensors), tensors)
+            output = call(engine, tensors)
+            with samples.in_loss():
+                part.result = finish(output, tensors)
         except StageEnds as end:
             engine.spread.leave(part, end.stream)
     return part.result
@@ -214,13 +236,6 @@ def call(engine: Engine, tensors: dict[str, Any]) -> Any:
     return output
 
 
-def as_number(value: Any, like: Tensor) -> Tensor:
-    """A loss's total or count as one detached number beside ``like``."""
-    if isinstance(value, Tensor):
-        return value.detach().to(like).reshape(())
-    return torch.tensor(float(value), dtype=like.dtype, device=like.device)
-
-
 def _by_axis(sent: Counter[tuple[str, str]]) -> dict[str, int]:
     found: Counter[str] = Counter()
     for (axis, _), count in sent.items():
@@ -228,21 +243,14 @@ def _by_axis(sent: Counter[tuple[str, str]]) -> dict[str, int]:
     return dict(found)
 
 
-def counted(loss: Loss | None, like: Tensor) -> Tensor:
-    """A loss's total and count; nothing, before the last stage."""
-    if loss is None:
-        return torch.zeros_like(like)
-    return torch.stack([as_number(loss.total, like), as_number(loss.count, like)])
-
-
-def _global_count(engine: Engine, own: Loss | None, batch: StepBatch) -> float:
+def _global_count(engine: Engine, own: Loss | None, micro_batches: int) -> float:
     """About how many terms the global batch has, from everybody's first micro-batch."""
     count = counted(own, torch.zeros(2, dtype=torch.float64, device=engine.device))[1]
     if engine.layout.exact:
         count *= engine.mesh.index(*BATCH) == 0  # whoever computes the first virtual micro-batch
     count *= engine.mesh.index("cp", "tp") == 0
     collectives.all_reduce(count, engine.mesh.world).wait()
-    return float(count) * (engine.layout.exact or len(batch.micro_batches))
+    return float(count) * (engine.layout.exact or micro_batches)
 
 
 @dataclass(frozen=True)
@@ -251,6 +259,8 @@ class Agreed:
 
     total: float
     count: float
+    named: list[float]
+    """Likewise of losses that have names."""
     norm: float
     missing: float
     """How many weights some ranks have no gradient of."""
@@ -260,11 +270,12 @@ class Agreed:
 def _agree(engine: Engine, sums: Tensor) -> Agreed:
     spread = engine.spread
     own = sums.sum(0) * (engine.mesh.index("cp", "tp") == 0)  # their ranks have the same samples
-    few = torch.stack([*own, spread.gradient_norm_squared(), own.new_tensor(len(spread.untouched()))])
-    agreed = torch.cat([few, _wishes(engine, own)])
+    few = torch.stack([*own[:2], spread.gradient_norm_squared(), own.new_tensor(len(spread.untouched()))])
+    agreed = torch.cat([few, _wishes(engine, own), own[2:]])
     collectives.all_reduce(agreed, engine.mesh.world).wait()
-    total, count, squared, missing, *wished = agreed.tolist()
-    return Agreed(total, count, math.sqrt(squared) if squared >= 0 else math.nan, missing, _wished(wished))
+    total, count, squared, missing, *rest = agreed.tolist()
+    wished, named = rest[: len(WISHES)], rest[len(WISHES) :]
+    return Agreed(total, count, named, math.sqrt(squared) if squared >= 0 else math.nan, missing, _wished(wished))
 
 
 def _agree_exactly(engine: Engine, sums: Tensor) -> Agreed:
@@ -275,9 +286,9 @@ def _agree_exactly(engine: Engine, sums: Tensor) -> Agreed:
     every = engine.gathered(torch.cat([few, own, sums.view(-1)]))
     missing, largest = float(every[:, 0].sum()), float(every[:, 1].amax())
     wished = every[:, 2 : 2 + len(own)].sum(0).tolist()
-    total, count = fold(by_leaf(engine, every[:, 2 + len(own) :].reshape(-1, 2))).tolist()
+    total, count, *named = fold(by_leaf(engine, every[:, 2 + len(own) :].reshape(-1, sums.shape[1]))).tolist()
     norm = spread.exact_norm(largest) if math.isfinite(largest) else math.inf
-    return Agreed(total, count, norm, missing, _wished(wished))
+    return Agreed(total, count, named, norm, missing, _wished(wished))
 
 
 def _wishes(engine: Engine, like: Tensor) -> Tensor:

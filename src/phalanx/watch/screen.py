@@ -39,6 +39,7 @@ class Screen:
         self.amounts: deque[float] = deque(maxlen=RECENT)
         """Of the last steps: how long each took, and how many samples or tokens it had."""
         self.gathered = 0
+        self.twice = False
 
     def start(self) -> None:
         engine = self.engine
@@ -71,6 +72,12 @@ class Screen:
             more = f", and {len(reasons) - 1} more like it" if len(reasons) > 1 else ""
             self.said(f"   note  ranks of tp compute all of it alike where {reasons[-1]}{more}")
 
+    def _note_twice(self) -> None:
+        """That a loss needs all micro-batches, and what that costs: it is found out in the first step."""
+        if self.engine.spread.samples.all_at_once and not self.twice:
+            self.twice = True
+            self.said("   note  the loss needs all micro-batches of a step at once: each goes through the model twice")
+
     def _here(self) -> dict[str, str]:
         """What this rank has of the model, where ranks have parts."""
         spread, layout = self.engine.spread, self.engine.layout
@@ -102,6 +109,7 @@ class Screen:
 
     def step(self, metrics: Metrics) -> None:
         self._note_gathered()
+        self._note_twice()
         now = time.monotonic()
         amount = metrics.count if self.engine.task.counts == "tokens" else metrics.slots
         self.seconds.append(now - self._recent)
@@ -126,7 +134,9 @@ class Screen:
         seconds = max(sum(self.seconds), 1e-9)  # both of the same steps
         rate, left = sum(self.amounts) / seconds, seconds / len(self.seconds) * (task.steps - done)
         bar = "━" * round(10 * done / task.steps)
-        loss = "skipped: not finite" if metrics.skipped else f"loss {metrics.loss:.4f}"
+        named = ", ".join(f"{name} {value:.4f}" for name, value in metrics.losses.items())
+        loss = f"loss {metrics.loss:.4f}" + (f" ({named})" if named else "")
+        loss = "skipped: not finite" if metrics.skipped else loss
         return (
             f"{bar:─<10} step {done}/{task.steps}  {loss}  {rate:,.0f} {task.counts}/s  "
             f"{memory_bytes(self.engine.device) / 2**30:.2f} GiB  {_clock(left)} left"

@@ -1,0 +1,69 @@
+"""A task of which nothing can be proven, since it fails on one device: told as `phalanx train` would tell it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+
+from phalanx import user_code
+from phalanx.errors import CannotHere, WrongUse
+from phalanx.launch import blame
+from phalanx.layout import Layout
+from phalanx.prove.shrink import Needs, shrunk
+from phalanx.task import Task
+from phalanx.train.engine import Engine
+
+DTYPES = ("same dtype", "expected scalar type", "Found dtype", "dtype", "Double", "Float")
+"""Words of torch's, where numbers of two widths meet."""
+
+
+class Unprovable(Exception):
+    """A task of which nothing can be proven: why, and what to do."""
+
+    def __init__(self, summary: str, next: str, code: int | None = None, evidence: Sequence[str] = ()) -> None:
+        """``code``: an exit code other than that of a finding."""
+        super().__init__(summary)
+        self.summary, self.next, self.code, self.evidence = summary, next, code, list(evidence)
+
+
+def failed(task: Task, needs: Needs, error: Exception) -> Unprovable:
+    """What to say of an error of the proof's own run on one device: what training it there would, if it fails too."""
+    plainly = _trained(task, needs)
+    if isinstance(plainly, (WrongUse, CannotHere)):
+        raise plainly
+    told = plainly or error
+    frame = user_code.innermost(told.__traceback__)
+    where = f" ({user_code.place(frame.filename, frame.lineno)}: {frame.line})" if frame else ""
+    summary = f"{type(task).__name__} fails on one device: {blame.reason(told)}{where}"
+    lines = [text for text in [user_code.lines(told)] if text]
+    if plainly is not None:
+        return Unprovable(summary, "Mend that first; phalanx train says the same.", code=2, evidence=lines)
+    words = str(error)
+    if isinstance(error, RuntimeError) and sum(word in words for word in DTYPES) > 1:
+        return Unprovable(
+            f"{summary}. It computes in float64 while it is proven, and meets a narrower number there",
+            "Make constants as wide as what they meet: torch.tensor(..., dtype=output.dtype), or register_buffer.",
+            code=2, evidence=lines,
+        )  # fmt: skip
+    return Unprovable(
+        f"{summary}. As it is, without what a proof does to a task, it trains",
+        "Look at what that line takes for granted: a proof has other batches, float64, shorter epochs and ignored "
+        "targets. If it cannot do without, give the task a tiny() of its own.",
+        code=2, evidence=lines,
+    )  # fmt: skip
+
+
+def _trained(task: Task, needs: Needs) -> Exception | None:
+    """What a step on one device raises, and what measuring does, without anything that a proof adds; None: nothing."""
+    try:
+        small = copy.copy(shrunk(task, needs).task)
+        object.__setattr__(small, "workers", 0)
+        with Engine(small, Layout(), device="cpu") as engine:
+            batch = next(engine.batches(), None)
+            if batch is not None:
+                engine.step(batch)
+            if engine.held_out is not None:
+                engine.evaluate(batches=1)
+    except Exception as error:
+        return error
+    return None

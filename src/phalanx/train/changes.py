@@ -1,0 +1,149 @@
+"""What is other than when a state was saved: settings, the optimizer's numbers, code, data. Said in a line each.
+
+What changes which samples are to come is refused: some would be lost and others trained on twice. Whoever allows it
+has it in the certificate.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from phalanx import user_code
+from phalanx.data.fingerprint import Fingerprint
+from phalanx.data.loader import seed_globally
+from phalanx.events import plain
+from phalanx.parallel import collectives
+from phalanx.settings import convert, plain_settings, task_fields
+
+if TYPE_CHECKING:
+    from phalanx.train.engine import Engine
+
+ORDER = ("seed", "global_batch")
+"""Settings that the order of samples follows from."""
+SHOWN = 4
+"""So many names are told; of the others, how many they are."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """Something that is not as it was."""
+
+    words: str
+    order: bool = False
+    """Whether other samples are to come than were planned when the state was saved."""
+
+
+def described(engine: Engine) -> dict[str, Any]:
+    """What a state is a state of, beside its tensors: the same on every rank, as rank 0 has it."""
+    own: list[str] = []
+    if engine.environment.rank == 0:
+        files = user_code.snapshot(user_code.home(type(engine.task)))
+        found = {
+            "settings": plain_settings(engine.task),
+            "optimizer": {"class": type(engine.optimizer).__name__, **_numbers(engine.optimizer.defaults)},
+            "code": user_code.joined(files),
+            "files": files,
+            "fingerprint": asdict(Fingerprint.of(engine.order.size, _reader(engine))),
+        }
+        own = [json.dumps(plain(found))]
+    (text,) = collectives.told(own, engine.mesh.world, 0)
+    return dict(json.loads(text))
+
+
+def _reader(engine: Engine) -> Any:
+    def read(index: int) -> Any:
+        seed_globally(engine.task.seed, "sample", 0, index)
+        return engine.loader.reader.data[index]
+
+    return read
+
+
+def _numbers(options: Mapping[str, Any]) -> dict[str, Any]:
+    simple = (bool, int, float, str, type(None))
+    return {
+        name: list(value) if isinstance(value, tuple) else value
+        for name, value in options.items()
+        if all(isinstance(item, simple) for item in (value if isinstance(value, (tuple, list)) else [value]))
+    }
+
+
+def changes(engine: Engine, facts: Mapping[str, Any]) -> list[Change]:
+    """All that is other than what the ``facts`` of a saved state say, as far as its version noted it."""
+    found = [*_settings(engine, facts), *_data(engine, facts)] if engine.environment.rank == 0 else []
+    words = collectives.told([json.dumps(asdict(change)) for change in found], engine.mesh.world, 0)
+    return [Change(**json.loads(word)) for word in words]
+
+
+def _settings(engine: Engine, facts: Mapping[str, Any]) -> list[Change]:
+    now = engine.described
+    then = {name: facts[name] for name in ORDER} | dict(facts.get("settings", {}))
+    here = {name: getattr(engine.task, name) for name in ORDER} | (now["settings"] if "settings" in facts else {})
+    found, pairs = [], []
+    for name in dict.fromkeys([*then, *here]):
+        if name not in here or name not in then:
+            words = f"{name} is no setting any more" if name in then else f"{name} is a new setting, {here[name]}"
+            found.append(Change(words))
+        elif then[name] != here[name]:
+            pairs.append((then[name], here[name]))
+            found.append(Change(f"{name} was {then[name]} and is {here[name]}", name in ORDER))
+    if pairs and "settings" in facts:
+        found += _schedule(engine, {n: then[n] for n in here if n in then and then[n] != here[n]}, facts["step"])
+    for name, value in now["optimizer"].items() if "optimizer" in facts else ():
+        before = facts["optimizer"].get(name)
+        if before != value and (before, value) not in pairs:  # a rate that follows from a setting was told
+            what = "the optimizer" if name == "class" else f"the optimizer's {name}"
+            found.append(Change(f"{what} was {before} and is {value}"))
+    others = user_code.changed(facts.get("files", {}), user_code.home(type(engine.task)))
+    if others:
+        found.append(Change(f"code: {_listed(others)} {'is' if len(others) == 1 else 'are'} not what it was"))
+    for name, version in facts.get("versions", {}).items():
+        if version != (known := engine.versions.get(name)):
+            found.append(Change(f"{name} was {version} and is {known}"))
+    return found
+
+
+def _schedule(engine: Engine, then: Mapping[str, Any], step: int) -> list[Change]:
+    """Whether other settings mean another rate for the steps to come."""
+    before = copy.copy(engine.task)
+    hints = task_fields(type(before))
+    try:
+        for name, value in then.items():
+            object.__setattr__(before, name, convert(value, hints[name], name))
+        old = before.schedule()
+        last = max(step, before.steps - 1)
+        for place in dict.fromkeys([step, (step + last) // 2, last]):
+            was, now = old(place), engine.schedule(place)
+            if was != now:
+                return [
+                    Change(f"the schedule gives step {place + 1} {now:.4g} of the learning rate, and gave it {was:.4g}")
+                ]
+    except Exception:  # a schedule that cannot be asked so: the settings that changed were told
+        return []
+    return []
+
+
+def _data(engine: Engine, facts: Mapping[str, Any]) -> list[Change]:
+    size, known = engine.order.size, Fingerprint.parse(facts.get("fingerprint"))
+    if facts["data"] != size:
+        return [Change(f"there were {facts['data']:,} samples to train on and are {size:,}", order=True)]
+    if known is None or facts["seed"] != engine.task.seed or not known.samples:
+        return []  # what is drawn while a sample is made follows from the seed
+    here = Fingerprint.parse(engine.described["fingerprint"])
+    assert here is not None
+    others, looked = known.others(here)
+    repeatable = known.repeatable and here.repeatable
+    if not repeatable or any(not here.repeats(index, _reader(engine)) for index in others):
+        return [Change("the data is not repeatable: a sample that is read twice differs, so it was not compared")]
+    if not others:
+        return []
+    words = f"the data is not what it was: {len(others)} of {looked} samples that were looked at are others"
+    return [Change(f"{words} ({_listed([str(index) for index in others])})", order=True)]
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return ", ".join(names[:SHOWN]) + more

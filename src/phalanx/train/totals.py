@@ -1,0 +1,89 @@
+"""A step's totals and counts: of the loss, and of the losses that it is the sum of, by name."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from phalanx.errors import WrongUse
+from phalanx.losses import Loss
+
+if TYPE_CHECKING:
+    from phalanx.train.engine import Engine
+
+OF = "\0"
+"""Between the name of a loss and that of one it is the sum of."""
+
+
+class Totals:
+    """What this rank adds up in a step, by micro-batch."""
+
+    def __init__(self, engine: Engine, micro_batches: int) -> None:
+        self.engine = engine
+        self._sums = torch.zeros(micro_batches, 2, dtype=torch.float64, device=engine.device)
+        self._named: dict[str, Tensor] = {}
+
+    def add(self, micro: int, loss: Loss | None, real: bool) -> None:
+        """A micro-batch's loss; one that is not real counts for nothing."""
+        self._sums[micro] += real * counted(loss, self._sums[0])
+        for name, part in loss.parts.items() if loss is not None else ():
+            column = self._named.setdefault(name, torch.zeros_like(self._sums))
+            column[micro] += real * counted(part, self._sums[0])
+
+    def table(self) -> Tensor:
+        """``[micro-batches, 2 x (1 + names)]``: total and count of the loss, then of each that has a name."""
+        engine, found = self.engine, list(self._named)
+        if engine.loss_names is None:
+            engine.loss_names = engine.spread.from_last_stage(found)
+        names = engine.loss_names
+        if found and found != names:
+            raise WrongUse(
+                f"phalanx.losses.sum has {', '.join(found)} in this step, and had {', '.join(names) or 'no names'} "
+                "before. Give the same names in every step; a loss without terms has a count of 0."
+            )
+        return torch.cat([self._sums, *(self._named.get(name, torch.zeros_like(self._sums)) for name in names)], 1)
+
+    def by_name(self, agreed: Sequence[float], micro_batches: int) -> dict[str, float]:
+        """The mean of each loss that has a name, from the sum of everybody's tables but for its first two columns."""
+        names = self.engine.loss_names or []
+        counts = dict(zip(names, agreed[1::2], strict=True))
+        if micro_batches > 1 and len(set(counts.values())) > 1 and not self.engine.spread.samples.all_at_once:
+            told = ", ".join(f"{name} {count:g}" for name, count in counts.items())
+            self.engine.spread.samples.need_all(
+                f"losses that are summed have different counts ({told}), whose share of the global batch must be known"
+            )
+        return {n: t / counts[n] if counts[n] else math.nan for n, t in zip(names, agreed[::2], strict=True)}
+
+
+def counted(loss: Loss | None, like: Tensor) -> Tensor:
+    """A loss's total and count; nothing, before the last stage."""
+    if loss is None:
+        return torch.zeros_like(like)
+    return torch.stack([as_number(loss.total, like), as_number(loss.count, like)])
+
+
+def as_number(value: Any, like: Tensor) -> Tensor:
+    """A loss's total or count as one detached number beside ``like``."""
+    if isinstance(value, Tensor):
+        return value.detach().to(like).reshape(())
+    return torch.tensor(float(value), dtype=like.dtype, device=like.device)
+
+
+def spelled_out(name: str, loss: Loss) -> dict[str, Loss]:
+    """A measure, and those that it is the sum of, under names that nobody else gives."""
+    return {name: loss, **{f"{name}{OF}{part}": found for part, found in loss.parts.items()}}
+
+
+def added_up(means: dict[str, float]) -> dict[str, float]:
+    """Measures with those that they are the sum of, which then make up the whole, each by its own count."""
+    found = {name: value for name, value in means.items() if OF not in name}
+    for name, value in means.items():
+        whole, of, part = name.partition(OF)
+        if of:
+            found[whole] = sum(other for key, other in means.items() if key.startswith(whole + OF))
+            found[f"{whole}/{part}"] = value
+    return found

@@ -1,0 +1,184 @@
+"""What is other than when a state was saved is said, and refused where other samples would come."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from phalanx import WrongUse
+from phalanx.run import Run
+from phalanx.train.engine import Engine
+from phalanx.train.restoring import Restorer
+from tests.checkpoints import keeping, shelf_at
+from tests.ranks import Ranks
+from tests.tasks import Digits
+from tests.test_cli import phalanx as call
+
+
+@dataclass
+class Changing(Digits):
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
+    options: dict[str, Any] = field(default_factory=dict)
+    shift: float = 0.0
+    unrepeatable: bool = False
+
+    def data(self) -> Any:
+        points = super().data()
+        points.columns["x"] = points.columns["x"] + self.shift
+        return Unrepeatable(points) if self.unrepeatable else points
+
+    def optimizer(self, params: Any) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(params, lr=self.learning_rate, betas=(self.betas[0], self.betas[1]))
+
+
+class Unrepeatable:
+    count = itertools.count()
+
+    def __init__(self, points: Any) -> None:
+        self.points = points
+
+    def __len__(self) -> int:
+        return len(self.points)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {**self.points[index], "number": next(self.count)}
+
+
+def saved(task: Digits, folder: Path) -> None:
+    with Engine(task, device="cpu") as engine, keeping(engine, folder) as keeper:
+        for batch in itertools.islice(engine.batches(), 3):
+            engine.step(batch)
+        keeper.save_now()
+
+
+def taken_up(task: Digits, folder: Path, allow: bool = False) -> list[str]:
+    with Engine(task, device="cpu", allow_changes=allow) as engine:
+        Restorer(engine, shelf_at(folder)).restore()
+        assert engine.step_number == 3
+        return engine.changes
+
+
+def test_nothing_is_said_where_nothing_changed(tmp_path: Path) -> None:
+    saved(Changing(options={"a": [1, 2]}), tmp_path)
+    assert taken_up(Changing(options={"a": [1, 2]}), tmp_path) == []
+
+
+def test_settings_schedule_and_optimizer_are_said_in_a_line_each(tmp_path: Path) -> None:
+    task = Changing()
+    saved(task, tmp_path)
+    assert taken_up(replace(task, options={"a": 1}), tmp_path) == ["options was {} and is {'a': 1}"]
+    assert taken_up(replace(task, evaluate_every=2), tmp_path) == ["evaluate_every was 0 and is 2"]
+    steps, schedule = taken_up(replace(task, steps=12), tmp_path)
+    assert steps == "steps was 6 and is 12"
+    old, new = task.schedule()(3), replace(task, steps=12).schedule()(3)
+    assert schedule == f"the schedule gives step 4 {new:.4g} of the learning rate, and gave it {old:.4g}"
+    assert taken_up(replace(task, learning_rate=0.5), tmp_path) == ["learning_rate was 0.01 and is 0.5"]
+    assert taken_up(replace(task, betas=[0.8, 0.95]), tmp_path) == ["betas was [0.9, 0.95] and is [0.8, 0.95]"]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"global_batch": 10}, "global_batch was 8 and is 10"),
+        ({"seed": 1}, "seed was 0 and is 1"),
+        ({"samples": 41}, "there were 40 samples to train on and are 41"),
+        ({"shift": 1.0}, r"the data is not what it was: 6 of 6 samples .* \(39, 0, \d+, \d+ and 2 more\)"),
+    ],
+)  # fmt: skip
+def test_other_samples_are_refused_unless_they_are_allowed(change: Any, words: str, tmp_path: Path) -> None:
+    saved(Changing(), tmp_path)
+    changed = replace(Changing(), **change)
+    with pytest.raises(WrongUse, match=f"{words}.*: the samples to come would be others.*--allow changes"):
+        taken_up(changed, tmp_path)
+    assert any(re.search(words, told) for told in taken_up(changed, tmp_path, allow=True))
+
+
+def test_data_that_is_never_the_same_is_not_compared(tmp_path: Path) -> None:
+    saved(Changing(unrepeatable=True), tmp_path)
+    (words,) = taken_up(Changing(unrepeatable=True), tmp_path)
+    assert words.startswith("the data is not repeatable")
+
+
+def test_what_an_older_version_saved_is_compared_as_far_as_it_goes(tmp_path: Path) -> None:
+    saved(Changing(), tmp_path)
+    shelf = shelf_at(tmp_path)
+    facts = shelf.open(3).manifest.facts
+    for name in ("settings", "optimizer", "files", "fingerprint"):
+        del facts[name]
+    with Engine(replace(Changing(), steps=9), device="cpu") as engine:
+        engine.resume(facts)
+        assert engine.changes == []
+    with Engine(replace(Changing(), seed=9), device="cpu") as engine, pytest.raises(WrongUse, match="seed was 0"):
+        engine.resume(facts)
+
+
+def _described(task: Digits) -> str:
+    with Engine(task, device="cpu") as engine:
+        return json.dumps(engine.described)
+
+
+def test_a_state_is_described_alike_at_any_number_of_ranks(ranks: Ranks) -> None:
+    (alone,) = ranks(1, _described, Changing())
+    assert len(json.loads(alone)["fingerprint"]["samples"]) == 6
+    for world in (2, 3):
+        assert ranks(world, _described, Changing()) == [alone] * world
+
+
+TASK = """
+from dataclasses import dataclass
+import torch
+from torch import nn
+import phalanx
+import shapes
+
+
+@dataclass
+class Mine(phalanx.Task):
+    global_batch: int = 4
+    steps: int = 2
+    warmup_steps: int = 0
+    def model(self): return nn.Linear(3, 2)
+    def data(self): return phalanx.data.Arrays(x=shapes.points(), y=torch.arange(12) % 2)
+    def inputs(self, batch): return batch["x"]
+    def loss(self, output, batch): return phalanx.losses.cross_entropy(output, batch["y"])
+"""
+POINTS = "import torch\n\ndef points():\n    return torch.arange(36.0).reshape(12, 3) / 36\n"
+
+
+def test_a_run_that_goes_on_with_other_code_and_data_says_so(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(TASK)
+    (tmp_path / "shapes.py").write_text(POINTS)
+    assert call("train", "mine.py", "--run", "r", cwd=tmp_path).returncode == 0
+    same = call("train", "--resume", "--run", "r", "--steps", "3", cwd=tmp_path)
+    assert same.returncode == 0, same.stderr
+    assert "changed  steps was 2 and is 3\nchanged  the schedule gives step 3 " in same.stdout
+    (tmp_path / "shapes.py").write_text(POINTS + "\n# a comment\n")
+    edited = call("train", "--resume", "--run", "r", "--steps", "4", cwd=tmp_path)
+    assert edited.returncode == 0, edited.stderr
+    assert "changed  code: shapes.py is not what it was" in edited.stdout
+    (tmp_path / "shapes.py").write_text(POINTS.replace("/ 36", "/ 35"))
+    other = call("train", "--resume", "--run", "r", "--steps", "6", cwd=tmp_path)
+    assert other.returncode == 2
+    assert "the data is not what it was" in other.stderr
+    assert "Traceback" not in other.stderr
+    allowed = call("train", "--resume", "--run", "r", "--steps", "6", "--allow", "changes", cwd=tmp_path)
+    assert allowed.returncode == 0, allowed.stderr
+    assert "some perhaps twice and some never" in allowed.stdout
+    certificate = json.loads((tmp_path / "r" / "final" / "certificate.json").read_text())
+    assert [change["step"] for change in certificate["changes"]] == [2, 3, 4]
+    assert [change["other_samples"] for change in certificate["changes"]] == [False, False, True]
+    assert "allow" not in Run(tmp_path / "r").settings()["run"]
+    batch = call("train", "--resume", "--run", "r", "--steps", "9", "--set", "global_batch=6", cwd=tmp_path)
+    assert batch.returncode == 2
+    allowed = call(
+        "train", "--resume", "--run", "r", "--steps", "9", "--set", "global_batch=6", "--allow", "changes", cwd=tmp_path
+    )
+    assert allowed.returncode == 0, allowed.stderr
+    assert call("train", "mine.py", "--allow", "anything", cwd=tmp_path).returncode == 2
