@@ -1,10 +1,14 @@
 """Blows at random moments: does a run that is hit end with the bits and samples of one that is not?
 
-python benchmarks/chaos.py [--quick] [--kills N] [--seed S] [--layout L]
+python benchmarks/chaos.py [--quick] [--only kills|signals] [--kills N] [--bursts N] [--seed S] [--layout L]
 
 Ranks of one run are killed with -9 at random moments, also while checkpoints are written and let go (every second step
 here); other runs have their supervisor killed, get SIGTERM, or have a rank stopped. Each is held against a run that was
 left alone: hash of the whole state, and the samples and losses of every step from the event log.
+
+Bursts of one to five signals (SIGTERM, SIGINT, SIGHUP, SIGUSR1, 0 to 50 ms apart), to the supervisor or to all its
+processes, come at random moments of start-up, training and saving. What a run that was stopped says is saved and lost
+is held against its checkpoints and events; it is resumed, and stopped again, until it is done.
 """
 
 from __future__ import annotations
@@ -13,16 +17,23 @@ import argparse
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from phalanx import cli
+from phalanx.checkpoint.shelf import Shelf
+from phalanx.checkpoint.store import open_store
+from phalanx.launch.forkserver import Forked, ForkServer
 from phalanx.run import Run
 from report import Figure, report
 
@@ -99,37 +110,162 @@ def struck(chaos: Chaos, name: str, blow: Callable[[subprocess.Popen[bytes]], No
     return code == 0 and chaos.same(name)
 
 
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+LONGEST = 120.0
+"""Seconds until a run that was asked to stop must have ended."""
+
+
+def command(words: list[str], out: str) -> None:
+    """The command line, in a process that a warm one was forked into."""
+    descriptor = os.open(out, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
+    sys.argv = ["phalanx", "train", *words]
+    cli.main()
+
+
+@dataclass
+class Bursts:
+    """Runs that get bursts of signals, one after the other, each until it is done."""
+
+    chaos: Chaos
+    server: ForkServer
+    chosen: random.Random
+    moments: float = 4.0
+    """Seconds after a start or a burst that the next may come."""
+    bursts: int = 0
+    signals: int = 0
+    stopped: int = 0
+    stepped: int = 0
+    """Of those, after a step or more."""
+    said: int = 0
+    """Steps that runs said were lost,"""
+    unsaid: int = 0
+    """and those that were lost besides."""
+    untrue: int = 0
+    """Certificates of runs that were not done, and ends that nothing was said about."""
+    runs: int = 0
+    different: int = 0
+    read: int = 0
+    """Events of the run that were judged before."""
+
+    def strike(self, bursts: int) -> None:
+        """Go on until there were so many."""
+        while self.bursts < bursts:
+            name = f"burst-{self.runs}"
+            words = self.chaos.words
+            while not Run(self.chaos.folder / name).certificate_path.exists():
+                self._stop_or_finish(name, words, bursts)
+                words = ["--resume"]
+                if not (self.chaos.folder / name / "run.toml").exists():
+                    words = self.chaos.words  # it was stopped before it had a folder
+            self.runs, self.read = self.runs + 1, 0
+            self.different += not self.chaos.same(name)
+
+    def _stop_or_finish(self, name: str, words: list[str], bursts: int) -> None:
+        run, out = Run(self.chaos.folder / name), self.chaos.folder / f"{name}.out"
+        process = self.server.fork(command, [*words, "--run", str(run.path)], str(out))
+        asked = False
+        while process.is_alive() and not asked and self.bursts < bursts:
+            time.sleep(self.chosen.uniform(0, self.moments))
+            asked = self._burst(process)
+        process.join(LONGEST if asked else None)
+        if process.is_alive():
+            process.kill()
+            self.untrue += 1
+        process.join()
+        self._judge(run, out.read_text() if out.exists() else "", process.exitcode)
+
+    def _burst(self, process: Forked) -> bool:
+        """Whether it asked for an end."""
+        kinds = [self.chosen.choice(SIGNALS) for _ in range(self.chosen.randint(1, 5))]
+        everybody = self.chosen.random() < 0.5  # as schedulers and terminals do
+        for kind in kinds:
+            for pid in [process.pid, *(ranks_of(process.pid) if everybody else [])]:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, kind)
+            time.sleep(self.chosen.uniform(0, 0.05))
+        self.bursts += 1
+        self.signals += len(kinds)
+        return any(kind != signal.SIGUSR1 for kind in kinds)
+
+    def _judge(self, run: Run, told: str, code: int | None) -> None:
+        """Hold what was said against what is there."""
+        steps = Shelf(open_store(run.checkpoints_path)).steps() if run.checkpoints_path.exists() else []
+        events = list(run.events(0, "step"))
+        done = max((event["step"] + 1 for event in events[self.read :]), default=0)  # also what was not taken up again
+        self.read, saved = len(events), max(steps, default=0)
+        if run.certificate_path.exists():
+            certified = json.loads(run.certificate_path.read_text())["steps"]
+            self.untrue += not (certified == max(run.ledger()) + 1 == saved and run.weights_path.exists())
+            return
+        self.stopped += 1
+        self.stepped += bool(done)
+        unheeded = code is not None and code < 0 and not told  # it came before the command line was there
+        if "stopped" not in told and not unheeded:
+            print(f"it ended with {code} and said:\n{told}")
+            self.untrue += 1
+        found = re.search(r"(\d[\d,]*) steps? (?:after it )?lost", told)
+        said = int(found[1].replace(",", "")) if found else 0
+        named = re.search(r"saved up to step (\d+)", told)
+        self.untrue += named is not None and int(named[1]) != saved
+        self.said += said
+        self.unsaid += max(0, done - saved - said)
+        if done - saved > said:
+            print(f"{done} steps done, {saved} saved, {said} said to be lost:\n{told}")
+
+
+def bursts(chaos: Chaos, server: ForkServer, wanted: int, seed: int) -> list[Figure]:
+    found = Bursts(chaos, server, random.Random(seed))
+    found.strike(wanted)
+    note = f"{found.bursts} bursts, {found.signals} signals, {found.stopped} stops, {found.stepped} of them after steps"
+    return [
+        Figure("bursts of signals: steps lost that were not said to be", found.unsaid, 0, note),
+        Figure("bursts of signals: steps said to be lost", found.said, 0),
+        Figure("bursts of signals: what was said or certified and was not so", found.untrue, 0),
+        Figure("bursts of signals: runs that did not end the same", found.different, 0),
+    ]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--only", choices=["kills", "signals"])
     parser.add_argument("--kills", type=int, default=50)
+    parser.add_argument("--bursts", type=int, default=200)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--layout", default="dp=2,fsdp=2")
     given = parser.parse_args()
-    kills = 6 if given.quick else given.kills
-    with tempfile.TemporaryDirectory() as folder:
+    figures: list[Figure] = []
+    with tempfile.TemporaryDirectory() as folder, ForkServer() as server:
         chaos = Chaos(Path(folder), given.layout, 300 if given.quick else 2500)
         assert chaos.start("calm").wait() == 0, (Path(folder) / "calm.out").read_text()
-        done, generations, same = killed(chaos, kills, given.seed)
-        print((Path(folder) / "killed.out").read_text()[-2000:])
-        figures = [
-            Figure(
-                "kills -9 that were not survived to the bit",
-                float(not same),
-                0,
-                f"{done} kills, {generations} generations",
-            ),
-            Figure("kills left out", kills - done, 0, "the run was over before"),
-        ]
-        for name, blow, resume in (
-            ("supervisor killed", lambda p: p.kill(), True),
-            ("SIGTERM", lambda p: p.terminate(), True),
-            ("a rank stopped", lambda p: os.kill(ranks_of(p.pid)[0], signal.SIGSTOP), False),
-        ):
-            figures.append(
-                Figure(f"{name}: not the same", float(not struck(chaos, name.replace(" ", "-"), blow, resume)), 0)
-            )
+        if given.only != "signals":
+            figures += blows(chaos, 6 if given.quick else given.kills, given.seed)
+        if given.only != "kills":
+            figures += bursts(chaos, server, 10 if given.quick else given.bursts, given.seed)
     report(figures)
+
+
+def blows(chaos: Chaos, kills: int, seed: int) -> list[Figure]:
+    done, generations, same = killed(chaos, kills, seed)
+    print((chaos.folder / "killed.out").read_text()[-2000:])
+    figures = [
+        Figure(
+            "kills -9 that were not survived to the bit", float(not same), 0, f"{done} kills, {generations} generations"
+        ),
+        Figure("kills left out", kills - done, 0, "the run was over before"),
+    ]
+    for name, blow, resume in (
+        ("supervisor killed", lambda p: p.kill(), True),
+        ("SIGTERM", lambda p: p.terminate(), True),
+        ("a rank stopped", lambda p: os.kill(ranks_of(p.pid)[0], signal.SIGSTOP), False),
+    ):
+        figures.append(
+            Figure(f"{name}: not the same", float(not struck(chaos, name.replace(" ", "-"), blow, resume)), 0)
+        )
+    return figures
 
 
 if __name__ == "__main__":

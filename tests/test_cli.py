@@ -101,6 +101,48 @@ def test_train_leaves_a_run_that_can_be_repeated(tmp_path: Path) -> None:
     assert "holds a run already" in refused.stderr
 
 
+PACKAGED = GOOD.replace(
+    "class Silent", "from .sizes import SAMPLES\nfrom pkg.sizes import WIDTH\n\n\nclass Silent"
+).replace("samples: int = 40", "samples: int = SAMPLES")
+
+
+def package(folder: Path, init: bool = True) -> None:
+    (folder / "pkg").mkdir()
+    (folder / "pkg" / "task.py").write_text(PACKAGED.replace("width: int = 16", "width: int = WIDTH"))
+    (folder / "pkg" / "sizes.py").write_text("SAMPLES, WIDTH = 48, 12\n")
+    if init:
+        (folder / "pkg" / "__init__.py").touch()
+
+
+@pytest.mark.parametrize("init", [True, False])
+@pytest.mark.parametrize(
+    ("words", "there"),
+    [
+        ("pkg.task:Digits", "."),
+        ("pkg.task", "."),
+        ("pkg/task.py:Digits", "."),
+        ("task.py", "pkg"),
+        ("../pkg/task.py", "other"),
+    ],
+)
+def test_a_task_in_a_package_is_found_from_any_folder(tmp_path: Path, words: str, there: str, init: bool) -> None:
+    package(tmp_path, init)
+    (tmp_path / "other").mkdir()
+    done = phalanx(
+        "train", words, "--on", "local:2", "--steps", "2", "--set", "workers=1", "--run", "run", cwd=tmp_path / there
+    )
+    assert done.returncode == 0, done.stderr
+    run = Run(tmp_path / there / "run")
+    assert run.settings()["settings"]["width"] == 12
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    done = phalanx("train", "--resume", "--steps", "3", "--run", str(run.path), cwd=elsewhere)
+    assert done.returncode == 0, done.stderr
+    assert "where the run was started" in done.stdout
+    done = phalanx("prove", words, "--layouts", "dp=2", "--steps", "1", cwd=tmp_path / there)
+    assert done.returncode == 0, done.stderr
+
+
 def test_exact_runs_leave_the_same_bytes(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(GOOD)
     runs = {
@@ -123,7 +165,15 @@ def test_exact_runs_leave_the_same_bytes(tmp_path: Path) -> None:
 def test_a_dry_run_says_what_would_run_and_leaves_nothing(tmp_path: Path) -> None:
     done = phalanx("train", "gpt", "--layout", "dp=2,fsdp=2,micro_batch=2", "--dry-run", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    for part in ("gpt (GPT)", "dp=2,fsdp=2,micro_batch=2 on cpux4*1", "2 micro-batches", "compute float32", "4 blocks"):
+    for part in (
+        "gpt (GPT)",
+        "dp=2,fsdp=2,micro_batch=2 on 4 ranks on this machine's CPU",
+        "2 micro-batches",
+        "compute float32",
+        "4 blocks by structure",
+        "4 x Block",
+        "6.13 MiB a rank without activations",
+    ):
         assert part in done.stdout
     assert not list(tmp_path.iterdir())
     (tmp_path / "mine.py").write_text(GOOD)
@@ -431,6 +481,58 @@ def test_what_is_likely_is_said_and_trained(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("warning  0.bias, 2.bias are trainable and in no group of MatricesAlone.optimizer") == 1
     assert "not checked" not in done.stdout
+
+
+def test_a_wrong_shape_is_a_short_screen_and_a_file(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(GOOD.replace("nn.Linear(self.width, 3)", "nn.Linear(self.width + 1, 3)"))
+    done = phalanx("train", "mine.py", "--on", "local:2", "--run", "run", cwd=tmp_path)
+    assert done.returncode == 1
+    lines = done.stderr.splitlines()
+    assert len(lines) < 12, done.stderr
+    assert "2 (Linear) got float32 [4, 16]; it expects float32 [..., 17]" in lines[1]
+    assert "of phalanx and torch" in done.stderr
+    (name,) = (line.rpartition("/")[2] for line in lines if line.startswith("the whole traceback is in run/failures/"))
+    file = tmp_path / "run" / "failures" / name
+    assert "train/step.py" in file.read_text()
+    assert "train/step.py" not in done.stderr
+
+
+TYPES = {
+    "a torch schedule": (
+        "def schedule(self):\n        return torch.optim.lr_scheduler.StepLR(torch.optim.SGD([torch.ones(1)]), 30)",
+        "schedule returned a StepLR of torch",
+        "return lambda step: 0.1 ** (step // 30)",
+    ),
+    "a rate for a schedule": (
+        "def schedule(self):\n        return 0.5",
+        "schedule returned 0.5",
+        "return lambda step: 1.0",
+    ),
+    "a schedule of text": (
+        "def schedule(self):\n        return str",
+        "schedule gives text for step 0",
+        "return lambda step: 1.0",
+    ),
+    "an optimizer's class": (
+        "def optimizer(self, params):\n        return torch.optim.Adam",
+        "optimizer returned the class Adam",
+        "Adam(params, lr=...)",
+    ),
+    "an optimizer and a schedule": (
+        "def optimizer(self, params):\n        return torch.optim.Adam(params), None",
+        "optimizer returned a tuple",
+        "the task's schedule()",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", TYPES)
+def test_another_type_than_wanted_is_named_with_the_line_to_write(tmp_path: Path, mistake: str) -> None:
+    method, named, line = TYPES[mistake]
+    (tmp_path / "mine.py").write_text(GOOD.replace("    def inputs(", f"    {method}\n\n    def inputs("))
+    done = phalanx("train", "mine.py", cwd=tmp_path)
+    refused(done, named, tmp_path)
+    assert line in done.stderr
 
 
 def test_help_is_there_and_quick() -> None:

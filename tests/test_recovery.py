@@ -18,8 +18,9 @@ import pytest
 from phalanx import Run, cli
 from phalanx.checkpoint.shelf import Shelf
 from phalanx.checkpoint.store import open_store
-from phalanx.launch import beats
+from phalanx.launch import beats, stopping
 from phalanx.launch.forkserver import Forked
+from phalanx.words import many
 from tests.conftest import children
 from tests.forking import fork
 from tests.test_cli import phalanx
@@ -69,6 +70,11 @@ def _main(words: list[str], cwd: Path) -> None:
     sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
     sys.argv = ["phalanx", "train", *words]
     cli.main()
+
+
+def _at_a_terminal(words: list[str], cwd: Path) -> None:
+    stopping.at_a_terminal = lambda: True
+    _main(words, cwd)
 
 
 def started(cwd: Path, *words: str) -> Forked:
@@ -159,6 +165,101 @@ def test_every_other_blow(folder: Path, blow: str) -> None:
     same(run, Run(folder / "calm"))
 
 
+def saved_step(run: Run) -> int:
+    return max(Shelf(open_store(run.checkpoints_path)).steps(), default=0)
+
+
+def test_signals_that_are_repeated_lose_nothing(folder: Path) -> None:
+    """As schedulers do, and in any order; no file was due before the first of them."""
+    run, chosen = Run(folder / "rough"), random.Random(3)
+    words, steps = ["slow.py", "--on", "local:2", "--steps", "400"], 0
+    for _ in range(4):
+        process = started(folder, *words, "--run", "rough")
+        until_step(run, steps + 12, process)
+        for number in (
+            signal.SIGTERM,
+            *chosen.choices((signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1), k=4),
+        ):
+            os.kill(process.pid or 0, number)
+            time.sleep(chosen.uniform(0, 0.05))
+        assert ended(process) == 130
+        steps = max(run.ledger()) + 1
+        told = (folder / "out").read_text()
+        assert f"every rank has ended, saved up to step {steps}\n" in told
+        assert " lost" not in told
+        assert saved_step(run) == steps
+        assert not run.certificate_path.exists()
+        words = ["--resume"]
+
+
+def test_a_rank_that_dies_while_it_is_asked_to_stop_loses_what_is_said(folder: Path) -> None:
+    """Its last copy in memory is saved by ranks that are started for nothing else."""
+    run = Run(folder / "rough")
+    process = started(folder, "slow.py", "--on", "local:2", "--steps", "9999", "--run", "rough")
+    until_step(run, 12, process)
+    victim = ranks_of(process)[1]
+    os.kill(victim, signal.SIGSTOP)  # so that it cannot save
+    os.kill(process.pid or 0, signal.SIGTERM)
+    time.sleep(0.3)
+    os.kill(process.pid or 0, signal.SIGTERM)
+    os.kill(victim, signal.SIGKILL)
+    assert ended(process) == 130
+    done, saved = max(event["step"] for event in run.events(0, "step")) + 1, saved_step(run)
+    assert saved
+    assert saved % 5 == 0
+    lost = f", {many(done - saved, 'step')} after it lost" if done > saved else ""
+    assert f"saved up to step {saved}{lost}\n" in (folder / "out").read_text()
+
+
+def test_a_second_ctrl_c_at_a_terminal_says_what_is_lost(folder: Path) -> None:
+    run = Run(folder / "rough")
+    process = fork(_at_a_terminal, ["slow.py", "--on", "local:2", "--steps", "9999", "--run", "rough"], folder)
+    until_step(run, 12, process)
+    for rank in ranks_of(process):
+        os.kill(rank, signal.SIGSTOP)  # they cannot save
+    os.kill(process.pid or 0, signal.SIGINT)
+    time.sleep(1)
+    assert process.is_alive()
+    os.kill(process.pid or 0, signal.SIGINT)
+    assert ended(process) == 130
+    told = (folder / "out").read_text()
+    assert "Ctrl-C again ends it at once" in told
+    assert (
+        f"stopped by a second Ctrl-C: every rank has ended, nothing was saved, {max(run.ledger()) + 1} steps lost"
+        in told
+    )
+
+
+def test_a_run_that_is_done_is_done_though_it_was_asked_to_stop(folder: Path) -> None:
+    """While the last checkpoint and the weights are written nothing can be lost any more."""
+    (folder / "slow.py").write_text(TASK.replace("    def inputs", LATE))
+    run = Run(folder / "rough")
+    process = started(folder, "slow.py", "--on", "local:2", "--steps", "9", "--run", "rough")
+    deadline = time.monotonic() + 60
+    while not (folder / "evaluating").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGTERM):
+        os.kill(process.pid or 0, number)
+        for rank in ranks_of(process):
+            os.kill(rank, number)
+    assert ended(process) == 0, (folder / "out").read_text()
+    assert certificate(run)["steps"] == 9
+
+
+LATE = """    def held_out(self):
+        return self.data()
+
+    def evaluate(self, output, batch):
+        import pathlib
+        if list(pathlib.Path("rough/checkpoints").glob("step-*")):
+            pathlib.Path("evaluating").touch()
+            time.sleep(0.1)
+        return {"loss": self.loss(output, batch)}
+
+    def inputs"""
+
+
 def test_hosts_come_and_go(folder: Path) -> None:
     """8 -> 6 -> 4 -> 8 ranks in one run, the first host and the meeting's among those that are lost."""
     with socket.create_server(("127.0.0.1", 0)) as free:
@@ -217,7 +318,8 @@ def test_a_second_run_on_one_folder_is_refused_and_harms_nothing(folder: Path) -
 def test_a_drill_and_a_run_that_is_finished(folder: Path) -> None:
     done = phalanx("train", "slow.py", "--on", "local:2", "--kill", "1@7", "--steps", "9", "--run", "one", cwd=folder)
     assert done.returncode == 0, done.stderr
-    assert "rank 1 was ended by SIGKILL" in done.stderr
+    assert "rank 1 was ended by SIGKILL, the drill of --kill 1@7" in done.stderr
+    assert "memory" not in done.stderr
     assert "2 done again after failures, with the same loss to the last bit" in done.stdout
     again = phalanx("train", "--resume", "--run", "one", cwd=folder)
     assert again.returncode == 0

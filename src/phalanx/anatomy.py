@@ -15,6 +15,7 @@ from typing import Literal, TypeVar, get_args
 from torch import Tensor, nn
 
 from phalanx.errors import WrongUse, closest
+from phalanx.words import many
 
 Place = Literal["before", "block", "after", "root", "tied"]
 Split = Literal["column", "row", "vocabulary"]
@@ -89,9 +90,15 @@ class Anatomy:
 
     def describe(self) -> str:
         """One line for people."""
-        where = f"{len(self.blocks)} blocks ({self.sources['blocks']})" if self.blocks else "no repeated blocks"
+        told = {
+            "task": "as the task says",
+            "hugging face": "as its Hugging Face plan says",
+            "detection": "by structure",
+        }
+        found = told.get(self.sources.get("blocks", ""), "")
+        where = f"{many(len(self.blocks), 'block')} {found}".rstrip() if self.blocks else "no repeated blocks"
         tied = f", tied: {', '.join(f'{a} = {b}' for a, b in self.tied.items())}" if self.tied else ""
-        return f"{where}, {len(self.before)} modules before, {len(self.after)} after{tied}"
+        return f"{where}, {many(len(self.before), 'module')} before and {len(self.after)} after{tied}"
 
 
 def _first(*answers: tuple[str, Answer]) -> tuple[Answer, str]:

@@ -6,7 +6,10 @@ import os
 import signal
 import sys
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Annotated
 
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # gloo warns of every connection that an ending rank closes
@@ -18,6 +21,7 @@ from phalanx import __version__ as version
 from phalanx.errors import CannotHere, WrongUse
 from phalanx.redact import redact
 
+TASK = "file.py, package.module, one of these with :Class, or a recipe's name"
 app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False)
 
 
@@ -34,9 +38,32 @@ def phalanx(
     """Train PyTorch models on one device or thousands with the same code."""
 
 
+@contextmanager
+def _stoppable(told: str) -> Iterator[None]:
+    """Signals that ask to end are heeded once, so that what is unfinished is cleared away; then this is told."""
+    numbers = [n for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is not signal.SIG_IGN]
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        for each in numbers:
+            signal.signal(each, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    before = {number: signal.signal(number, stop) for number in numbers}
+    try:
+        yield
+    except KeyboardInterrupt:
+        print(f"stopped: {told}", file=sys.stderr)
+        raise SystemExit(130) from None  # whatever else comes while this process ends
+    finally:
+        for number, handler in before.items():
+            if signal.getsignal(number) is stop:
+                signal.signal(number, handler)
+
+
 @app.command()
+@_stoppable("no rank was running")
 def train(
-    task: Annotated[str | None, typer.Argument(help="file.py, file.py:Class, or a recipe's name")] = None,
+    task: Annotated[str | None, typer.Argument(help=TASK)] = None,
     layout: Annotated[
         str | None, typer.Option(help="how to spread it, e.g. fsdp=4,tp=2,pp=2; by default replicas")
     ] = None,
@@ -116,8 +143,9 @@ def train(
 
 
 @app.command()
+@_stoppable("every rank has ended, and nothing was concluded")
 def prove(
-    task: Annotated[str | None, typer.Argument(help="file.py, file.py:Class, or a recipe's name")] = None,
+    task: Annotated[str | None, typer.Argument(help=TASK)] = None,
     more: Annotated[list[str] | None, typer.Argument(metavar="[LAYOUT]...", help="layouts, as with --layouts")] = None,
     layouts: Annotated[list[str], typer.Option(help="a layout, or all that --ranks allow")] = [],  # noqa: B006
     ranks: Annotated[int | None, typer.Option(help="how many ranks all layouts have; by default 4")] = None,
@@ -141,17 +169,11 @@ def prove(
         task=task, layouts=[*layouts, *(more or [])], assignments=set_, ranks=ranks, steps=steps, dtype=dtype,
         inject=inject, unchecked=unchecked,
     )  # fmt: skip
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
-            signal.signal(number, signal.default_int_handler)  # so that ranks and folders are seen to
-    try:
-        raise SystemExit(job.run(run, as_text=not json))
-    except KeyboardInterrupt:
-        print("stopped: every rank has ended, and nothing was concluded", file=sys.stderr)
-        raise SystemExit(130) from None
+    raise SystemExit(job.run(run, as_text=not json))
 
 
 @app.command()
+@_stoppable("nothing was concluded")
 def verify(
     run: Annotated[str, typer.Argument(help="a run's folder, or the folder or URL that its checkpoints lie in")],
     json: Annotated[bool, typer.Option("--json", help="print one JSON object and nothing else")] = False,
@@ -167,6 +189,7 @@ def verify(
 
 
 @app.command()
+@_stoppable("nothing was exported")
 def export(
     run: Annotated[Path, typer.Argument(help="a run's folder")],
     to: Annotated[Path, typer.Option(help="the folder to write; it must not be there, or be empty")],
@@ -215,8 +238,12 @@ def exit_code() -> int:
         what = f"{error.filename}: " if error.filename is not None else ""
         print(redact(f"phalanx: {what}{error.strerror or error}. Mend that, or use another folder."), file=sys.stderr)
         return 3
-    except Exception:
-        print(redact(traceback.format_exc()), file=sys.stderr)
+    except Exception as error:
+        from phalanx.traces import folded, users
+
+        own = any(users(frame.filename) for frame in traceback.extract_tb(error.__traceback__))
+        told = f"phalanx: {type(error).__name__}: {error}\n{folded(error)}" if own else traceback.format_exc()
+        print(redact(told), file=sys.stderr)
         return 1
     return 0
 

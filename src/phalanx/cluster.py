@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from phalanx.errors import CannotHere, WrongUse
+from phalanx.words import many
 
 LEAST_RANKS, RANKS_A_CORE = 64, 16
 """Ranks without a GPU that any machine may be asked for, and those that each core allows: more would only wait."""
@@ -27,6 +28,11 @@ class Cluster:
 
     def __str__(self) -> str:
         return f"{self.device}x{self.per_node}*{self.nodes}"
+
+    def describe(self) -> str:
+        """For people: ``2 ranks on this machine's CPU``."""
+        place = "CPU" if self.device == "cpu" else "GPUs" if self.per_node > 1 else "GPU"
+        return f"{many(self.per_node, 'rank')} on this machine's {place}"
 
     @property
     def world(self) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -14,6 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
 
+from phalanx import streams
 from phalanx.files import no_room
 from phalanx.redact import redact
 from phalanx.run import Run
@@ -46,7 +46,7 @@ def pause_of(rank: int, hosts: Sequence[int]) -> float:
 def say(line: str, file: IO[str] | None = None) -> None:
     """One line for people. What it tells of goes on, also where nobody can be told."""
     with suppress(OSError):
-        print(line, file=file, flush=True)
+        print(line, file=file or streams.stdout(), flush=True)
 
 
 class EventLog:
@@ -110,7 +110,7 @@ class EventLog:
         self._refused = False
 
     def _say(self, words: str) -> None:
-        say(f"   note  {self._path} {words}", file=sys.stderr)
+        say(f"   note  {self._path} {words}", file=streams.stderr())
 
     def close(self) -> None:
         """What the disk takes at last is written; what it does not is lost, and said to be."""

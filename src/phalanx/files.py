@@ -6,11 +6,12 @@ import errno
 import itertools
 import os
 import secrets
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
+
+from phalanx import streams
 
 LONGEST_PAUSE = 30.0
 """Seconds between two looks whether there is room on a disk that was full."""
@@ -81,9 +82,9 @@ def when_there_is_room(path: Path, write: Callable[[], None]) -> None:
             if not no_room(error):
                 raise
             if not attempt:
-                print(f"   note  {path} cannot be written: {error.strerror}; waiting for room", file=sys.stderr)
+                print(f"   note  {path} cannot be written: {error.strerror}; waiting for room", file=streams.stderr())
             time.sleep(pause)
             continue
         if attempt:
-            print(f"   note  {path} could be written at last", file=sys.stderr)
+            print(f"   note  {path} could be written at last", file=streams.stderr())
         return

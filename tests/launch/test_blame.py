@@ -6,6 +6,7 @@ import faulthandler
 import os
 import signal
 import time
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -70,6 +71,31 @@ def test_an_abort_alone_is_told_as_one() -> None:
     said, secondary = blame.ended_by(signal.SIGABRT)
     assert said.startswith("was ended by SIGABRT (NCCL")
     assert secondary
-    assert blame.ended_by(signal.SIGKILL)[0] == (
-        "was ended by SIGKILL (the system ends a process so when memory runs out)"
-    )
+
+
+def test_memory_is_blamed_where_it_may_have_run_out() -> None:
+    said = [blame.ended_by(signal.SIGKILL, starved)[0] for starved in (True, None, False)]
+    assert ["memory runs out" in words for words in said] == [True, True, False]
+    assert said[2] == "was ended by SIGKILL (by another process, not for want of memory)"
+
+
+def test_the_systems_own_count_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = blame.starved_processes()
+    assert before is None or before >= 0
+    (tmp_path / "memory.events").write_text("low 0\noom 3\noom_kill 2\n")
+    monkeypatch.setattr(blame, "_own_group", lambda: tmp_path)
+    monkeypatch.setattr(blame, "COUNTED", tmp_path / "nowhere")
+    assert blame.starved_processes() == 2
+    (tmp_path / "memory.events").unlink()
+    assert blame.starved_processes() is None
+
+
+def killed() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_rank_that_another_process_killed_did_not_run_out_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blame, "starved_processes", lambda: 7)
+    outcome = run_ranks(killed, 1)
+    assert outcome.failures is not None
+    assert outcome.failures[0].reason == "was ended by SIGKILL (by another process, not for want of memory)"

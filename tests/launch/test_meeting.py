@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -444,6 +445,31 @@ def test_waiting_ends_when_the_caller_is_asked_to_stop_and_nothing_is_left(port:
     meeting.leave("asked to stop")
     meeting.close()
     assert open_files() == before
+
+
+def test_a_host_that_waits_says_for_whom(port: int) -> None:
+    meetings = [
+        Meeting(f"localhost:{port}", key=KEY, name="run", ranks=1, min_nodes=3, max_nodes=3, host=host) for host in "ab"
+    ]
+    said: dict[str, set[str]] = {"a": set(), "b": set()}
+    started = time.monotonic()
+
+    def asked(meeting: Meeting) -> bool:
+        said[meeting.host].add(meeting.awaited())
+        return time.monotonic() - started > 3.0
+
+    threads = [threading.Thread(target=m.next, kwargs={"asked": partial(asked, m)}) for m in meetings]
+    for thread in threads:
+        thread.start()
+        time.sleep(0.5)
+    for thread in threads:
+        thread.join()
+    assert "waits for 2 more hosts at least; a is here" in said["a"]
+    assert "waits for 1 more host at least; a, b are here" in said["a"]
+    assert "waits at host a, which says for whom, until 3 or more are there" in said["b"]
+    for meeting in reversed(meetings):
+        assert meeting.awaited() == ""
+        meeting.close()
 
 
 class Between:

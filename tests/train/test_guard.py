@@ -136,6 +136,11 @@ def test_weights_that_lead_nowhere_are_not_certified_and_cost_no_good_checkpoint
     assert "Traceback" not in done.stderr
     if rate == "1e39":
         assert "weight is not finite after step 15, so nothing was saved. Lower the learning rate" in done.stderr
+        assert f"from step {max(shelf_at(folder / 'one' / 'checkpoints').steps())} in one/checkpoints" in done.stderr
+        words = ["spoilt.py", "--set", "value=0", "--set", "warmup_steps=0", "--set", f"learning_rate={rate}"]
+        alone = phalanx("train", *words, "--run", "two", "--steps", "3", cwd=folder)
+        assert alone.returncode == 1
+        assert "from step 0: there is no checkpoint in two/checkpoints" in alone.stderr
     else:
         assert "the update of step 15 was left out (the loss is inf), and those of 9 before it" in done.stderr
     assert not (folder / "one" / "final" / "certificate.json").exists()

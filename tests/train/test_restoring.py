@@ -179,6 +179,14 @@ def test_where_nothing_is_whole_nothing_is_trained_and_all_stays(tmp_path: Path)
     assert [path.name for path in tmp_path.glob("*step*")] == ["step-00000001"]
 
 
+def test_a_folder_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
+    with phalanx.Engine(Digits(), device="cpu") as engine:
+        with pytest.raises(phalanx.WrongUse, match="typo holds no checkpoint to go on from"):
+            phalanx.load(engine, tmp_path / "typo")
+        phalanx.save(engine, tmp_path / "there")
+        assert phalanx.load(engine, tmp_path / "there") == 0
+
+
 def test_another_models_checkpoint_is_refused_before_anything_changes(tmp_path: Path) -> None:
     trained(Digits(width=16), "dp=1", tmp_path, None, 1)
     for task, words in (

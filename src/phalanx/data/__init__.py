@@ -2,10 +2,12 @@
 
 from phalanx.data.arrays import Arrays, Images
 from phalanx.data.mixing import CutMix, Mixup
+from phalanx.data.named import Named
 from phalanx.data.splitting import split
 from phalanx.data.text import JsonLines, Parquet
 from phalanx.data.tokens import PackedTokens, TokenFile, write_tokens
 
 __all__ = [
-    "Arrays", "CutMix", "Images", "JsonLines", "Mixup", "PackedTokens", "Parquet", "TokenFile", "split", "write_tokens",
+    "Arrays", "CutMix", "Images", "JsonLines", "Mixup", "Named", "PackedTokens", "Parquet", "TokenFile", "split",
+    "write_tokens",
 ]  # fmt: skip

@@ -19,10 +19,12 @@ from torch.utils.data import DataLoader, Dataset
 
 from phalanx import counter
 from phalanx.data.arrays import Arrays
+from phalanx.data.kinds import check_values, not_a_sample, unstackable
 from phalanx.data.order import Order, digest, leaf, share
 from phalanx.data.splitting import Part
 from phalanx.errors import WrongUse
 from phalanx.processes import die_with_parent
+from phalanx.traces import Traced, folded, whole
 
 
 @dataclass
@@ -70,13 +72,24 @@ class Reader(Dataset):
     def __init__(self, data: Any, collate: Callable[[Sequence[Any]], dict[str, Any]], seed: int, plain: bool) -> None:
         self.data, self.collate, self.seed, self.plain = data, collate, seed, plain
 
-    def __getitem__(self, plan: Plan) -> dict[str, Any] | WrongUse:
+    def __getitem__(self, plan: Plan) -> dict[str, Any] | WrongUse | Traced:
+        what, samples = "", []
         try:
             if self.plain and (isinstance(self.data, Arrays) or (isinstance(self.data, Part) and self.data.arrays)):
                 return self.data.batch(plan.ids)
-            return self.collate([self._sample(int(index), plan.epoch) for index in plan.ids])
-        except WrongUse as refusal:  # handed over rather than raised, or a worker's traceback would wrap it
-            return refusal
+            for index in plan.ids.tolist():
+                what = f"sample {index} cannot be read"
+                samples.append(self._sample(index, plan.epoch))
+            what = f"samples {', '.join(map(str, plan.ids[:8]))}{', …' if len(plan.ids) > 8 else ''} make no batch"
+            if self.plain:
+                check_values(samples[0], int(plan.ids[0]), self.data)
+            return self.collate(samples)
+        except Exception as error:  # handed over rather than raised, or a worker's traceback would wrap it
+            if self.plain and len(samples) == len(plan.ids) and (found := unstackable(samples, plan.ids.tolist())):
+                return found
+            if isinstance(error, WrongUse):
+                return error
+            return Traced(f"{what}: {type(error).__name__}: {error}", folded(error), whole(error))
 
     def read(self, index: int) -> dict[str, Any]:
         """One sample alone, as a batch."""
@@ -86,10 +99,7 @@ class Reader(Dataset):
         seed_globally(self.seed, "sample", epoch, index)
         sample = self.data[index]
         if not isinstance(sample, dict):
-            raise WrongUse(
-                f"sample {index} is a {type(sample).__name__}. "
-                "Task.data must give dicts of tensors or numbers, e.g. {'x': ..., 'y': ...}."
-            )
+            raise not_a_sample(sample, index)
         return sample
 
 
@@ -180,7 +190,7 @@ def _worker(_: int) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a scheduler gives it to everybody; the rank still needs its samples
 
 
-def _checked(batch: dict[str, Any] | WrongUse) -> dict[str, Any]:
-    if isinstance(batch, WrongUse):
+def _checked(batch: dict[str, Any] | WrongUse | Traced) -> dict[str, Any]:
+    if isinstance(batch, (WrongUse, Traced)):
         raise batch
     return batch

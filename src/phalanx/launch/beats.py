@@ -47,6 +47,10 @@ class Beats:
         """How many steps of the run all ranks have finished."""
         return min(self.row(rank)[STEPS] for rank in range(self.ranks))
 
+    def furthest(self) -> int:
+        """How many steps any rank has finished."""
+        return max(self.row(rank)[STEPS] for rank in range(self.ranks))
+
 
 class Beat:
     """A rank's own row: it learns from its steps how long the next may take."""

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import signal
+from contextlib import suppress
+from pathlib import Path
 
 import torch.distributed as dist
 
 from phalanx.errors import CannotHere, WrongUse
+from phalanx.traces import Traced
 
 LOST, WAITED = "lost its connection", "waited for another rank"
 SPOILT = "cannot compute, since the task's file does when it is imported"
@@ -19,6 +22,10 @@ GONE = (
     "ncclRemoteError", "remote process exit", "communicator was aborted", "ncclCommAbort",
 )  # fmt: skip
 """Words of gloo, of NCCL and of a store, where another rank or its process is not there any more."""
+
+
+COUNTED = Path("/proc/vmstat")
+"""Where Linux counts, for the whole machine, what it does about memory."""
 
 
 def reason(error: Exception) -> str:
@@ -35,6 +42,8 @@ def reason(error: Exception) -> str:
         isinstance(error, RuntimeError) and any(words in text for words in GONE)
     ):
         return f"{LOST} to a rank that ended"
+    if isinstance(error, Traced):
+        return first
     return f"{type(error).__name__}: {first}" if text else type(error).__name__
 
 
@@ -43,13 +52,39 @@ def secondary(said: str) -> bool:
     return said.startswith((LOST, WAITED))
 
 
-def ended_by(number: int) -> tuple[str, bool]:
-    """One line on a signal, and whether another rank may be its cause: NCCL's watchdog aborts when it misses one."""
+def ended_by(number: int, starved: bool | None = None) -> tuple[str, bool]:
+    """One line on a signal, and whether another rank may be its cause: NCCL's watchdog aborts when it misses one.
+
+    ``starved``: whether the system has since ended a process for want of memory, as far as that is known.
+    """
     names = {int(known): known.name for known in signal.Signals}
     name = names.get(number, f"signal {number}")
     hint = ""
     if name == "SIGKILL":
-        hint = " (the system ends a process so when memory runs out)"
+        hint = {
+            True: " (the system ends a process so when memory runs out, and has done so here)",
+            None: " (the system ends a process so when memory runs out)",
+            False: " (by another process, not for want of memory)",
+        }[starved]
     elif name == "SIGABRT":
         hint = " (NCCL ends a process so when another rank is gone or late: look at the others first)"
     return f"was ended by {name}{hint}", name == "SIGABRT"
+
+
+def starved_processes() -> int | None:
+    """How many processes the system has ended here for want of memory; None: it does not say."""
+    found: list[int] = []
+    for file in (COUNTED, _own_group() / "memory.events"):
+        with suppress(OSError, ValueError):
+            lines = (line.split() for line in file.read_text().splitlines())
+            found += [int(words[1]) for words in lines if len(words) == 2 and words[0] == "oom_kill"]
+    return sum(found) if found else None
+
+
+def _own_group() -> Path:
+    """Where the system accounts for this process's memory (cgroups, version 2)."""
+    with suppress(OSError):
+        for line in Path("/proc/self/cgroup").read_text().splitlines():
+            if line.startswith("0::"):
+                return Path("/sys/fs/cgroup") / line[3:].strip().lstrip("/")
+    return Path("/sys/fs/cgroup")

@@ -15,24 +15,25 @@ import signal
 import socket
 import sys
 import time
-import traceback
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from types import FrameType
 from typing import Any
 
 import torch
 
+from phalanx import traces
 from phalanx.cluster import cores, threads
 from phalanx.errors import CannotHere, WrongUse
 from phalanx.launch import blame, environment, network
 from phalanx.launch.key import Key
 from phalanx.launch.lines import not_for_children
+from phalanx.launch.printing import Printing
 from phalanx.launch.rank_store import RankStore, StoreServer
+from phalanx.launch.stopping import ENDING, HANDED_ON, Stop, handled, note_wishes
 from phalanx.parallel.torch_private import preload
 from phalanx.processes import die_with_parent
 
@@ -41,9 +42,6 @@ GRACE_SECONDS = 1.0
 SIGNAL_SECONDS = 0.05
 """and once one was killed, which needs no explanation."""
 LOOK_SECONDS = 0.1
-ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""Signals that ask a job to end: Ctrl-C, a scheduler's, a terminal that was closed."""
-HANDED_ON = (*ENDING, signal.SIGUSR1)
 
 
 @dataclass(frozen=True)
@@ -55,6 +53,11 @@ class Failure:
     reason: str
     """One line."""
     trace: str = ""
+    """The user's lines, and what was noted with the error."""
+    whole: str = ""
+    """All of the traceback."""
+    file: str = ""
+    """Where that is written down."""
     code: int = 1
     final: bool = False
     """Starting again would not help."""
@@ -72,9 +75,14 @@ class Outcome:
     result: Any = None
     failures: list[Failure] | None = None
     interrupted: bool = False
-    """Somebody asked for it to end."""
+    """Somebody asked for it to end; it may have come to its own end all the same."""
     over: str = ""
     """Why ranks that were well were stopped: the world has changed."""
+
+    @property
+    def finished(self) -> bool:
+        """Whether ranks came to the program's own end, asked to stop or not."""
+        return self.result is not None and not getattr(self.result, "stopped", False)
 
 
 @dataclass(frozen=True)
@@ -107,13 +115,14 @@ def run_ranks(
     program: Callable[[], Any],
     ranks: int | World,
     look: Look | None = None,
-    grace: float = GRACE_SECONDS,
+    stop: Stop | None = None,
 ) -> Outcome:
     """Run ``program`` on this host's ranks and wait for all of them.
 
-    SIGTERM, SIGINT and SIGHUP are handed on to the ranks, which have ``grace`` seconds to end well; a second one ends
-    them at once. SIGUSR1 is handed on.
+    SIGTERM, SIGINT and SIGHUP are handed on to the ranks, which have the time that ``stop`` gives them to end well,
+    however often they are asked. SIGUSR1 is handed on.
     """
+    stop = stop or Stop(GRACE_SECONDS)
     world = ranks if isinstance(ranks, World) else World(ranks)
     preload()
     frozen = gc.get_freeze_count()  # by who starts ranks again and again
@@ -131,78 +140,75 @@ def run_ranks(
     processes: list[BaseProcess] = []
     pipes: list[Connection] = []
     asked, ask = os.pipe()
-    # a note, not an exception: one raised inside a destructor or a weak reference's callback would be lost
-    previous = {number: signal.signal(number, _noting(ask)) for number in heeded(HANDED_ON)}
     sys.stdout.flush()
-    store = None
+    store = printing = None
+    undo = ExitStack()
     try:
+        if (world.size or world.ranks) > 1:
+            printing = Printing(world.ranks, world.first)
+        # a note, not an exception: one raised inside a destructor or a weak reference's callback would be lost
+        undo.enter_context(handled(HANDED_ON, lambda number, frame: _write(ask, number)))
         for rank in range(world.ranks):
             ours, theirs = context.Pipe(duplex=False)
-            process = context.Process(target=_rank, args=(program, rank, world, theirs), name=f"rank {rank}")
+            process = context.Process(target=_rank, args=(program, rank, world, theirs, printing), name=f"rank {rank}")
             process.start()
             theirs.close()
             processes.append(process)
             pipes.append(ours)
         if listening is not None and (world.size or world.ranks) > 1:
             store = StoreServer(listening, world.key, world.size or world.ranks)
-        outcome = _supervise(processes, pipes, asked, world.first, look, grace)
+        if printing is not None:
+            printing.start()
+        outcome = _supervise(processes, pipes, asked, world.first, look, stop)
         _end(processes)
-        if outcome.failures and wait([asked], timeout=0) and set(os.read(asked, 64)) - {signal.SIGUSR1}:
-            return Outcome(interrupted=True)  # asked while the others were being ended: not to be started again
-        return outcome
+        while wait([asked], timeout=0):  # asked while the others were being ended
+            for number in os.read(asked, 64):
+                stop.heard(number)
+        return replace(outcome, interrupted=stop.asked)
     finally:
         _end(processes)
+        if printing is not None:
+            printing.close()
         if store is not None:
             store.close()
         if listening is not None:
             listening.close()
         for pipe in pipes:
             pipe.close()
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+        undo.close()
         os.close(asked)
         os.close(ask)
         if not frozen:
             gc.unfreeze()
 
 
-def heeded(numbers: Iterable[signal.Signals]) -> list[signal.Signals]:
-    """Those of these signals that are to be handled: under ``nohup`` a closed terminal means nothing."""
-    return [n for n in numbers if n != signal.SIGHUP or signal.getsignal(n) is not signal.SIG_IGN]
-
-
-def _noting(ask: int) -> Callable[[int, FrameType | None], None]:
-    """A signal's handler that says so through a pipe."""
-
-    def note(number: int, frame: FrameType | None) -> None:
-        os.write(ask, bytes([number]))
-
-    return note
+def _write(pipe: int, number: int) -> None:
+    os.write(pipe, bytes([number]))
 
 
 def _supervise(
-    processes: list[BaseProcess], pipes: list[Connection], asked: int, first: int, look: Look | None, grace: float
+    processes: list[BaseProcess], pipes: list[Connection], asked: int, first: int, look: Look | None, stop: Stop
 ) -> Outcome:
-    """Wait for every rank; once one has failed, for the others' own reports and no longer; not if ``asked`` to end."""
+    """Wait for every rank; once one has failed, for the others' own reports and no longer."""
     running = dict(enumerate(processes, first))
     open_pipes = dict(enumerate(pipes, first))
     reports: dict[int, Any] = {}
     failures: dict[int, Failure] = {}
-    deadline: float | None = None
-    interrupted = False
-    while running and (deadline is None or time.monotonic() < deadline):
+    starved = blame.starved_processes()
+    deadline = math.inf  # from the first failure on
+    for process in processes if stop.asked else ():  # before there were ranks
+        _hand_on(process, signal.SIGTERM)
+    while running and time.monotonic() < min(deadline, stop.deadline or math.inf):
         patience = LOOK_SECONDS if look else None
-        if deadline is not None:
-            patience = max(0.0, deadline - time.monotonic())
+        if min(deadline, stop.deadline or math.inf) < math.inf:
+            patience = max(0.0, min(deadline, stop.deadline or math.inf) - time.monotonic())
         sentinels = [process.sentinel for process in running.values()]
         if asked in wait([asked, *sentinels, *open_pipes.values()], timeout=patience):
             for number in os.read(asked, 64):
-                if interrupted and number != signal.SIGUSR1:
-                    return Outcome(interrupted=True)
+                if stop.heard(number) and stop.left:
+                    print(stop.told(), file=sys.stderr, flush=True)
                 for process in running.values():
                     _hand_on(process, number)
-                if number != signal.SIGUSR1:
-                    interrupted, deadline = True, time.monotonic() + grace
         for rank, pipe in list(open_pipes.items()):
             if pipe.poll():
                 try:
@@ -212,22 +218,22 @@ def _supervise(
         for rank, process in list(running.items()):
             if process.exitcode is not None:
                 del running[rank]
-                failure = _failure(rank, process.exitcode, reports.get(rank))
-                if failure and not interrupted:
+                failure = _failure(rank, process.exitcode, reports.get(rank), starved)
+                if failure:
                     failures[rank] = failure
                     patience = SIGNAL_SECONDS if failure.by_signal else GRACE_SECONDS
-                    deadline = min(deadline or math.inf, time.monotonic() + patience)
-        if look and not failures and not interrupted and running:
+                    deadline = min(deadline, time.monotonic() + patience)
+        if look and not failures and not stop.asked and running:
             seen = look({rank: process.pid for rank, process in running.items() if process.pid})
             if isinstance(seen, Failure):
                 failures[seen.rank] = seen
                 break
             if seen:
                 return Outcome(over=seen)
-    if interrupted:
-        return Outcome(result=reports.get(first), interrupted=True)
     if not failures:
-        return Outcome(result=reports.get(first))
+        if running and stop.given:
+            stop.cut_short = stop.cut_short or f"after the {stop.given:g} s of --grace"
+        return Outcome(result=None if running else reports.get(first))
     silent = [Failure(rank, float("inf"), "was stopped") for rank in running if rank not in failures]
     ordered = sorted(failures.values(), key=lambda f: (f.secondary, not f.by_signal, f.when)) + silent
     return Outcome(failures=ordered)
@@ -239,11 +245,13 @@ def _hand_on(process: BaseProcess, number: int) -> None:
         os.kill(process.pid or 0, signal.SIGTERM if number in ENDING else number)
 
 
-def _failure(rank: int, exitcode: int, report: Any) -> Failure | None:
+def _failure(rank: int, exitcode: int, report: Any, starved: int | None) -> Failure | None:
+    """``starved``: how many processes the system had ended for want of memory when the ranks began."""
     if isinstance(report, Failure):
         return report
     if exitcode < 0:
-        reason, secondary = blame.ended_by(-exitcode)
+        now = blame.starved_processes()
+        reason, secondary = blame.ended_by(-exitcode, None if starved is None or now is None else now > starved)
         return Failure(rank, time.monotonic(), reason, by_signal=True, secondary=secondary)
     if exitcode:
         return Failure(rank, time.monotonic(), f"left with exit code {exitcode}")
@@ -261,13 +269,12 @@ def _end(processes: list[BaseProcess]) -> None:
     processes.clear()
 
 
-def _rank(program: Callable[[], Any], local: int, world: World, pipe: Connection) -> None:
+def _rank(program: Callable[[], Any], local: int, world: World, pipe: Connection, printing: Printing | None) -> None:
     """A rank's whole life."""
     die_with_parent()
-    for number in (signal.SIGINT, signal.SIGHUP):  # they reach the whole terminal; the warm process decides
-        signal.signal(number, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    note_wishes()
+    if printing is not None:
+        printing.in_rank(local)
     rank, ranks = world.first + local, world.ranks
     os.environ |= {
         "RANK": str(rank), "WORLD_SIZE": str(world.size or ranks), "LOCAL_RANK": str(local),
@@ -280,12 +287,13 @@ def _rank(program: Callable[[], Any], local: int, world: World, pipe: Connection
         pipe.send_bytes(pickle.dumps(program()))
     except Exception as error:
         code = error.exit_code if isinstance(error, (WrongUse, CannotHere)) else 1
-        trace, reason = traceback.format_exc(), blame.reason(error)
+        reason = blame.reason(error)
         failure = Failure(
-            rank, time.monotonic(), reason, trace, code, final=isinstance(error, (WrongUse, CannotHere)),
-            secondary=blame.secondary(reason),
+            rank, time.monotonic(), reason, traces.folded(error), traces.whole(error), code=code,
+            final=isinstance(error, (WrongUse, CannotHere)), secondary=blame.secondary(reason),
         )  # fmt: skip
         pipe.send_bytes(pickle.dumps(failure))
         sys.stdout.flush()
+        sys.stderr.flush()
         os._exit(1)  # not through destructors that would wait for the others
     pipe.close()

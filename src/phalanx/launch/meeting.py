@@ -130,6 +130,16 @@ class Meeting:
             self._wish = None
             door.close()
 
+    def awaited(self) -> str:
+        """For whom this host waits, in words; nothing while it does not know, or does not wait."""
+        if self._wish is None:
+            return ""
+        if self._reception is not None:
+            return self._reception.awaited()
+        if not self._welcomed:
+            return f"waits for the host that opens the meeting at {self.address}: nobody answers there yet"
+        return f"waits at host {self._server}, which says for whom, until {self.least} or more are there"
+
     def changed(self) -> Change | None:
         """Whether this round is over; cheap, to be asked often."""
         book, age = self._book, time.monotonic() - self._heard

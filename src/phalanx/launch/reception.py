@@ -22,6 +22,7 @@ from phalanx.launch.key import Key
 from phalanx.launch.lines import Line, packed, ready
 from phalanx.launch.listener import Listener, note
 from phalanx.launch.messages import Book, Message, Unreadable, decoded, encoded
+from phalanx.words import many
 
 PURPOSE = "meeting"
 VERSION = 2
@@ -253,6 +254,16 @@ class Reception:
             if late:
                 found.append(host)
         return found
+
+    def awaited(self) -> str:
+        """Who is here, and who is waited for; nothing where a round goes on."""
+        here = [guest.host for guest in list(self.guests) if guest.joined is not None]
+        if self.book.running or not here:
+            return ""
+        missing = [host for host in self._expected(time.monotonic()) if host not in here]
+        more = max(0, self.nodes[0] - len(here))
+        whom = ", ".join(missing) or (f"{many(more, 'more host')} at least" if more else "others that may come")
+        return f"waits for {whom}; {', '.join(sorted(here))} {'is' if len(here) == 1 else 'are'} here"
 
     def _form(self, now: float) -> None:
         """Begin a round if those who are to be in it are there."""

@@ -14,24 +14,27 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, ExitStack, suppress
+from dataclasses import dataclass, field, replace
 from functools import partial
-from types import FrameType
 from typing import Any
 
 from phalanx.errors import CannotHere, WrongUse
 from phalanx.events import EventLog
+from phalanx.files import write_whole
 from phalanx.launch import network
-from phalanx.launch.beats import Beats, Watch
-from phalanx.launch.local import ENDING, Failure, Outcome, World, heeded, run_ranks
+from phalanx.launch.beats import STEPS, Beats, Watch
+from phalanx.launch.local import Failure, Outcome, World, run_ranks
 from phalanx.launch.meeting import Meeting
 from phalanx.launch.shared import Shared
+from phalanx.launch.stopping import ENDING, Stop, handled
 from phalanx.redact import redact
 from phalanx.run import Run
 
 FRUITLESS = 3
 """So many generations may fail in a row without a step more than before."""
+WAITING_SECONDS = 2.0
+"""A host that waits for others says so after so long, and when it waits for others than before, no sooner."""
 HOLD_SECONDS = 10.0
 """How long a host that has become the first waits for the folder of one that was lost."""
 
@@ -49,6 +52,8 @@ class Host:
     guests: list[list[int]] = field(default_factory=list)
     """Likewise for copies of ranks of the host before; that of number i is taken in by rank i modulo the ranks here."""
     restarted: bool = False
+    stopping: bool = False
+    """The job was asked to stop when ranks had failed: what memory holds of their steps is saved, and no more done."""
 
 
 @dataclass
@@ -71,6 +76,10 @@ class Supervisor:
     """Called by the first host when all its ranks have ended well, before any host goes home."""
     begun: Callable[[], int] = lambda: 0
     """The newest generation that the run's checkpoints know of, whose number its folder may have lost."""
+    saved: Callable[[], int] = lambda: 0
+    """Up to which step the run is saved in files."""
+    drill: tuple[int, int] | None = None
+    """A rank that kills itself after a step."""
     recoveries: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
@@ -78,63 +87,91 @@ class Supervisor:
         self.memory = [[self.new_memory(), self.new_memory()] for _ in range(self.ranks)]
         self.guests: list[list[int]] = []
         self.reached, self.fruitless, self.leniency = 0, 0, 1.0
+        self._furthest = 0
         self._leaving = ""
         self.leads = self.meeting is None
         """Whether this is the first host, which has rank 0 and speaks for all."""
         self._held = ExitStack()
-        self._asked = False
-        """Somebody wants it to end."""
+        self.stop = Stop(self.grace, lambda: self.done() > 0)
 
     def supervise(self, program: Callable[[Host], Any]) -> Outcome:
         """Generation after generation."""
         gc.freeze()  # once: to search all that is here for garbage again would hold up every generation
-        signals = heeded(ENDING) if self.meeting is not None else []  # also while hosts meet
-        before = {number: signal.signal(number, self._note_signal) for number in signals}
         try:
             with self._held:
                 return self._generations(program)
         finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
             if self.shared is not None:
                 self.shared.close()
             gc.unfreeze()
 
-    def _note_signal(self, number: int, frame: FrameType | None) -> None:
-        self._asked = True
+    def heeding(self) -> AbstractContextManager[None]:
+        """Meanwhile requests to end are noted, also while hosts meet and between two generations."""
+        return handled(ENDING, lambda number, frame: self.stop.heard(number))
+
+    def done(self) -> int:
+        """How many steps were done, by any generation and any rank."""
+        self._furthest = max(self._furthest, self.beats.furthest())
+        return self._furthest
 
     def _generations(self, program: Callable[[Host], Any]) -> Outcome:
         while True:
+            self.done()
             self.beats.clear()
             self._leaving = ""
             gathered = self._gather()
             if gathered is None:
                 return Outcome(interrupted=True)
             world, generation = gathered
-            host = Host(generation, world.size or self.ranks, self.beats, self.memory, self.guests, self.recoveries > 0)
+            host = Host(
+                generation, world.size or self.ranks, self.beats, self.memory, self.guests, self.recoveries > 0,
+                stopping=self.meeting is None and self.stop.asked,
+            )  # fmt: skip
             watch = Watch(self.beats, world.first, self.leniency, alone=world.size in (0, world.ranks))
             look = partial(self._look, watch)
-            outcome = run_ranks(partial(program, host), world, look, self.grace) if world.ranks else self._stand_by()
-            if self._over(outcome, generation):
+            outcome = run_ranks(partial(program, host), world, look, self.stop) if world.ranks else self._stand_by()
+            failures = [self._drilled(failure, world) for failure in outcome.failures or ()]
+            outcome.failures = [self._filed(failure, generation) for failure in failures] or None
+            if self._over(outcome, generation, host.stopping):
                 return outcome
             self.recoveries += 1
+
+    def _drilled(self, failure: Failure, world: World) -> Failure:
+        """One that was asked for is called so."""
+        if self.recoveries or not failure.by_signal or self.drill is None or failure.rank != self.drill[0]:
+            return failure
+        if self.beats.row(failure.rank - world.first)[STEPS] != self.drill[1]:
+            return failure
+        return replace(failure, reason=f"was ended by SIGKILL, the drill of --kill {self.drill[0]}@{self.drill[1]}")
+
+    def _filed(self, failure: Failure, generation: int) -> Failure:
+        """With its whole traceback in the run's folder."""
+        if not failure.whole or failure.final:
+            return failure
+        path = self.run.path / "failures" / f"generation-{generation:05d}-rank-{failure.rank:05d}.txt"
+        try:
+            path.parent.mkdir(exist_ok=True)
+            write_whole(path, redact(failure.whole))
+        except OSError:  # a full disk: what is on the screen must do
+            return failure
+        return replace(failure, file=str(path))
 
     def _gather(self) -> tuple[World, int] | None:
         """Where this host's ranks stand, and which generation they are; None if somebody wants it to end."""
         if self.meeting is None:
             return World(self.ranks), self.run.next_generation(self.begun() + 1)
         self._say(f"   host  meets others at {self.meeting.address}, {self.meeting.least} of them at least")
-        met = self.meeting.next(after=max(self.run.generation(), self.begun()), asked=lambda: self._asked)
+        met = self.meeting.next(after=max(self.run.generation(), self.begun()), asked=self._waiting())
         if met is None:
             self.meeting.leave("was asked to stop")
             return None
         used = max(1, self.takes_part(met.ranks))  # what fits nowhere is refused by its ranks, in words
         if self.shared is not None and met.nodes > 1:
-            self.shared.check(met, lambda: self._asked)
+            self.shared.check(met, lambda: self.stop.asked)
         if met.node == 0 and not self.leads:
             self._hold()
         self.leads = met.node == 0
-        if self._asked:  # while the folder was looked at, or waited for
+        if self.stop.asked:  # while the folder was looked at, or waited for
             if met.listening is not None:
                 met.listening.close()
             self.meeting.leave("was asked to stop")
@@ -152,6 +189,21 @@ class Supervisor:
         )  # fmt: skip
         self._say(f"   host  {met.node + 1} of {met.nodes}, generation {met.generation}, {world.size} ranks in all")
         return world, met.generation
+
+    def _waiting(self) -> Callable[[], bool]:
+        """Whether somebody wants it to end, asked while it waits; for whom it does is said when that changes."""
+        assert self.meeting is not None
+        meeting, said, since = self.meeting, "", time.monotonic()
+
+        def asked() -> bool:
+            nonlocal said, since
+            now = time.monotonic()
+            if now - since > WAITING_SECONDS and (awaited := meeting.awaited()) and awaited != said:
+                said, since = awaited, now
+                self._say(f"   host  {awaited}")
+            return self.stop.asked
+
+        return asked
 
     def _hold(self) -> None:
         """Hold the run's folder, as the first host does; not against a first host of this meeting that was cut off."""
@@ -171,7 +223,7 @@ class Supervisor:
         assert self.meeting is not None
         self._say("   host  stands by: no layout uses its ranks too")
         self.meeting.finish("stood by")  # the others need not wait for it
-        while not self._asked:
+        while not self.stop.asked:
             change = self.meeting.changed()
             if change is not None or self.meeting.finished is not None:
                 return Outcome(over=change.why if change else "the run is finished")
@@ -194,11 +246,13 @@ class Supervisor:
                     os.kill(pid, signal.SIGTERM)
         return None
 
-    def _over(self, outcome: Outcome, generation: int) -> bool:
+    def _over(self, outcome: Outcome, generation: int, stopping: bool) -> bool:
         """Whether this was the last generation on this host."""
         if self.meeting is None:
-            return not (outcome.failures and self._again(outcome.failures[0], generation))
-        if outcome.interrupted:
+            if not outcome.failures or (self.stop.asked and (stopping or not self._unsaved())):
+                return True
+            return not self._again(outcome.failures[0], generation)
+        if outcome.interrupted and not outcome.finished:
             self.meeting.leave("was asked to stop")
             return True
         if self.shared is not None and not self.recoveries and (unshared := self.shared.unshared()):
@@ -214,13 +268,17 @@ class Supervisor:
         if self.leads:
             self.concluded()
         self.meeting.finish("done")
-        while self.meeting.finished is None and not self._asked:
+        while self.meeting.finished is None and not self.stop.asked:
             change = self.meeting.changed()
             if change is not None and change.urgent:
                 return False  # another host failed after this one's ranks had ended: all go back together
             time.sleep(0.05)
         self.meeting.close()
         return True
+
+    def _unsaved(self) -> bool:
+        """Whether ranks did steps that memory may hold and files do not, with time left to write them."""
+        return self.stop.left > 0 and self.done() > self.saved()
 
     def _failed_here(self, first: Failure, generation: int) -> bool:
         """Ranks of this host failed, among others'; whether that was the last time."""

@@ -19,7 +19,7 @@ from phalanx.prove.planting import Bug, find
 from phalanx.prove.proof import prove
 from phalanx.prove.report import Table, as_json, write
 from phalanx.run import Run
-from phalanx.settings import find_task, make_task, parse_assignments, plain_settings
+from phalanx.settings import find_task, make_task, parse_assignments, plain_settings, short_name
 from phalanx.task import Task
 
 RANKS = 4
@@ -85,7 +85,7 @@ class Job:
 
     def run(self, path: Path | None, as_text: bool) -> int:
         """Prove, tell, and leave it in a run's folder; returns the exit code."""
-        run = Run.folder(path, f"prove-{Path(self.reference.partition(':')[0]).stem}")
+        run = Run.folder(path, f"prove-{short_name(self.reference)}")
         try:
             return self._run(run, as_text)
         finally:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from phalanx.checkpoint.pretrained import Pretrained
 from phalanx.checkpoint.weights import check_writable
+from phalanx.data.kinds import count_samples
 from phalanx.data.loader import Loader, StepBatch, seed_globally
 from phalanx.data.order import Order
 from phalanx.errors import WrongUse
@@ -33,14 +34,15 @@ from phalanx.parallel.mesh import BATCH, Mesh
 from phalanx.parallel.spread import Spread
 from phalanx.parallel.weights import Saved
 from phalanx.precision import DTYPES
-from phalanx.task import Batch, Task, rates
+from phalanx.task import Batch, Task
+from phalanx.traces import explain
 from phalanx.train import rounds
 from phalanx.train.agreement import check_agreement
 from phalanx.train.changes import changes, described
 from phalanx.train.clock import Clock
 from phalanx.train.evaluate import evaluate
 from phalanx.train.guard import Guard
-from phalanx.train.optimizers import attributes, make_optimizer, set_attribute
+from phalanx.train.optimizers import attributes, make_optimizer, make_schedule, set_attribute
 from phalanx.train.scale import LossScale
 from phalanx.train.steady import in_one_way, steady
 from phalanx.train.step import Metrics
@@ -80,7 +82,7 @@ class Engine:
         samples = length(data, "data", task)
         task.plan_steps(samples)
         self.order = Order(samples, task.global_batch, task.seed)
-        self.schedule = rates(task)
+        self.schedule = make_schedule(task)
         self.guard = guard or Guard()
         self.loss_scale = LossScale(dynamic=task.precision == "fp16")
         self.clock = Clock(self.device)
@@ -176,7 +178,11 @@ class Engine:
         """Train on one batch."""
         self.spread.model.train()
         self.clock.start()
-        metrics = rounds.step(self, batch)
+        try:
+            metrics = rounds.step(self, batch)
+        except Exception as error:
+            explain(error, self.spread.model, self.task)
+            raise
         metrics.turn = self.task.turn(batch.step)
         metrics.seconds = {"data": self._waited, **metrics.seconds}
         self.step_number = batch.step + 1
@@ -254,15 +260,17 @@ class Engine:
         if data is None:
             return None
         size = length(data, "held_out", self.task)
-        if not size:
-            raise WrongUse(f"{type(self.task).__name__}.held_out is empty. Give it samples, or return None.")
         return self._loader(data, Order(size, self.task.global_batch, self.task.seed, shuffle=False))
 
     def evaluate(self, batches: int | None = None, on_batch: Callable[[], None] = lambda: None) -> dict[str, float]:
         """The task's measures over its held-out data, or so many batches of it, every sample counted once."""
         if self.held_out is None:
             raise WrongUse(f"{type(self.task).__name__} keeps nothing aside to evaluate on. Give it a held_out().")
-        return evaluate(self, self.held_out, batches, on_batch).results()
+        try:
+            return evaluate(self, self.held_out, batches, on_batch).results()
+        except Exception as error:
+            explain(error, self.spread.model, self.task)
+            raise
 
     def set_learning_rate(self, step: int) -> float:
         """The schedule's rate for a step, set in every group; returns the first group's."""
@@ -335,10 +343,4 @@ def _like(before: Any, value: Any) -> Any:
 
 def length(data: Any, method: str, task: Task) -> int:
     """How many samples a data set of the task's has."""
-    try:
-        return len(data)
-    except TypeError:
-        raise WrongUse(
-            f"{type(task).__name__}.{method} returned a {type(data).__name__}, which has no len(). "
-            "Return something with len() and [i] -> dict of tensors or numbers."
-        ) from None
+    return count_samples(data, f"{type(task).__name__}.{method}")

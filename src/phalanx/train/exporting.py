@@ -62,7 +62,7 @@ def _hugging_face(run: Run) -> tuple[object | None, Path | None]:
     if not exists(run.settings_path):
         return None, None
     saved = run.settings()
-    task = make_task(find_task(run.task()), saved.get("settings", {}))
+    task = make_task(find_task(run.task(), saved["run"].get("folder")), saved.get("settings", {}))
     config = getattr(Blueprint(task.model, task.seed).model, "config", None)
     begun = saved["run"].get("init_from") or task.pretrained()
     known = hasattr(config, "save_pretrained")

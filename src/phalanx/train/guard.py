@@ -67,7 +67,7 @@ class Guard:
             raise BadNumbers(
                 f"step {step + 1}: {bad}"
                 + (f", as were {self.bad_in_a_row - 1} steps before it" if self.bad_in_a_row > 1 else "")
-                + ". Its samples are in the run's events. Look at those, or lower the learning rate, and --resume."
+                + ". Its samples are in the run's events. Look at those, or lower the learning rate."
             )
 
     def leave_out(self, steps: Iterable[int]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, fields, replace
 from datetime import timedelta
 from functools import partial
@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from phalanx import user_code
+from phalanx import inventory, streams, user_code
 from phalanx.checkpoint.manifest import Damaged
 from phalanx.checkpoint.shelf import Shelf
 from phalanx.checkpoint.slot import Slot, new_memory
@@ -25,13 +25,14 @@ from phalanx.data.loader import seed_globally
 from phalanx.data.order import Order
 from phalanx.errors import CannotHere, WrongUse, closest
 from phalanx.events import EventLog, pause_of, plain, writers
-from phalanx.files import content, exists, put_back, write_whole
+from phalanx.files import content, exists, put_back
 from phalanx.launch.beats import ARRIVED, Beat
 from phalanx.launch.environment import Environment
 from phalanx.launch.key import Key
-from phalanx.launch.local import Failure, Outcome
+from phalanx.launch.local import Outcome
 from phalanx.launch.meeting import Meeting
 from phalanx.launch.shared import Shared
+from phalanx.launch.stopping import Stop
 from phalanx.launch.supervisor import Host, Supervisor
 from phalanx.layout import Layout
 from phalanx.origin import kept_origin
@@ -41,11 +42,12 @@ from phalanx.parallel.spread import check_model
 from phalanx.precision import DTYPES
 from phalanx.proofs import said
 from phalanx.run import Run, read_settings
-from phalanx.settings import find_task, make_task, over, parse_assignments, plain_settings, unwritten
+from phalanx.settings import find_task, make_task, over, parse_assignments, plain_settings, short_name, unwritten
 from phalanx.task import Task
 from phalanx.train.certificate import NotDone, certify, in_words
 from phalanx.train.check.beside import Check, settle
 from phalanx.train.choosing import full_reference
+from phalanx.train.ending import failed, left, not_done, stopped, trained
 from phalanx.train.engine import Engine, length
 from phalanx.train.folders import check_there, held_store
 from phalanx.train.guard import Guard
@@ -55,7 +57,8 @@ from phalanx.train.options import Options
 from phalanx.train.placing import fitted, hosts_used, place, ranks_of
 from phalanx.train.restoring import Restorer
 from phalanx.verdict import Verdict
-from phalanx.watch.screen import Screen, sparkline
+from phalanx.watch.screen import Screen
+from phalanx.words import many
 
 LINGER_SECONDS = 1.0
 """How long the ranks of a supervisor that was killed may take to end, and hold its run until then."""
@@ -112,7 +115,7 @@ class Job:
         reference = task or ran.get("task")
         if reference is None:
             raise WrongUse("there is no task to train. Name one: phalanx train gpt, or phalanx train file.py")
-        kind = find_task(reference)
+        kind = find_task(reference, ran.get("folder") if task is None else None)
         short = {name: value for name, value in (("steps", steps), ("epochs", epochs)) if value is not None}
         values = over(saved.get("settings", {}), parse_assignments(assignments) | short)
         made = make_task(kind, values)
@@ -153,23 +156,27 @@ class Job:
         seed_globally(self.task.seed, "data")
         order = Order(length(self.task.data(), "data", self.task), self.task.global_batch, self.task.seed)
         settings = ", ".join(f"{name}={value}" for name, value in plain_settings(self.task).items())
+        dtypes = DTYPES[self.task.precision]
         lines = {
             "task": f"{self.reference} ({type(self.task).__name__})",
             "set": settings,
-            "layout": f"{self.layout} on {self.cluster}",
-            "model": f"{sum(p.numel() for p in model.parameters()):,} weights, {anatomy.describe()}",
-            "data": f"{order.size:,} samples, {order.steps_per_epoch:,} steps an epoch",
-            "micro": f"{self.layout.micro_batches(self.task.global_batch)} micro-batches a step",
-            "dtypes": DTYPES[self.task.precision].table(),
+            "layout": f"{self.layout} on {self.cluster.describe()}",
+            "model": anatomy.describe(),
+            "memory": f"about {inventory.described_memory(self.task, model, anatomy, self.layout, dtypes)}",
+            "data": f"{many(order.size, 'sample')}, {many(order.steps_per_epoch, 'step')} an epoch",
+            "micro": many(self.layout.micro_batches(self.task.global_batch), "micro-batch", "micro-batches")
+            + " a step",
+            "dtypes": dtypes.table(),
         }
         told = [f"{name:>7}  {text}" for name, text in lines.items()]
+        told += ["", *(f"         {line}" for line in inventory.table(inventory.parts(model, anatomy)))]
         notes = self.layout.notes(self.cluster.device, self.layout.micro_batches(self.task.global_batch))
         return "\n".join([*told, *(f"   note  {note}" for note in notes)])
 
     def train(self, path: Path | None, resume: bool = False) -> Verdict:
         """Run it to the end, in a new folder, or in that of a run that did not come to its own."""
         self.cluster.check_room()
-        name = Path(self.reference.partition(":")[0]).stem
+        name = short_name(self.reference)
         if self.options.meet is not None:
             if path is None:
                 raise WrongUse("several hosts need one folder that all of them see. Give it with --run.")
@@ -218,7 +225,7 @@ class Job:
                 known = [f"weights: {run.weights_path}", self._certified(run, shelf)]
                 return Verdict(True, f"{run.path} is finished", known)
             except (NotDone, Damaged) as reason:
-                return self._not_done(run, reason)
+                return not_done(run, reason)
         user_code.snapshot(run.path)  # now, before it is edited: ranks are forked from this process
         run.certificate_path.unlink(missing_ok=True)  # of a shorter run, which goes on now
         words = {
@@ -246,22 +253,25 @@ class Job:
         supervisor = Supervisor(
             run, self.cluster.world, new_memory, options.restarts, options.grace, meeting,
             partial(hosts_used, self.layout, self.task.global_batch), shared, partial(self._certified, run, shelf),
-            shelf.generation,
+            shelf.generation, lambda: max(shelf.steps(), default=0), options.drill(),
         )  # fmt: skip
+        with supervisor.heeding():
+            return self._supervised(supervisor, run, shelf, resume)
+
+    def _supervised(self, supervisor: Supervisor, run: Run, shelf: Shelf, resume: bool) -> Verdict:
+        shared = supervisor.shared
         try:
             outcome = supervisor.supervise(partial(self._rank, run, shelf, resume))
-        except KeyboardInterrupt:  # while hosts meet; no rank was there
-            outcome = Outcome(interrupted=True)
         except (NotDone, Damaged) as reason:
-            return self._not_done(run, reason)
+            return not_done(run, reason)
         finally:
-            if meeting is not None:
-                meeting.close()
-        if not supervisor.leads and not outcome.failures and not outcome.interrupted:
+            if supervisor.meeting is not None:
+                supervisor.meeting.close()
+        if not supervisor.leads and not outcome.failures and (outcome.finished or not outcome.interrupted):
             if run.certified_steps() != self.task.steps and not (shared and shared.private):
-                return self._not_done(run, NotDone("there is no certificate"))
+                return not_done(run, NotDone("there is no certificate"))
             return Verdict(True, f"done: the first host says what came of it, in {run.path}")
-        verdict = self._verdict(run, shelf, outcome)
+        verdict = self._verdict(run, shelf, outcome, supervisor.stop, supervisor.done())
         if supervisor.recoveries:
             times = "once" if supervisor.recoveries == 1 else f"{supervisor.recoveries} times"
             verdict.evidence.append(f"ranks were started again {times}")
@@ -314,7 +324,7 @@ class Job:
             undo.push(lambda kind, *_: keeper.close(wait=kind is None))  # after an error there is nothing to wait for
             listener = Listener()
             if environment.rank == 0:
-                screen = Screen(engine)
+                screen = Screen(engine, streams.stdout())
                 if not host.restarted:
                     screen.start()
                 listener = Listener(screen.step, screen.evaluation, screen.resumed, screen.said)
@@ -322,67 +332,23 @@ class Job:
                     screen.said(f"   note  {shelf.store.url} holds nothing to go on from: beginning at step 0")
             settle(engine, check, log.write, listener.said)
             drill = None if host.restarted else options.drill()
-            loop = Loop(engine, run, log, keeper, restorer, beat, listener, options.compare_steps, drill)
+            loop = Loop(engine, run, log, keeper, restorer, beat, listener, options.compare_steps, drill, host.stopping)
             return loop.train()
 
     def _certified(self, run: Run, shelf: Shelf) -> str:
         """One line: what is certain about a run that is done."""
         return in_words(certify(run, self.task, shelf))
 
-    def _verdict(self, run: Run, shelf: Shelf, outcome: Outcome) -> Verdict:
-        if outcome.interrupted and self.options.meet is not None:
-            return Verdict(
-                False, "this host has left the run; the others go on if they are enough", [],
-                next="Start the same command here again to join them.", code=130,
-            )  # fmt: skip
-        if outcome.interrupted:
-            saved = f"saved up to step {max(shelf.steps())}" if shelf.steps() else "nothing was saved yet"
-            return Verdict(
-                False, f"stopped: every rank has ended, {saved}", [f"what it did is in {run.path}"],
-                next=f"Go on with phalanx train --resume --run {run.path}", code=130,
-            )  # fmt: skip
+    def _verdict(self, run: Run, shelf: Shelf, outcome: Outcome, stop: Stop, done: int) -> Verdict:
+        if self.options.meet is not None and outcome.interrupted and not outcome.finished:
+            return left(run, shelf, done)
+        if outcome.interrupted and not outcome.finished:
+            return stopped(run, shelf, outcome.failures or [], stop.cut_short, done)
         if outcome.failures:
-            return self._failed(run, outcome.failures)
-        summary: Summary | None = outcome.result
-        if summary is None:
+            return failed(run, shelf, outcome.failures)
+        if outcome.result is None:
             return Verdict(False, "a rank left before the end, by sys.exit perhaps", next="Take that out of the task.")
-        if summary.stopped:
-            return self._verdict(run, shelf, Outcome(interrupted=True))
         try:
-            certified = self._certified(run, shelf)
+            return trained(run, shelf, self.task, outcome.result, self._certified(run, shelf))
         except (NotDone, Damaged) as reason:
-            return self._not_done(run, reason)
-        steps = run.ledger().values()
-        losses = [float(event["loss"]) for event in steps if event["kind"] == "step"]
-        skipped = sum(event["skipped"] for event in steps)
-        evidence = []
-        if losses:
-            evidence.append(f"loss {losses[0]:.4f} {sparkline(losses)} {losses[-1]:.4f}")
-        if summary.held_out:
-            evidence.append("held out: " + ", ".join(f"{name} {value:.4f}" for name, value in summary.held_out.items()))
-        if skipped:
-            evidence.append(f"{skipped} steps were skipped: a number was bad, or nothing counted; the events say which")
-        evidence += [certified, f"weights: {run.weights_path}"]
-        layout = shelf.open(summary.steps).manifest.facts["layout"]
-        return Verdict(True, f"trained {type(self.task).__name__} for {summary.steps} steps on {layout}", evidence)
-
-    @staticmethod
-    def _not_done(run: Run, reason: Exception) -> Verdict:
-        advice = getattr(reason, "advice", "") or f"Go on with phalanx train --resume --run {run.path}"
-        return Verdict(False, f"not done: {reason}", next=advice)
-
-    def _failed(self, run: Run, failures: list[Failure]) -> Verdict:
-        first, *others = failures
-        if first.code != 1:
-            return Verdict(False, f"phalanx: {first.reason}", code=first.code)
-        evidence = [first.trace.rstrip()] if first.trace and not first.final else []
-        evidence += [f"rank {failure.rank}: {failure.reason}" for failure in others]
-        verdict = Verdict(
-            False,
-            f"rank {first.rank} failed first: {first.reason}",
-            evidence,
-            next=f"The job has ended and no rank is left. Mend the cause, then phalanx train --resume --run {run.path}",
-        )
-        with suppress(OSError):  # where the disk is full, what is on the screen must do
-            write_whole(run.path / "verdict.json", verdict.to_json() + "\n")
-        return verdict
+            return not_done(run, reason)

@@ -199,8 +199,14 @@ class Keeper:
             time.sleep(pause)
         raise CannotHere(
             f"the state after step {self.engine.step_number} could not be saved: {reasons[-1][0]}. "
-            f"Mend that and go on with --resume, from the last checkpoint in {self.shelf.store.url}."
+            f"Mend that and go on with --resume, {self._from_where()}."
         )
+
+    def _from_where(self) -> str:
+        """Where a run would go on from."""
+        saved = max(self.shelf.steps(), default=None)
+        where = self.shelf.store.url
+        return f"from step 0: there is no checkpoint in {where}" if saved is None else f"from step {saved} in {where}"
 
     def check_weights(self) -> None:
         """Refuse, on all ranks alike, to take weights that are not finite for a result."""
@@ -210,7 +216,7 @@ class Keeper:
         if found:
             raise BadNumbers(
                 f"{found[0]} is not finite after step {self.engine.step_number}, so nothing was saved. Lower the "
-                f"learning rate, and go on with --resume from the last checkpoint in {self.shelf.store.url}."
+                f"learning rate, and go on with --resume, {self._from_where()}."
             )
 
     def settled(self) -> list[list[str]]:

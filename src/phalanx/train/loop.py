@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import islice
@@ -19,6 +18,7 @@ from phalanx.errors import CannotHere
 from phalanx.events import EventLog
 from phalanx.files import no_room, pauses
 from phalanx.launch.beats import STEPS, Beat
+from phalanx.launch.stopping import give_wishes
 from phalanx.parallel import collectives
 from phalanx.run import Run
 from phalanx.train.collecting import CannotSummarise
@@ -78,20 +78,26 @@ class Loop:
     """Ranks that hold the same compare it every so many steps; 0: never."""
     drill: tuple[int, int] | None = None
     """A rank that is killed after a step, to see that the run survives it."""
+    stopping: bool = False
+    """Only what memory holds is to be saved."""
 
     def train(self) -> Summary:
         """Train to the task's last step, evaluate, and leave the weights in the run's folder."""
         engine, task = self.engine, self.engine.task
         self.summary = Summary()
         self.keeper.unhurried = partial(self.beat.unhurried, for_ever=True)
-        with _asked(engine):
-            fresh = not self._resume()
-            if engine.held_out is not None and fresh:
-                self._rehearse()
-            while engine.step_number < task.steps and not self.summary.stopped:
-                for batch in self._batches():
-                    if not self._step(batch):
-                        break
+        give_wishes(engine.wishes)
+        fresh = not self._resume()
+        if self.stopping and not fresh and engine.step_number < task.steps:
+            self.keeper.before_step()
+            self.keeper.save_now()
+            self.summary.stopped = True
+        elif engine.held_out is not None and fresh:
+            self._rehearse()
+        while engine.step_number < task.steps and not self.summary.stopped:
+            for batch in self._batches():
+                if not self._step(batch):
+                    break
         self.summary.steps = engine.step_number
         if not self.summary.stopped:
             self.beat.unhurried(for_ever=True)
@@ -268,21 +274,3 @@ class Loop:
             self.keeper.distrust(after=engine.compared)
             raise
         engine.compared = engine.step_number
-
-
-@contextmanager
-def _asked(engine: Engine) -> Iterator[None]:
-    """Meanwhile SIGTERM is a wish to save and stop, and SIGUSR1 one to save; all ranks heed it after the same step."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    wishes = {signal.SIGTERM: "stop", signal.SIGUSR1: "save"}
-    before = {
-        number: signal.signal(number, lambda number, frame: engine.wishes.add(wishes[signal.Signals(number)]))
-        for number in wishes
-    }
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

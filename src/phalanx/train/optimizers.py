@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn, optim
 
 from phalanx.errors import WrongUse
-from phalanx.task import Task
+from phalanx.task import Task, rates
+from phalanx.traces import described
 from phalanx.train.check import lines
 
 ELEMENTWISE = (
@@ -36,8 +38,7 @@ def make_optimizer(task: Task, pieces: Sequence[nn.Parameter], trained: bool, sh
     optimizer = Several(made, name) if isinstance(made, Mapping) else made
     where = lines.at(lines.of(type(task).optimizer))
     if not isinstance(optimizer, optim.Optimizer):
-        found = f"returned a {type(optimizer).__name__}{where}"
-        raise WrongUse(f"{name}.optimizer {found}. Return a torch.optim.Optimizer.")
+        raise WrongUse(f"{name}.optimizer returned {_no_optimizer(optimizer, where)}")
     known = {id(piece) for piece in pieces}
     strangers = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in known]
     if strangers:
@@ -100,3 +101,41 @@ def set_attribute(optimizer: optim.Optimizer, name: str, value: Any) -> None:
         part, _, name = name.rpartition(".")
         optimizer = optimizer.named[part]
     setattr(optimizer, name, value)
+
+
+def _no_optimizer(value: object, where: str) -> str:
+    if isinstance(value, type):
+        made = f"{value.__name__}(params, lr=...)"
+        return f"the class {value.__name__}{where}. Return one made from the parameters: {made}."
+    if isinstance(value, (tuple, list)):
+        return (
+            f"a {type(value).__name__}{where}. Return one torch.optim.Optimizer, or several in a dict; several rates "
+            "are its parameter groups, and a schedule is the task's schedule(), a function of the step."
+        )
+    return f"a {type(value).__name__}{where}. Return a torch.optim.Optimizer."
+
+
+def make_schedule(task: Task) -> Callable[[int], float]:
+    """The task's schedule, a factor on the learning rate as a function of the step, refused where it is none."""
+    given, name = task.schedule(), f"{type(task).__name__}.schedule"
+    for schedule in given.values() if isinstance(given, Mapping) else [given]:
+        _check_schedule(schedule, name)
+    return rates(task)
+
+
+def _check_schedule(schedule: object, name: str) -> None:
+    how = "Return a function of the step, a factor on the learning rate"
+    if isinstance(schedule, optim.lr_scheduler.LRScheduler):
+        example = {
+            "StepLR": "lambda step: 0.1 ** (step // 30)", "ExponentialLR": "lambda step: 0.99 ** step",
+            "LambdaLR": "the function that LambdaLR was given",
+        }.get(type(schedule).__name__, "lambda step: 1 - step / self.steps")  # fmt: skip
+        raise WrongUse(
+            f"{name} returned a {type(schedule).__name__} of torch, whose state depends on how often it was called. "
+            f"{how}: return {example}"
+        )
+    if not callable(schedule):
+        raise WrongUse(f"{name} returned {described(schedule)}. {how}: return lambda step: 1.0")
+    factor = schedule(0)
+    if isinstance(factor, bool) or not isinstance(factor, (int, float, np.number)):
+        raise WrongUse(f"{name} gives {described(factor)} for step 0. {how}, one number: return lambda step: 1.0")

@@ -21,7 +21,8 @@ from phalanx.checkpoint.slot import Slot, Staged
 from phalanx.checkpoint.state import State
 from phalanx.checkpoint.store import open_store
 from phalanx.checkpoint.write import pieces
-from phalanx.errors import CannotHere
+from phalanx.errors import CannotHere, WrongUse
+from phalanx.events import say
 from phalanx.parallel import collectives
 from phalanx.parallel.boxes import Box
 from phalanx.train.engine import Engine
@@ -30,10 +31,14 @@ Moment = tuple[int, int]
 """A copy's generation and step: only copies of one moment belong together."""
 
 
-def load(engine: Engine, folder: str | Path) -> int | None:
-    """Take up the newest whole checkpoint in a folder, or under a URL; its step, or None. All ranks must call it."""
-    found = Restorer(engine, Shelf(open_store(folder))).restore()
-    return None if found is None else engine.step_number
+def load(engine: Engine, folder: str | Path) -> int:
+    """Take up the newest whole checkpoint in a folder, or under a URL; its step. All ranks must call it."""
+    if Restorer(engine, Shelf(open_store(folder))).restore() is None:
+        raise WrongUse(
+            f"{folder} holds no checkpoint to go on from. Check the path; a run's checkpoints are in its checkpoints "
+            "folder, and phalanx.save writes others."
+        )
+    return engine.step_number
 
 
 def steps_seen(engine: Engine, shelf: Shelf) -> list[int]:
@@ -88,7 +93,7 @@ class Restorer:
             passed_over.append(step)
             self.note("damaged", step=step, reason=damage)
             if self.engine.environment.rank == 0:
-                print(f"damaged  {damage}; going back to the checkpoint before it", flush=True)
+                say(f"damaged  {damage}; going back to the checkpoint before it")
         if damaged:
             raise CannotHere(
                 f"none of the {len(steps)} checkpoints in {self.shelf.store.url} is whole: {damaged[0]}. "
@@ -101,9 +106,9 @@ class Restorer:
         for step in steps if self.engine.environment.rank == 0 else ():
             try:
                 name = self.shelf.set_aside(step)
-                print(f"damaged  it is {self.shelf.store.url}/{name} now, for you to look at or remove", flush=True)
+                say(f"damaged  it is {self.shelf.store.url}/{name} now, for you to look at or remove")
             except OSError as error:
-                print(f"damaged  it cannot be put aside either ({error.strerror}), and is left alone", flush=True)
+                say(f"damaged  it cannot be put aside either ({error.strerror}), and is left alone")
 
     def _void_all_but(self, moment: Moment | None) -> None:
         """Copies of other moments lead nowhere: the run goes on from this one, and must not lose it to make room."""

@@ -6,44 +6,56 @@ import resource
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TextIO
+from typing import IO
 
 import torch
 
+from phalanx import inventory
 from phalanx.train.engine import Engine
 from phalanx.train.step import Metrics
+from phalanx.words import many, round_number
 
-BLOCKS = "▁▂▃▄▅▆▇█"
 REFRESH_SECONDS = 0.1
 QUIET_SECONDS = 60.0
+LINES = 20
+"""About so many lines a run has where they do not renew themselves, besides one a minute."""
+RECENT = 50
+"""So many steps tell how fast it goes."""
 
 
 class Screen:
-    """Rank 0's output. On a terminal a line that renews itself; elsewhere at most a line a minute."""
+    """Rank 0's output. On a terminal a line that renews itself; elsewhere one every so many steps, and every minute."""
 
-    def __init__(self, engine: Engine, out: TextIO | None = None) -> None:
+    def __init__(self, engine: Engine, out: IO[str] | None = None) -> None:
         self.engine, self.out = engine, out or sys.stdout
         self.live = self.out.isatty()
         self.open = True
-        self.began = self.shown = time.monotonic()
-        self.first_step = engine.step_number
-        self.rate = 0.0
-        self._recent = self.began
+        self.shown = time.monotonic()
+        self._recent = self.shown
+        self.seconds: deque[float] = deque(maxlen=RECENT)
+        self.amounts: deque[float] = deque(maxlen=RECENT)
+        """Of the last steps: how long each took, and how many samples or tokens it had."""
         self.gathered = 0
         self.twice = False
 
     def start(self) -> None:
         engine = self.engine
-        shapes = engine.spread.holding.shapes
-        weights = sum(shapes[name].numel() for name in engine.spread.trainable)
+        shapes, trainable = engine.spread.holding.shapes, engine.spread.trainable
+        weights = sum(shapes[name].numel() for name in trainable)
+        learned = sum(shapes[name].numel() for name, trained in trainable.items() if trained)
+        place = "CPU" if engine.device.type == "cpu" else "GPUs" if engine.environment.world > 1 else "GPU"
+        micro = many(engine.loader.micro_batches, "micro-batch", "micro-batches")
+        frozen = f", {learned:,} of them trainable" if learned < weights else ""
         facts = {
-            "layout": f"{engine.layout} on {engine.environment.world} x {engine.device.type}",
-            "model": f"{weights:,} weights, {engine.anatomy.describe()}",
+            "layout": f"{engine.layout} on {many(engine.environment.world, 'rank')}, {place}",
+            "model": f"{many(weights, 'weight')}{frozen}, {engine.anatomy.describe()}",
             **self._here(),
-            "batch": f"{engine.task.global_batch} samples as {engine.loader.micro_batches} micro-batches a step, "
-            f"{engine.order.size:,} samples an epoch",
+            "memory": str(self._memory()),
+            "batch": f"{many(engine.task.global_batch, 'sample')} as {micro} a step, "
+            f"{many(engine.order.size, 'sample')} an epoch",
             "dtypes": engine.dtypes.table(),
         }
         for name, text in facts.items():
@@ -71,12 +83,23 @@ class Screen:
         spread, layout = self.engine.spread, self.engine.layout
         if layout.fsdp * layout.tp * layout.cp * layout.pp == 1:
             return {}
-        own = sum(weight.piece.numel() for weight in spread.weights.values())
+        own = sum(weight.piece.numel() for weight in spread.weights.values() if weight.trainable)
         text = f"{own:,} of them updated by rank 0"
         if spread.pipeline is not None:
             stages = " | ".join(f"{blocks[0]} to {blocks[-1]}" for blocks in spread.pipeline.stages.blocks)
             text += f"; stages: {stages}"
         return {"here": text}
+
+    def _memory(self) -> inventory.Memory:
+        """By arithmetic, of rank 0, which has its part of the model."""
+        engine = self.engine
+        weights = engine.spread.weights.values()
+        held, trained = (
+            sum(weight.rows * weight.row_size for weight in weights if weight.trainable or not learned)
+            for learned in (False, True)
+        )
+        numbers = inventory.state_numbers(engine.optimizer)
+        return inventory.memory(held, trained, engine.layout, engine.dtypes, numbers)
 
     def resumed(self, source: str, step: int) -> None:
         self.said(f" resume  after step {step} from {source}")
@@ -89,30 +112,33 @@ class Screen:
         self._note_twice()
         now = time.monotonic()
         amount = metrics.count if self.engine.task.counts == "tokens" else metrics.slots
-        rate = amount / max(now - self._recent, 1e-9)
-        self.rate = rate if not self.rate else 0.9 * self.rate + 0.1 * rate
+        self.seconds.append(now - self._recent)
+        self.amounts.append(amount)
         self._recent = now
-        last = metrics.step + 1 == self.engine.task.steps
-        if now - self.shown < (REFRESH_SECONDS if self.live else QUIET_SECONDS) and not (last and self.live):
+        done, steps = metrics.step + 1, self.engine.task.steps
+        last = done == steps
+        due = now - self.shown >= (REFRESH_SECONDS if self.live else QUIET_SECONDS)
+        if not (due or (last if self.live else last or done % round_number(steps / LINES) == 0)):
             return
         self.shown = now
-        line = self._line(metrics, now)
+        line = self._line(metrics)
         if self.live:
             width = shutil.get_terminal_size().columns - 1
             self._write("\r" + line[:width].ljust(width), end="\n" if last else "")
         else:
             self._write(line)
 
-    def _line(self, metrics: Metrics, now: float) -> str:
+    def _line(self, metrics: Metrics) -> str:
         task = self.engine.task
         done = metrics.step + 1
-        left = (now - self.began) / max(done - self.first_step, 1) * (task.steps - done)
+        seconds = max(sum(self.seconds), 1e-9)  # both of the same steps
+        rate, left = sum(self.amounts) / seconds, seconds / len(self.seconds) * (task.steps - done)
         bar = "━" * round(10 * done / task.steps)
         named = ", ".join(f"{name} {value:.4f}" for name, value in metrics.losses.items())
         loss = f"loss {metrics.loss:.4f}" + (f" ({named})" if named else "")
         loss = "skipped: not finite" if metrics.skipped else loss
         return (
-            f"{bar:─<10} step {done}/{task.steps}  {loss}  {self.rate:,.0f} {task.counts}/s  "
+            f"{bar:─<10} step {done}/{task.steps}  {loss}  {rate:,.0f} {task.counts}/s  "
             f"{memory_bytes(self.engine.device) / 2**30:.2f} GiB  {_clock(left)} left"
         )
 
@@ -150,21 +176,6 @@ def memory_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-
-
-def sparkline(values: Sequence[float], width: int = 40) -> str:
-    """Values as a row of bars: a picture of how the loss went."""
-    if not values:
-        return ""
-    size = max(1, len(values) / width)
-    groups = [
-        values[int(i * size) : max(int(i * size) + 1, int((i + 1) * size))] for i in range(min(width, len(values)))
-    ]
-    means = [sum(group) / len(group) for group in groups]
-    finite = [m for m in means if m == m and abs(m) != float("inf")]
-    low, high = (min(finite), max(finite)) if finite else (0.0, 0.0)
-    span = (high - low) or 1.0
-    return "".join(BLOCKS[round((m - low) / span * 7)] if m in finite else "!" for m in means)
 
 
 def _clock(seconds: float) -> str:

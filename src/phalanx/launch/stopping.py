@@ -1,0 +1,113 @@
+"""Requests to stop: noted and never lost, handed on to ranks, and given time.
+
+Schedulers repeat their signals, and a terminal gives one to everybody in it. So the first one asks, and all that follow
+ask for the same thing: only a second Ctrl-C of a person at a terminal means that nothing is to be waited for.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from types import FrameType
+from typing import Any
+
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Signals that ask a job to end: Ctrl-C, a scheduler's, a terminal that was closed."""
+HANDED_ON = (*ENDING, signal.SIGUSR1)
+PERSON_SECONDS = 0.5
+"""Between two Ctrl-C of a person; what starts us may hand on the one that it got too, and does so sooner."""
+
+Handler = Callable[[int, FrameType | None], Any]
+
+
+def heeded(numbers: Iterable[signal.Signals]) -> list[signal.Signals]:
+    """Those of these signals that are to be handled: under ``nohup`` a closed terminal means nothing."""
+    return [n for n in numbers if n != signal.SIGHUP or signal.getsignal(n) is not signal.SIG_IGN]
+
+
+@contextmanager
+def handled(numbers: Iterable[signal.Signals], handler: Handler) -> Iterator[None]:
+    """Meanwhile these signals call a handler, those aside that mean nothing here."""
+    before = {number: signal.signal(number, handler) for number in heeded(numbers)}
+    try:
+        yield
+    finally:
+        for number, previous in before.items():
+            signal.signal(number, previous)
+
+
+class Stop:
+    """Whether a job was asked to stop, until when its ranks may save, and whether a person gave up waiting."""
+
+    def __init__(self, grace: float, at_stake: Callable[[], bool] = lambda: True) -> None:
+        """``grace``: seconds that ranks have to end well, where anything is ``at_stake`` that is not saved."""
+        self.grace, self.at_stake = grace, at_stake
+        self.deadline: float | None = None
+        self.given = 0.0
+        self.cut_short = ""
+        """Why ranks were not given all the time they needed, if they were not."""
+        self._by_hand: float | None = None
+
+    @property
+    def asked(self) -> bool:
+        return self.deadline is not None
+
+    @property
+    def left(self) -> float:
+        """Seconds."""
+        return 0.0 if self.deadline is None else max(0.0, self.deadline - time.monotonic())
+
+    def heard(self, number: int) -> bool:
+        """A signal came; whether it is the first that asks to end."""
+        if number == signal.SIGUSR1:
+            return False
+        now = time.monotonic()
+        first = self.deadline is None
+        if first:
+            self.given = self.grace if self.at_stake() else 0.0
+            self.deadline = now + self.given
+        if number == signal.SIGINT and at_a_terminal():
+            if self._by_hand is not None and now - self._by_hand > PERSON_SECONDS:
+                self.deadline, self.cut_short = now, "by a second Ctrl-C"
+            self._by_hand = self._by_hand or now
+        return first
+
+    def told(self) -> str:
+        """For people, when it was asked."""
+        again = "; Ctrl-C again ends it at once" if self._by_hand is not None else ""
+        return f"   stop  was asked to: ranks save what they have done and end, within {self.grace:g} s{again}"
+
+
+def at_a_terminal() -> bool:
+    """Whether a person may be at the keyboard: this process is in the foreground of a terminal."""
+    for stream in (sys.stdin, sys.stderr):
+        with suppress(AttributeError, OSError, ValueError):
+            if os.tcgetpgrp(stream.fileno()) == os.getpgrp():
+                return True
+    return False
+
+
+# On a rank.
+
+_wishes: set[str] = set()
+"""What signals have asked this rank for: to ``stop`` after a step, or to ``save`` after it."""
+
+
+def note_wishes() -> None:
+    """From a rank's first moment on: SIGTERM is a wish to save and stop, SIGUSR1 one to save."""
+    for number in (signal.SIGINT, signal.SIGHUP):  # they reach the whole terminal; the warm process decides
+        signal.signal(number, signal.SIG_IGN)
+    names = {signal.SIGTERM: "stop", signal.SIGUSR1: "save"}
+    for known in names:
+        signal.signal(known, lambda number, frame: _wishes.add(names[signal.Signals(number)]))
+
+
+def give_wishes(to: set[str]) -> None:
+    """From now on they go into this set, those that were noted before too."""
+    global _wishes
+    before, _wishes = _wishes, to
+    to |= before

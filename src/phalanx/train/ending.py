@@ -1,0 +1,92 @@
+"""How a run ended, told: trained, stopped, failed, or not done; what is saved and what is lost."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+
+from phalanx.checkpoint.shelf import Shelf
+from phalanx.files import write_whole
+from phalanx.launch.local import Failure
+from phalanx.run import Run
+from phalanx.task import Task
+from phalanx.train.loop import Summary
+from phalanx.verdict import Verdict
+from phalanx.words import many, sparkline
+
+
+def trained(run: Run, shelf: Shelf, task: Task, summary: Summary, certified: str) -> Verdict:
+    """It came to its end."""
+    steps = run.ledger().values()
+    losses = [float(event["loss"]) for event in steps if event["kind"] == "step"]
+    skipped = sum(event["skipped"] for event in steps)
+    evidence = []
+    if losses:
+        evidence.append(f"loss {losses[0]:.4f} {sparkline(losses)} {losses[-1]:.4f}")
+    if summary.held_out:
+        evidence.append("held out: " + ", ".join(f"{name} {value:.4f}" for name, value in summary.held_out.items()))
+    if skipped:
+        were = "was" if skipped == 1 else "were"
+        evidence.append(
+            f"{many(skipped, 'step')} {were} skipped: a number was bad, or nothing counted; the events say which"
+        )
+    evidence += [certified, f"weights: {run.weights_path}"]
+    layout = shelf.open(summary.steps).manifest.facts["layout"]
+    return Verdict(True, f"trained {type(task).__name__} for {many(summary.steps, 'step')} on {layout}", evidence)
+
+
+def stopped(run: Run, shelf: Shelf, failures: Sequence[Failure], cut_short: str, done: int) -> Verdict:
+    """Somebody asked for it to end. ``done``: steps of any rank, of which the last may not have been noted."""
+    saved, lost = _saved(run, shelf, done)
+    why = f" {cut_short}" if cut_short else ""
+    evidence = [f"rank {failure.rank}: {failure.reason}" for failure in failures if not failure.secondary and lost]
+    return Verdict(
+        False, f"stopped{why}: every rank has ended, {saved}", [*evidence, f"what it did is in {run.path}"],
+        next=f"Go on with phalanx train --resume --run {run.path}", code=130,
+    )  # fmt: skip
+
+
+def left(run: Run, shelf: Shelf, done: int) -> Verdict:
+    """One host of several was asked to end."""
+    saved, _ = _saved(run, shelf, done)
+    return Verdict(
+        False, f"this host has left the run ({saved}); the others go on if they are enough", [],
+        next="Start the same command here again to join them.", code=130,
+    )  # fmt: skip
+
+
+def _saved(run: Run, shelf: Shelf, done: int) -> tuple[str, int]:
+    """In words what is saved and what is lost, and how many steps that is."""
+    done = max(done, max(run.ledger(), default=-1) + 1)
+    saved = max(shelf.steps(), default=0)
+    lost = max(0, done - saved)
+    if not saved:
+        return (f"nothing was saved, {many(lost, 'step')} lost" if lost else "nothing was saved yet"), lost
+    return f"saved up to step {saved}" + (f", {many(lost, 'step')} after it lost" if lost else ""), lost
+
+
+def not_done(run: Run, reason: Exception) -> Verdict:
+    """Its ranks ended well, and what they left does not show that all is done."""
+    advice = getattr(reason, "advice", "") or f"Go on with phalanx train --resume --run {run.path}"
+    return Verdict(False, f"not done: {reason}", next=advice)
+
+
+def failed(run: Run, shelf: Shelf, failures: Sequence[Failure]) -> Verdict:
+    """A rank failed, the first of them first, and starting again does not help."""
+    first, *others = failures
+    if first.code != 1:
+        return Verdict(False, f"phalanx: {first.reason}", code=first.code)
+    evidence = [first.trace.rstrip()] if first.trace and not first.final else []
+    evidence += [f"the whole traceback is in {first.file}"] if first.file else []
+    evidence += [f"rank {failure.rank}: {failure.reason}" for failure in others]
+    saved = max(shelf.steps(), default=0)
+    verdict = Verdict(
+        False,
+        f"rank {first.rank} failed first: {first.reason}",
+        evidence,
+        next=f"The job has ended and no rank is left. Mend the cause, then phalanx train --resume --run {run.path} "
+        + (f"goes on after step {saved}." if saved else "begins at step 0: nothing was saved."),
+    )
+    with suppress(OSError):  # where the disk is full, what is on the screen must do
+        write_whole(run.path / "verdict.json", verdict.to_json() + "\n")
+    return verdict

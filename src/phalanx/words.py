@@ -1,0 +1,46 @@
+"""Numbers and lists as people read them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+BLOCKS = "▁▂▃▄▅▆▇█"
+
+
+def many(number: int, one: str, more: str = "") -> str:
+    """``1 step``, ``2 steps``, ``1,000 steps``."""
+    return f"{number:,} {one if number == 1 else more or one + 's'}"
+
+
+def in_bytes(number: float) -> str:
+    """``0 B``, ``1.5 KiB``, ``24 MiB``."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if number < 1024:
+            return f"{number:.3g} {unit}" if number < 100 else f"{number:.0f} {unit}"
+        number /= 1024
+    return f"{number:,.1f} TiB"
+
+
+def round_number(least: float) -> int:
+    """The next of 1, 2, 5, 10, 20, 50 and so on that is no less."""
+    unit = 1
+    while True:
+        for digit in (1, 2, 5):
+            if digit * unit >= least:
+                return digit * unit
+        unit *= 10
+
+
+def sparkline(values: Sequence[float], width: int = 40) -> str:
+    """Values as a row of bars: a picture of how the loss went."""
+    if not values:
+        return ""
+    size = max(1, len(values) / width)
+    groups = [
+        values[int(i * size) : max(int(i * size) + 1, int((i + 1) * size))] for i in range(min(width, len(values)))
+    ]
+    means = [sum(group) / len(group) for group in groups]
+    finite = [m for m in means if m == m and abs(m) != float("inf")]
+    low, high = (min(finite), max(finite)) if finite else (0.0, 0.0)
+    span = (high - low) or 1.0
+    return "".join(BLOCKS[round((m - low) / span * 7)] if m in finite else "!" for m in means)

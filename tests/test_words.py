@@ -1,0 +1,33 @@
+"""Numbers and lists as people read them."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from phalanx.words import in_bytes, many, round_number, sparkline
+
+
+def test_one_is_not_many() -> None:
+    assert [many(n, "step") for n in (0, 1, 2, 1000)] == ["0 steps", "1 step", "2 steps", "1,000 steps"]
+    assert many(2, "micro-batch", "micro-batches") == "2 micro-batches"
+
+
+def test_bytes_and_round_numbers() -> None:
+    assert [in_bytes(n) for n in (0, 1, 1023, 1024, 1536, 25 << 20, 7 << 40)] == [
+        "0 B", "1 B", "1023 B", "1 KiB", "1.5 KiB", "25 MiB", "7.0 TiB",
+    ]  # fmt: skip
+    assert [round_number(n) for n in (0, 0.05, 1, 1.5, 3, 10, 11, 51, 5000)] == [1, 1, 1, 2, 5, 10, 20, 100, 5000]
+
+
+@pytest.mark.parametrize(
+    ("values", "picture"),
+    [([], ""), ([1.0], "▁"), ([2.0, 1.0], "█▁"), ([1.0] * 3, "▁▁▁"), ([0.0, math.nan, 7.0], "▁!█"), ([math.nan], "!")],
+)
+def test_the_shape_of_a_loss(values: list[float], picture: str) -> None:
+    assert sparkline(values) == picture
+
+
+def test_a_long_loss_fits_a_line() -> None:
+    assert len(sparkline([math.cos(i / 50) for i in range(1000)])) == 40
