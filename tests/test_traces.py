@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import phalanx
-from phalanx.traces import Traced, described, expected, explain, folded, users, whole
+from phalanx.traces import Traced, described, expected, explain, folded, whole
 from tests.tasks import Digits
 
 
@@ -126,15 +126,6 @@ def test_what_modules_expect(module: nn.Module, words: str) -> None:
 )
 def test_values_in_words(value: Any, words: str) -> None:
     assert described(value) == words
-
-
-def test_whose_file_it_is() -> None:
-    assert users(__file__)
-    assert users("<ipython-input-3>")
-    assert not users(torch.__file__)
-    assert not users(phalanx.task.__file__)
-    assert not users(pickle.__file__)
-    assert not users("<frozen importlib._bootstrap>")
 
 
 def test_what_another_process_told_is_kept() -> None:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import importlib
 import os
+import pickle
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
+import phalanx.recipes.gpt
 from phalanx import user_code
 from tests.prove.tasks import Plain
 
@@ -95,6 +99,14 @@ def test_what_is_the_users(tmp_path: Path) -> None:
     assert user_code.modules()[__name__] == Path(__file__).resolve()
     assert user_code.file_of(Plain) == Path(__file__).parent / "prove" / "tasks.py"
     assert user_code.file_of(dict) is None
+
+
+def test_whose_lines_are_shown() -> None:
+    for file in (__file__, phalanx.recipes.gpt.__file__, "<ipython-input-3-abc>"):
+        assert user_code.is_users_line(file), file
+    strangers = (user_code.__file__, torch.__file__, np.__file__, pickle.__file__, "<string>", "<frozen importlib>")
+    for file in strangers:
+        assert not user_code.is_users_line(file), file
 
 
 def test_what_runs_is_what_was_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

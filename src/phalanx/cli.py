@@ -239,9 +239,10 @@ def exit_code() -> int:
         print(redact(f"phalanx: {what}{error.strerror or error}. Mend that, or use another folder."), file=sys.stderr)
         return 3
     except Exception as error:
-        from phalanx.traces import folded, users
+        from phalanx.traces import folded
+        from phalanx.user_code import is_users_line
 
-        own = any(users(frame.filename) for frame in traceback.extract_tb(error.__traceback__))
+        own = any(is_users_line(frame.filename) for frame in traceback.extract_tb(error.__traceback__))
         told = f"phalanx: {type(error).__name__}: {error}\n{folded(error)}" if own else traceback.format_exc()
         print(redact(told), file=sys.stderr)
         return 1

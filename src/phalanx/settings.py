@@ -25,7 +25,7 @@ from phalanx.files import exists
 from phalanx.redact import is_redacted, redact_field
 from phalanx.task import Task
 from phalanx.toml import from_toml, to_toml
-from phalanx.traces import users
+from phalanx.user_code import is_users_line
 
 RECIPES = {"gpt": "phalanx.recipes.gpt:GPT", "shapes": "phalanx.recipes.shapes:Shapes"}
 
@@ -151,7 +151,7 @@ def _told(what: str, path: Path | None) -> Iterator[None]:
     except WrongUse:
         raise
     except Exception as error:
-        frames = [f for f in traceback.extract_tb(error.__traceback__) if users(f.filename)]
+        frames = [f for f in traceback.extract_tb(error.__traceback__) if is_users_line(f.filename)]
         own = [f for f in frames if path is not None and Path(f.filename).resolve() == path.resolve()]
         shown = [*own[-1:], *(f for f in frames[-1:] if f not in own[-1:])]
         lines = "".join(f"  {f.filename}, line {f.lineno}: {f.line}\n" for f in shown) or f"  {what}\n"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import sysconfig
 import traceback
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -13,27 +12,14 @@ from typing import Any
 from torch import Tensor, nn
 
 from phalanx.errors import CannotHere, WrongUse
+from phalanx.user_code import is_users_line
 from phalanx.words import many
 
 OWN = Path(__file__).parent
-USERS = (OWN / "models", OWN / "recipes")
-"""Of ours, what is written as users write theirs."""
 INSTALLED = ("site-packages", "dist-packages")
 METHODS = ("inputs", "loss", "evaluate", "collate", "optimizer", "schedule", "model", "data", "held_out")
 SHOWN = 6
 """So many of several things are named."""
-
-
-def users(file: str) -> bool:
-    """Whether a file is the user's own: neither ours, nor installed, nor Python's."""
-    path = Path(file)
-    if file.startswith("<"):
-        return file.startswith(("<ipython", "<stdin", "<string"))  # a notebook's cell, a program that is no file
-    if any(part in INSTALLED for part in path.parts):
-        return False
-    if any(path.is_relative_to(folder) for folder in USERS):
-        return True
-    return not (path.is_relative_to(OWN) or path.is_relative_to(sysconfig.get_paths()["stdlib"]))
 
 
 class Traced(RuntimeError):
@@ -53,11 +39,11 @@ def folded(error: BaseException) -> str:
         return error.lines
     told = [f"  {note}" for note in getattr(error, "__notes__", ())]
     frames = [frame for each in _chain(error) for frame in reversed(traceback.extract_tb(each.__traceback__))]
-    own = [frame for frame in frames if users(frame.filename)]
+    own = [frame for frame in frames if is_users_line(frame.filename)]
     for frame in own[:SHOWN]:
         told += [f'  File "{frame.filename}", line {frame.lineno}, in {frame.name}']
         told += [f"    {frame.line}"] if frame.line else []
-    if others := _whose(frame.filename for frame in frames if not users(frame.filename)):
+    if others := _whose(frame.filename for frame in frames if not is_users_line(frame.filename)):
         told.append(f"  … {others}")
     if len(own) > SHOWN:
         told.append(f"  … {many(len(own) - SHOWN, 'more line')} of yours")

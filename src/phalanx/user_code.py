@@ -15,12 +15,13 @@ import sysconfig
 import traceback
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from types import TracebackType
 
 OWN = Path(__file__).resolve().parent
-
+AS_USERS = tuple(str(OWN / name) + os.sep for name in ("models", "recipes"))
+"""Of ours, what is written as users write theirs."""
 
 _read: dict[int, tuple[object, str]] = {}
 """What a module's file held when it was first asked for: what is edited later is not what runs here."""
@@ -60,6 +61,14 @@ def is_users(file: str) -> bool:
     if "site-packages" in parts or "dist-packages" in parts or path.startswith(_installed()):
         return False
     return not os.path.realpath(path).startswith(_installed())
+
+
+@lru_cache(maxsize=4096)
+def is_users_line(file: str) -> bool:
+    """Whether lines of a file are shown as the user's: theirs, a notebook's cell, a recipe's or a model's of ours."""
+    if file.startswith("<"):
+        return file.startswith(("<ipython", "<stdin"))
+    return is_users(file) or os.path.realpath(file).startswith(AS_USERS)
 
 
 @cache
@@ -129,14 +138,8 @@ def _hash(path: Path) -> str | None:
 def innermost(trace: TracebackType | Iterable[traceback.FrameSummary] | None) -> traceback.FrameSummary | None:
     """The last frame of a traceback that is in a file of the user's, if any is."""
     frames = traceback.extract_tb(trace) if isinstance(trace, TracebackType) or trace is None else trace
-    theirs = [frame for frame in frames if is_users(frame.filename)]
+    theirs = [frame for frame in frames if is_users_line(frame.filename)]
     return theirs[-1] if theirs else None
-
-
-def lines(error: BaseException) -> str:
-    """The user's lines that an error came through, from the innermost out."""
-    frames = [frame for frame in reversed(traceback.extract_tb(error.__traceback__)) if is_users(frame.filename)]
-    return "\n".join(f'  File "{f.filename}", line {f.lineno}, in {f.name}\n    {f.line}' for f in frames)
 
 
 def place(file: str | Path, line: int | None) -> str:

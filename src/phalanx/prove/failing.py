@@ -10,6 +10,7 @@ from phalanx.errors import CannotHere, WrongUse
 from phalanx.launch import blame
 from phalanx.layout import Layout
 from phalanx.task import Task
+from phalanx.traces import folded
 from phalanx.train.engine import Engine
 from phalanx.train.shrink import Needs, shrunk
 
@@ -35,7 +36,7 @@ def failed(task: Task, needs: Needs, error: Exception) -> Unprovable:
     frame = user_code.innermost(told.__traceback__)
     where = f" ({user_code.place(frame.filename, frame.lineno)}: {frame.line})" if frame else ""
     summary = f"{type(task).__name__} fails on one device: {blame.reason(told)}{where}"
-    lines = [text for text in [user_code.lines(told)] if text]
+    lines = [text for text in [folded(told)] if text]
     if plainly is not None:
         return Unprovable(summary, "Mend that first; phalanx train says the same.", code=2, evidence=lines)
     words = str(error)

@@ -29,6 +29,7 @@ from phalanx.prove.outcome import Outcome, ProofRanks
 from phalanx.prove.record import Whole
 from phalanx.prove.stopped import explain_stop
 from phalanx.task import Precision, Task
+from phalanx.traces import folded
 from phalanx.train.check.beside import Checked, checked
 from phalanx.verdict import Verdict
 
@@ -158,7 +159,7 @@ class _Prover:
             raise
         except Exception as error:
             told = f"{type(task).__name__} fails on one device: {blame.reason(error)}"
-            raise WrongUse(f"{told}\n{user_code.lines(error)}\nMend that first.") from error
+            raise WrongUse(f"{told}\n{folded(error)}\nMend that first.") from error
         self.results: list[Result] = []
         self.works: set[Layout] = set()
         """Of all layouts, those that nothing speaks against before they run."""

@@ -5,11 +5,9 @@ from __future__ import annotations
 import inspect
 import linecache
 import sys
-import sysconfig
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import lru_cache
 from pathlib import Path
 from types import CodeType, FrameType, TracebackType
 from typing import Any
@@ -19,36 +17,16 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from phalanx.parallel.answers import generator_state
+from phalanx.user_code import is_users_line, place
 
-PHALANX = Path(__file__).resolve().parents[2]
-USERS = (PHALANX / "recipes", PHALANX / "models")
-"""Of ours, what is written as a user would."""
 CALLER = str(Path(__file__).with_name("subject.py"))
 """From where the check calls the user's code."""
-LIBRARIES = (
-    PHALANX,
-    Path(torch.__file__).resolve().parent,
-    *(Path(sysconfig.get_paths()[name]).resolve() for name in ("stdlib", "platstdlib")),
-)
-
-
-@lru_cache(maxsize=4096)
-def own(file: str) -> bool:
-    """Whether a file is the user's: not ours, torch's, Python's, or installed."""
-    if file.startswith("<"):
-        return file.startswith("<ipython")
-    path = Path(file).resolve()
-    if {"site-packages", "dist-packages"} & set(path.parts):
-        return False
-    return any(map(path.is_relative_to, USERS)) or not any(map(path.is_relative_to, LIBRARIES))
 
 
 def written(file: str, line: int) -> str:
     """A line as messages show it: ``task.py:12: return phalanx.Loss(mean, 1)``."""
-    path, here = Path(file), Path.cwd()
-    text = linecache.getline(file, line).strip()
-    place = f"{path.relative_to(here) if path.is_relative_to(here) else path}:{line}"
-    return f"{place}: {text}" if text else place
+    where, text = place(file, line), linecache.getline(file, line).strip()
+    return f"{where}: {text}" if text else where
 
 
 def of_error(error: BaseException) -> str:
@@ -56,7 +34,7 @@ def of_error(error: BaseException) -> str:
     found, trace = "", error.__traceback__
     while isinstance(trace, TracebackType):
         file = trace.tb_frame.f_code.co_filename
-        if own(file):
+        if is_users_line(file):
             found = written(file, trace.tb_lineno)
         trace = trace.tb_next
     return found
@@ -70,7 +48,7 @@ def of(thing: Any) -> str:
         lines, first = inspect.getsourcelines(thing)
     except (OSError, TypeError, ValueError):
         return ""
-    if not own(file):
+    if not is_users_line(file):
         return ""
     skipped = next((n for n, line in enumerate(lines) if line.lstrip().startswith(("def ", "class ", "async "))), 0)
     return written(file, first + skipped)
@@ -90,7 +68,7 @@ def running() -> str:
     """The innermost line of the user's that is running; not of what has called the check."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and frame.f_code.co_filename != CALLER:
-        if own(frame.f_code.co_filename):
+        if is_users_line(frame.f_code.co_filename):
             return written(frame.f_code.co_filename, frame.f_lineno)
         frame = frame.f_back
     return ""
@@ -109,7 +87,7 @@ def returns(function: Callable[..., Any]) -> Iterator[Callable[[], str]]:
     before = sys.getprofile()
     sys.setprofile(look)
     try:
-        yield lambda: found[0] if code is not None and own(code.co_filename) else ""
+        yield lambda: found[0] if code is not None and is_users_line(code.co_filename) else ""
     finally:
         sys.setprofile(before if callable(before) else None)  # one written in C cannot be put back
 
@@ -120,7 +98,7 @@ def that_draws() -> Iterator[Callable[[], str]]:
     state, last, found = [generator_state(torch.device("cpu"))], [""], [""]
 
     def look(frame: FrameType, event: str, _: Any) -> Any:
-        if not own(frame.f_code.co_filename):
+        if not is_users_line(frame.f_code.co_filename):
             return None
         now = generator_state(torch.device("cpu"))
         if now != state[0] and not found[0]:
