@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from phalanx.prove.bugs import BUGS
 from phalanx.prove.planting import Bug
 from phalanx.prove.proof import prove
-from phalanx.settings import find_task
+from phalanx.references import find_task
 from report import Figure, report
 
 QUICK = 6

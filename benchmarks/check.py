@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 
 from phalanx.parallel.torch_private import preload
-from phalanx.settings import find_task
+from phalanx.references import find_task
 from phalanx.train.check.beside import checked
 from report import Figure, report
 

@@ -10,7 +10,7 @@ import pytest
 
 from phalanx import Layout, user_code
 from phalanx.proofs import record, said
-from phalanx.settings import find_task
+from phalanx.references import find_task
 from tests.prove.tasks import Plain
 
 TASK = "from dataclasses import dataclass\nimport phalanx\n\n@dataclass\nclass Mine(phalanx.Task):\n    pass\n"

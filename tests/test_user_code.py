@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-import phalanx.recipes.gpt
 from phalanx import user_code
+from phalanx.recipes import gpt
 from tests.prove.tasks import Plain
 
 TASK = """
@@ -102,7 +102,7 @@ def test_what_is_the_users(tmp_path: Path) -> None:
 
 
 def test_whose_lines_are_shown() -> None:
-    for file in (__file__, phalanx.recipes.gpt.__file__, "<ipython-input-3-abc>"):
+    for file in (__file__, gpt.__file__, "<ipython-input-3-abc>"):
         assert user_code.is_users_line(file), file
     strangers = (user_code.__file__, torch.__file__, np.__file__, pickle.__file__, "<string>", "<frozen importlib>")
     for file in strangers:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import phalanx
 from phalanx import Layout, Loss, WrongUse
 from phalanx.parallel import samples
-from phalanx.settings import find_task
+from phalanx.references import find_task
 from tests.comparing import Contrast, ContrastOfExperts
 from tests.parity import TOLERANCE, Trace, difference, reference, spread_run
 from tests.ranks import RankFailed, Ranks

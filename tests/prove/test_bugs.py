@@ -6,7 +6,7 @@ import pytest
 
 from phalanx.prove.bugs import BUGS
 from phalanx.prove.proof import prove
-from phalanx.settings import find_task
+from phalanx.references import find_task
 
 SOME = [
     "norms_not_summed_over_tp", "accumulation_not_divided", "expert_gradients_doubled", "row_bias_added_on_every_rank",

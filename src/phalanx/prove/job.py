@@ -18,8 +18,9 @@ from phalanx.prove.bugs import BUGS
 from phalanx.prove.planting import Bug, find
 from phalanx.prove.proof import prove
 from phalanx.prove.report import Table, as_json, write
+from phalanx.references import find_task, short_name
 from phalanx.run import Run
-from phalanx.settings import find_task, make_task, parse_assignments, plain_settings, short_name
+from phalanx.settings import make_task, parse_assignments, plain_settings
 from phalanx.task import Task
 
 RANKS = 4

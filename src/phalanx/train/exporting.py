@@ -11,8 +11,9 @@ from phalanx.checkpoint.verify import shelf_of
 from phalanx.errors import WrongUse
 from phalanx.files import exists
 from phalanx.parallel.blueprint import Blueprint
+from phalanx.references import find_task
 from phalanx.run import Run
-from phalanx.settings import find_task, make_task
+from phalanx.settings import make_task
 from phalanx.verdict import Verdict
 
 

@@ -41,8 +41,9 @@ from phalanx.parallel.blueprint import Blueprint
 from phalanx.parallel.spread import check_model
 from phalanx.precision import DTYPES
 from phalanx.proofs import said
+from phalanx.references import find_task, short_name
 from phalanx.run import Run, read_settings
-from phalanx.settings import find_task, make_task, over, parse_assignments, plain_settings, short_name, unwritten
+from phalanx.settings import make_task, over, parse_assignments, plain_settings, unwritten
 from phalanx.task import Task
 from phalanx.train.certificate import NotDone, certify, in_words
 from phalanx.train.check.beside import Check, settle

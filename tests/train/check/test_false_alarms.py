@@ -17,7 +17,7 @@ import phalanx
 from phalanx.data import Arrays
 from phalanx.recipes.gpt import GPT
 from phalanx.recipes.shapes import Shapes
-from phalanx.settings import find_task
+from phalanx.references import find_task
 from phalanx.train.check.beside import checked
 from tests.hugging_face import CONFIGS, SIZES, TOKENS, config
 from tests.parity import PRIME
