@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 from transformers import PretrainedConfig
@@ -184,6 +185,148 @@ class Oddities(Digits):
 
 @pytest.mark.parametrize("task", [Bert(), Vision(), Oddities()], ids=lambda task: type(task).__name__)
 def test_what_is_right_and_looks_wrong(task: phalanx.Task) -> None:
+    quiet(task)
+
+
+@dataclass
+class Labelled(phalanx.Task):
+    """Points with a label each, which is no class's number."""
+
+    global_batch: int = 8
+    classes: int = 1
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, self.classes))
+
+    def labels(self, x: Tensor) -> dict[str, Tensor]:
+        return {"y": (x[:, 0] > 0).long()}
+
+    def data(self) -> Any:
+        x = torch.randn(64, 4, generator=torch.Generator().manual_seed(3))
+        return Arrays(x=x, **self.labels(x))
+
+    def inputs(self, batch: dict[str, Any]) -> Any:
+        return batch["x"]
+
+
+@dataclass
+class Reinforce(Labelled):
+    """Of a reward of 0 nothing is learned, and it counts."""
+
+    classes: int = 3
+
+    def labels(self, x: Tensor) -> dict[str, Tensor]:
+        return {"action": x[:, :3].argmax(1), "reward": (x[:, 3] > 0).long()}
+
+    def loss(self, output: Tensor, batch: dict[str, Any]) -> phalanx.Loss:
+        chosen = output.log_softmax(1).gather(1, batch["action"][:, None])[:, 0]
+        return phalanx.Loss(-(chosen * batch["reward"]).sum(), len(output))
+
+
+@dataclass
+class Siamese(Labelled):
+    """Pairs that are different and far enough apart have no loss."""
+
+    classes: int = 2
+    same: int = 1
+
+    def inputs(self, batch: dict[str, Any]) -> Any:
+        return torch.stack([batch["x"], 50 * batch["x"].flip(1)], 1)
+
+    def loss(self, output: Tensor, batch: dict[str, Any]) -> phalanx.Loss:
+        one, two = output.unbind(1)
+        distance = (one - two).square().sum(1).add(1e-12).sqrt()
+        each = torch.where(batch["y"] == self.same, distance.square(), F.relu(0.01 - distance).square())
+        return phalanx.Loss(each.sum(), len(each))
+
+
+@dataclass
+class Hinge(Labelled):
+    """Labels of -1 and 1, as a support vector machine has; the bias is far on one side."""
+
+    def model(self) -> nn.Module:
+        model = nn.Linear(4, 1)
+        nn.init.constant_(model.bias, -20.0)
+        return model
+
+    def labels(self, x: Tensor) -> dict[str, Tensor]:
+        return {"y": (x[:, 0] > 0).long() * 2 - 1}
+
+    def loss(self, output: Tensor, batch: dict[str, Any]) -> phalanx.Loss:
+        return phalanx.Loss(F.relu(1 - output[:, 0] * batch["y"]).sum(), len(output))
+
+
+@dataclass
+class Cosine(Hinge):
+    """Pairs that are no pairs, at -1, are left alone where their cosine is small."""
+
+    def model(self) -> nn.Module:
+        return Labelled.model(Labelled(classes=3))
+
+    def loss(self, output: Tensor, batch: dict[str, Any]) -> phalanx.Loss:
+        fixed = torch.tensor([1.0, -1.0, 1.0]).to(output).expand_as(output)
+        total = F.cosine_embedding_loss(output, fixed, batch["y"], margin=0.99, reduction="sum")
+        return phalanx.Loss(total, len(output))
+
+
+@dataclass
+class Masked(Labelled):
+    """A regression by weights of 0 and 1; ``counted``: those of 0 as well, on purpose."""
+
+    counted: bool = False
+
+    def labels(self, x: Tensor) -> dict[str, Tensor]:
+        return {"target": x.sum(1), "weight": (x[:, 0] > 0).long()}
+
+    def loss(self, output: Tensor, batch: dict[str, Any]) -> phalanx.Loss:
+        total = (batch["weight"] * (output[:, 0] - batch["target"]).square()).sum()
+        return phalanx.Loss(total, len(output) if self.counted else batch["weight"].sum())
+
+
+@dataclass
+class Focal(Labelled):
+    def loss(self, output: Tensor, batch: dict[str, Any]) -> phalanx.Loss:
+        right = torch.where(batch["y"] == 1, output[:, 0], -output[:, 0])
+        return phalanx.Loss(-((1 - right.sigmoid()) ** 2 * F.logsigmoid(right)).sum(), len(output))
+
+
+@dataclass
+class Triplet(Labelled):
+    classes: int = 5
+
+    def labels(self, x: Tensor) -> dict[str, Tensor]:
+        return {"near": x + 0.1, "far": -x}
+
+    def inputs(self, batch: dict[str, Any]) -> Any:
+        return torch.stack([batch["x"], batch["near"], batch["far"]], 1)
+
+    def loss(self, output: Tensor, batch: dict[str, Any]) -> phalanx.Loss:
+        return phalanx.Loss(F.triplet_margin_loss(*output.unbind(1), reduction="sum"), len(output))
+
+
+@dataclass
+class BySequence(Labelled):
+    """The mean over sequences of the sum over their tokens, some of which are left out."""
+
+    classes: int = 9
+    left_out: int = -100
+
+    def labels(self, x: Tensor) -> dict[str, Tensor]:
+        return {"y": torch.where(x[:, :3] > 0, self.left_out, x.argmax(1)[:, None] % 3)}
+
+    def loss(self, output: Tensor, batch: dict[str, Any]) -> phalanx.Loss:
+        scores, y = output.reshape(-1, 3), batch["y"].flatten()
+        return phalanx.Loss(F.cross_entropy(scores, y, reduction="sum", ignore_index=self.left_out), len(output))
+
+
+CORRECT = [
+    Reinforce(), Siamese(), Siamese(same=0), Hinge(), Cosine(), Masked(), Masked(counted=True), Focal(), Triplet(),
+    BySequence(), BySequence(left_out=-1), BySequence(left_out=0),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("task", CORRECT, ids=lambda task: type(task).__name__)
+def test_losses_that_are_right(task: phalanx.Task) -> None:
     quiet(task)
 
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import copy
-import math
+import inspect
 import time
 from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from phalanx.data.fingerprint import digest
 from phalanx.errors import WrongUse
@@ -20,8 +22,8 @@ from phalanx.train.check.subject import SAMPLES, Fails, Subject, first_ids, rais
 
 SLOW_SECONDS = 0.05
 """Samples that take longer are not read a second time."""
-IGNORED = (-100, -1, 0)
-"""What targets that do not count are often set to."""
+IGNORED = -100
+"""What targets that do not count are set to: nobody's label, as 0 and -1 are."""
 
 
 def fingerprint(value: Any) -> str:
@@ -114,17 +116,36 @@ def _not_finite(task: Task, ids: list[int], samples: list[Any]) -> list[str]:
     return []
 
 
+class LeftOut(TorchFunctionMode):
+    """Notices the targets that torch's losses are told to leave out: their value, and how many targets there are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: dict[int, int] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (F.cross_entropy, F.nll_loss):
+            given = inspect.signature(func).bind(*args, **kwargs or {}).arguments
+            target, value = given["target"], given.get("ignore_index", IGNORED)
+            if isinstance(target, Tensor) and bool((target == value).any()):
+                self.found[value] = target.numel()
+        return func(*args, **kwargs or {})
+
+
 def check_counts(subject: Subject) -> None:
     """Targets that the loss leaves out must not be counted, where the samples have any."""
+    with torch.no_grad(), LeftOut() as left_out:
+        subject.compute(subject.places)
     for name, column in subject.batch(subject.places).items():
         if not isinstance(column, Tensor) or column.is_floating_point() or column.dtype == torch.bool:
             continue
-        for value in IGNORED:
+        for value in {IGNORED, *left_out.found}:
             if bool((column == value).any()) and not bool((column == value).all()):
-                _check_ignored(subject, name, value)
+                _check_ignored(subject, name, value, {column.numel(), left_out.found.get(value)})
 
 
-def _check_ignored(subject: Subject, name: str, value: int) -> None:
+def _check_ignored(subject: Subject, name: str, value: int, every: set[int | None]) -> None:
+    """``every``: how many targets there may be, with those that are left out; another count is of something else."""
     batch = subject.batch(subject.places)
     before = fingerprint(subject.task.inputs(batch))
     batch[name] = torch.full_like(batch[name], value)
@@ -137,7 +158,7 @@ def _check_ignored(subject: Subject, name: str, value: int) -> None:
     except (Fails, WrongUse):
         return  # the loss has no such targets
     total, count = float(loss.total), float(loss.count or 0)
-    if total == 0 and count > 0 and math.isfinite(count):
+    if total == 0 and count in every:
         raise WrongUse(
             f"{subject.name}.loss counts targets that it leaves out: with every {name!r} at {value} the total is 0 and "
             f"the count {count:g}{lines.at(returned())}, so that the mean depends on how many are left out. Count the "
