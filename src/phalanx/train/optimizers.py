@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ ELEMENTWISE = (
     optim.RMSprop, optim.Rprop, optim.ASGD,
 )  # fmt: skip
 """Each element's update depends on that element alone, so rows can be updated where they live."""
+SCHEDULE = "Return a function of the step, a factor on the learning rate"
 
 
 def make_optimizer(task: Task, pieces: Sequence[nn.Parameter], trained: bool, sharded: bool) -> optim.Optimizer:
@@ -117,14 +119,18 @@ def _no_optimizer(value: object, where: str) -> str:
 
 def make_schedule(task: Task) -> Callable[[int], float]:
     """The task's schedule, a factor on the learning rate as a function of the step, refused where it is none."""
-    given, name = task.schedule(), f"{type(task).__name__}.schedule"
-    for schedule in given.values() if isinstance(given, Mapping) else [given]:
+    for name, schedule in schedules(task).items():
         _check_schedule(schedule, name)
     return rates(task)
 
 
+def schedules(task: Task) -> dict[str, Any]:
+    """What the task gives for its schedule, or for that of each turn, each with a name for it."""
+    given, name = task.schedule(), f"{type(task).__name__}.schedule"
+    return {f"{name}[{turn!r}]": each for turn, each in given.items()} if isinstance(given, Mapping) else {name: given}
+
+
 def _check_schedule(schedule: object, name: str) -> None:
-    how = "Return a function of the step, a factor on the learning rate"
     if isinstance(schedule, optim.lr_scheduler.LRScheduler):
         example = {
             "StepLR": "lambda step: 0.1 ** (step // 30)", "ExponentialLR": "lambda step: 0.99 ** step",
@@ -132,10 +138,19 @@ def _check_schedule(schedule: object, name: str) -> None:
         }.get(type(schedule).__name__, "lambda step: 1 - step / self.steps")  # fmt: skip
         raise WrongUse(
             f"{name} returned a {type(schedule).__name__} of torch, whose state depends on how often it was called. "
-            f"{how}: return {example}"
+            f"{SCHEDULE}: return {example}"
         )
     if not callable(schedule):
-        raise WrongUse(f"{name} returned {described(schedule)}. {how}: return lambda step: 1.0")
-    factor = schedule(0)
+        raise WrongUse(f"{name} returned {described(schedule)}. {SCHEDULE}: return lambda step: 1.0")
+    check_factor(schedule(0), name, 0)
+
+
+def check_factor(factor: object, name: str, step: int) -> None:
+    """Refuse what a schedule gives that is no factor on a learning rate."""
     if isinstance(factor, bool) or not isinstance(factor, (int, float, np.number)):
-        raise WrongUse(f"{name} gives {described(factor)} for step 0. {how}, one number: return lambda step: 1.0")
+        what = described(factor)
+    elif not 0 <= float(factor) < math.inf:
+        what = str(factor)
+    else:
+        return
+    raise WrongUse(f"{name} gives {what} for step {step}. {SCHEDULE}, one number from 0 on: return lambda step: 1.0")

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import math
 import warnings
-from collections.abc import Mapping
-from numbers import Real
-from typing import Any
+from collections.abc import Callable
 
 import torch
-from torch.optim.lr_scheduler import LRScheduler
 
 from phalanx.checkpoint.state import check_keepable, check_owners
 from phalanx.errors import WrongUse
 from phalanx.task import Task
 from phalanx.train.check import lines
 from phalanx.train.check.subject import Fails, Subject, raising
-from phalanx.train.optimizers import make_optimizer
+from phalanx.train.optimizers import SCHEDULE, check_factor, make_optimizer, make_schedule, schedules
 
 SHOWN = 3
 LOOKED_AT = 64
@@ -75,38 +71,39 @@ def _twice(name: str, weight: str, line: str) -> WrongUse:
 
 
 def check_schedule(task: Task) -> list[str]:
-    """A schedule must be a function of the step that gives a factor, or one for each of several optimizers."""
-    name = f"{type(task).__name__}.schedule"
-    with lines.returns(type(task).schedule) as returned, raising(f"{name}()"):
-        given = task.schedule()
-    where = lines.at(returned())
-    several = given if isinstance(given, Mapping) else {"": given}
-    every = [_check_factor(task, f"{name}[{key!r}]" if key else name, factor, where) for key, factor in several.items()]
-    return [warning for found in every for warning in found]
+    """A schedule must give the same factor for the same step, and some rate at all."""
+    with lines.returns(type(task).schedule) as returned:
+        with raising(f"{type(task).__name__}.schedule()"):
+            several = schedules(task)
+        where = lines.at(returned())
+    found = []
+    try:
+        with raising(f"{type(task).__name__}.schedule"):
+            make_schedule(task)
+        for name, schedule in several.items():
+            found += _check_factors(task, name, schedule, where)
+    except WrongUse as refusal:
+        raise WrongUse(f"{refusal}{where}") from refusal
+    return found
 
 
-def _check_factor(task: Task, name: str, factor: Any, where: str) -> list[str]:
-    how = "Return a function of the step that gives a factor on the learning rate, e.g. lambda step: 0.99**step."
-    if isinstance(factor, LRScheduler) or not callable(factor):
-        raise WrongUse(f"{name} returned a {type(factor).__name__}{where}, not a function of the step. {how}")
+def _check_factors(task: Task, name: str, schedule: Callable[[int], float], where: str) -> list[str]:
     steps = sorted({step * max(0, task.steps - 1) // LOOKED_AT for step in range(LOOKED_AT + 1)})
-    with raising(f"{name}"):
-        values = [factor(step) for step in steps]
-        again = [factor(step) for step in steps]
-    wrong = [v for v in values if not isinstance(v, (Real, torch.Tensor)) or not 0 <= float(v) < math.inf]
-    if wrong:
-        raise WrongUse(f"{name} gives {wrong[0]!r} as a factor on the learning rate{where}. {how}")
-    if [float(v) for v in values] != [float(v) for v in again]:
+    with raising(name):
+        values, again = ([schedule(step) for step in steps] for _ in range(2))
+    for step, value in zip(steps, values, strict=True):
+        check_factor(value, name, step)
+    if values != again:
         raise WrongUse(
-            f"{name} gives another factor when it is asked again for the same step{where}: after a resume it would be "
-            f"another run. {how}"
+            f"{name} gives another factor when it is asked again for the same step: after a resume it would be "
+            f"another run. {SCHEDULE} alone: return lambda step: 0.99**step"
         )
-    highest = max(map(float, values))
+    highest = max(values)
     if highest == 0 and task.steps:
-        return [f"{name} is 0 at every step{where}: nothing will be learned. {how}"]
+        return [f"{name} is 0 at every step{where}: nothing will be learned."]
     if 0 < highest <= SMALL_FACTOR and task.steps > 1:
         return [
             f"{name} gives {highest:g} at most{where}, which is multiplied with the optimizer's learning rate: is it a "
-            f"rate itself? {how}"
+            f"rate itself? {SCHEDULE}: return lambda step: 0.99**step"
         ]
     return []
