@@ -106,7 +106,7 @@ def test_tests_mirror_the_source() -> None:
         "prove.record",
         "prove.scene", "prove.explain", "prove.stopped", "prove.finding", "prove.sites", "prove.bugs_around",
         "prove.bugs_resume", "train.options", "train.placing",
-        "train.check.subject", "train.check.samples", "train.check.learning",
+        "train.check.subject", "train.check.learning",
         "prove.cases", "prove.job", "prove.causes", "prove.replacing", "launch.rounds",
     }  # fmt: skip
     for path in modules():

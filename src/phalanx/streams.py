@@ -21,7 +21,8 @@ def led_elsewhere(out: int, err: int) -> None:
     """From now on what this process prints goes to these descriptors, line by line; Phalanx's own goes where it did."""
     for number, descriptor, stream in ((1, out, sys.stdout), (2, err, sys.stderr)):
         stream.flush()
-        _own[number] = os.fdopen(os.dup(number), "w", encoding="utf-8", errors="replace")
+        if number not in _own:
+            _own[number] = os.fdopen(os.dup(number), "w", encoding="utf-8", errors="replace")
         os.dup2(descriptor, number)
         os.close(descriptor)
         if hasattr(stream, "reconfigure"):

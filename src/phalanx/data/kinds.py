@@ -108,6 +108,8 @@ def unstackable(samples: Sequence[Mapping[str, Any]], ids: Sequence[int]) -> Wro
                 "give the task a collate(samples)."
             )
     for name, value in first.items():
+        if value is None:
+            continue  # which `check_values` refuses
         for sample, index in zip(samples, ids, strict=True):
             other = sample[name]
             if isinstance(value, (Tensor, np.ndarray)) and getattr(other, "shape", None) != value.shape:

@@ -12,7 +12,6 @@ import hashlib
 import itertools
 import json
 import os
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ import torch
 from numpy.lib.format import open_memmap
 from torch import Tensor
 
+from phalanx import streams
 from phalanx.errors import WrongUse
 from phalanx.events import say
 
@@ -57,7 +57,7 @@ def write_tokens(
             looked: list[str] = []
             reason = _stale(path, documents, one_pass, looked, encode, dtype)
             if reason:
-                say(f"   note  {path} is written anew: {reason}", sys.stderr)
+                say(f"   note  {path} is written anew: {reason}", streams.stderr())
                 _write(path, itertools.chain(looked, one_pass), encode, dtype)
     finally:
         os.close(folder)

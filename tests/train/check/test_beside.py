@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import signal
+import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +18,8 @@ import torch
 from torch import Tensor
 
 import phalanx
-from phalanx import Engine
+from phalanx import Engine, streams
+from phalanx.events import say
 from phalanx.train.check import beside
 from phalanx.train.check.beside import Check, Checked, settle
 from tests.mistakes import AnotherModel, MatricesAlone, MeanAndOne
@@ -61,6 +66,84 @@ def test_a_process_that_ends_is_said(fresh: Ranks) -> None:
     found, _ = fresh(1, begun, Counted(ends=True))[0]
     assert found.left_out == "its process ended with exit code 7"
     assert not found.refusal
+
+
+@dataclass
+class Troubled(Digits):
+    """What goes wrong in data() of the check's process, and not in the rank's own."""
+
+    trouble: str = ""
+    owner: int = 0
+    note: str = ""
+
+    def data(self) -> Any:
+        if os.getpid() != self.owner:
+            if self.note:
+                say(self.note, streams.stderr())
+                print("printed by the user's code", flush=True)
+            if self.trouble == "child":
+                started = subprocess.Popen(["sleep", "1000"])
+                Path(self.note).write_text(str(started.pid))
+            if self.trouble in ("killed", "child"):
+                os.kill(os.getpid(), signal.SIGKILL)
+            if self.trouble == "exit":
+                raise SystemExit(5)
+            if self.trouble == "hangs":
+                time.sleep(1000)
+        return super().data()
+
+
+def troubled(trouble: str, patience: float = 60.0, note: str = "") -> tuple[str, int, list[Any], list[str]]:
+    """In a rank: what is said, how many steps it trains, how many processes it has then."""
+    before, beside.PATIENCE_SECONDS = beside.PATIENCE_SECONDS, patience
+    try:
+        found = settled(Troubled(trouble=trouble, owner=os.getpid(), note=note), False)
+    finally:
+        beside.PATIENCE_SECONDS = before
+    return found[0], len(multiprocessing.active_children()), found[1], found[2]
+
+
+@pytest.mark.parametrize(
+    ("trouble", "words"),
+    [
+        ("killed", "its process was killed by SIGKILL"),
+        ("exit", "its process ended with exit code 5"),
+        ("hangs", "it took more than 0.5 s"),
+    ],
+)
+def test_a_run_goes_on_without_its_check(fresh: Ranks, trouble: str, words: str) -> None:
+    refusal, left, noted, said = fresh(1, troubled, trouble, 0.5 if trouble == "hangs" else 60.0)[0]
+    assert (refusal, left) == ("", 0)
+    assert noted == [("check", {"warnings": [], "left_out": words})]
+    assert said == [f"   note  the task was not checked: {words}"]
+
+
+def test_what_the_users_code_has_started_in_it_ends_with_it(fresh: Ranks, tmp_path: Path) -> None:
+    fresh(1, troubled, "child", 60.0, str(tmp_path / "pid"))
+    pid = int((tmp_path / "pid").read_text())
+    ends = time.monotonic() + 10
+    while (status := Path(f"/proc/{pid}/stat")).exists() and status.read_text().split()[2] != "Z":
+        assert time.monotonic() < ends, "it outlives the check"
+        time.sleep(0.05)
+
+
+def told_elsewhere(path: str) -> None:
+    kept = [os.dup(number) for number in (1, 2)]
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for number in (1, 2):
+        os.dup2(file, number)
+    try:
+        troubled("", note="   note  a file is written anew")
+    finally:
+        for number, descriptor in zip((1, 2), kept, strict=True):
+            os.dup2(descriptor, number)
+
+
+def test_what_phalanx_says_in_it_is_shown_and_what_the_users_code_prints_is_not(fresh: Ranks, tmp_path: Path) -> None:
+    fresh(1, told_elsewhere, str(tmp_path / "told"))
+    told = (tmp_path / "told").read_text()
+    assert told.count("   note  a file is written anew\n") == 1
+    assert "printed by" not in told
 
 
 def hurried(task: Digits) -> str:

@@ -11,26 +11,31 @@ import multiprocessing
 import os
 import pickle
 import signal
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
+from phalanx import streams
 from phalanx.errors import CannotHere, WrongUse
 from phalanx.launch.blame import IN_A_FORK
 from phalanx.parallel import collectives
 from phalanx.processes import die_with_parent
 from phalanx.task import Task
 from phalanx.train.check.checking import check
-from phalanx.train.check.subject import CannotCheck, Fails
+from phalanx.train.check.subject import CannotCheck, Fails, RefusedAnyway
 
 if TYPE_CHECKING:
     from phalanx.train.engine import Engine
 
 PATIENCE_SECONDS = 60.0
-"""How long a rank that is ready waits for it."""
+"""How long a rank that is ready waits for it,"""
+LOOK_SECONDS = 0.1
+"""and how often it looks whether it is still there."""
 WAY_OUT = "If it is meant so: --unchecked."
 
 
@@ -40,6 +45,8 @@ class Checked:
 
     refusal: str = ""
     """What is certainly wrong."""
+    anyway: bool = False
+    """Training would refuse it, too."""
     warnings: list[str] = field(default_factory=list)
     left_out: str = ""
     """Why it was not done, or not to its end."""
@@ -47,7 +54,7 @@ class Checked:
     def or_refuse(self) -> Self:
         """Itself, unless something is certainly wrong."""
         if self.refusal:
-            raise WrongUse(f"{self.refusal} {WAY_OUT}")
+            raise WrongUse(self.refusal if self.anyway else f"{self.refusal} {WAY_OUT}")
         return self
 
 
@@ -70,6 +77,8 @@ class Check:
         self._pipe, theirs = context.Pipe(duplex=False)
         self._process = context.Process(target=_run, args=(task, pretrained, theirs), name="check")
         self._process.start()
+        assert self._process.pid is not None
+        _lead(self._process.pid)
         theirs.close()
 
     def __enter__(self) -> Self:
@@ -91,19 +100,42 @@ class Check:
 
     def _received(self) -> Checked:
         assert self._pipe is not None
-        if not self._pipe.poll(PATIENCE_SECONDS):
-            return Checked(left_out=f"it took more than {PATIENCE_SECONDS:g} s")
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while not self._pipe.poll(LOOK_SECONDS):
+            if self._ended():  # and what it has started holds the pipe open
+                break
+            if time.monotonic() > deadline:
+                return Checked(left_out=f"it took more than {PATIENCE_SECONDS:g} s")
         try:
-            return pickle.loads(self._pipe.recv_bytes())
-        except EOFError:
-            self._process.join()
-            return Checked(left_out=f"its process ended with exit code {self._process.exitcode}")
+            if self._pipe.poll():
+                return pickle.loads(self._pipe.recv_bytes())
+        except (EOFError, OSError):  # it ends, before it or while it sent
+            while not self._ended() and time.monotonic() < deadline:
+                time.sleep(LOOK_SECONDS)
+        code = self._kill()
+        how = f"was killed by {signal.Signals(-code).name}" if code and code < 0 else f"ended with exit code {code}"
+        return Checked(left_out=f"its process {how}")
+
+    def _ended(self) -> bool:
+        """Whether its process has; its number stays taken until it is joined."""
+        assert self._process.pid is not None
+        try:
+            return os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+        except ChildProcessError:  # joined meanwhile, by whoever looked after all children
+            return True
+
+    def _kill(self) -> int | None:
+        """With what the user's code has started in it; returns its exit code."""
+        assert self._process.pid is not None
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.join()
+        return self._process.exitcode
 
     def close(self) -> None:
         """End it, wherever it is."""
         if self._pipe is not None:
-            self._process.kill()
-            self._process.join()
+            self._kill()
             self._process.close()
             self._pipe.close()
             self._pipe = None
@@ -112,8 +144,9 @@ class Check:
 def settle(engine: Engine, check: Check | None, note: Callable[..., None], say: Callable[[str], None]) -> None:
     """Before the first step, on every rank: refuse what the check refuses; whoever has it says and notes the rest."""
     found = check.result() if check is not None else Checked()
-    refusal = collectives.told([found.refusal] if found.refusal else [], engine.mesh.world, 0)
-    Checked("".join(refusal)).or_refuse()
+    refused = [found.refusal, *(["anyway"] if found.anyway else [])] if found.refusal else []
+    refusal, *anyway = collectives.told(refused, engine.mesh.world, 0) or [""]
+    Checked(refusal, bool(anyway)).or_refuse()
     if check is not None:
         note("check", warnings=found.warnings, left_out=found.left_out)
         for warning in found.warnings:
@@ -122,13 +155,18 @@ def settle(engine: Engine, check: Check | None, note: Callable[..., None], say: 
             say(f"   note  the task was not checked: {found.left_out}")
 
 
+def _lead(pid: int) -> None:
+    """A process with a group of its own, so that it can be ended with what it starts."""
+    with suppress(OSError):
+        os.setpgid(pid, 0)
+
+
 def _run(task: Task, pretrained: bool, pipe: Connection) -> None:
     die_with_parent()
+    _lead(0)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    devnull = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(devnull, 1)  # what the user's code prints, the ranks print
-    os.dup2(devnull, 2)
+    streams.led_elsewhere(*(os.open(os.devnull, os.O_WRONLY) for _ in range(2)))  # the ranks print it as well
     pipe.send_bytes(pickle.dumps(checked(task, pretrained)))
     pipe.close()
     os._exit(0)
@@ -139,7 +177,7 @@ def checked(task: Task, pretrained: bool = False) -> Checked:
     try:
         return Checked(warnings=check(task, pretrained=pretrained))
     except WrongUse as refusal:
-        return Checked(refusal=str(refusal))
+        return Checked(refusal=str(refusal), anyway=isinstance(refusal, RefusedAnyway))
     except (Fails, CannotCheck, CannotHere) as reason:
         return Checked(left_out=_reason(str(reason)))
     except Exception as error:

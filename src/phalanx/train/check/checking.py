@@ -13,7 +13,7 @@ from phalanx.task import Task
 from phalanx.train.check import lines
 from phalanx.train.check.leak import check_leak
 from phalanx.train.check.learning import check_learning
-from phalanx.train.check.samples import check_counts, read_sample, read_samples
+from phalanx.train.check.samples import check_counts, count, read_sample, read_samples
 from phalanx.train.check.subject import CannotCheck, Fails, Subject, first_ids, raising, read
 from phalanx.train.check.sums import check_evaluate, check_sums
 from phalanx.train.check.updating import check_optimizer, check_schedule
@@ -58,6 +58,8 @@ class _Check:
         seed_globally(task.seed, "held out")
         with raising(f"{type(task).__name__}.held_out()"):
             held_out = task.held_out()
+        if held_out is not None:
+            count(task, held_out, "held_out")
         self._evaluate(held_out)
         self.warnings += check_leak(task, self.data, held_out)
         return self.warnings
@@ -106,10 +108,8 @@ class _Check:
         """What is measured on held-out data, of some of it."""
         if self.subject is None or self.slow or held_out is None or self.subject.task is not self.task:
             return
-        if not len(held_out):
-            return  # which the evaluation refuses
-        count = min(len(self.subject.samples), len(held_out), self.task.global_batch)
-        self.subject.samples = [read_sample(self.task, held_out, index, "held_out") for index in range(count)]
+        some = range(min(len(self.subject.samples), len(held_out), self.task.global_batch))
+        self.subject.samples = [read_sample(self.task, held_out, index, "held_out") for index in some]
         if not self.subject.changed:
             check_evaluate(self.subject)
 

@@ -52,7 +52,7 @@ def check_learning(subject: Subject, pretrained: bool) -> list[str]:
         try:
             given = subject.compute(subject.places, batch, watch=True)
         except WrongUse as refusal:  # of what the loss returned
-            raise WrongUse(f"{refusal}{lines.at(returned())}") from refusal
+            raise type(refusal)(f"{refusal}{lines.at(returned())}") from refusal
     if moved(before):
         raise _draws(subject)
     _check_untouched(subject, weights)

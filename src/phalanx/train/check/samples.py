@@ -14,11 +14,12 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from phalanx.data.fingerprint import digest
+from phalanx.data.kinds import check_values, count_samples, not_a_sample, unstackable
 from phalanx.errors import WrongUse
 from phalanx.losses import Loss
 from phalanx.task import Task
 from phalanx.train.check import lines
-from phalanx.train.check.subject import SAMPLES, Fails, Subject, first_ids, raising, read
+from phalanx.train.check.subject import SAMPLES, Fails, RefusedAnyway, Subject, first_ids, raising, read
 
 SLOW_SECONDS = 0.05
 """Samples that take longer are not read a second time."""
@@ -48,6 +49,7 @@ def reading(task: Task, data: Any, method: str = "data") -> str:
 
 def read_samples(task: Task, data: Any) -> tuple[list[Any], list[str]]:
     """The first samples to be trained on, and what is only likely to be wrong with them."""
+    count(task, data)
     ids = first_ids(task, data)
     where = lines.at(reading(task, data))
     began = time.perf_counter()
@@ -61,13 +63,8 @@ def read_samples(task: Task, data: Any) -> tuple[list[Any], list[str]]:
             f"which was read before{where}, so that a batch would hold one of them many times. Return a copy: "
             "buffer.clone(), or array.copy()."
         )
-    for index, sample in zip(ids, samples, strict=False):
-        if not isinstance(sample, dict):
-            raise WrongUse(
-                f"sample {index} is a {type(sample).__name__}{where}. "
-                "Task.data must give dicts of tensors or numbers, e.g. {'x': ..., 'y': ...}."
-            )
     samples = [copy.deepcopy(sample) for sample in samples]
+    _check_stack(task, data, ids, samples)
     if not slow:
         _check_repeats(task, data, ids, samples)
         read_sample(task, data, len(data) - 1)
@@ -75,9 +72,9 @@ def read_samples(task: Task, data: Any) -> tuple[list[Any], list[str]]:
 
 
 def read_sample(task: Task, data: Any, index: int, method: str = "data") -> Any:
-    """One sample; refused with its number where reading it fails."""
+    """One sample; refused with its number where reading it fails, or gives none."""
     try:
-        return read(task, data, index)
+        sample = read(task, data, index)
     except Fails as failure:
         if failure.line:
             first = (str(failure.error).splitlines() or [""])[0]
@@ -87,6 +84,29 @@ def read_sample(task: Task, data: Any, index: int, method: str = "data") -> Any:
                 "every number below its len()."
             ) from failure
         raise
+    if not isinstance(sample, dict):
+        raise RefusedAnyway(str(not_a_sample(sample, index)))
+    return sample
+
+
+def count(task: Task, data: Any, method: str = "data") -> int:
+    """How many samples there are; what is no data set is refused as in training."""
+    with raising(f"len() of {type(task).__name__}.{method}()"):
+        return count_samples(data, f"{type(task).__name__}.{method}")
+
+
+def _check_stack(task: Task, data: Any, ids: list[int], samples: list[Any]) -> None:
+    """Samples that are only stacked must be such that they can be, as in training."""
+    if type(task).collate is not Task.collate:
+        return
+    with raising(f"{type(task).__name__}.collate()"):
+        try:
+            check_values(samples[0], ids[0], data)
+            task.collate(samples)
+        except Exception:
+            if found := unstackable(samples, ids[: len(samples)]):
+                raise found from None
+            raise
 
 
 def _check_repeats(task: Task, data: Any, ids: list[int], samples: list[Any]) -> None:

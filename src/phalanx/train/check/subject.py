@@ -38,6 +38,10 @@ class CannotCheck(Exception):
     """Why a task, or the rest of it, is not checked."""
 
 
+class RefusedAnyway(WrongUse):
+    """What training refuses as well: to leave the check out would not help."""
+
+
 class Fails(Exception):
     """The user's code has raised."""
 
@@ -58,7 +62,7 @@ def raising(where: str) -> Iterator[None]:
     except (CannotCheck, Fails):
         raise
     except WrongUse as refusal:
-        raise WrongUse(f"{refusal}{_unless_said(lines.of_error(refusal), str(refusal))}") from refusal
+        raise RefusedAnyway(f"{refusal}{_unless_said(lines.of_error(refusal), str(refusal))}") from refusal
     except Exception as error:
         raise Fails(where, error) from error
 

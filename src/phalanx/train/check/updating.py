@@ -83,7 +83,7 @@ def check_schedule(task: Task) -> list[str]:
         for name, schedule in several.items():
             found += _check_factors(task, name, schedule, where)
     except WrongUse as refusal:
-        raise WrongUse(f"{refusal}{where}") from refusal
+        raise type(refusal)(f"{refusal}{where}") from refusal
     return found
 
 
