@@ -480,7 +480,7 @@ class Samples:
     def __len__(self) -> int:
         return len(self.points) + (self.kind == "too long")
 
-    def __getitem__(self, index: int) -> Any:  # here: SharedBuffer OwnAugmentation ChangesWhatIsStored GivesTuples
+    def __getitem__(self, index: int) -> Any:  # here: SharedBuffer OwnAugmentation ChangesWhatIsStored
         if self.kind == "raises" and index % 2:
             raise OSError("the image is truncated")  # here: SampleRaises
         if self.kind == "too long" and index >= len(self.points):
@@ -516,7 +516,7 @@ class ChangesWhatIsStored(Points):
         return Samples("in place", self.points(64, 0))
 
 
-@mistake("is a tuple")
+@mistake("return phalanx.data.Named(dataset")
 class GivesTuples(Points):
     def data(self) -> Any:
         return Samples("tuple", self.points(64, 0))

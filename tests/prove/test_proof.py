@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,7 +73,7 @@ def test_a_mean_for_a_sum_is_found_on_one_device() -> None:
     assert proof.unchecked == "--unchecked"
     assert proof.exit_code == 1
     assert "depends on which samples are computed together" in proof.summary
-    assert "tasks.py" in proof.next
+    assert re.search(r"is a mean and a count of 1 \(tests/prove/tasks.py:\d+: return phalanx", proof.next)
 
 
 def test_losses_that_compare_samples_are_proven_with_several_micro_batches() -> None:
@@ -100,21 +101,20 @@ def test_a_task_that_does_not_repeat_is_found_first() -> None:
     proof = prove(tasks.Undecided(), ["dp=2"], check=False)
     assert proof.exit_code == 1
     assert "not deterministic" in proof.summary
-    assert "Moody" in proof.summary
+    assert re.search(r"tasks.py:\d+: return x \* \(1", proof.next)
 
 
 @pytest.mark.parametrize(
-    ("task", "words", "module"),
-    [(tasks.Counts(), "not deterministic", "Counting"), (tasks.Mixes(), "mixes samples", "Centred")],
+    ("task", "words"),
+    [(tasks.Counts(), "not deterministic"), (tasks.Mixes(), "mixes samples.*Centred")],
     ids=["counts", "mixes"],
 )
-def test_a_model_that_is_no_function_of_a_sample_is_named(task: phalanx.Task, words: str, module: str) -> None:
+def test_a_model_that_is_no_function_of_a_sample_is_named(task: phalanx.Task, words: str) -> None:
     with pytest.raises(phalanx.WrongUse, match=rf"{words}.*tests/prove/tasks.py:\d+: return x"):
         prove(task, ["dp=2"])
     proof = prove(task, ["dp=2"], check=False)
     assert proof.exit_code == 1
-    assert words in proof.summary
-    assert module in proof.summary
+    assert re.search(rf"{words}.*tests/prove/tasks.py:\d+: return x", proof.next)
 
 
 def test_weights_in_no_group_of_the_optimizer_stay_as_they_are() -> None:

@@ -11,11 +11,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from phalanx.errors import WrongUse
 from phalanx.layout import Layout
-from phalanx.parallel.randomness import Randomness
 from phalanx.parallel.spread import check_model
 from phalanx.precision import DTYPES
 from phalanx.prove import trial
@@ -23,13 +22,14 @@ from phalanx.prove.failing import Unprovable, failed
 from phalanx.prove.hostile import BATCH, Hostile, Trial, hostile, ignorable, vocabularies
 from phalanx.prove.ladder import MOST_BAR, Standard, off, size
 from phalanx.prove.layouts import MICRO_BATCHES, One, as_proven
-from phalanx.prove.pieces import Piece
-from phalanx.prove.record import Whole, module_named, observe
 from phalanx.prove.reference import Reference, Step
 from phalanx.prove.sites import location
 from phalanx.prove.trial import Case
 from phalanx.task import Precision, Task
 from phalanx.train.check.beside import Checked
+from phalanx.train.check.checking import why_not_a_sum, why_not_repeated
+from phalanx.train.check.learning import FUNCTION, TWICE
+from phalanx.train.check.sums import DIVIDED, SUM, TOGETHER
 from phalanx.train.shrink import Needs, Shrunk, shortened, shrunk
 
 NUDGES = (1, 2)
@@ -185,9 +185,9 @@ class Docket:
     def _standard(self, task: Task, groups: int) -> Standard:
         reference = self._run(Reference(task, groups), "to compare with")
         made = reference.decisions
-        _check_function(task)
+        _check_function(task, self.task)
         again = self._run(Reference(task, groups), "a second time").steps
-        _check_repeats(task, groups, reference.steps, again)
+        _check_repeats(task, self.task, reference.steps, again)
         nudged = [
             self._run(Reference(task, groups, nudge, decisions=made), f"one rounding off ({nudge} of {len(NUDGES)})")
             for nudge in NUDGES
@@ -211,7 +211,7 @@ class Docket:
                 code=3,
             )
         if not reference.couples_samples and not reference.at_once:
-            _check_sum_of_samples(task, standard)
+            _check_sum_of_samples(task, self.task, standard)
         return standard
 
 
@@ -231,47 +231,17 @@ def _look(reference: Reference, trial: Trial) -> None:
     trial.ignorable = found
 
 
-class _Calls:
-    """What each module gave, call by call."""
-
-    def __init__(self) -> None:
-        self.given: list[tuple[str, Tensor]] = []
-
-    def attach(self, model: nn.Module, randomness: Randomness) -> None:
-        observe(model, lambda name, tensor: self.given.append((name, tensor.detach().clone())))
-
-    def take(self) -> list[tuple[str, Tensor]]:
-        given, self.given = self.given, []
-        return given
-
-
-def _check_function(task: Task) -> None:
-    """The same batch must give the same, however often it is computed."""
-    calls = _Calls()
-    reference = Reference(task, observe=calls.attach)
+def _check_function(task: Task, given: Task) -> None:
+    """The same batch must give the same, however often it is computed. ``given``: the task as the user has it."""
+    reference = Reference(task)
     slots = np.arange(reference.order.slots(0))
     batch, _ = reference.batch(0, reference.order.ids(0))
-    once, again = ((reference.loss(0, slots, batch)[0].item(), calls.take()) for _ in range(2))
-    if once[0] == again[0]:
-        return
-    differ = (n for (n, a), (_, b) in zip(once[1], again[1], strict=False) if not _equal(a, b))
-    raise Unprovable(
-        f"{type(task).__name__} is not deterministic: a batch computed twice on one device gives two losses, and "
-        f"the first output that differs is that of {_named(reference.model, next(differ, ''))}",
-        "Make it depend on its inputs, its weights and torch's random functions alone: what Python or numpy draws in "
-        "forward, and what it counts, cannot be kept the same on every layout.",
-    )
+    once, again = (reference.loss(0, slots, batch)[0].item() for _ in range(2))
+    if once != again:
+        raise Unprovable(f"{type(task).__name__} {TWICE}", why_not_repeated(given) or f"{FUNCTION}.")
 
 
-def _named(model: nn.Module, name: str) -> str:
-    """A module with its class and where that is."""
-    if not name:
-        return "the loss"
-    kind = type(module_named(model, name))
-    return f"{name} ({kind.__name__}, {location(kind)})"
-
-
-def _check_repeats(task: Task, groups: int, once: Sequence[Step], again: Sequence[Step]) -> None:
+def _check_repeats(task: Task, given: Task, once: Sequence[Step], again: Sequence[Step]) -> None:
     """One device must do the same twice."""
     for number, (a, b) in enumerate(zip(once, again, strict=True)):
         if a.read != b.read:
@@ -284,30 +254,18 @@ def _check_repeats(task: Task, groups: int, once: Sequence[Step], again: Sequenc
         if any(not _equal(a.weights[name], b.weights[name]) for name in a.weights) or a.total != b.total != math.nan:
             if a.skipped and b.skipped:
                 continue
-            module = _first_that_differs(task, groups, number)
             raise Unprovable(
                 f"{type(task).__name__} is not deterministic: step {number} run twice on one device gives different "
-                f"weights, and {module}",
-                "Make it depend on its inputs, its weights and torch's random functions alone.",
+                "weights",
+                why_not_repeated(given) or f"{FUNCTION}.",
             )
-
-
-def _first_that_differs(task: Task, groups: int, step: int) -> str:
-    one, two = Whole.of(task, groups, step), Whole.of(task, groups, step)
-    for way in ("activations", "backward"):
-        pairs = list(getattr(one, way).items())
-        for name, tensor in pairs if way == "activations" else reversed(pairs):
-            if not _equal(tensor, getattr(two, way)[name]):
-                what = "output" if way == "activations" else "gradient"
-                return f"the first {what} that differs is that of {_named(one.reference.model, name)}"
-    return "no module's output shows it"
 
 
 def _equal(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and bool(torch.equal(a.nan_to_num(), b.nan_to_num()))
 
 
-def _check_sum_of_samples(task: Task, standard: Standard) -> None:
+def _check_sum_of_samples(task: Task, given: Task, standard: Standard) -> None:
     """A loss must be a sum over samples: then it does not matter which of them are computed together."""
     assert isinstance(task, Hostile)
     step = standard.steps[0]
@@ -320,37 +278,11 @@ def _check_sum_of_samples(task: Task, standard: Standard) -> None:
             continue
         error = off(total[name] / step.count, want, size(want), scale)
         if error > standard.bar:
-            module = _first_that_mixes(task)
-            if module:
-                raise Unprovable(
-                    f"the model of {type(task).__name__} mixes samples: a sample computed alone gives something else "
-                    f"than in its batch, first in the output of {module}, so no layout that divides a batch can train "
-                    "like one device",
-                    "Compute each sample by itself, or with a norm over features. Batch-norm is known and spread over "
-                    "ranks; other ways to look across the batch are not.",
-                )
             raise Unprovable(
-                f"the loss of {type(task).__name__} depends on which samples are computed together: on one device the "
-                f"gradients of single samples do not add up to the batch's ({name} is off by {error:.1e}), so no "
-                "layout that divides a batch can train like one device",
-                f"Return Loss(total, count) with the sum over samples as total, and divide nowhere yourself "
-                f"({location(super(Hostile, task).loss)}); a loss that compares samples takes them by phalanx.gather.",
+                f"the loss of {type(task).__name__} {TOGETHER}: on one device the gradients of single samples do not "
+                f"add up to the batch's ({name} is off by {error:.1e}), {DIVIDED}",
+                why_not_a_sum(given) or f"{SUM} ({location(super(Hostile, task).loss)}).",
             )
-
-
-def _first_that_mixes(task: Task) -> str:
-    """The first module whose output for one sample depends on the others; empty if none does."""
-    calls = _Calls()
-    reference = Reference(task, observe=calls.attach)
-    ids = reference.order.ids(0)
-    reference.loss(0, np.arange(len(ids)), reference.batch(0, ids)[0])
-    together = calls.take()
-    reference.loss(0, np.arange(1), reference.batch(0, ids[:1])[0])
-    for (name, whole), (_, alone) in zip(together, calls.take(), strict=False):
-        pair = Piece(alone, np.arange(1)).beside(whole, len(ids))
-        if pair is not None and off(pair[0], pair[1], size(pair[1]), 0.0) > MOST_BAR:
-            return _named(reference.model, name)
-    return ""
 
 
 def applicable(task: Task, layout: Layout, model: Any, anatomy: Any) -> str | None:

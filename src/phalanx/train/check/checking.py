@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -41,6 +42,39 @@ def check(task: Task, *, pretrained: bool = False) -> list[str]:
         torch.random.set_rng_state(generators)
 
 
+def why_not_repeated(task: Task) -> str:
+    """For a task that is known not to do the same twice: what the check says of it; empty where it sees nothing."""
+    return _why(task, lambda subject: check_learning(subject, pretrained=True))
+
+
+def why_not_a_sum(task: Task) -> str:
+    """Likewise for one of which it is known to matter which samples are together."""
+
+    def look(subject: Subject) -> None:
+        subject.widen()
+        check_sums(subject)
+
+    return _why(task, look)
+
+
+def _why(task: Task, look: Callable[[Subject], object]) -> str:
+    try:
+        subject = _subject(task)
+        for _ in subject.in_turn():
+            look(subject)
+    except WrongUse as refusal:
+        return str(refusal)
+    except Exception:
+        return ""  # something else is wrong with it, or it cannot be looked at
+    return ""
+
+
+def _subject(task: Task) -> Subject:
+    seed_globally(task.seed, "data")
+    data = task.data()
+    return Subject(task, [read(task, data, index) for index in first_ids(task, data)])
+
+
 class _Check:
     def __init__(self, task: Task, pretrained: bool) -> None:
         self.task, self.pretrained = task, pretrained or task.pretrained() is not None
@@ -77,7 +111,7 @@ class _Check:
         except (Fails, WrongUse):
             if not subject.changed or type(self.task).tiny is Task.tiny:
                 raise
-            subject = self._tiny()  # its sizes are other than those of these samples
+            subject = _subject(self.task.tiny())  # its sizes are other than those of these samples
             self._learns(subject)
         self.warnings += check_optimizer(subject)
         self.slow = time.process_time() - began > SLOW_SECONDS
@@ -97,12 +131,6 @@ class _Check:
             if isinstance(failure.error, IndexError) and any(words in str(failure.error) for words in RANGE):
                 raise _out_of_range(subject, failure) from failure
             raise
-
-    def _tiny(self) -> Subject:
-        tiny = self.task.tiny()
-        seed_globally(tiny.seed, "data")
-        data = tiny.data()
-        return Subject(tiny, [read(tiny, data, index) for index in first_ids(tiny, data)])
 
     def _evaluate(self, held_out: Any) -> None:
         """What is measured on held-out data, of some of it."""

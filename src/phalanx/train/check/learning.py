@@ -17,6 +17,8 @@ from phalanx.train.check import lines
 from phalanx.train.check.subject import Ended, Fails, Given, Subject, moved, tensors_in
 
 SHOWN = 3
+FUNCTION = "Make it depend on its inputs, its weights and torch's random functions alone"
+TWICE = "is not deterministic: a batch computed twice on one device gives two losses"
 KNOWN = ("_parameters", "_buffers", "_modules")
 
 
@@ -256,10 +258,9 @@ def _check_again(subject: Subject, once: Given) -> None:
             break
     own = " a torch.Generator or" if any(c.generator for c in records[0]) else ""
     raise WrongUse(
-        f"{subject.name} is not deterministic: a batch computed twice on one device gives two losses, "
-        f"{float(one):.6g} and {float(two):.6g}{lines.at(line)}. Make it depend on its inputs, its weights and torch's "
-        f"random functions alone: what{own} Python or numpy draws in forward or loss, and what a module counts in an "
-        "attribute, cannot be kept the same on every layout."
+        f"{subject.name} {TWICE}, {float(one):.6g} and {float(two):.6g}{lines.at(line)}. {FUNCTION}: what{own} Python "
+        "or numpy draws in forward or loss, and what a module counts in an attribute, cannot be kept the same on every "
+        "layout."
     )
 
 

@@ -27,6 +27,11 @@ WIDE_TOLERANCE, NARROW_TOLERANCE = 1e-5, 1e-2
 """Relative: in float64, where a model may round some to float32, and where a task computes in float32 alone."""
 
 
+SUM = "Sum over samples and divide nowhere yourself"
+TOGETHER = "depends on which samples are computed together"
+DIVIDED = "so no layout that divides a batch can train like one device"
+
+
 def check_sums(subject: Subject) -> list[str]:
     """Refuse a loss that depends on which samples are together; returns what is only likely to be a mistake."""
     pair = _pair(subject)
@@ -204,10 +209,10 @@ def _module(subject: Subject, pair: tuple[range, range], ended: Ended, evaluate:
     line = _line_that_mixes(subject, pair, evaluate) or place(subject, ended.name)
     return WrongUse(
         f"the model of {subject.name} mixes samples: a sample gives something else when others are in its batch, first "
-        f"in the output of {named(subject, ended.name)}{lines.at(line)}, so no layout that divides a batch can train "
-        "like one device. Compute each sample by itself, or with a norm over features; mask what pads a batch; draw "
-        "with torch's functions, without a generator. Batch-norm is known and spread over ranks; other ways to look "
-        "across the batch belong into the loss, with phalanx.gather(x)."
+        f"in the output of {named(subject, ended.name)}{lines.at(line)}, {DIVIDED}. Compute each sample by itself, or "
+        "with a norm over features; mask what pads a batch; draw with torch's functions, without a generator. "
+        "Batch-norm is known and spread over ranks; other ways to look across the batch belong into the loss, with "
+        "phalanx.gather(x)."
     )
 
 
@@ -239,9 +244,8 @@ def _total_or_count(subject: Subject, pair: tuple[range, range], what: Differ, o
             "reduction='sum', and leave the division by the count to the step."
         )
     return WrongUse(
-        f"{name} depends on which samples are computed together{where}: its total is {what.total:.6g} for a batch, and "
-        f"{sum(what.totals):.6g} for two parts of it together, so no layout that divides a batch can train like one "
-        "device. Sum over samples and divide nowhere yourself. For a contrastive loss, or class weights of a batch, "
+        f"{name} {TOGETHER}{where}: its total is {what.total:.6g} for a batch, and {sum(what.totals):.6g} for two "
+        f"parts of it together, {DIVIDED}. {SUM}. For a contrastive loss, or class weights of a batch, "
         "phalanx.gather(x) gives the rows of the whole global batch; constants belong into a field of the task."
     )
 
