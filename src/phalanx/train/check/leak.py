@@ -34,7 +34,7 @@ Hashes = list[tuple[int, Any]]
 
 def check_leak(task: Task, data: Any, held_out: Any) -> list[str]:
     """Refuse held-out samples of which many are trained on; returns a warning of some."""
-    if held_out is None:
+    if held_out is None or not len(held_out):
         return []
     trained, kept = _hashed(task, data, TRAINED, "data"), _hashed(task, held_out, HELD_OUT, "held_out")
     first = {hash: index for index, hash in reversed(trained)}
