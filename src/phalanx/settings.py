@@ -53,6 +53,8 @@ def _hints(kind: type) -> dict[str, Any]:
 def _plain_field(value: Any, hint: Any) -> Any:
     if value is None:
         return "none"
+    if hint is float and type(value) is int:
+        return float(value)  # as it reads back
     text = _plain(value)
     if isinstance(text, (dict, list)):  # it may hold what the field's type does not tell: an enum in a bare dict
         try:
