@@ -122,6 +122,34 @@ def test_turns_train_like_a_loop_by_hand(ranks: Ranks, layout: str) -> None:
             torch.testing.assert_close(found[name], weight, rtol=1e-9, atol=1e-12)
 
 
+class Named(Alternating):
+    """Each turn has losses of its own, of which the maker's have different counts."""
+
+    def loss(self, output: Any, batch: Any) -> phalanx.Loss:
+        (fake, real), count = output, len(batch["real"])
+        if batch.turn == "maker":
+            adversarial = phalanx.Loss(F.softplus(-fake).sum(), count)
+            return phalanx.losses.sum(adversarial=adversarial, size=phalanx.Loss(0 * fake.sum(), 3 * count))
+        return phalanx.losses.sum(
+            real=phalanx.Loss(F.softplus(-real).sum(), count), fake=phalanx.Loss(F.softplus(fake).sum(), count)
+        )
+
+
+def trained_by_name(layout: str) -> tuple[dict[str, Tensor], list[list[str]]]:
+    with phalanx.Engine(Named(), Layout.parse(layout), device="cpu") as engine:
+        names = [list(engine.step(batch).losses) for batch in engine.batches()]
+        return {name: weight.clone() for name, weight in engine.whole_weights().items()}, names
+
+
+@pytest.mark.parametrize("layout", ["dp=1", "micro_batch=3", "dp=2", "fsdp=2,micro_batch=1"])
+def test_every_turn_has_its_own_names(ranks: Ranks, layout: str) -> None:
+    want, critic, maker = by_hand(Alternating()), ["real", "fake"], ["adversarial", "size"]
+    for found, names in ranks(Layout.parse(layout).world, trained_by_name, layout):
+        assert names == [critic, critic, maker] * 2 + [critic, critic]
+        for name, weight in want.items():
+            torch.testing.assert_close(found[name], weight, rtol=1e-9, atol=1e-12)
+
+
 def test_what_cannot_work_is_refused() -> None:
     class Misnamed(Alternating):
         turns = ("critic", "makers")

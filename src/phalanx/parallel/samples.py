@@ -26,6 +26,8 @@ from phalanx.parallel.randomness import Moment
 Spans = list[list[tuple[int, int]]]
 """By rank and micro-batch, which slots of the global batch it has, from and to."""
 Kind = Literal["rows", "counts"]
+Whose = str | None
+"""The turn that a loss is of, empty where steps take no turns; None: an evaluation."""
 MOST_DIMS = 8
 DTYPES = (
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
@@ -88,28 +90,46 @@ class Answers:
         return told
 
 
+@dataclass
+class Known:
+    """What has turned out of one turn's loss, or of the evaluation."""
+
+    all_at_once: bool = False
+    """It needs all micro-batches at the same time."""
+    names: list[str] | None = None
+    """Of the losses that it is the sum of, on every stage."""
+
+
 class Samples:
     """The samples of a step, and which of them this rank has."""
 
     def __init__(self, group: Group | None, moment: Moment, layout: Layout) -> None:
         self.group, self.moment = group, moment
         self.micro_batches = 1
-        self.all_at_once = False
-        """Whether the loss has turned out to need all micro-batches at the same time."""
+        self.known = Known()
+        """Of what is computed now."""
         self.used = False
         """Whether ranks have sent each other samples."""
         self.answers: Answers | None = None
         """While the loss of one of several micro-batches is computed."""
-        self._repeats = layout.pp == 1 and not layout.exact
+        self.repeats = layout.pp == 1 and not layout.exact
+        """Whether a step can be begun again when its loss turns out to need all micro-batches."""
+        self._known: dict[Whose, Known] = {}
         self._spans: Callable[[], Spans] | None = None
         self._in_loss = False
 
-    def start(self, micro_batches: int, spans: Callable[[], Spans] | None) -> None:
+    def start(self, whose: Whose, micro_batches: int, spans: Callable[[], Spans] | None) -> None:
         """Before a step, or a batch of an evaluation: which samples of it each rank has.
 
         None where ranks do not share it: then each has all that there are.
         """
+        self.known = self._known.setdefault(whose, Known())
         self.micro_batches, self._spans = micro_batches, spans
+
+    @property
+    def all_at_once(self) -> bool:
+        """Whether the loss of any turn has turned out to need all micro-batches at the same time."""
+        return any(known.all_at_once for whose, known in self._known.items() if whose is not None)
 
     @contextmanager
     def computed(self) -> Iterator[None]:
@@ -150,13 +170,13 @@ class Samples:
 
     def need_all(self, why: str) -> None:
         """Compute the step again, with all micro-batches at once; refused where that cannot be done."""
-        if not self._repeats:
+        if not self.repeats:
             raise WrongUse(
                 f"{why}, and this layout cuts it into {self.micro_batches} micro-batches in a pipeline or for exact "
                 "sums. Give pp one micro-batch (leave micro_batch out), use fsdp instead of pp, or leave exact out."
             )
         if self.answers is None:
-            self.all_at_once = True
+            self.known.all_at_once = True
             raise AtOnce
 
     def together(self, kind: Kind, parts: Sequence[Tensor], like: Tensor) -> tuple[Tensor, Tensor]:

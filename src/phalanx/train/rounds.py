@@ -36,10 +36,9 @@ def step(engine: Engine, batch: StepBatch) -> Metrics:
     """One training step; where its loss turns out to need all micro-batches at once, from its beginning again."""
     samples = engine.spread.samples
     several = len(batch.micro_batches) > 1
-    samples.start(len(batch.micro_batches), partial(engine.loader.spans, batch.slots))
-    if not (several and samples.all_at_once):
-        may_turn_out = several and engine.loss_names != []
-        before = copies(engine.spread.model) if may_turn_out else []
+    samples.start(engine.task.turn(batch.step), len(batch.micro_batches), partial(engine.loader.spans, batch.slots))
+    if not (several and samples.known.all_at_once):
+        before = copies(engine.spread.model) if several and samples.repeats else []
         try:
             return train_step(engine, batch)
         except AtOnce:
@@ -56,11 +55,11 @@ class Measured:
     def __init__(self, engine: Engine, loader: Loader, batch: StepBatch, finish: Callable[..., Any]) -> None:
         self.engine, self.batch, self.finish = engine, batch, finish
         self._rounds: Rounds | None = None
-        engine.spread.samples.start(len(batch.micro_batches), partial(loader.spans, batch.slots))
+        engine.spread.samples.start(None, len(batch.micro_batches), partial(loader.spans, batch.slots))
 
     def __call__(self, action: Action) -> Any:
         engine, micro = self.engine, self.batch.micro_batches[action.micro]
-        if not engine.spread.samples.all_at_once or len(self.batch.micro_batches) == 1:
+        if not engine.spread.samples.known.all_at_once or len(self.batch.micro_batches) == 1:
             try:
                 return compute(engine, self.batch.step, micro, action, self.finish)
             except AtOnce:
