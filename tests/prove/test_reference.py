@@ -11,7 +11,6 @@ from torch import Tensor
 import phalanx
 from phalanx import Layout, Loss
 from phalanx.prove.cases import Docket
-
 from phalanx.prove.hostile import Trial, hostile
 from phalanx.prove.reference import Reference
 from phalanx.recipes.shapes import Shapes

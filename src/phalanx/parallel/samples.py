@@ -34,6 +34,11 @@ DTYPES = (
     torch.uint8, torch.bool,
 )  # fmt: skip
 
+SAME_NAMES = (
+    "Give it every name in every micro-batch, in one order: a loss that does not occur there has a total of "
+    "0 * output.sum() and a count of 0."
+)
+
 calls = 0
 """How often anything asked for all samples since the process began: whoever divides a batch can tell that by it."""
 _now: Samples | None = None
@@ -98,6 +103,10 @@ class Known:
     """It needs all micro-batches at the same time."""
     names: list[str] | None = None
     """Of the losses that it is the sum of, on every stage."""
+    sums: list[list[str]] = field(default_factory=list)
+    """The names that each `losses.sum` in it gets, call by call, as all ranks have agreed."""
+    ended: bool = False
+    """All ranks have agreed that there are no more of them."""
 
 
 class Samples:
@@ -117,6 +126,8 @@ class Samples:
         self._known: dict[Whose, Known] = {}
         self._spans: Callable[[], Spans] | None = None
         self._in_loss = False
+        self._sums = 0
+        """How often the loss has called `losses.sum` so far."""
 
     def start(self, whose: Whose, micro_batches: int, spans: Callable[[], Spans] | None) -> None:
         """Before a step, or a batch of an evaluation: which samples of it each rank has.
@@ -144,7 +155,7 @@ class Samples:
     @contextmanager
     def in_loss(self, answers: Answers | None = None) -> Iterator[None]:
         """While something is made of the model's output."""
-        self._in_loss, self.answers = True, answers
+        self._in_loss, self.answers, self._sums = True, answers, 0
         with counted_by(self._counts):
             try:
                 yield
@@ -236,8 +247,41 @@ class Samples:
                 "them alike: pad to one length in Task.data or collate, and gather the same things on every rank."
             )
 
-    def _counts(self, own: Tensor) -> Tensor | None:
+    def ended(self) -> None:
+        """The loss of a micro-batch has come to its end: it has called `losses.sum` as often as all others."""
+        if not self.known.ended or self._sums < len(self.known.sums):
+            self._agree([])
+
+    def _agree(self, names: list[str]) -> None:
+        """All ranks find out alike if they sum other losses, or none, before they would mix up what they count.
+
+        That is found out once; from then on every rank knows by itself.
+        """
+        if self._spans is None:
+            return
+        number, self._sums = self._sums, self._sums + 1
+        known = self.known
+        if known.ended or number < len(known.sums):
+            before = known.sums[number] if number < len(known.sums) else []
+            if names != before:
+                raise WrongUse(
+                    f"phalanx.losses.sum gets {_listed(names)} here, and got {_listed(before)} before. {SAME_NAMES}"
+                )
+            return
+        every = collectives.everybodys(names, self.group)
+        other = next((given for given in every if given != every[0]), None)
+        if other is not None:
+            raise WrongUse(
+                f"phalanx.losses.sum gets {_listed(every[0])} on some ranks and {_listed(other)} on others. {SAME_NAMES}"
+            )
+        if names:
+            known.sums.append(names)
+        else:
+            known.ended = True
+
+    def _counts(self, names: list[str], own: Tensor) -> Tensor | None:
         """How many terms several losses have in the global batch; None where that is not known before a backward."""
+        self._agree(names)
         if self.micro_batches > 1:
             return None if self.answers is None else self.answers.answer("counts", own)
         if self._spans is None:
@@ -245,3 +289,7 @@ class Samples:
         total = own * self.moment.real
         collectives.all_reduce(total, self.group).wait()
         return total
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names) or "nothing"

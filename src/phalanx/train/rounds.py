@@ -22,8 +22,7 @@ from phalanx.errors import WrongUse
 from phalanx.losses import Logits, Loss
 from phalanx.parallel.samples import Answers, Asked, AtOnce
 from phalanx.parallel.schedules import Action
-from phalanx.task import as_loss
-from phalanx.train.step import Metrics, call, compute, independent, micro_batch, train_step
+from phalanx.train.step import Metrics, call, compute, independent, micro_batch, task_loss, train_step
 
 if TYPE_CHECKING:
     from phalanx.train.engine import Engine
@@ -45,15 +44,14 @@ def step(engine: Engine, batch: StepBatch) -> Metrics:
             put_back(before)
             engine.spread.parts.clear()
             engine.spread.rest()
-    rounds = Rounds(engine, batch, lambda output, tensors: as_loss(engine.task.loss(output, tensors), engine.task))
-    return train_step(engine, batch, rounds)
+    return train_step(engine, batch, Rounds(engine, batch, partial(task_loss, engine)))
 
 
 class Measured:
     """What a function makes of each micro-batch of a batch, without gradients."""
 
     def __init__(self, engine: Engine, loader: Loader, batch: StepBatch, finish: Callable[..., Any]) -> None:
-        self.engine, self.batch, self.finish = engine, batch, finish
+        self.engine, self.batch, self._measure = engine, batch, finish
         self._rounds: Rounds | None = None
         engine.spread.samples.start(None, len(batch.micro_batches), partial(loader.spans, batch.slots))
 
@@ -67,6 +65,11 @@ class Measured:
         if self._rounds is None:
             self._rounds = Rounds(engine, self.batch, self.finish)
         return self._rounds.results[action.micro]
+
+    def finish(self, output: Any, tensors: dict[str, Any]) -> Any:
+        found = self._measure(output, tensors)
+        self.engine.spread.samples.ended()
+        return found
 
 
 class Rounds:
