@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -169,11 +170,22 @@ def test_what_cannot_work_is_refused() -> None:
             phalanx.Engine(task, device="cpu", guard=guard)
 
 
+def check_losses(text: str, run: Run) -> None:
+    """Each turn's are told apart: the last of each while it runs, and how they went at the end."""
+    for turn in ("discriminator", "generator"):
+        losses = [event["loss"] for event in run.events(0, "step") if event["turn"] == turn]
+        first, *_, last = losses
+        assert re.search(rf"^ *{turn} {first:.4f} \S+ {last:.4f}$", text, re.MULTILINE), text
+        assert re.search(rf"step \d+/\d+ .* {turn} {last:.4f}  .* samples/s", text), text
+    assert not re.search(r"\bloss \d", text), text
+
+
 def test_a_run_that_takes_turns_goes_on_to_the_same_bits(tmp_path: Path) -> None:
     words = ("train", str(GAN), "--layout", "fsdp=2", "--set", "width=8")
     for folder, more in (("whole", ("--steps", "9")), ("half", ("--steps", "4"))):
         done = run_phalanx(*words, *more, "--run", str(tmp_path / folder), cwd=tmp_path)
         assert done.returncode == 0, done.stderr
+        check_losses(done.stdout, Run(tmp_path / folder))
     done = run_phalanx("train", "--resume", "--run", str(tmp_path / "half"), "--steps", "9", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     whole, half = (load_file(Run(tmp_path / folder).weights_path) for folder in ("whole", "half"))
