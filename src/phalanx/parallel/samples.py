@@ -271,9 +271,8 @@ class Samples:
         every = collectives.everybodys(names, self.group)
         other = next((given for given in every if given != every[0]), None)
         if other is not None:
-            raise WrongUse(
-                f"phalanx.losses.sum gets {_listed(every[0])} on some ranks and {_listed(other)} on others. {SAME_NAMES}"
-            )
+            first, second = _listed(every[0]), _listed(other)
+            raise WrongUse(f"phalanx.losses.sum gets {first} on some ranks and {second} on others. {SAME_NAMES}")
         if names:
             known.sums.append(names)
         else:
