@@ -535,6 +535,25 @@ def test_another_type_than_wanted_is_named_with_the_line_to_write(tmp_path: Path
     assert line in done.stderr
 
 
+def test_json_is_one_object_whatever_the_task_prints(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(GOOD + "\nprint('imported')\n")
+    done = phalanx("prove", "mine.py", "--layouts", "dp=2", "--json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["holds"]
+    assert "imported" in done.stderr
+
+
+def test_fewer_steps_than_are_done_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(GOOD)
+    assert phalanx("train", "mine.py", "--steps", "6", "--run", "run", cwd=tmp_path).returncode == 0
+    (tmp_path / "run" / "final" / "certificate.json").unlink()  # as if it had been stopped
+    before = (tmp_path / "run" / "run.toml").read_text()
+    done = phalanx("train", "--resume", "--run", "run", "--steps", "4", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "is at step 6 already. Give --steps 7 or more" in done.stderr
+    assert (tmp_path / "run" / "run.toml").read_text() == before
+
+
 def test_help_is_there_and_quick() -> None:
     done = subprocess.run([sys.executable, "-m", "phalanx.cli", "train", "--help"], capture_output=True, text=True)
     assert done.returncode == 0

@@ -45,7 +45,7 @@ def test_what_is_given_now_counts() -> None:
     assert over(saved, {"epochs": 3}) == {"epochs": 3, "width": 8}
     assert over(saved, {"steps": 30}) == {"steps": 30, "epochs": 0, "width": 8}
     assert over(saved, {"steps": 30, "epochs": 6}) == {"steps": 30, "epochs": 6, "width": 8}
-    assert over(saved, {}) == saved
+    assert over(saved, {}) == {"epochs": 2.0, "width": 8}  # data may have grown since
     assert over({}, {"width": 9}) == {"width": 9}
 
     @dataclass

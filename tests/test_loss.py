@@ -28,10 +28,10 @@ def test_equal_counts_change_nothing() -> None:
 
 
 def test_counts_of_a_larger_batch_are_asked_for() -> None:
-    with counted_by(lambda own: own * torch.tensor([1.0, 10.0])):
+    with counted_by(lambda names, own: own * torch.tensor([1.0, 10.0])):
         loss = losses.sum(a=Loss(torch.tensor(4.0), 2), b=Loss(torch.tensor(9.0), 1))
     assert (float(loss.total), float(loss.count)) == (4 * 10 / 2 + 9, 1)
-    with counted_by(lambda own: None):
+    with counted_by(lambda names, own: None):
         loss = losses.sum(a=Loss(torch.tensor(4.0), 2), b=Loss(torch.tensor(9.0), 1))
     assert (float(loss.total), float(loss.count)) == (13, 2), "whoever asked sees to it that counts are the same"
 

@@ -36,7 +36,7 @@ class Mine(phalanx.Task):
         import late
         return phalanx.data.Arrays(x=torch.arange(36.0).reshape(12, 3), y=torch.arange(12) % 2)
     def inputs(self, batch): return batch["x"]
-    def held_out(self): return self.data()
+    def held_out(self): return phalanx.data.Arrays(x=torch.full((3, WIDTH), 7.0), y=torch.arange(3) % 2)
     def evaluate(self, output, batch):
         import last
         return {"loss": self.loss(output, batch)}
@@ -130,11 +130,33 @@ def test_what_is_too_much_is_listed_and_not_copied(tmp_path: Path, monkeypatch: 
     assert told["bytes"] == Path(__file__).stat().st_size
 
 
+def test_what_a_killed_attempt_left_is_not_taken_for_whole(tmp_path: Path) -> None:
+    run = Run.create(tmp_path / "r", "x")
+    left = run.path / "origin" / "001.unfinished"
+    left.mkdir(parents=True)
+    (left / "origin.json").write_text("{}")
+    found = origin.Origin(run, Task())
+    found.write()
+    assert found.folder == run.path / "origin" / "001"
+
+
+def test_a_git_that_takes_too_long_is_not_called_unchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    git = tmp_path / "git"
+    git.write_text("#!/bin/sh\ncase $1 in diff) exec sleep 60;; *) echo here;; esac\n")
+    git.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setattr(origin, "GIT_SECONDS", 0.5)
+    told, diff = origin._git(tmp_path)
+    assert told is not None
+    assert (told["changed"], diff) == (None, "")
+
+
 @pytest.mark.parametrize(
     "line",
     [
         'api_key = "abcdefgh"', "HF_TOKEN='abcdefgh'", '{"password": "abcdefgh"}', 'login(token="abcdefgh")',
         'config["secret_key"] = "abcdefgh"', 'api_key: str = "abcdefgh"', "export AWS_SECRET=abcdefgh",
+        'login("hf_abcdefghabcdefghabcdefgh")',
     ],
 )  # fmt: skip
 def test_secrets_in_source_are_hidden(line: str) -> None:

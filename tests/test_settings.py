@@ -116,6 +116,11 @@ def test_nested_settings_read_back_as_they_are() -> None:
     assert plain_settings(task)["inner"] == {"width": 5, "colour": "blue", "api_key": ""}
 
 
+def test_a_whole_number_where_any_is_meant_is_written_as_it_reads_back() -> None:
+    written = plain_settings(Task(clip=1))["clip"]
+    assert (written, type(written)) == (1.0, float)
+
+
 def test_what_text_cannot_say_is_known() -> None:
     task = Unwritable()
     assert unwritten(task) == ["activation", "colours"]

@@ -138,6 +138,8 @@ def train(
         print(job.describe())
         return
     verdict = job.train(run, resume)
+    if sys.stdout.isatty():
+        print("\r\x1b[K", end="", flush=True)  # over the live line, where the run was stopped in the middle of it
     print(verdict, file=sys.stdout if verdict.holds else sys.stderr, flush=True)
     raise SystemExit(verdict.exit_code)
 
@@ -161,10 +163,13 @@ def prove(
 ) -> None:
     """Show that a task trains under a layout as on one device, or say where and why it does not."""
     from phalanx.prove.job import Job, listed
+    from phalanx.streams import led_elsewhere
 
     if inject == "list":
         print(listed())
         return
+    if json:
+        led_elsewhere(os.dup(2), os.dup(2))  # what the task prints is not the object
     job = Job.resolve(
         task=task, layouts=[*layouts, *(more or [])], assignments=set_, ranks=ranks, steps=steps, dtype=dtype,
         inject=inject, unchecked=unchecked,

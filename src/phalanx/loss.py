@@ -33,11 +33,13 @@ class Loss:
     __rmul__ = __mul__
 
 
-_counts: Callable[[Tensor], Tensor | None] | None = None
+Counts = Callable[[list[str], Tensor], Tensor | None]
+"""From the names of several losses and their counts in a micro-batch, those of the global batch."""
+_counts: Counts | None = None
 
 
 @contextmanager
-def counted_by(counts: Callable[[Tensor], Tensor | None]) -> Iterator[None]:
+def counted_by(counts: Counts) -> Iterator[None]:
     """Meanwhile `sum` asks this for the counts of the global batch."""
     global _counts
     outer, _counts = _counts, counts
@@ -63,7 +65,7 @@ def sum(**named: Loss) -> Loss:
     totals = [loss.total for loss in named.values()]
     like = totals[0].detach().double()
     own = torch.stack([torch.as_tensor(loss.count).detach().to(like).reshape(()) for loss in named.values()])
-    every = own if _counts is None else _counts(own)
+    every = own if _counts is None else _counts(list(named), own)
     if every is None:  # then the engine sees to it that they are the same
         return Loss(_added(totals), own[0], named)
     most = every.argmax()

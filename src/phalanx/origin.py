@@ -2,10 +2,11 @@
 
 runs/<name>/origin/001/origin.json    versions, packages, git, and every file of the user's with its hash
 runs/<name>/origin/001/source/        copies of those files, as modules
-runs/<name>/origin/001/git.diff       what was not committed
+runs/<name>/origin/001/git.diff       what was not committed of all Python files
 runs/<name>/origin/001/run.toml       the settings
 
-An attempt that finds all as it was writes nothing; one that does not gets the next number. Secrets are taken out.
+An attempt that finds all as it was writes nothing; one that does not gets the next number. Secrets are
+taken out as far as names and known forms tell them.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import json
 import os
 import platform
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -56,7 +58,8 @@ class Origin:
         }  # fmt: skip
         settings = self.run.settings_path.read_text() if self.run.settings_path.exists() else ""
         here = {str(path): known for path, known in user_code.hashes().items()}
-        every = sorted(path for path in (self.run.path / "origin").glob("[0-9]*") if (path / NAME).is_file())
+        folders = (path for path in (self.run.path / "origin").glob("[0-9]*") if path.name.isdigit())
+        every = sorted(path for path in folders if (path / NAME).is_file())
         if every and _same(every[-1], found, settings, diff, here):
             self.folder = every[-1]
             self._copied = _read(self.folder)["files"]
@@ -171,17 +174,19 @@ def _git(folder: Path, secrets: Collection[str] = ()) -> tuple[dict[str, Any] | 
     commit = _asked(folder, "rev-parse", "HEAD")
     if not root or not commit:
         return None, ""
-    diff = redact_source(_asked(folder, "diff", "--no-ext-diff", "--no-textconv", "HEAD") or "", secrets)
+    asked = _asked(folder, "diff", "--no-ext-diff", "--no-textconv", "HEAD", "--", "*.py")
+    diff = redact_source(asked or "", secrets)
     told = {
         "root": root, "commit": commit, "branch": _asked(folder, "rev-parse", "--abbrev-ref", "HEAD"),
-        "remote": redact(_asked(folder, "remote", "get-url", "origin") or ""), "changed": bool(diff),
+        "remote": redact(_asked(folder, "remote", "get-url", "origin") or ""),
+        "changed": None if asked is None else bool(diff),  # None: git took too long to say
         "cut": len(diff) >= MOST_OF_A_FILE,
     }  # fmt: skip
     return told, diff
 
 
-def _asked(folder: Path, *words: str) -> str:
-    """What git says, up to a limit and in a moment; nothing where it says no."""
+def _asked(folder: Path, *words: str) -> str | None:
+    """What git says, up to a limit and in a moment; nothing where it says no, None where it takes too long."""
     try:
         asked = subprocess.Popen(
             ["git", *words], cwd=folder, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
@@ -195,9 +200,12 @@ def _asked(folder: Path, *words: str) -> str:
         try:
             assert asked.stdout is not None
             found = asked.stdout.read(MOST_OF_A_FILE)
-            if len(found) == MOST_OF_A_FILE:
+            cut = len(found) == MOST_OF_A_FILE
+            if cut:
                 asked.kill()
             code = asked.wait()
         finally:
             late.cancel()
-    return found.decode(errors="replace").rstrip("\n") if code in (0, -9) else ""
+    if code == -signal.SIGKILL and not cut:
+        return None
+    return found.decode(errors="replace").rstrip("\n") if cut or not code else ""

@@ -31,6 +31,10 @@ _LITERAL = re.compile(
     re.IGNORECASE,
 )
 """``api_key = "..."``, and the same in a dict or a call."""
+_FORMS = re.compile(
+    r"\b(?:hf_[A-Za-z0-9]{20,}|sk-[A-Za-z0-9_-]{20,}|gh[pousr]_[A-Za-z0-9]{20,}|AKIA[0-9A-Z]{16}|xox[abp]-[\w-]{10,})"
+)
+"""What some services' keys look like."""
 _LEFT_OUT = re.compile(r"(?:://\S*|[?&;#][^\s=]*=)" + re.escape(REDACTED))
 
 
@@ -46,7 +50,7 @@ def redact_source(text: str, secrets: Collection[str] = ()) -> str:
     """Source code likewise, without what it gives to names that say that it is a secret, nor any that is known."""
     for secret in secrets:
         text = text.replace(secret, REDACTED)
-    return _LITERAL.sub(rf"\1{REDACTED}\2", redact(text))
+    return _FORMS.sub(REDACTED, _LITERAL.sub(rf"\1{REDACTED}\2", redact(text)))
 
 
 def secrets(fields: Mapping[str, Any]) -> list[str]:

@@ -64,7 +64,8 @@ def _import_module(name: str, folder: str | Path, reference: str) -> types.Modul
         if spec is None:
             raise WrongUse(
                 f"{reference!r} is neither a recipe nor a Python file or module that can be imported from {folder}; "
-                f"{_nearest(reference)}"
+                f"{_nearest(reference)} A module that lies elsewhere is found by its file, package/module.py, or with "
+                "its folder in PYTHONPATH."
             )
         return importlib.import_module(name)
 

@@ -53,6 +53,8 @@ def _hints(kind: type) -> dict[str, Any]:
 def _plain_field(value: Any, hint: Any) -> Any:
     if value is None:
         return "none"
+    if hint is float and type(value) is int:
+        return float(value)  # as it reads back
     text = _plain(value)
     if isinstance(text, (dict, list)):  # it may hold what the field's type does not tell: an enum in a bare dict
         try:
@@ -131,10 +133,10 @@ def parse_assignments(texts: Sequence[str]) -> dict[str, str]:
 def over(saved: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     """Settings that are given now, before saved ones; steps and epochs take each other's place."""
     values = {**saved, **given}
-    if "epochs" in given and "steps" not in given:
-        values.pop("steps", None)
     if "steps" in given and "epochs" not in given:
         values["epochs"] = 0
+    elif "steps" not in given and float(values.get("epochs", 0) or 0):
+        values.pop("steps", None)  # they follow from the epochs
     return values
 
 

@@ -49,7 +49,7 @@ class Task:
     seed: int = 0
     global_batch: int = 32
     steps: int = 100
-    epochs: float = 0
+    epochs: float = 0.0
     precision: Precision = "fp32"
     learning_rate: float = 1e-3
     warmup_steps: int = 10

@@ -52,6 +52,11 @@ def hashes() -> dict[Path, str]:
     return found
 
 
+def remember() -> None:
+    """Note what the modules that have been imported hold: it is what runs, whatever is edited from now on."""
+    hashes()
+
+
 def is_users(file: str) -> bool:
     """Whether a file is neither Python's, nor an installed package's, nor ours."""
     if not file or file.startswith("<"):

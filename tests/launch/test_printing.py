@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -97,6 +98,17 @@ def test_much_is_told_whole_and_in_order(tmp_path: Path) -> None:
         assert own == list(range(1, 20_000, 2))
     counts = [int(line.split()[-3]) for line in lines if line.endswith("of all") and "[rank 1]" not in line]
     assert counts == list(range(0, 20_000, 2))
+
+
+def outlived() -> None:
+    if rank() == 1:
+        subprocess.Popen(["sh", "-c", "for _ in $(seq 600); do echo still here; sleep 0.05; done"])
+
+
+def test_what_outlives_its_rank_and_goes_on_printing_is_not_waited_for(tmp_path: Path) -> None:
+    began = time.monotonic()
+    assert "[rank 1] still here" in told(outlived, 2, tmp_path).stdout.splitlines()
+    assert time.monotonic() - began < 20
 
 
 def ours() -> None:

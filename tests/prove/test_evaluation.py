@@ -53,12 +53,12 @@ class Tied(Measured):
 
 
 def test_all_that_is_measured_is_compared() -> None:
-    proof = prove(Measured(), ["dp=2", "fsdp=2,zero=1", "dp=4"])
+    proof = prove(Measured(), ["dp=2", "fsdp=2,zero=1", "dp=4"], check=False)
     assert proof.holds, proof
 
 
 def test_a_mean_of_means_is_named_where_it_is() -> None:
-    proof = prove(Averaged(), ["dp=2"])
+    proof = prove(Averaged(), ["dp=2"], check=False)
     finding = proof.results[0].finding
     assert finding is not None
     assert finding.rung == "evaluation"
@@ -69,7 +69,7 @@ def test_a_mean_of_means_is_named_where_it_is() -> None:
 
 def test_what_rounding_decides_is_said_not_to_be_compared() -> None:
     said = []
-    proof = prove(Tied(), ["dp=2"], on_start=lambda docket: said.extend(docket.hostility))
+    proof = prove(Tied(), ["dp=2"], check=False, on_start=lambda docket: said.extend(docket.hostility))
     assert proof.holds, proof
     assert any("total of sign" in note for note in said)
 

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
-import torch
+from dataclasses import dataclass
+from typing import Any
 
+import torch
+from torch import Tensor
+
+import phalanx
+from phalanx import Layout, Loss
+from phalanx.prove.cases import Docket
 from phalanx.prove.hostile import Trial, hostile
 from phalanx.prove.reference import Reference
 from phalanx.recipes.shapes import Shapes
@@ -43,3 +50,23 @@ def test_what_needs_all_samples_of_a_step_is_known() -> None:
     found = [of(task) for task in (Plain(), Contrastive(), ContrastiveNorm(), Several(), Several(terms=1))]
     assert [reference.one for reference in found] == ["never", "in a pipeline", "always", "in a pipeline", "never"]
     assert [reference.gathers for reference in found] == [False, True, True, False, False]
+
+
+@dataclass
+class Later(Plain):
+    """Two turns that train the same weights, of which the second compares samples."""
+
+    turns = ("plain", "comparing")
+
+    def trains(self, turn: str, weight: str) -> bool:
+        return True
+
+    def loss(self, output: Tensor, batch: Any) -> Loss:
+        if batch.turn == "comparing":
+            return Loss((output - phalanx.gather(output).mean(0)).square().sum(), len(output))
+        return super().loss(output, batch)
+
+
+def test_a_later_turn_that_needs_all_samples_is_found() -> None:
+    docket = Docket(Later(), 3, 2)
+    assert docket.cases[docket.number(Layout(dp=2))].one == "in a pipeline"

@@ -54,6 +54,20 @@ def test_steps_done_again_are_counted(run: Run) -> None:
     assert (found["repeated"], found["generations"]) == (1, 2)
 
 
+def test_other_code_must_have_trained_on_the_same_samples(tmp_path: Path) -> None:
+    run = Run.create(tmp_path / "run", "x")
+    with EventLog(run, 0) as log:
+        log.write("step", step=0, loss=1.0, samples="s")
+        log.write("start", step=0, changes=["code: task.py is not what it was"], other_samples=False)
+        log.write("step", step=0, loss=2.0, samples="s")
+        assert list(_again(run)) == []
+        log.write("step", step=0, loss=2.0, samples="others")
+        with pytest.raises(NotDone, match="step 1 trained on other samples"):
+            list(_again(run))
+        log.write("start", step=0, changes=["seed was 0 and is 1"], other_samples=True)
+        log.write("step", step=0, loss=2.0, samples="new")
+
+
 def test_what_is_not_shown_is_not_certified(run: Run) -> None:
     shelf = shelf_at(run.checkpoints_path)
     with pytest.raises(NotDone, match="2 of 6 planned steps were not done, step 5 among them"):

@@ -90,6 +90,56 @@ def test_buffers_move_once_a_micro_batch(layout: str) -> None:
     assert int(found["inner.1.num_batches_tracked"]) == 4 * (3 if "micro" in layout else 1)
 
 
+@dataclass
+class Later(Compared):
+    """Two turns that train the same weights, of which the second compares samples."""
+
+    turns = ("plain", "comparing")
+
+    def trains(self, turn: str, weight: str) -> bool:
+        return True
+
+    def loss(self, output: Tensor, batch: Any) -> Loss:
+        if batch.turn == "comparing":
+            return super().loss(output, batch)
+        return Loss(output.square().sum(), len(output))
+
+
+def test_buffers_move_once_whenever_it_turns_out() -> None:
+    found = buffers(Later(steps=4), "micro_batch=3")
+    assert int(found["seen"]) == 4 * 8
+    assert int(found["inner.1.num_batches_tracked"]) == 4 * 3
+
+
+class Passes(Compared):
+    """Held-out samples are compared, those that are trained on are not, or the other way round."""
+
+    def evaluate(self, output: Tensor, batch: Any) -> dict[str, Loss]:
+        every = output if self.compares else phalanx.gather(output)
+        return {"far": Loss((output.unsqueeze(1) - every).square().sum(), len(output))}
+
+
+@pytest.mark.parametrize("compares", [False, True])
+def test_an_evaluation_that_compares_makes_training_no_slower(compares: bool) -> None:
+    with phalanx.Engine(Passes(compares=compares), Layout.parse("micro_batch=4"), device="cpu") as engine:
+        passes, found = 0, []
+
+        def count(*_: Any) -> None:
+            nonlocal passes
+            passes += 1
+
+        engine.spread.model.register_forward_hook(count)
+        for batch in engine.batches():
+            engine.step(batch)
+            found.append(passes)
+            engine.evaluate(1)
+            found.append(passes)
+            passes = 0
+        trained, both = found[2::2], found[3::2]
+        assert trained == [4 if compares else 2] * 5
+        assert [b - a for a, b in zip(trained, both, strict=True)] == [2] * 5
+
+
 def test_lazy_logits_cannot_be_kept() -> None:
     class Lazy(HostileLanguage):
         def loss(self, output: Any, batch: dict[str, Tensor]) -> Loss:

@@ -98,8 +98,46 @@ def spread_names(task: phalanx.Task, layout: str) -> dict[str, float]:
 
 
 def test_names_that_change_are_refused() -> None:
-    with pytest.raises(WrongUse, match="Give the same names in every step"):
+    with pytest.raises(WrongUse, match=r"gets size, other here, and got size, large before.*0 \* output\.sum"):
         named(Several(renames=True), "dp=1")
+
+
+@dataclass
+class Unlike(Digits):
+    """Whoever has the first sample gives other names than the others: in the loss, or in an evaluation alone."""
+
+    precision: str = "float64"
+    first: tuple[str, ...] = ("cls", "box")
+    others: tuple[str, ...] = ("cls", "mask")
+    measured: bool = False
+
+    def loss(self, output: Tensor, batch: dict[str, Any]) -> Loss:
+        alike = self.measured and output.requires_grad
+        names = self.first if alike or phalanx.rows(output)[0] == 0 else self.others
+        found = {
+            name: Loss(output.square().sum(), len(output) * (1 + i * (not self.measured)))
+            for i, name in enumerate(names)
+        }
+        return phalanx.losses.sum(**found) if found else Loss(output.square().sum(), len(output))
+
+
+@pytest.mark.parametrize("layout", ["dp=2", "fsdp=2,micro_batch=2", "dp=2,exact=2"])
+@pytest.mark.parametrize("measured", [False, True])
+@pytest.mark.parametrize("others", [("cls", "mask"), ("cls",), ("box", "cls"), ()])
+def test_names_that_differ_between_ranks_are_refused_by_all(
+    ranks: Ranks, layout: str, measured: bool, others: tuple[str, ...]
+) -> None:
+    told = f"gets cls, box on some ranks and {', '.join(others) or 'nothing'} on others. .*a count of 0"
+    with pytest.raises(RankFailed, match=told) as failed:
+        ranks(2, named, Unlike(others=others, measured=measured, steps=2), layout)
+    assert str(failed.value).count("WrongUse: ") == 2
+
+
+@pytest.mark.parametrize("others", [("cls", "mask"), ("cls",), ("box", "cls"), ()])
+@pytest.mark.parametrize("measured", [False, True])
+def test_every_micro_batch_has_every_name(others: tuple[str, ...], measured: bool) -> None:
+    with pytest.raises(WrongUse, match=f"gets {', '.join(others) or 'nothing'} here, and got cls, box before"):
+        named(Unlike(others=others, measured=measured), "micro_batch=3")
 
 
 def test_measures_that_are_sums() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -122,6 +123,34 @@ def test_turns_train_like_a_loop_by_hand(ranks: Ranks, layout: str) -> None:
             torch.testing.assert_close(found[name], weight, rtol=1e-9, atol=1e-12)
 
 
+class Named(Alternating):
+    """Each turn has losses of its own, of which the maker's have different counts."""
+
+    def loss(self, output: Any, batch: Any) -> phalanx.Loss:
+        (fake, real), count = output, len(batch["real"])
+        if batch.turn == "maker":
+            adversarial = phalanx.Loss(F.softplus(-fake).sum(), count)
+            return phalanx.losses.sum(adversarial=adversarial, size=phalanx.Loss(0 * fake.sum(), 3 * count))
+        return phalanx.losses.sum(
+            real=phalanx.Loss(F.softplus(-real).sum(), count), fake=phalanx.Loss(F.softplus(fake).sum(), count)
+        )
+
+
+def trained_by_name(layout: str) -> tuple[dict[str, Tensor], list[list[str]]]:
+    with phalanx.Engine(Named(), Layout.parse(layout), device="cpu") as engine:
+        names = [list(engine.step(batch).losses) for batch in engine.batches()]
+        return {name: weight.clone() for name, weight in engine.whole_weights().items()}, names
+
+
+@pytest.mark.parametrize("layout", ["dp=1", "micro_batch=3", "dp=2", "fsdp=2,micro_batch=1"])
+def test_every_turn_has_its_own_names(ranks: Ranks, layout: str) -> None:
+    want, critic, maker = by_hand(Alternating()), ["real", "fake"], ["adversarial", "size"]
+    for found, names in ranks(Layout.parse(layout).world, trained_by_name, layout):
+        assert names == [critic, critic, maker] * 2 + [critic, critic]
+        for name, weight in want.items():
+            torch.testing.assert_close(found[name], weight, rtol=1e-9, atol=1e-12)
+
+
 def test_what_cannot_work_is_refused() -> None:
     class Misnamed(Alternating):
         turns = ("critic", "makers")
@@ -141,11 +170,22 @@ def test_what_cannot_work_is_refused() -> None:
             phalanx.Engine(task, device="cpu", guard=guard)
 
 
+def check_losses(text: str, run: Run) -> None:
+    """Each turn's are told apart: the last of each while it runs, and how they went at the end."""
+    for turn in ("discriminator", "generator"):
+        losses = [event["loss"] for event in run.events(0, "step") if event["turn"] == turn]
+        first, *_, last = losses
+        assert re.search(rf"^ *{turn} {first:.4f} \S+ {last:.4f}$", text, re.MULTILINE), text
+        assert re.search(rf"step \d+/\d+ .* {turn} {last:.4f}  .* samples/s", text), text
+    assert not re.search(r"\bloss \d", text), text
+
+
 def test_a_run_that_takes_turns_goes_on_to_the_same_bits(tmp_path: Path) -> None:
     words = ("train", str(GAN), "--layout", "fsdp=2", "--set", "width=8")
     for folder, more in (("whole", ("--steps", "9")), ("half", ("--steps", "4"))):
         done = run_phalanx(*words, *more, "--run", str(tmp_path / folder), cwd=tmp_path)
         assert done.returncode == 0, done.stderr
+        check_losses(done.stdout, Run(tmp_path / folder))
     done = run_phalanx("train", "--resume", "--run", str(tmp_path / "half"), "--steps", "9", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     whole, half = (load_file(Run(tmp_path / folder).weights_path) for folder in ("whole", "half"))

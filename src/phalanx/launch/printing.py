@@ -27,6 +27,8 @@ PART_SECONDS = 2.0
 LONGEST = 1 << 16
 """A line of more characters is told in parts."""
 QUIET_SECONDS = 0.2
+"""After the ranks have ended: how long nothing must come before nothing more is waited for."""
+LAST_SECONDS = 2.0
 """After the ranks have ended: how long what they started may go on printing."""
 
 
@@ -161,7 +163,7 @@ class Printing:
             for rank, pipes in enumerate(self._pipes, first):
                 for stream, (reading, _) in enumerate(pipes, 1):
                     selector.register(reading, selectors.EVENT_READ, (rank, stream))
-            quiet = time.monotonic()
+            quiet, ended = time.monotonic(), None
             while selector.get_map():
                 busy = self._merged.waiting or self._parts
                 ready = selector.select(SAME_SECONDS / 3 if busy or self._ending.is_set() else 1.0)
@@ -176,8 +178,10 @@ class Printing:
                 quiet = now if ready else quiet
                 self._complete(now)
                 self._tell(self._merged.due(now))
-                if self._ending.is_set() and now - quiet > QUIET_SECONDS:
-                    break
+                if self._ending.is_set():
+                    ended = ended or now
+                    if now - quiet > QUIET_SECONDS or now - ended > LAST_SECONDS:
+                        break
             for key in list(selector.get_map().values()):  # held by what outlives the ranks
                 os.close(key.fd)
         self._complete(float("inf"))

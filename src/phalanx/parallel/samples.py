@@ -26,11 +26,18 @@ from phalanx.parallel.randomness import Moment
 Spans = list[list[tuple[int, int]]]
 """By rank and micro-batch, which slots of the global batch it has, from and to."""
 Kind = Literal["rows", "counts"]
+Whose = str | None
+"""The turn that a loss is of, empty where steps take no turns; None: an evaluation."""
 MOST_DIMS = 8
 DTYPES = (
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
     torch.uint8, torch.bool,
 )  # fmt: skip
+
+SAME_NAMES = (
+    "Give it every name in every micro-batch, in one order: a loss that does not occur there has a total of "
+    "0 * output.sum() and a count of 0."
+)
 
 calls = 0
 """How often anything asked for all samples since the process began: whoever divides a batch can tell that by it."""
@@ -88,28 +95,52 @@ class Answers:
         return told
 
 
+@dataclass
+class Known:
+    """What has turned out of one turn's loss, or of the evaluation."""
+
+    all_at_once: bool = False
+    """It needs all micro-batches at the same time."""
+    names: list[str] | None = None
+    """Of the losses that it is the sum of, on every stage."""
+    sums: list[list[str]] = field(default_factory=list)
+    """The names that each `losses.sum` in it gets, call by call, as all ranks have agreed."""
+    ended: bool = False
+    """All ranks have agreed that there are no more of them."""
+
+
 class Samples:
     """The samples of a step, and which of them this rank has."""
 
     def __init__(self, group: Group | None, moment: Moment, layout: Layout) -> None:
         self.group, self.moment = group, moment
         self.micro_batches = 1
-        self.all_at_once = False
-        """Whether the loss has turned out to need all micro-batches at the same time."""
+        self.known = Known()
+        """Of what is computed now."""
         self.used = False
         """Whether ranks have sent each other samples."""
         self.answers: Answers | None = None
         """While the loss of one of several micro-batches is computed."""
-        self._repeats = layout.pp == 1 and not layout.exact
+        self.repeats = layout.pp == 1 and not layout.exact
+        """Whether a step can be begun again when its loss turns out to need all micro-batches."""
+        self._known: dict[Whose, Known] = {}
         self._spans: Callable[[], Spans] | None = None
         self._in_loss = False
+        self._sums = 0
+        """How often the loss has called `losses.sum` so far."""
 
-    def start(self, micro_batches: int, spans: Callable[[], Spans] | None) -> None:
+    def start(self, whose: Whose, micro_batches: int, spans: Callable[[], Spans] | None) -> None:
         """Before a step, or a batch of an evaluation: which samples of it each rank has.
 
         None where ranks do not share it: then each has all that there are.
         """
+        self.known = self._known.setdefault(whose, Known())
         self.micro_batches, self._spans = micro_batches, spans
+
+    @property
+    def all_at_once(self) -> bool:
+        """Whether the loss of any turn has turned out to need all micro-batches at the same time."""
+        return any(known.all_at_once for whose, known in self._known.items() if whose is not None)
 
     @contextmanager
     def computed(self) -> Iterator[None]:
@@ -124,7 +155,7 @@ class Samples:
     @contextmanager
     def in_loss(self, answers: Answers | None = None) -> Iterator[None]:
         """While something is made of the model's output."""
-        self._in_loss, self.answers = True, answers
+        self._in_loss, self.answers, self._sums = True, answers, 0
         with counted_by(self._counts):
             try:
                 yield
@@ -150,13 +181,13 @@ class Samples:
 
     def need_all(self, why: str) -> None:
         """Compute the step again, with all micro-batches at once; refused where that cannot be done."""
-        if not self._repeats:
+        if not self.repeats:
             raise WrongUse(
                 f"{why}, and this layout cuts it into {self.micro_batches} micro-batches in a pipeline or for exact "
                 "sums. Give pp one micro-batch (leave micro_batch out), use fsdp instead of pp, or leave exact out."
             )
         if self.answers is None:
-            self.all_at_once = True
+            self.known.all_at_once = True
             raise AtOnce
 
     def together(self, kind: Kind, parts: Sequence[Tensor], like: Tensor) -> tuple[Tensor, Tensor]:
@@ -216,8 +247,40 @@ class Samples:
                 "them alike: pad to one length in Task.data or collate, and gather the same things on every rank."
             )
 
-    def _counts(self, own: Tensor) -> Tensor | None:
+    def ended(self) -> None:
+        """The loss of a micro-batch has come to its end: it has called `losses.sum` as often as all others."""
+        if not self.known.ended or self._sums < len(self.known.sums):
+            self._agree([])
+
+    def _agree(self, names: list[str]) -> None:
+        """All ranks find out alike if they sum other losses, or none, before they would mix up what they count.
+
+        That is found out once; from then on every rank knows by itself.
+        """
+        if self._spans is None:
+            return
+        number, self._sums = self._sums, self._sums + 1
+        known = self.known
+        if known.ended or number < len(known.sums):
+            before = known.sums[number] if number < len(known.sums) else []
+            if names != before:
+                raise WrongUse(
+                    f"phalanx.losses.sum gets {_listed(names)} here, and got {_listed(before)} before. {SAME_NAMES}"
+                )
+            return
+        every = collectives.everybodys(names, self.group)
+        other = next((given for given in every if given != every[0]), None)
+        if other is not None:
+            first, second = _listed(every[0]), _listed(other)
+            raise WrongUse(f"phalanx.losses.sum gets {first} on some ranks and {second} on others. {SAME_NAMES}")
+        if names:
+            known.sums.append(names)
+        else:
+            known.ended = True
+
+    def _counts(self, names: list[str], own: Tensor) -> Tensor | None:
         """How many terms several losses have in the global batch; None where that is not known before a backward."""
+        self._agree(names)
         if self.micro_batches > 1:
             return None if self.answers is None else self.answers.answer("counts", own)
         if self._spans is None:
@@ -225,3 +288,7 @@ class Samples:
         total = own * self.moment.real
         collectives.all_reduce(total, self.group).wait()
         return total
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names) or "nothing"

@@ -85,9 +85,8 @@ class Docket:
     def _number(self, layout: Layout) -> int:
         needs = Needs.of([layout])
         if needs not in self._tasks:
-            task = self._prepared(needs)
-            first = self._run(Reference(task), "first", 1)
-            self._tasks[needs] = task, first.couples_samples, first.one
+            task, tried = self._prepared(needs)
+            self._tasks[needs] = task, tried.couples_samples, tried.one
         task, _, one = self._tasks[needs]
         key = needs, self._groups(layout)
         if key not in self._numbers:
@@ -121,8 +120,8 @@ class Docket:
             self.cases[-1].standard = case.standard.narrowed(told.errors, torch.finfo(DTYPES[dtype].compute).eps)
         return self._narrow[key]
 
-    def _prepared(self, needs: Needs) -> Task:
-        """A task whose targets are ignored unevenly and whose gradients are clipped."""
+    def _prepared(self, needs: Needs) -> tuple[Task, Reference]:
+        """A task whose targets are ignored unevenly and whose gradients are clipped, and all its steps without that."""
         small = shrunk(self.task, needs)
         for note in small.notes:
             if note not in self.notes:
@@ -150,7 +149,7 @@ class Docket:
             f"interrupted before step {terms.half}, saved, and resumed by an engine made anew",
             *([f"half of the experts get no token in step {idle.step}"] if idle else []),
         ]
-        return task
+        return task, reference
 
     def _hostile(self, small: Shrunk) -> tuple[Task, Trial]:
         """A task under trial; one that computes for long, with shorter sequences."""

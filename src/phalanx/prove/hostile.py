@@ -29,10 +29,10 @@ from phalanx.losses import Loss
 from phalanx.parallel import collectives, spread
 from phalanx.parallel.randomness import Moment
 from phalanx.prove.replacing import replacing
-from phalanx.prove.widened import Widened
 from phalanx.task import Task, as_loss
 from phalanx.train.shrink import FromConfig
 from phalanx.train.variant import Variant, variant
+from phalanx.train.widened import Widened
 
 BATCH = 17
 """Samples of a step, for up to 8 ranks: a prime, so that no number of ranks or micro-batches divides it."""

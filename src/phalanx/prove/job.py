@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from phalanx import streams
 from phalanx.cluster import Cluster
 from phalanx.errors import WrongUse
 from phalanx.layout import Layout
@@ -107,7 +108,7 @@ class Job:
         settings = plain_settings(self.task)
         write(proof, self.task, settings, run.path)
         if not as_text:
-            print(json.dumps(as_json(proof, self.task, settings)))
+            print(json.dumps(as_json(proof, self.task, settings)), file=streams.stdout(), flush=True)
             return proof.exit_code
         table.end()
         print(proof, file=sys.stdout if proof.holds else sys.stderr, flush=True)

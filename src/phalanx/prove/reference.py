@@ -145,7 +145,8 @@ class Reference:
         """Whether it matters which samples are computed together: to a batch-norm, or a buffer that calls change."""
         changed = [
             name
-            for name, buffer in self.steps[0].buffers.items()
+            for step in self.steps
+            for name, buffer in step.buffers.items()
             if not torch.equal(buffer, self.initial_buffers[name])
         ]
         return bool(changed) or any(isinstance(module, batchnorm.KINDS) for module in self.model.modules())

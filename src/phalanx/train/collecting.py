@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from numbers import Real
@@ -18,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from phalanx import user_code
 from phalanx.errors import WrongUse
 from phalanx.parallel import collectives
 from phalanx.task import Task
@@ -228,5 +228,5 @@ def _number(value: Any) -> float | None:
 
 
 def _line(error: Exception) -> str:
-    frames = [] if isinstance(error, WrongUse) else traceback.extract_tb(error.__traceback__)
-    return f" ({frames[-1].filename}:{frames[-1].lineno})" if len(frames) > 1 else ""
+    frame = None if isinstance(error, WrongUse) else user_code.innermost(error.__traceback__)
+    return f" ({user_code.place(frame.filename, frame.lineno)})" if frame else ""

@@ -18,11 +18,13 @@ from phalanx.words import many, sparkline
 def trained(run: Run, shelf: Shelf, task: Task, summary: Summary, certified: str) -> Verdict:
     """It came to its end."""
     steps = run.ledger().values()
-    losses = [float(event["loss"]) for event in steps if event["kind"] == "step"]
+    losses: dict[str, list[float]] = {}
+    """By turn, since one's say nothing of another's."""
+    for event in steps:
+        if event["kind"] == "step":
+            losses.setdefault(event.get("turn") or "loss", []).append(float(event["loss"]))
     skipped = sum(event["skipped"] for event in steps)
-    evidence = []
-    if losses:
-        evidence.append(f"loss {losses[0]:.4f} {sparkline(losses)} {losses[-1]:.4f}")
+    evidence = [f"{name} {own[0]:.4f} {sparkline(own)} {own[-1]:.4f}" for name, own in losses.items()]
     if summary.held_out:
         evidence.append("held out: " + ", ".join(f"{name} {value:.4f}" for name, value in summary.held_out.items()))
     if skipped:

@@ -89,8 +89,6 @@ class Engine:
         self.step_number = 0
         self.samples, self.terms = 0, 0.0
         """How many have been trained on: samples, and terms of their losses."""
-        self.loss_names: list[str] | None = None
-        """Of the losses that the task's is a sum of, once the first step has found out."""
         self.compared: int | None = None
         """When ranks that hold the same last found that they do."""
         self.good: int | None = None

@@ -227,7 +227,10 @@ class Job:
                 return Verdict(True, f"{run.path} is finished", known)
             except (NotDone, Damaged) as reason:
                 return not_done(run, reason)
-        user_code.snapshot(run.path)  # now, before it is edited: ranks are forked from this process
+        saved = max(shelf.steps(), default=0)
+        if resume and saved > self.task.steps:
+            raise WrongUse(f"{run.path} is at step {saved} already. Give --steps {saved + 1} or more, or leave it out.")
+        user_code.remember()  # now, before it is edited: ranks are forked from this process
         run.certificate_path.unlink(missing_ok=True)  # of a shorter run, which goes on now
         words = {
             "task": full_reference(self.reference),

@@ -49,7 +49,7 @@ def _bits(engine: Engine, step: int) -> Tensor:
     was, reduction.on_gradient = reduction.on_gradient, note
     try:
         reduction.start_step()
-        spread.samples.start(1, None)  # all have the same ones
+        spread.samples.start(engine.task.turn(step), 1, None)  # all have the same ones
         forward(engine, step, engine.loader.first(step), Action("forward", 0, 0))
         spread.backward(Action("backward", 0, 0), engine.loss_scale.value, last=False, hold=True)
         reduction.finish_backward()

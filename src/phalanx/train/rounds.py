@@ -22,8 +22,7 @@ from phalanx.errors import WrongUse
 from phalanx.losses import Logits, Loss
 from phalanx.parallel.samples import Answers, Asked, AtOnce
 from phalanx.parallel.schedules import Action
-from phalanx.task import as_loss
-from phalanx.train.step import Metrics, call, compute, independent, micro_batch, train_step
+from phalanx.train.step import Metrics, call, compute, independent, micro_batch, task_loss, train_step
 
 if TYPE_CHECKING:
     from phalanx.train.engine import Engine
@@ -36,31 +35,29 @@ def step(engine: Engine, batch: StepBatch) -> Metrics:
     """One training step; where its loss turns out to need all micro-batches at once, from its beginning again."""
     samples = engine.spread.samples
     several = len(batch.micro_batches) > 1
-    samples.start(len(batch.micro_batches), partial(engine.loader.spans, batch.slots))
-    if not (several and samples.all_at_once):
-        may_turn_out = several and engine.loss_names != []
-        before = copies(engine.spread.model) if may_turn_out else []
+    samples.start(engine.task.turn(batch.step), len(batch.micro_batches), partial(engine.loader.spans, batch.slots))
+    if not (several and samples.known.all_at_once):
+        before = copies(engine.spread.model) if several and samples.repeats else []
         try:
             return train_step(engine, batch)
         except AtOnce:
             put_back(before)
             engine.spread.parts.clear()
             engine.spread.rest()
-    rounds = Rounds(engine, batch, lambda output, tensors: as_loss(engine.task.loss(output, tensors), engine.task))
-    return train_step(engine, batch, rounds)
+    return train_step(engine, batch, Rounds(engine, batch, partial(task_loss, engine)))
 
 
 class Measured:
     """What a function makes of each micro-batch of a batch, without gradients."""
 
     def __init__(self, engine: Engine, loader: Loader, batch: StepBatch, finish: Callable[..., Any]) -> None:
-        self.engine, self.batch, self.finish = engine, batch, finish
+        self.engine, self.batch, self._measure = engine, batch, finish
         self._rounds: Rounds | None = None
-        engine.spread.samples.start(len(batch.micro_batches), partial(loader.spans, batch.slots))
+        engine.spread.samples.start(None, len(batch.micro_batches), partial(loader.spans, batch.slots))
 
     def __call__(self, action: Action) -> Any:
         engine, micro = self.engine, self.batch.micro_batches[action.micro]
-        if not engine.spread.samples.all_at_once or len(self.batch.micro_batches) == 1:
+        if not engine.spread.samples.known.all_at_once or len(self.batch.micro_batches) == 1:
             try:
                 return compute(engine, self.batch.step, micro, action, self.finish)
             except AtOnce:
@@ -68,6 +65,11 @@ class Measured:
         if self._rounds is None:
             self._rounds = Rounds(engine, self.batch, self.finish)
         return self._rounds.results[action.micro]
+
+    def finish(self, output: Any, tensors: dict[str, Any]) -> Any:
+        found = self._measure(output, tensors)
+        self.engine.spread.samples.ended()
+        return found
 
 
 class Rounds:

@@ -159,12 +159,19 @@ def forward(engine: Engine, step: int, micro: MicroBatch, action: Action, rounds
         return rounds.results[action.micro]
 
     def finish(output: Any, tensors: dict[str, Any]) -> Loss:
-        loss = as_loss(engine.task.loss(output, tensors), engine.task)
+        loss = task_loss(engine, output, tensors)
         if not loss.total.requires_grad:
             raise independent(engine.task)
         return loss
 
     return compute(engine, step, micro, action, finish)
+
+
+def task_loss(engine: Engine, output: Any, tensors: dict[str, Any]) -> Loss:
+    """What a task makes of a micro-batch's output."""
+    loss = as_loss(engine.task.loss(output, tensors), engine.task)
+    engine.spread.samples.ended()
+    return loss
 
 
 def independent(task: Task) -> WrongUse:

@@ -36,10 +36,10 @@ class Totals:
 
     def table(self) -> Tensor:
         """``[micro-batches, 2 x (1 + names)]``: total and count of the loss, then of each that has a name."""
-        engine, found = self.engine, list(self._named)
-        if engine.loss_names is None:
-            engine.loss_names = engine.spread.from_last_stage(found)
-        names = engine.loss_names
+        spread, found = self.engine.spread, list(self._named)
+        if spread.samples.known.names is None:
+            spread.samples.known.names = spread.from_last_stage(found)
+        names = spread.samples.known.names
         if found and found != names:
             raise WrongUse(
                 f"phalanx.losses.sum has {', '.join(found)} in this step, and had {', '.join(names) or 'no names'} "
@@ -49,11 +49,12 @@ class Totals:
 
     def by_name(self, agreed: Sequence[float], micro_batches: int) -> dict[str, float]:
         """The mean of each loss that has a name, from the sum of everybody's tables but for its first two columns."""
-        names = self.engine.loss_names or []
+        samples = self.engine.spread.samples
+        names = samples.known.names or []
         counts = dict(zip(names, agreed[1::2], strict=True))
-        if micro_batches > 1 and len(set(counts.values())) > 1 and not self.engine.spread.samples.all_at_once:
+        if micro_batches > 1 and len(set(counts.values())) > 1 and not samples.known.all_at_once:
             told = ", ".join(f"{name} {count:g}" for name, count in counts.items())
-            self.engine.spread.samples.need_all(
+            samples.need_all(
                 f"losses that are summed have different counts ({told}), whose share of the global batch must be known"
             )
         return {n: t / counts[n] if counts[n] else math.nan for n, t in zip(names, agreed[::2], strict=True)}

@@ -40,6 +40,8 @@ class Screen:
         """Of the last steps: how long each took, and how many samples or tokens it had."""
         self.gathered = 0
         self.twice = False
+        self.losses: dict[str, str] = {}
+        """Of the last step, or of the last of each turn."""
 
     def start(self) -> None:
         engine = self.engine
@@ -110,6 +112,7 @@ class Screen:
     def step(self, metrics: Metrics) -> None:
         self._note_gathered()
         self._note_twice()
+        self.losses[metrics.turn] = _loss(metrics)
         now = time.monotonic()
         amount = metrics.count if self.engine.task.counts == "tokens" else metrics.slots
         self.seconds.append(now - self._recent)
@@ -134,11 +137,9 @@ class Screen:
         seconds = max(sum(self.seconds), 1e-9)  # both of the same steps
         rate, left = sum(self.amounts) / seconds, seconds / len(self.seconds) * (task.steps - done)
         bar = "━" * round(10 * done / task.steps)
-        named = ", ".join(f"{name} {value:.4f}" for name, value in metrics.losses.items())
-        loss = f"loss {metrics.loss:.4f}" + (f" ({named})" if named else "")
-        loss = "skipped: not finite" if metrics.skipped else loss
+        losses = "  ".join(self.losses.values())
         return (
-            f"{bar:─<10} step {done}/{task.steps}  {loss}  {rate:,.0f} {task.counts}/s  "
+            f"{bar:─<10} step {done}/{task.steps}  {losses}  {rate:,.0f} {task.counts}/s  "
             f"{memory_bytes(self.engine.device) / 2**30:.2f} GiB  {_clock(left)} left"
         )
 
@@ -176,6 +177,14 @@ def memory_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def _loss(metrics: Metrics) -> str:
+    """Under the name of its turn, where steps take turns."""
+    if metrics.skipped:
+        return f"{metrics.turn} skipped: not finite".lstrip()
+    named = ", ".join(f"{name} {value:.4f}" for name, value in metrics.losses.items())
+    return f"{metrics.turn or 'loss'} {metrics.loss:.4f}" + (f" ({named})" if named else "")
 
 
 def _clock(seconds: float) -> str:

@@ -46,3 +46,23 @@ class Parts(Points):
 
 def test_weighted_sums_are_sums() -> None:
     assert checked(Parts()).refusal == ""
+
+
+@dataclass
+class Changing(Points):
+    """Losses whose names depend on how many samples are together, in the loss and in the evaluation."""
+
+    changes: bool = True
+
+    def loss(self, output: Tensor, batch: dict[str, Any]) -> phalanx.Loss:
+        name = "many" if self.changes and len(output) > 5 else "other"
+        one = phalanx.Loss(output.square().sum(), 2 * len(output))
+        return phalanx.losses.sum(one=one, **{name: phalanx.losses.cross_entropy(output, batch["y"])})
+
+    def evaluate(self, output: Tensor, batch: dict[str, Any]) -> dict[str, phalanx.Loss]:
+        return {"loss": self.loss(output, batch)}
+
+
+def test_a_sum_has_the_same_names_whatever_is_together() -> None:
+    assert checked(Changing(changes=False)).refusal == ""
+    assert "gets one, many for a batch and one, other for some of it. Give it every name" in checked(Changing()).refusal

@@ -25,6 +25,7 @@ from phalanx.precision import cast
 from phalanx.task import Batch, Task, as_loss
 from phalanx.train.check import lines
 from phalanx.train.shrink import Needs, by_config
+from phalanx.train.widened import Widened
 
 SAMPLES, SOME_SAMPLES, FEW_SAMPLES = 7, 4, 3
 LARGE_WEIGHTS, TOO_MANY_WEIGHTS = 3_000_000, 100_000_000
@@ -201,7 +202,8 @@ class Subject:
             if name in self._begun and self._begun[name].shape == tensor.shape:
                 tensor.data.copy_(self._begun[name])
         given = Given(batch, None, None, None)
-        with self._watching(given) if watch else nullcontext(), self.randomness.scope("task"):
+        wide = Widened() if self.dtype == torch.float64 else nullcontext()
+        with self._watching(given) if watch else nullcontext(), self.randomness.scope("task"), wide:
             with raising(f"{self.name}.inputs()"):
                 given.inputs = cast(self.task.inputs(batch), self.dtype)
             with raising(f"the forward of {type(self.model).__name__}"):

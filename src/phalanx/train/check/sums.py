@@ -18,10 +18,11 @@ from phalanx.errors import WrongUse
 from phalanx.losses import Loss
 from phalanx.parallel import samples
 from phalanx.parallel.answers import generator_state
+from phalanx.parallel.samples import SAME_NAMES
 from phalanx.task import Task
 from phalanx.train.check import lines
 from phalanx.train.check.learning import named, overrides, place
-from phalanx.train.check.subject import Ended, Given, Subject, moved, tensors_in
+from phalanx.train.check.subject import Ended, Subject, moved, tensors_in
 
 WIDE_TOLERANCE, NARROW_TOLERANCE = 1e-5, 1e-2
 """Relative: in float64, where a model may round some to float32, and where a task computes in float32 alone."""
@@ -46,7 +47,7 @@ def check_sums(subject: Subject) -> list[str]:
         if _asked() != asked:
             return []
         parts = [subject.compute(part) for part in pair]
-        for name, loss, others in _losses(whole, parts):
+        for name, loss, others in _losses(whole.loss, [part.loss for part in parts]):
             if (what := _differ(subject, loss, others)) is not None:
                 raise _mixes(subject, pair, what, f"loss{f' ({name})' if name else ''}", evaluate=False)
     return []
@@ -69,8 +70,10 @@ def check_evaluate(subject: Subject) -> None:
             for name, value in whole.value.items():
                 others = [part.value.get(name) for part in parts]
                 sums = all(isinstance(item, Loss) for item in (value, *others))
-                if sums and (what := _differ(subject, value, others)) is not None:
-                    raise _mixes(subject, pair, what, f"evaluate's {name!r}", evaluate=True)
+                for part, loss, its in _losses(value, others) if sums else ():
+                    if (what := _differ(subject, loss, its)) is not None:
+                        of = f"evaluate's {name!r}{f' ({part})' if part else ''}"
+                        raise _mixes(subject, pair, what, of, evaluate=True)
     finally:
         for module, before in training.items():
             module.training = before
@@ -87,13 +90,16 @@ def _pair(subject: Subject) -> tuple[range, range] | None:
     return (range(cut), range(cut, count)) if count > 1 else None
 
 
-def _losses(whole: Given, parts: Sequence[Given]) -> Iterator[tuple[str, Loss, list[Loss]]]:
+def _losses(whole: Loss, parts: Sequence[Any]) -> Iterator[tuple[str, Loss, list[Any]]]:
     """A loss, or those by name that it is made of, with those of the parts."""
-    named_parts = getattr(whole.loss, "parts", None) or {}
-    for name, loss in named_parts.items():
-        yield name, loss, [part.loss.parts[name] for part in parts]
-    if not named_parts:
-        yield "", whole.loss, [part.loss for part in parts]
+    for part in parts:
+        if list(part.parts) != list(whole.parts):
+            first, second = (", ".join(loss.parts) or "nothing" for loss in (whole, part))
+            raise WrongUse(f"phalanx.losses.sum gets {first} for a batch and {second} for some of it. {SAME_NAMES}")
+    for name, loss in whole.parts.items():
+        yield name, loss, [part.parts[name] for part in parts]
+    if not whole.parts:
+        yield "", whole, list(parts)
 
 
 @dataclass(frozen=True)

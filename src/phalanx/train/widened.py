@@ -1,4 +1,4 @@
-"""Constants in a loss made as wide as what they meet: a proof computes in float64, and people write float32 ones."""
+"""Constants in a loss made as wide as what they meet: it is tried in float64, and people write float32 ones."""
 
 from __future__ import annotations
 

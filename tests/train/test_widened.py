@@ -11,7 +11,7 @@ from torch import Tensor
 
 import phalanx
 from phalanx.prove.proof import prove
-from phalanx.prove.widened import Widened
+from phalanx.train.widened import Widened
 from tests.prove.tasks import Plain
 
 WEIGHTS = torch.tensor([0.2, 0.3, 0.5])
