@@ -234,7 +234,7 @@ def test_a_run_that_is_done_is_done_though_it_was_asked_to_stop(folder: Path) ->
     """While the last checkpoint and the weights are written nothing can be lost any more."""
     (folder / "slow.py").write_text(TASK.replace("    def inputs", LATE))
     run = Run(folder / "rough")
-    process = started(folder, "slow.py", "--on", "local:2", "--steps", "9", "--run", "rough")
+    process = started(folder, "slow.py", "--on", "local:2", "--steps", "9", "--run", "rough", "--unchecked")
     deadline = time.monotonic() + 60
     while not (folder / "evaluating").exists():
         assert time.monotonic() < deadline
