@@ -6,6 +6,7 @@ This process runs autograd, so whatever trains in another process is forked by t
 from __future__ import annotations
 
 import os
+import subprocess
 import threading
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -82,6 +83,17 @@ def _pool() -> Iterator[Ranks]:
 @pytest.fixture
 def ranks(_pool: Ranks) -> Ranks:
     return _pool
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A folder with a ``disk`` in it that holds a megabyte."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", disk], capture_output=True).returncode:
+        pytest.skip("only root may mount a small disk")
+    yield tmp_path
+    subprocess.run(["umount", disk], check=True)
 
 
 def children() -> set[int]:

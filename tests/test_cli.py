@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from phalanx import Run, cli
+from phalanx import Run, cli, user_code
 from tests.forking import fork
 
 TASK = Path(__file__).with_name("tasks.py")
@@ -57,6 +57,8 @@ def run_forked(function: Callable[..., None], *args: Any, cwd: Path, **options: 
 
 
 def _main(*words: str) -> None:
+    for name in user_code.modules().keys() - {"__main__"}:  # all tests: no process of a user's has imported them
+        del sys.modules[name]
     sys.argv = ["phalanx", *words]
     cli.main()
 

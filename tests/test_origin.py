@@ -140,6 +140,16 @@ def test_what_a_killed_attempt_left_is_not_taken_for_whole(tmp_path: Path) -> No
     assert found.folder == run.path / "origin" / "001"
 
 
+def test_a_full_disk_keeps_nothing_of_it_and_is_said(small_disk: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = Run.create(small_disk / "disk" / "r", "x")
+    ballast = small_disk / "disk" / "ballast"
+    ballast.write_bytes(bytes(shutil.disk_usage(ballast.parent).free - (64 << 10)))
+    with origin.kept_origin(run, Task()):  # every test file is a module of this process, far more than 64 KiB
+        assert shutil.disk_usage(ballast.parent).free == 64 << 10
+    assert list((run.path / "origin").iterdir()) == []
+    assert f"cannot be written to {run.path / 'origin'}: [Errno 28]" in capsys.readouterr().err
+
+
 def test_a_git_that_takes_too_long_is_not_called_unchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     git = tmp_path / "git"
     git.write_text("#!/bin/sh\ncase $1 in diff) exec sleep 60;; *) echo here;; esac\n")

@@ -68,14 +68,19 @@ class Origin:
         self.folder = self.run.path / "origin" / f"{number:03d}"
         unfinished = self.folder.with_name(f"{self.folder.name}.unfinished")
         shutil.rmtree(unfinished, ignore_errors=True)
-        unfinished.mkdir(parents=True)
-        _put(unfinished / "run.toml", settings)
-        if diff:
-            _put(unfinished / "git.diff", diff)
-        self._copy(unfinished)
-        _put(unfinished / NAME, json.dumps({"time": time.time(), **found, "files": self._copied}, indent=1) + "\n")
-        shutil.rmtree(self.folder, ignore_errors=True)
-        unfinished.replace(self.folder)
+        try:
+            unfinished.mkdir(parents=True)
+            _put(unfinished / "run.toml", settings)
+            if diff:
+                _put(unfinished / "git.diff", diff)
+            self._copy(unfinished)
+            _put(unfinished / NAME, json.dumps({"time": time.time(), **found, "files": self._copied}, indent=1) + "\n")
+            shutil.rmtree(self.folder, ignore_errors=True)
+            unfinished.replace(self.folder)
+        except OSError:  # the last room on a disk is for checkpoints
+            self.folder = None
+            shutil.rmtree(unfinished, ignore_errors=True)
+            raise
 
     def complete(self) -> None:
         """Add what was imported since."""
@@ -92,13 +97,15 @@ class Origin:
         for name, path in sorted(user_code.modules().items()):
             if str(path) in self._copied or len(self._copied) >= MOST_FILES:
                 continue
-            copy, size = None, 0
+            copy, size, text = None, 0, None
             with suppress(OSError, UnicodeDecodeError):
                 size = path.stat().st_size
                 if path.suffix == ".py" and size <= min(room, MOST_OF_A_FILE):
-                    copy = _place(name, path, {known["copy"] for known in self._copied.values()})
-                    _put(folder / "source" / copy, redact_source(path.read_text(encoding="utf-8"), self.secrets))
-                    room -= size
+                    text = path.read_text(encoding="utf-8")
+            if text is not None:
+                copy = _place(name, path, {known["copy"] for known in self._copied.values()})
+                _put(folder / "source" / copy, redact_source(text, self.secrets))
+                room -= size
             self._copied[str(path)] = {"module": name, "sha256": hashes.get(path), "bytes": size, "copy": copy}
 
 
