@@ -30,7 +30,10 @@ OWN_OF_A_STEP = ("step", "seconds", "sent")
 
 def writers(hosts: Sequence[int]) -> list[int]:
     """The ranks that write what all share: the first of each host, given by rank. One host's may be lost."""
-    return [rank for rank, host in enumerate(hosts) if host not in hosts[:rank]]
+    first: dict[int, int] = {}
+    for rank, host in enumerate(hosts):
+        first.setdefault(host, rank)
+    return list(first.values())
 
 
 def pause_of(rank: int, hosts: Sequence[int]) -> float:

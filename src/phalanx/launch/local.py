@@ -198,10 +198,10 @@ def _supervise(
     deadline = math.inf  # from the first failure on
     for process in processes if stop.asked else ():  # before there were ranks
         _hand_on(process, signal.SIGTERM)
-    while running and time.monotonic() < min(deadline, stop.deadline or math.inf):
+    while running and time.monotonic() < (end := min(deadline, stop.deadline)):
         patience = LOOK_SECONDS if look else None
-        if min(deadline, stop.deadline or math.inf) < math.inf:
-            patience = max(0.0, min(deadline, stop.deadline or math.inf) - time.monotonic())
+        if end < math.inf:
+            patience = max(0.0, end - time.monotonic())
         sentinels = [process.sentinel for process in running.values()]
         if asked in wait([asked, *sentinels, *open_pipes.values()], timeout=patience):
             for number in os.read(asked, 64):

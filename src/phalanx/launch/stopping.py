@@ -6,6 +6,7 @@ ask for the same thing: only a second Ctrl-C of a person at a terminal means tha
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import sys
@@ -46,7 +47,7 @@ class Stop:
     def __init__(self, grace: float, at_stake: Callable[[], bool] = lambda: True) -> None:
         """``grace``: seconds that ranks have to end well, where anything is ``at_stake`` that is not saved."""
         self.grace, self.at_stake = grace, at_stake
-        self.deadline: float | None = None
+        self.deadline = math.inf
         self.given = 0.0
         self.cut_short = ""
         """Why ranks were not given all the time they needed, if they were not."""
@@ -54,19 +55,19 @@ class Stop:
 
     @property
     def asked(self) -> bool:
-        return self.deadline is not None
+        return self.deadline < math.inf
 
     @property
     def left(self) -> float:
         """Seconds."""
-        return 0.0 if self.deadline is None else max(0.0, self.deadline - time.monotonic())
+        return max(0.0, self.deadline - time.monotonic()) if self.asked else 0.0
 
     def heard(self, number: int) -> bool:
         """A signal came; whether it is the first that asks to end."""
         if number == signal.SIGUSR1:
             return False
         now = time.monotonic()
-        first = self.deadline is None
+        first = not self.asked
         if first:
             self.given = self.grace if self.at_stake() else 0.0
             self.deadline = now + self.given

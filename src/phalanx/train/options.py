@@ -108,13 +108,12 @@ class Options:
 
     def to_repeat(self) -> dict[str, Any]:
         """What a ``run.toml`` should say: what is not as usual, with full paths, and nothing of this host or drill."""
-        whole = replace(self.from_anywhere(), host=None, interface=None, allow=None, kill=None)
+        whole = replace(
+            self, checkpoints=full_path(self.checkpoints), init_from=full_path(self.init_from),
+            host=None, interface=None, allow=None, kill=None,
+        )  # fmt: skip
         usual = asdict(Options())
         return {n: redact_field(n, v) for n, v in asdict(whole).items() if v != usual[n] or n == "timeout"}
-
-    def from_anywhere(self) -> Options:
-        """With full paths."""
-        return replace(self, checkpoints=full_path(self.checkpoints), init_from=full_path(self.init_from))
 
     def drill(self) -> tuple[int, int] | None:
         """Which rank is killed after which step, if any."""
