@@ -19,6 +19,7 @@ import typer
 
 from phalanx import __version__ as version
 from phalanx.errors import CannotHere, WrongUse
+from phalanx.launch.stopping import ENDING
 from phalanx.redact import redact
 
 TASK = "file.py, package.module, one of these with :Class, or a recipe's name"
@@ -41,7 +42,7 @@ def phalanx(
 @contextmanager
 def _stoppable(told: str) -> Iterator[None]:
     """Signals that ask to end are heeded once, so that what is unfinished is cleared away; then this is told."""
-    numbers = [n for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is not signal.SIG_IGN]
+    numbers = [n for n in ENDING if signal.getsignal(n) is not signal.SIG_IGN]
 
     def stop(number: int, frame: FrameType | None) -> None:
         for each in numbers:

@@ -15,6 +15,11 @@ LEAST_RANKS, RANKS_A_CORE = 64, 16
 """Ranks without a GPU that any machine may be asked for, and those that each core allows: more would only wait."""
 
 
+def devices(kind: str, ranks: int) -> str:
+    """``CPU``, ``GPU``, ``GPUs``: what so many ranks compute on."""
+    return "CPU" if kind == "cpu" else "GPUs" if ranks > 1 else "GPU"
+
+
 @dataclass(frozen=True)
 class Cluster:
     """Nodes that are alike, each with so many devices of one kind."""
@@ -31,8 +36,7 @@ class Cluster:
 
     def describe(self) -> str:
         """For people: ``2 ranks on this machine's CPU``."""
-        place = "CPU" if self.device == "cpu" else "GPUs" if self.per_node > 1 else "GPU"
-        return f"{many(self.per_node, 'rank')} on this machine's {place}"
+        return f"{many(self.per_node, 'rank')} on this machine's {devices(self.device, self.per_node)}"
 
     @property
     def world(self) -> int:

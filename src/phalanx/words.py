@@ -12,6 +12,12 @@ def many(number: int, one: str, more: str = "") -> str:
     return f"{number:,} {one if number == 1 else more or one + 's'}"
 
 
+def listed(names: Sequence[str], most: int) -> str:
+    """``a, b``, ``a, b and 3 more``."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
 def in_bytes(number: float) -> str:
     """``0 B``, ``1.5 KiB``, ``24 MiB``."""
     for unit in ("B", "KiB", "MiB", "GiB"):

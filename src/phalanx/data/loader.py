@@ -18,10 +18,9 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from phalanx import counter
-from phalanx.data.arrays import Arrays
 from phalanx.data.kinds import check_values, not_a_sample, unstackable
 from phalanx.data.order import Order, digest, leaf, share
-from phalanx.data.splitting import Part
+from phalanx.data.splitting import by_rows
 from phalanx.errors import WrongUse
 from phalanx.processes import die_with_parent
 from phalanx.traces import Traced, folded, whole
@@ -56,6 +55,12 @@ def seed_globally(*key: int | str) -> None:
     torch.default_generator.manual_seed(seed)
 
 
+def read_sample(data: Any, index: int, seed: int, epoch: int = 0) -> Any:
+    """One sample; what is drawn while it is made follows from the seed, the epoch and its number."""
+    seed_globally(seed, "sample", epoch, index)
+    return data[index]
+
+
 @dataclass(frozen=True)
 class Plan:
     """What to read for one micro-batch."""
@@ -75,7 +80,7 @@ class Reader(Dataset):
     def __getitem__(self, plan: Plan) -> dict[str, Any] | WrongUse | Traced:
         what, samples = "", []
         try:
-            if self.plain and (isinstance(self.data, Arrays) or (isinstance(self.data, Part) and self.data.arrays)):
+            if self.plain and by_rows(self.data):
                 return self.data.batch(plan.ids)
             for index in plan.ids.tolist():
                 what = f"sample {index} cannot be read"
@@ -96,8 +101,7 @@ class Reader(Dataset):
         return _checked(self[Plan(0, np.array([index]), np.zeros(1, dtype=np.int64), True)])
 
     def _sample(self, index: int, epoch: int) -> Any:
-        seed_globally(self.seed, "sample", epoch, index)
-        sample = self.data[index]
+        sample = read_sample(self.data, index, self.seed, epoch)
         if not isinstance(sample, dict):
             raise not_a_sample(sample, index)
         return sample

@@ -35,14 +35,14 @@ class Part:
         """Where samples of this part are in the whole."""
         return permute(index + self.start, self.size, counter.key(self.seed, "split"))
 
-    @property
-    def arrays(self) -> bool:
-        """Whether the whole gives many rows at once."""
-        return isinstance(self.data, (Arrays, Part)) and getattr(self.data, "arrays", True)
-
     def batch(self, ids: np.ndarray) -> dict[str, Any]:
         """Many samples at once, of arrays."""
         return self.data.batch(self.ids(np.asarray(ids)))
+
+
+def by_rows(data: Any) -> bool:
+    """Whether data gives many samples at once: arrays, and parts of them."""
+    return isinstance(data, Arrays) or (isinstance(data, Part) and by_rows(data.data))
 
 
 def split(data: Any, held_out: float | int = 0.1, seed: int = 0) -> tuple[Part, Part]:

@@ -236,8 +236,13 @@ def generator_state(device: torch.device) -> Generators:
 def check_unmoved(before: Generators, device: torch.device) -> None:
     """Refuse a model that drew from them: its numbers would depend on the layout."""
     if before != generator_state(device):
-        known = ", ".join(sorted({f"{getattr(f, '__name__', f)}" for f in ANSWERS}))
-        raise WrongUse(
-            "the model drew random numbers whose values would depend on how the job is spread. "
-            f"Draw with one of these functions, from the first step on: {known}."
-        )
+        raise drew()
+
+
+def drew(where: str = "") -> WrongUse:
+    """What is told then."""
+    known = ", ".join(sorted({f"{getattr(f, '__name__', f)}" for f in ANSWERS}))
+    return WrongUse(
+        "the model drew random numbers whose values would depend on how the job is spread, from a generator of "
+        f"torch's, numpy's or Python's own{where}. Draw with one of these functions, from the first step on: {known}."
+    )

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from phalanx.data.loader import seed_globally
 from phalanx.losses import Logits
-from phalanx.parallel.blueprint import mapped
-from phalanx.task import Batch, Task, as_loss
+from phalanx.prove.hostile import wide_batch
+from phalanx.task import as_loss
 from phalanx.train.collecting import Collected, Gathered, check_alike, numbers
 from phalanx.train.evaluate import checked
 from phalanx.train.totals import OF, spelled_out
@@ -70,7 +70,7 @@ def measured(reference: Reference, together: int | None = None) -> Measures | No
         stop = min(first + task.global_batch, len(held))
         for start in range(first, stop, each):
             places = np.arange(start, min(start + each, stop))
-            batch = _batch(task, held, places)
+            batch = wide_batch(task, held, 0, places)
             with reference.randomness.scope("task"):
                 output = reference.output(first // task.global_batch, places - first, batch)
                 measures = checked(task, task.evaluate(output, batch))
@@ -83,15 +83,6 @@ def measured(reference: Reference, together: int | None = None) -> Measures | No
         found.gathered[name] = [*chain(*column.parts)] if text else torch.cat(column.parts)
     found.numbers = numbers(task, found.gathered) if rows.columns else {}
     return found
-
-
-def _batch(task: Task, held: Any, places: np.ndarray) -> Batch:
-    samples = []
-    for place in places:
-        seed_globally(task.seed, "sample", 0, int(place))
-        samples.append(held[int(place)])
-    tensors = task.collate(samples)
-    return Batch({n: mapped(v, lambda t: t.double() if t.is_floating_point() else t) for n, v in tensors.items()})
 
 
 def _add(found: Measures, rows: Collected, name: str, value: Any, places: np.ndarray) -> None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 
-from phalanx import user_code
 from phalanx.errors import CannotHere, WrongUse
 from phalanx.launch import blame
 from phalanx.layout import Layout
 from phalanx.task import Task
 from phalanx.traces import folded
+from phalanx.train.check import lines
 from phalanx.train.engine import Engine
 from phalanx.train.shrink import Needs, shrunk
 
@@ -33,24 +33,22 @@ def failed(task: Task, needs: Needs, error: Exception) -> Unprovable:
     if isinstance(plainly, (WrongUse, CannotHere)):
         raise plainly
     told = plainly or error
-    frame = user_code.innermost(told.__traceback__)
-    where = f" ({user_code.place(frame.filename, frame.lineno)}: {frame.line})" if frame else ""
-    summary = f"{type(task).__name__} fails on one device: {blame.reason(told)}{where}"
-    lines = [text for text in [folded(told)] if text]
+    summary = f"{type(task).__name__} fails on one device: {blame.reason(told)}{lines.at(lines.of_error(told))}"
+    evidence = [text for text in [folded(told)] if text]
     if plainly is not None:
-        return Unprovable(summary, "Mend that first; phalanx train says the same.", code=2, evidence=lines)
+        return Unprovable(summary, "Mend that first; phalanx train says the same.", code=2, evidence=evidence)
     words = str(error)
     if isinstance(error, RuntimeError) and sum(word in words for word in DTYPES) > 1:
         return Unprovable(
             f"{summary}. It computes in float64 while it is proven, and meets a narrower number there",
             "Make constants as wide as what they meet: torch.tensor(..., dtype=output.dtype), or register_buffer.",
-            code=2, evidence=lines,
+            code=2, evidence=evidence,
         )  # fmt: skip
     return Unprovable(
         f"{summary}. As it is, without what a proof does to a task, it trains",
         "Look at what that line takes for granted: a proof has other batches, float64, shorter epochs and ignored "
         "targets. If it cannot do without, give the task a tiny() of its own.",
-        code=2, evidence=lines,
+        code=2, evidence=evidence,
     )  # fmt: skip
 
 

@@ -11,7 +11,7 @@ import copy
 import math
 import os
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -22,14 +22,15 @@ from torch import Tensor, nn
 
 from phalanx import losses
 from phalanx.data.fingerprint import digest
+from phalanx.data.kinds import count_samples
 from phalanx.data.loader import seed_globally
 from phalanx.data.order import Order
-from phalanx.errors import WrongUse
 from phalanx.losses import Loss
 from phalanx.parallel import collectives, spread
+from phalanx.parallel.blueprint import mapped
 from phalanx.parallel.randomness import Moment
 from phalanx.prove.replacing import replacing
-from phalanx.task import Task, as_loss
+from phalanx.task import Batch, Task, as_loss
 from phalanx.train.shrink import FromConfig
 from phalanx.train.variant import Variant, variant
 from phalanx.train.widened import Widened
@@ -192,9 +193,10 @@ class Hostile(Variant):
         if trial.held is None or trial.held[0] != here:
             trial.held = here, super().held_out()
         held = trial.held[1]
-        if held is not None and not len(held):
-            raise WrongUse(f"{type(self).__name__}.held_out is empty. Give it samples, or return None.")
-        return None if held is None else Samples(held, trial, trial.batch + 3, ignoring=False)
+        if held is None:
+            return None
+        count_samples(held, f"{type(self).__name__}.held_out")
+        return Samples(held, trial, trial.batch + 3, ignoring=False)
 
     def evaluate(self, output: Any, batch: dict[str, Any]) -> Any:
         with Widened():
@@ -219,6 +221,16 @@ def hostile(task: Task, trial: Trial) -> Task:
     seed_globally(task.seed, "data")
     object.__setattr__(proven, "global_batch", min(trial.batch, len(proven.data())))
     return proven
+
+
+def wide_batch(task: Task, data: Any, epoch: int, ids: Iterable[int]) -> Batch:
+    """These samples as a batch of float64."""
+    samples = []
+    for index in ids:
+        seed_globally(task.seed, "sample", epoch, int(index))
+        samples.append(data[int(index)])
+    tensors = task.collate(samples)
+    return Batch({n: mapped(v, lambda t: t.double() if t.is_floating_point() else t) for n, v in tensors.items()})
 
 
 @contextmanager

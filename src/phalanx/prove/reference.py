@@ -21,11 +21,11 @@ from phalanx.data.loader import seed_globally
 from phalanx.data.order import Order, digest, share
 from phalanx.parallel import batchnorm, hugging_face, keras, samples
 from phalanx.parallel.answers import Answers
-from phalanx.parallel.blueprint import Blueprint, mapped
+from phalanx.parallel.blueprint import Blueprint
 from phalanx.parallel.randomness import Moment, Randomness
 from phalanx.precision import cast
 from phalanx.prove.evaluation import Measures, measured
-from phalanx.prove.hostile import Hostile
+from phalanx.prove.hostile import Hostile, wide_batch
 from phalanx.prove.layouts import One
 from phalanx.prove.steady import Decisions, Idle, Steady, homes
 from phalanx.task import Batch, Task, as_loss, rates
@@ -204,14 +204,8 @@ class Reference:
 
     def batch(self, step: int, ids: Sequence[int] | np.ndarray) -> tuple[Batch, list[tuple[int, str]]]:
         """These samples as a batch of float64, and what was read for it."""
-        read, epoch = [], self.order.epoch(step)
         self.data.read.clear()
-        for index in ids:
-            seed_globally(self.task.seed, "sample", epoch, int(index))
-            read.append(self.data[int(index)])
-        tensors = self.task.collate(read)
-        wide = {n: mapped(v, lambda t: t.double() if t.is_floating_point() else t) for n, v in tensors.items()}
-        made = Batch(wide)
+        made = wide_batch(self.task, self.data, self.order.epoch(step), ids)
         made.turn = self.task.turn(step)
         return made, list(self.data.read)
 

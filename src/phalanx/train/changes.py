@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from phalanx import user_code
 from phalanx.data.fingerprint import Fingerprint
-from phalanx.data.loader import seed_globally
+from phalanx.data.loader import read_sample
 from phalanx.events import plain
 from phalanx.parallel import collectives
 from phalanx.settings import convert, plain_settings, task_fields
 from phalanx.task import rates
+from phalanx.words import listed
 
 if TYPE_CHECKING:
     from phalanx.train.engine import Engine
@@ -55,12 +56,8 @@ def described(engine: Engine) -> dict[str, Any]:
     return dict(json.loads(text))
 
 
-def _reader(engine: Engine) -> Any:
-    def read(index: int) -> Any:
-        seed_globally(engine.task.seed, "sample", 0, index)
-        return engine.loader.reader.data[index]
-
-    return read
+def _reader(engine: Engine) -> Callable[[int], Any]:
+    return lambda index: read_sample(engine.loader.reader.data, index, engine.task.seed)
 
 
 def _numbers(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -100,7 +97,7 @@ def _settings(engine: Engine, facts: Mapping[str, Any]) -> list[Change]:
             found.append(Change(f"{what} was {before} and is {value}"))
     others = user_code.changed(facts.get("files", {}), user_code.home(type(engine.task)))
     if others:
-        found.append(Change(f"code: {_listed(others)} {'is' if len(others) == 1 else 'are'} not what it was"))
+        found.append(Change(f"code: {listed(others, SHOWN)} {'is' if len(others) == 1 else 'are'} not what it was"))
     for name, version in facts.get("versions", {}).items():
         if version != (known := engine.versions.get(name)):
             found.append(Change(f"{name} was {version} and is {known}"))
@@ -142,9 +139,4 @@ def _data(engine: Engine, facts: Mapping[str, Any]) -> list[Change]:
     if not others:
         return []
     words = f"the data is not what it was: {len(others)} of {looked} samples that were looked at are others"
-    return [Change(f"{words} ({_listed([str(index) for index in others])})", order=True)]
-
-
-def _listed(names: list[str]) -> str:
-    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return ", ".join(names[:SHOWN]) + more
+    return [Change(f"{words} ({listed([*map(str, others)], SHOWN)})", order=True)]

@@ -23,6 +23,11 @@ ELEMENTWISE = (
 SCHEDULE = "Return a function of the step, a factor on the learning rate"
 
 
+def untrainable(task: Task) -> WrongUse:
+    where = lines.at(lines.of(type(task).model))
+    return WrongUse(f"the model of {type(task).__name__}{where} has no trainable weight. Check requires_grad.")
+
+
 def make_optimizer(task: Task, pieces: Sequence[nn.Parameter], trained: bool, sharded: bool) -> optim.Optimizer:
     """The task's optimizer over this rank's pieces, refused where it would not give what one device gives.
 
@@ -30,8 +35,7 @@ def make_optimizer(task: Task, pieces: Sequence[nn.Parameter], trained: bool, sh
     """
     name = type(task).__name__
     if not trained:
-        where = lines.at(lines.of(type(task).model))
-        raise WrongUse(f"the model of {name}{where} has no trainable weight. Check requires_grad.")
+        raise untrainable(task)
     if not pieces:
         nothing = nn.Parameter(torch.zeros(1, 1))
         nothing.logical_name = "nothing"  # type: ignore[attr-defined]

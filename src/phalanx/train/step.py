@@ -174,9 +174,9 @@ def task_loss(engine: Engine, output: Any, tensors: dict[str, Any]) -> Loss:
     return loss
 
 
-def independent(task: Task) -> WrongUse:
+def independent(task: Task, why: str = "") -> WrongUse:
     return WrongUse(
-        f"the loss of {type(task).__name__} does not depend on any trainable weight. "
+        f"the loss of {type(task).__name__} does not depend on any trainable weight{why}. "
         "Compute it from the model's output, without detach(), item() or no_grad()."
     )
 

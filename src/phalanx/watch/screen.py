@@ -14,6 +14,7 @@ from typing import IO
 import torch
 
 from phalanx import inventory
+from phalanx.cluster import devices
 from phalanx.train.engine import Engine
 from phalanx.train.step import Metrics
 from phalanx.words import many, round_number
@@ -48,11 +49,11 @@ class Screen:
         shapes, trainable = engine.spread.holding.shapes, engine.spread.trainable
         weights = sum(shapes[name].numel() for name in trainable)
         learned = sum(shapes[name].numel() for name, trained in trainable.items() if trained)
-        place = "CPU" if engine.device.type == "cpu" else "GPUs" if engine.environment.world > 1 else "GPU"
+        world = engine.environment.world
         micro = many(engine.loader.micro_batches, "micro-batch", "micro-batches")
         frozen = f", {learned:,} of them trainable" if learned < weights else ""
         facts = {
-            "layout": f"{engine.layout} on {many(engine.environment.world, 'rank')}, {place}",
+            "layout": f"{engine.layout} on {many(world, 'rank')}, {devices(engine.device.type, world)}",
             "model": f"{many(weights, 'weight')}{frozen}, {engine.anatomy.describe()}",
             **self._here(),
             "memory": str(self._memory()),

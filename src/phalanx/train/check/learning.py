@@ -12,9 +12,12 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from phalanx.errors import WrongUse
-from phalanx.parallel.answers import ANSWERS, generator_state
+from phalanx.parallel.answers import drew, generator_state
 from phalanx.train.check import lines
 from phalanx.train.check.subject import Ended, Fails, Given, Subject, moved, tensors_in
+from phalanx.train.optimizers import untrainable
+from phalanx.train.step import independent
+from phalanx.words import listed
 
 SHOWN = 3
 FUNCTION = "Make it depend on its inputs, its weights and torch's random functions alone"
@@ -70,12 +73,7 @@ def _draws(subject: Subject) -> WrongUse:
     batch = subject.batch(subject.places)
     with lines.that_draws() as found:
         subject.compute(subject.places, batch)
-    known = ", ".join(sorted({getattr(f, "__name__", str(f)) for f in ANSWERS}))
-    return WrongUse(
-        "the model drew random numbers whose values would depend on how the job is spread, from a generator of "
-        f"torch's, numpy's or Python's own{lines.at(found())}. Draw with one of these functions, from the first step "
-        f"on: {known}."
-    )
+    return drew(lines.at(found()))
 
 
 def _check_untouched(subject: Subject, before: dict[str, Tensor]) -> None:
@@ -112,8 +110,7 @@ def _check_untouched(subject: Subject, before: dict[str, Tensor]) -> None:
 
 def _check_depends(subject: Subject, given: Given, returned: str) -> None:
     if not any(weight.requires_grad for weight in subject.model.parameters()):
-        where = lines.at(lines.of(type(subject.task).model))
-        raise WrongUse(f"the model of {subject.name}{where} has no trainable weight. Check requires_grad.")
+        raise untrainable(subject.task)
     if given.loss.total.requires_grad:
         return
     where, line = "", returned
@@ -121,10 +118,7 @@ def _check_depends(subject: Subject, given: Given, returned: str) -> None:
         cut = next((e for e in given.modules if not e.attached and _trains(e.module)), None)
         name = cut.name if cut else ""
         where, line = f", since the output of {named(subject, name)} does not", place(subject, name)
-    raise WrongUse(
-        f"the loss of {subject.name} does not depend on any trainable weight{where}{lines.at(line)}. "
-        "Compute it from the model's output, without detach(), item() or no_grad()."
-    )
+    raise independent(subject.task, f"{where}{lines.at(line)}")
 
 
 def _trains(module: nn.Module) -> bool:
@@ -199,10 +193,9 @@ def _check_gradients(subject: Subject, given: Given, pretrained: bool) -> list[s
     cut -= {ended.name for ended in given.modules if ended.attached}
     without = [n for n, w in weights.items() if w.grad is None and n.rpartition(".")[0] in cut]
     if without:
-        more = f" and {len(without) - SHOWN} more" if len(without) > SHOWN else ""
         where = lines.at(place(subject, without[0].rpartition(".")[0]))
         return [
-            f"{', '.join(without[:SHOWN])}{more} take part in the forward and get no gradient from the loss{where}: "
+            f"{listed(without, SHOWN)} take part in the forward and get no gradient from the loss{where}: "
             "is something detached, or under no_grad()? If that is meant, set requires_grad to False for them."
         ]
     return []

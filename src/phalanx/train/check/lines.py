@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import CodeType, FrameType, TracebackType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from phalanx.parallel.answers import generator_state
-from phalanx.user_code import is_users_line, place
+from phalanx.user_code import innermost, is_users_line, place
 
 CALLER = str(Path(__file__).with_name("subject.py"))
 """From where the check calls the user's code."""
@@ -31,13 +31,8 @@ def written(file: str, line: int) -> str:
 
 def of_error(error: BaseException) -> str:
     """The innermost line of the user's that an error came through; empty if there is none."""
-    found, trace = "", error.__traceback__
-    while isinstance(trace, TracebackType):
-        file = trace.tb_frame.f_code.co_filename
-        if is_users_line(file):
-            found = written(file, trace.tb_lineno)
-        trace = trace.tb_next
-    return found
+    frame = innermost(error.__traceback__)
+    return written(frame.filename, frame.lineno or 0) if frame else ""
 
 
 def of(thing: Any) -> str:

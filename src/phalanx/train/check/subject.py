@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from phalanx.data.loader import seed_globally
+from phalanx.data.loader import read_sample, seed_globally
 from phalanx.data.order import Order
 from phalanx.errors import WrongUse
 from phalanx.losses import Logits, Loss
@@ -297,9 +297,8 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 def read(task: Task, data: Any, index: int) -> Any:
     """One sample, its own draws seeded as in training."""
-    seed_globally(task.seed, "sample", 0, index)
     with raising(f"{type(task).__name__}.data()[{index}]"):
-        return data[index]
+        return read_sample(data, index, task.seed)
 
 
 def first_ids(task: Task, data: Any) -> list[int]:

@@ -13,6 +13,7 @@ from phalanx.task import Task
 from phalanx.train.check import lines
 from phalanx.train.check.subject import Fails, Subject, raising
 from phalanx.train.optimizers import SCHEDULE, check_factor, make_optimizer, make_schedule, schedules
+from phalanx.words import listed
 
 SHOWN = 3
 LOOKED_AT = 64
@@ -52,9 +53,8 @@ def check_optimizer(subject: Subject) -> list[str]:
     ids = {id(weight) for weight in grouped}
     left = [n for n, weight in weights.items() if id(weight) not in ids]
     if left:
-        more = f" and {len(left) - SHOWN} more" if len(left) > SHOWN else ""
         found.append(
-            f"{', '.join(left[:SHOWN])}{more} are trainable and in no group of {name}.optimizer{lines.at(where)}: they "
+            f"{listed(left, SHOWN)} are trainable and in no group of {name}.optimizer{lines.at(where)}: they "
             "will stay as they are. Put them into a group, or set requires_grad to False for them."
         )
     if all(group["initial_lr"] == 0 for group in optimizer.param_groups):
