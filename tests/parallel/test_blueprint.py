@@ -87,6 +87,16 @@ def test_the_constructors_initialisation_is_kept() -> None:
     assert model.tied.weight is model.embedding.weight
 
 
+def test_a_constructor_may_convert_the_model() -> None:
+    plain, blueprint = Blueprint(Everything, 3), Blueprint(lambda: Everything().to("cpu").to(torch.bfloat16).double(), 3)
+    want = dict(plain.model.named_parameters())
+    for name, weight in blueprint.model.named_parameters():
+        value = blueprint.value(weight, "cpu")
+        assert value.dtype == torch.float64
+        assert torch.equal(value, plain.value(want[name], "cpu").to(torch.bfloat16).double()), name
+    assert blueprint.model.tied.weight is blueprint.model.embedding.weight
+
+
 def test_weights_depend_on_the_seed_and_their_name_alone() -> None:
     first, again, other = values(0), values(0), values(1)
     random = [name for name in first if name not in ("given", "partly", "copied", "norm.weight", "norm.bias")]

@@ -43,6 +43,16 @@ def test_a_parameter_is_put_in_place() -> None:
     assert any(weight is recurrent for weight in cell._flat_weights)
 
 
+def test_described_weights_are_converted_in_place() -> None:
+    with torch_private.FakeTensorMode(), torch_private.converting_in_place():
+        layer = nn.Linear(2, 2)
+        weight = layer.weight
+        layer.to(torch.bfloat16)
+    assert layer.weight is weight
+    assert weight.dtype == layer.bias.dtype == torch.bfloat16
+    assert nn.Linear(2, 2).half().weight.dtype == torch.float16, "torch's own is back"
+
+
 def test_a_dispatch_mode_sees_operations_below_autograd() -> None:
     seen = []
 

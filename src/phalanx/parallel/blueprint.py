@@ -20,7 +20,14 @@ from torch import Tensor, nn
 from phalanx import counter
 from phalanx.errors import WrongUse
 from phalanx.parallel import keras
-from phalanx.parallel.torch_private import FakeTensor, FakeTensorMode, TorchDispatchMode, mutates, storage_id
+from phalanx.parallel.torch_private import (
+    FakeTensor,
+    FakeTensorMode,
+    TorchDispatchMode,
+    converting_in_place,
+    mutates,
+    storage_id,
+)
 
 aten = torch.ops.aten
 FACTORIES = {
@@ -100,7 +107,7 @@ class Blueprint:
         self._constants: dict[int, list[Constant]] = {}
         self._drawn, self._random = 0, 0
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
-        with warnings.catch_warnings(), _Recorder(self):
+        with warnings.catch_warnings(), _Recorder(self), converting_in_place():
             warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")  # deepcopy does
             self.model = keras.build(build, self.seed)
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -17,6 +18,7 @@ __all__ = [
     "FakeTensor",
     "FakeTensorMode",
     "TorchDispatchMode",
+    "converting_in_place",
     "default_store",
     "has_hooks",
     "install",
@@ -49,6 +51,33 @@ def install(module: nn.Module, name: str, parameter: Tensor) -> None:
         module._parameters[name] = parameter  # type: ignore[assignment]  # a part of one, too
     else:  # a module that keeps lists of its weights must hear of it
         setattr(module, name, parameter)
+
+
+@contextmanager
+def converting_in_place() -> Iterator[None]:
+    """Meanwhile `Module.to` and its like change a described weight's dtype in place; torch itself swaps two and fails.
+
+    Where a weight is does not change: that is for whoever makes it.
+    """
+    own = nn.Module._apply
+
+    def apply(module: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        for child in module.children() if recurse else ():
+            child._apply(function)
+        with torch.no_grad():
+            for weight in module._parameters.values():
+                if weight is not None:
+                    weight.data = weight.to(function(weight).dtype)
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = buffer.to(function(buffer).dtype)
+        return module
+
+    nn.Module._apply = apply  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module._apply = own  # type: ignore[method-assign]
 
 
 def version(tensor: Tensor) -> int:
