@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -658,3 +659,128 @@ class CountingSchedule(Points):
     def schedule(self) -> Callable[[int], float]:
         left = iter(range(1, 1000))
         return lambda step: 1 / next(left)  # here
+
+
+@mistake("gets no further than 0.01 of what it is set to", likely=True)
+class WarmupWithoutEnd(Points):
+    warmup_steps: int = 400
+
+
+@mistake("the targets are torch.float32 of shape (7,)")
+class ClassesAsReals(Points):
+    def loss(self, output: Any, batch: dict[str, Any]) -> Any:
+        return phalanx.losses.cross_entropy(output, batch["y"].float())  # here
+
+
+@mistake("the result of a relu, never below 0", likely=True)
+class ReluAtTheEnd(Points):
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 3), nn.ReLU())
+
+    def loss(self, output: Any, batch: dict[str, Any]) -> Any:
+        return phalanx.losses.cross_entropy(output, batch["y"])  # here
+
+
+@mistake("each target is the id that the model gets at the same place", likely=True)
+class NotShifted(Points):
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Embedding(16, 8), nn.Linear(8, 16))
+
+    def data(self) -> Any:
+        return Arrays(ids=torch.randint(0, 16, (64, 12), generator=torch.Generator().manual_seed(0)))
+
+    def inputs(self, batch: dict[str, Any]) -> Any:
+        return batch["ids"]
+
+    def loss(self, output: Any, batch: dict[str, Any]) -> Any:
+        return phalanx.losses.cross_entropy(output, batch["ids"])  # here
+
+
+class DropsAlways(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 16), nn.Linear(16, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(F.dropout(self.a(x).relu(), 0.5))  # here: DropoutInEvaluation
+
+
+@mistake("dropout stays on in evaluation", likely=True)
+class DropoutInEvaluation(WithHeldOut):
+    def model(self) -> nn.Module:
+        return DropsAlways()
+
+
+@mistake("for 'accuracy', returned a float, not a sum and a count")
+class MeasuresAFloat(WithHeldOut):
+    def evaluate(self, output: Any, batch: dict[str, Any]) -> Any:
+        return {"accuracy": (output.argmax(-1) == batch["y"]).float().mean().item()}  # here
+
+
+@mistake("every gradient of 0.weight, 2.weight is 0", likely=True)
+class AllZero(Points):
+    def model(self) -> nn.Module:  # here
+        model = super().model()
+        for weight in model.parameters():
+            nn.init.zeros_(weight)
+        return model
+
+
+@mistake("all rows of 0.weight are the same and get the same gradient", likely=True)
+class AllTheSame(Points):
+    def model(self) -> nn.Module:  # here
+        model = super().model()
+        for weight in model.parameters():
+            nn.init.constant_(weight, 0.1)
+        return model
+
+
+class ChangesInPlace(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 16), nn.Linear(16, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.sigmoid(self.a(x))  # here: InPlace
+        squared = hidden * 2
+        hidden += 1
+        return self.b(squared + hidden)
+
+
+@mistake("changes something in place that backward needs as it was")
+class InPlace(Points):
+    def model(self) -> nn.Module:
+        return ChangesInPlace()
+
+
+@mistake("calls torch.distributed itself")
+class GathersItself(Points):
+    def loss(self, output: Any, batch: dict[str, Any]) -> Any:
+        every = [torch.zeros_like(output) for _ in range(dist.get_world_size())]  # here
+        dist.all_gather(every, output)
+        return phalanx.losses.cross_entropy(output, batch["y"])
+
+
+@mistake("has a term that is the same however many samples there are")
+class PenaltyOfWeights(Points):
+    def model(self) -> nn.Module:
+        self.made = super().model()
+        return self.made
+
+    def loss(self, output: Any, batch: dict[str, Any]) -> Any:
+        loss = phalanx.losses.cross_entropy(output, batch["y"])
+        penalty = sum(weight.square().sum() for weight in self.made.parameters())
+        return phalanx.Loss(loss.total + 0.01 * penalty, loss.count)  # here
+
+
+@mistake("phalanx.data.Mixup")
+class MixesABatch(Points):
+    def inputs(self, batch: dict[str, Any]) -> Any:
+        others = torch.randperm(len(batch["x"]))  # here
+        return 0.5 * batch["x"] + 0.5 * batch["x"][others]
+
+
+@mistake("MakesNoModel.model returned a NoneType")
+class MakesNoModel(Points):
+    def model(self) -> Any:  # here
+        nn.Linear(4, 3)

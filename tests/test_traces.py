@@ -62,7 +62,9 @@ def test_the_module_is_named_with_what_it_got_and_expects(mistake: str, note: st
         batch = next(engine.batches())
         with pytest.raises((RuntimeError, TypeError)) as caught:
             engine.step(batch)
-    assert caught.value.__notes__ == [note]
+    assert caught.value.__notes__[0] == note
+    made = [text for text in caught.value.__notes__ if text.startswith("the model is made at tests/test_traces.py:")]
+    assert len(made) == (mistake == "two"), "told where no line of the user's is"
     lines = folded(caught.value).splitlines()
     assert lines[0].strip() == note
     if mistake != "two":  # whose call is ours

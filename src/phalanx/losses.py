@@ -292,6 +292,11 @@ def cross_entropy(
 
 
 def _soft_cross_entropy(output: Tensor | Logits, targets: Tensor, smoothing: float) -> Loss:
+    if output.shape[:-1] == targets.shape:
+        raise WrongUse(
+            f"the targets are {targets.dtype} of shape {tuple(targets.shape)}, one for each row of the output: as "
+            "classes they must be whole numbers. Write targets.long()."
+        )
     if output.shape != targets.shape:
         raise _mismatch(output.shape, targets.shape)
     logits = output.tensor() if isinstance(output, Logits) else output

@@ -11,8 +11,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from phalanx import user_code
 from phalanx.errors import CannotHere, WrongUse
-from phalanx.user_code import is_users_line
+from phalanx.user_code import innermost, is_users_line
 from phalanx.words import many
 
 OWN = Path(__file__).parent
@@ -97,6 +98,9 @@ def explain(error: BaseException, model: nn.Module, task: object) -> None:
     place = last.f_locals["self"]
     if isinstance(place, nn.Module):
         error.add_note(_of_module(place, last, model))
+        made = getattr(inspect.unwrap(type(task).model), "__code__", None) if hasattr(task, "model") else None
+        if made is not None and innermost(error.__traceback__) is None and is_users_line(made.co_filename):
+            error.add_note(f"the model is made at {user_code.place(made.co_filename, made.co_firstlineno)}")
     else:
         error.add_note(f"{type(task).__name__}.{last.f_code.co_name} got {_arguments(last)}")
 

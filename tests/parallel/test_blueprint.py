@@ -88,7 +88,10 @@ def test_the_constructors_initialisation_is_kept() -> None:
 
 
 def test_a_constructor_may_convert_the_model() -> None:
-    plain, blueprint = Blueprint(Everything, 3), Blueprint(lambda: Everything().to("cpu").to(torch.bfloat16).double(), 3)
+    plain, blueprint = (
+        Blueprint(Everything, 3),
+        Blueprint(lambda: Everything().to("cpu").to(torch.bfloat16).double(), 3),
+    )
     want = dict(plain.model.named_parameters())
     for name, weight in blueprint.model.named_parameters():
         value = blueprint.value(weight, "cpu")

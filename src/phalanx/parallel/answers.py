@@ -242,7 +242,9 @@ def check_unmoved(before: Generators, device: torch.device) -> None:
 def drew(where: str = "") -> WrongUse:
     """What is told then."""
     known = ", ".join(sorted({f"{getattr(f, '__name__', f)}" for f in ANSWERS}))
+    mixing = " To mix the samples of a batch: phalanx.data.Mixup, CutMix." if "randperm" in where else ""
     return WrongUse(
         "the model drew random numbers whose values would depend on how the job is spread, from a generator of "
         f"torch's, numpy's or Python's own{where}. Draw with one of these functions, from the first step on: {known}."
+        f"{mixing}"
     )

@@ -92,7 +92,8 @@ class Blueprint:
         if not seeded and keras.imported():  # by this constructor, whose draws were therefore others than they will be
             self._describe(build)
         if not isinstance(self.model, nn.Module):
-            raise WrongUse(f"Task.model returned a {type(self.model).__name__}. Return an nn.Module.")
+            whose = getattr(build, "__qualname__", "Task.model")
+            raise WrongUse(f"{whose} returned a {type(self.model).__name__}. Return an nn.Module.")
         lazy = [n for n, p in self.model.named_parameters() if isinstance(p, nn.parameter.UninitializedParameter)]
         if lazy:
             raise WrongUse(

@@ -130,6 +130,12 @@ class _Check:
         except Fails as failure:
             if isinstance(failure.error, IndexError) and any(words in str(failure.error) for words in RANGE):
                 raise _out_of_range(subject, failure) from failure
+            if "process group has not been initialized" in str(failure.error):
+                raise WrongUse(
+                    f"{failure.where} calls torch.distributed itself{lines.at(failure.line)}, and would mean something "
+                    "else under every layout. phalanx.gather(x) gives the rows of the whole global batch, with their "
+                    "gradients; totals and counts that loss and evaluate return are summed over ranks."
+                ) from failure
             raise
 
     def _evaluate(self, held_out: Any) -> None:
@@ -139,7 +145,7 @@ class _Check:
         some = range(min(len(self.subject.samples), len(held_out), self.task.global_batch))
         self.subject.samples = [read_sample(self.task, held_out, index, "held_out") for index in some]
         if not self.subject.changed:
-            check_evaluate(self.subject)
+            self.warnings += check_evaluate(self.subject)
 
 
 def _out_of_range(subject: Subject, failure: Fails) -> WrongUse:

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from phalanx.errors import WrongUse
 from phalanx.parallel.answers import drew, generator_state
 from phalanx.train.check import lines
-from phalanx.train.check.subject import Ended, Fails, Given, Subject, moved, tensors_in
+from phalanx.train.check.misuse import Misuse
+from phalanx.train.check.subject import Ended, Fails, Given, Subject, moved, tensors_in, unless_said
 from phalanx.train.optimizers import untrainable
 from phalanx.train.step import independent
 from phalanx.words import listed
@@ -57,16 +57,17 @@ def check_learning(subject: Subject, pretrained: bool) -> list[str]:
         try:
             given = subject.compute(subject.places, batch, watch=True)
         except WrongUse as refusal:  # of what the loss returned
-            raise type(refusal)(f"{refusal}{lines.at(returned())}") from refusal
+            raise type(refusal)(f"{refusal}{unless_said(returned(), str(refusal))}") from refusal
     if moved(before):
         raise _draws(subject)
     _check_untouched(subject, weights)
     _check_depends(subject, given, returned())
     _check_finite(subject, given, returned(), pretrained)
     _backward(subject, given)
-    warnings = [*misuse.found, *_check_gradients(subject, given, pretrained)]
+    misuse.check_targets(tensors_in(given.inputs))
+    found = [*misuse.found, *_check_gradients(subject, given, pretrained)]
     _check_again(subject, given)
-    return warnings
+    return found
 
 
 def _draws(subject: Subject) -> WrongUse:
@@ -161,7 +162,22 @@ def _backward(subject: Subject, given: Given) -> None:
                 f"{subject.name} keeps something of one batch for the next, with its gradients"
                 f"{lines.at(_kept(subject))}. Detach what is kept, or begin each batch anew."
             ) from error
+        if "modified by an inplace operation" in str(error):
+            raise WrongUse(
+                f"{subject.name} changes something in place that backward needs as it was"
+                f"{lines.at(_changed_later(subject))}. Write y = y + x instead of y += x, and leave out inplace=True "
+                "and functions whose names end in an underscore."
+            ) from error
         raise Fails("backward", error) from error
+
+
+def _changed_later(subject: Subject) -> str:
+    """The line that computed what was changed after it; torch tells it in a warning."""
+    with warnings.catch_warnings(record=True) as told, suppress(RuntimeError):
+        warnings.simplefilter("always")
+        with torch.autograd.detect_anomaly(check_nan=False):
+            subject.compute(subject.places).loss.total.backward()
+    return lines.last_in("".join(str(warning.message) for warning in told))
 
 
 def _kept(subject: Subject) -> str:
@@ -198,7 +214,30 @@ def _check_gradients(subject: Subject, given: Given, pretrained: bool) -> list[s
             f"{listed(without, SHOWN)} take part in the forward and get no gradient from the loss{where}: "
             "is something detached, or under no_grad()? If that is meant, set requires_grad to False for them."
         ]
+    return [] if pretrained else _check_alive(subject, weights)
+
+
+def _check_alive(subject: Subject, weights: Mapping[str, nn.Parameter]) -> list[str]:
+    """Weights that begin so that they cannot learn."""
+    matrices = {name: w for name, w in weights.items() if w.ndim > 1 and w.grad is not None}
+    if matrices and not any(bool(w.grad.any()) for w in matrices.values() if w.grad is not None):
+        where = lines.at(lines.of(type(subject.task).model))
+        return [
+            f"every gradient of {listed(list(matrices), SHOWN)} is 0 for the first batch{where}: nothing but biases "
+            "would be learned. Begin with weights that are drawn, and look for an activation that is 0 everywhere."
+        ]
+    for name, weight in matrices.items():
+        if weight.grad is not None and bool(weight.grad.any()) and _alike(weight.detach()) and _alike(weight.grad):
+            return [
+                f"all rows of {name} are the same and get the same gradient"
+                f"{lines.at(_made_at(subject, name.rpartition('.')[0]))}: they will stay the same, as if the layer had "
+                "one unit. Begin with weights that are drawn."
+            ]
     return []
+
+
+def _alike(rows: Tensor) -> bool:
+    return len(rows) > 1 and bool(torch.allclose(rows, rows[:1].expand_as(rows), rtol=1e-5, atol=0.0))
 
 
 def _made_at(subject: Subject, name: str) -> str:
@@ -261,59 +300,3 @@ def _same(one: list[Tensor], two: list[Tensor]) -> bool:
     return len(one) == len(two) and all(
         a.shape == b.shape and torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(one, two, strict=True)
     )
-
-
-RESHAPES = (
-    "View",
-    "ReshapeAlias",
-    "UnsafeView",
-    "Alias",
-    "ToCopy",
-    "Transpose",
-    "T",
-    "Permute",
-    "Squeeze",
-    "Unsqueeze",
-)
-
-
-def _last(tensor: Tensor) -> str:
-    """The function that a tensor is the result of, but for its shape and dtype."""
-    function = tensor.grad_fn
-    while function is not None and type(function).__name__.partition("Backward")[0] in RESHAPES:
-        function = function.next_functions[0][0]
-    return type(function).__name__ if function is not None else ""
-
-
-class Misuse(TorchFunctionMode):
-    """Notices losses that are given what another loss wants."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[str] = []
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        given = args[0] if args else kwargs.get("input")
-        if func in (F.cross_entropy, F.nll_loss, F.binary_cross_entropy_with_logits) and isinstance(given, Tensor):
-            self._look(func, given)
-        return func(*args, **kwargs)
-
-    def _look(self, func: Any, given: Tensor) -> None:
-        last, name = _last(given), func.__name__
-        if func is F.cross_entropy and last.startswith("SoftmaxBackward"):
-            self._say(name, "probabilities, the result of a softmax", "Give it the scores before the softmax")
-        elif func is F.nll_loss and bool((given.detach() > 1e-6).any()):
-            self._say(name, "numbers above 0, which are no log-probabilities", "Give it a log_softmax of the scores")
-        elif func is F.binary_cross_entropy_with_logits and last.startswith("SigmoidBackward"):
-            self._say(name, "probabilities, the result of a sigmoid", "Give it the scores before the sigmoid")
-
-    def _say(self, name: str, what: str, advice: str) -> None:
-        text = f"{name} is given {what}{lines.at(lines.running())}: it would learn slowly or wrongly. {advice}."
-        if text not in self.found:
-            self.found.append(text)
-
-
-def overrides(task: Any, method: str, base: type) -> bool:
-    """Whether a task has a method of its own."""
-    return inspect.unwrap(getattr(type(task), method)) is not getattr(base, method)

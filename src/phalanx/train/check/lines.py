@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import linecache
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -33,6 +34,12 @@ def of_error(error: BaseException) -> str:
     """The innermost line of the user's that an error came through; empty if there is none."""
     frame = innermost(error.__traceback__)
     return written(frame.filename, frame.lineno or 0) if frame else ""
+
+
+def last_in(text: str) -> str:
+    """The last line of the user's in a traceback that was printed; empty if there is none."""
+    found = [(file, int(line)) for file, line in re.findall(r'File "(.+?)", line (\d+)', text) if is_users_line(file)]
+    return written(*found[-1]) if found else ""
 
 
 def of(thing: Any) -> str:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, is_dataclass
 from typing import Any
 
@@ -56,19 +57,22 @@ class Fails(Exception):
 
 
 @contextmanager
-def raising(where: str) -> Iterator[None]:
-    """While the user's code runs: what it raises is known to be its own."""
+def raising(where: str, method: Any = None) -> Iterator[None]:
+    """While the user's code runs: what it raises is known to be its own. ``method``: to be named if no line is."""
     try:
         yield
     except (CannotCheck, Fails):
         raise
     except WrongUse as refusal:
-        raise RefusedAnyway(f"{refusal}{_unless_said(lines.of_error(refusal), str(refusal))}") from refusal
+        raise RefusedAnyway(
+            f"{refusal}{unless_said(lines.first_of(lines.of_error(refusal), method), str(refusal))}"
+        ) from refusal
     except Exception as error:
         raise Fails(where, error) from error
 
 
-def _unless_said(line: str, text: str) -> str:
+def unless_said(line: str, text: str) -> str:
+    """A place to be put behind what is said, if that does not have it."""
     return "" if line in text else lines.at(line)
 
 
@@ -107,12 +111,12 @@ class Subject:
     def __init__(self, task: Task, samples: Sequence[Any]) -> None:
         self.task, self.samples = task, list(samples)
         self.name = type(task).__name__
-        with raising(f"{self.name}.model()"):
+        with raising(f"{self.name}.model()", type(task).model):
             self.model, self.changed = self._made()
         for name, weight in self.model.named_parameters():
             weight.logical_name = name  # type: ignore[attr-defined]
         self.weights = sum(weight.numel() for weight in self.model.parameters())
-        self.samples = self.samples[: self._enough()]
+        self.samples = sorted(self.samples[: self._enough()], key=_size)  # the longest are not in both parts
         self.dtype = torch.float64 if task.precision == "float64" else torch.float32
         self.model.to(self.dtype)
         hugging_face.prepare(self.model, torch.float64)
@@ -191,9 +195,18 @@ class Subject:
         return tensor.detach().clone().to(self.dtype if tensor.is_floating_point() else tensor.dtype)
 
     def compute(
-        self, places: Sequence[int], batch: dict[str, Any] | None = None, *, evaluate: bool = False, watch: bool = False
+        self,
+        places: Sequence[int],
+        batch: dict[str, Any] | None = None,
+        *,
+        evaluate: bool = False,
+        watch: bool = False,
+        under: AbstractContextManager[Any] | None = None,
     ) -> Given:
-        """What the task makes of some of the samples, beginning with the buffers that the model was made with."""
+        """What the task makes of some of the samples, beginning with the buffers that the model was made with.
+
+        ``under``: a mode that sees each function as the user's code calls it.
+        """
         batch = self.batch(places) if batch is None else batch
         if evaluate and isinstance(batch, Batch):
             batch.turn = ""
@@ -203,7 +216,8 @@ class Subject:
                 tensor.data.copy_(self._begun[name])
         given = Given(batch, None, None, None)
         wide = Widened() if self.dtype == torch.float64 else nullcontext()
-        with self._watching(given) if watch else nullcontext(), self.randomness.scope("task"), wide:
+        watching = self._watching(given) if watch else nullcontext()
+        with watching, self.randomness.scope("task"), wide, under or nullcontext():
             with raising(f"{self.name}.inputs()"):
                 given.inputs = cast(self.task.inputs(batch), self.dtype)
             with raising(f"the forward of {type(self.model).__name__}"):
@@ -306,6 +320,10 @@ def first_ids(task: Task, data: Any) -> list[int]:
     return [int(index) for index in Order(len(data), task.global_batch, task.seed).ids(0)[:SAMPLES]]
 
 
+def _size(sample: Any) -> int:
+    return sum(tensor.numel() for tensor in tensors_in(sample))
+
+
 def _short(sample: Any) -> Any:
     """A sample with its sequences cut off."""
     if not isinstance(sample, dict):
@@ -316,3 +334,8 @@ def _short(sample: Any) -> Any:
 def moved(before: Any) -> bool:
     """Whether torch's, numpy's or Python's own generators have drawn since."""
     return bool(before != generator_state(torch.device("cpu")))
+
+
+def overrides(task: Any, method: str, base: type) -> bool:
+    """Whether a task has a method of its own."""
+    return inspect.unwrap(getattr(type(task), method)) is not getattr(base, method)

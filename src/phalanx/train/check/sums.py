@@ -15,14 +15,16 @@ from torch import Tensor
 
 from phalanx.data.loader import seed_globally
 from phalanx.errors import WrongUse
-from phalanx.losses import Loss
+from phalanx.losses import Logits, Loss
 from phalanx.parallel import samples
 from phalanx.parallel.answers import generator_state
 from phalanx.parallel.samples import SAME_NAMES
-from phalanx.task import Task
+from phalanx.task import Task, as_loss
 from phalanx.train.check import lines
-from phalanx.train.check.learning import named, overrides, place
-from phalanx.train.check.subject import Ended, Subject, moved, tensors_in
+from phalanx.train.check.learning import named, place
+from phalanx.train.check.misuse import DropoutLeftOn
+from phalanx.train.check.subject import Ended, RefusedAnyway, Subject, moved, overrides, tensors_in, unless_said
+from phalanx.train.evaluate import checked
 
 WIDE_TOLERANCE, NARROW_TOLERANCE = 1e-5, 1e-2
 """Relative: in float64, where a model may round some to float32, and where a task computes in float32 alone."""
@@ -53,30 +55,47 @@ def check_sums(subject: Subject) -> list[str]:
     return []
 
 
-def check_evaluate(subject: Subject) -> None:
+def check_evaluate(subject: Subject) -> list[str]:
     """Likewise each measure that is a sum and a count."""
-    pair = _pair(subject)
-    if pair is None or not overrides(subject.task, "evaluate", Task):
-        return
+    pair, dropout = _pair(subject), DropoutLeftOn()
     training = {module: module.training for module in subject.model.modules()}
     subject.model.eval()
     try:
         with torch.no_grad():
             asked = _asked()
-            whole = subject.compute(subject.places, evaluate=True)
-            if not isinstance(whole.value, Mapping) or _asked() != asked:
-                return  # of a wrong kind, which the evaluation refuses; or it needs all samples, and has them
-            parts = [subject.compute(part, evaluate=True) for part in pair]
-            for name, value in whole.value.items():
-                others = [part.value.get(name) for part in parts]
-                sums = all(isinstance(item, Loss) for item in (value, *others))
-                for part, loss, its in _losses(value, others) if sums else ():
-                    if (what := _differ(subject, loss, its)) is not None:
-                        of = f"evaluate's {name!r}{f' ({part})' if part else ''}"
-                        raise _mixes(subject, pair, what, of, evaluate=True)
+            whole = _measured(subject, dropout)
+            if _asked() == asked and pair is not None:  # else it needs all samples, and has them
+                _check_measures(subject, pair, whole)
     finally:
         for module, before in training.items():
             module.training = before
+    return dropout.found
+
+
+def _measured(subject: Subject, under: DropoutLeftOn) -> Mapping[str, Any]:
+    """What the task measures; a value that is no measure is refused, as in training, with the line."""
+    with lines.returns(type(subject.task).evaluate) as returned:
+        value = subject.compute(subject.places, evaluate=True, under=under).value
+    try:
+        for name, measure in checked(subject.task, value).items():
+            if not isinstance(measure, (Tensor, list, Logits)):
+                as_loss(measure, subject.task, f"evaluate, for {name!r},")
+    except WrongUse as refusal:
+        raise RefusedAnyway(f"{refusal}{unless_said(returned(), str(refusal))}") from refusal
+    return dict(value)
+
+
+def _check_measures(subject: Subject, pair: tuple[range, range], whole: Mapping[str, Any]) -> None:
+    if not overrides(subject.task, "evaluate", Task):
+        return
+    parts = [subject.compute(part, evaluate=True) for part in pair]
+    for name, value in whole.items():
+        others = [part.value.get(name) for part in parts]
+        sums = all(isinstance(item, Loss) for item in (value, *others))
+        for part, loss, its in _losses(value, others) if sums else ():
+            if (what := _differ(subject, loss, its)) is not None:
+                of = f"evaluate's {name!r}{f' ({part})' if part else ''}"
+                raise _mixes(subject, pair, what, of, evaluate=True)
 
 
 def _asked() -> int:
@@ -249,11 +268,28 @@ def _total_or_count(subject: Subject, pair: tuple[range, range], what: Differ, o
             f"{what.totals[0]:.6g} and {what.totals[1]:.6g} for two parts of it. Sum over the samples, e.g. with "
             "reduction='sum', and leave the division by the count to the step."
         )
+    if _once_a_batch(subject, what, evaluate):
+        once = sum(what.totals) - what.total
+        return WrongUse(
+            f"{name} has a term that is the same however many samples there are{last}: {once:.6g}, once for a batch "
+            f"and once for each part of it, {DIVIDED}. Multiply it with the count; a penalty on weights may be the "
+            "optimizer's weight_decay instead."
+        )
     return WrongUse(
         f"{name} {TOGETHER}{where}: its total is {what.total:.6g} for a batch, and {sum(what.totals):.6g} for two "
         f"parts of it together, {DIVIDED}. {SUM}. For a contrastive loss, or class weights of a batch, "
         "phalanx.gather(x) gives the rows of the whole global batch; constants belong into a field of the task."
     )
+
+
+def _once_a_batch(subject: Subject, what: Differ, evaluate: bool) -> bool:
+    """Whether parts have too much by one number for each of them."""
+    every = [subject.compute([place], evaluate=evaluate).value for place in subject.places]
+    if evaluate or not all(isinstance(loss, Loss) and not loss.parts for loss in every):
+        return False
+    once, more = sum(what.totals) - what.total, sum(float(_number(loss.total)) for loss in every) - what.total
+    tolerance = WIDE_TOLERANCE if subject.dtype == torch.float64 else NARROW_TOLERANCE
+    return abs(more - (len(every) - 1) * once) <= tolerance * abs(more)
 
 
 def _line_that_mixes(subject: Subject, pair: tuple[range, range], evaluate: bool) -> str:

@@ -11,7 +11,7 @@ from phalanx.checkpoint.state import check_keepable, check_owners
 from phalanx.errors import WrongUse
 from phalanx.task import Task
 from phalanx.train.check import lines
-from phalanx.train.check.subject import Fails, Subject, raising
+from phalanx.train.check.subject import Fails, Subject, overrides, raising
 from phalanx.train.optimizers import SCHEDULE, check_factor, make_optimizer, make_schedule, schedules
 from phalanx.words import listed
 
@@ -101,6 +101,11 @@ def _check_factors(task: Task, name: str, schedule: Callable[[int], float], wher
     highest = max(values)
     if highest == 0 and task.steps:
         return [f"{name} is 0 at every step{where}: nothing will be learned."]
+    if 0 < highest < 1 and task.warmup_steps >= task.steps > 1 and not overrides(task, "schedule", Task):
+        return [
+            f"warmup_steps={task.warmup_steps} of {task.steps} steps: the learning rate gets no further than "
+            f"{highest:g} of what it is set to. Set fewer."
+        ]
     if 0 < highest <= SMALL_FACTOR and task.steps > 1:
         return [
             f"{name} gives {highest:g} at most{where}, which is multiplied with the optimizer's learning rate: is it a "

@@ -1,0 +1,103 @@
+"""Functions of torch that are given what another one wants: they compute something, and it is not what was meant."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from phalanx.train.check import lines
+
+RESHAPES = (
+    "View", "ReshapeAlias", "UnsafeView", "Alias", "ToCopy", "Transpose", "T", "Permute", "Squeeze", "Unsqueeze",
+)  # fmt: skip
+DROPOUTS = (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout)
+FEW = 8
+"""Targets that are what the model sees, if there are no more, may be so by chance."""
+
+
+def _last(tensor: Tensor) -> str:
+    """The function that a tensor is the result of, but for its shape and dtype."""
+    function = tensor.grad_fn
+    while function is not None and type(function).__name__.partition("Backward")[0] in RESHAPES:
+        function = function.next_functions[0][0]
+    return type(function).__name__ if function is not None else ""
+
+
+class Misuse(TorchFunctionMode):
+    """Notices it, while a loss is computed, or what is measured in evaluation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+        self._targets: list[tuple[Tensor, str]] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        given = args[0] if args else kwargs.get("input")
+        if func in (F.cross_entropy, F.nll_loss, F.binary_cross_entropy_with_logits) and isinstance(given, Tensor):
+            self._look(func, given)
+            target = args[1] if len(args) > 1 else kwargs.get("target")
+            if isinstance(target, Tensor) and not target.is_floating_point():
+                self._targets.append((target.flatten(), lines.running()))
+        return func(*args, **kwargs)
+
+    def _look(self, func: Any, given: Tensor) -> None:
+        last, name = _last(given), func.__name__
+        if func is F.cross_entropy and last.startswith("SoftmaxBackward"):
+            self._say(name, "probabilities, the result of a softmax", "Give it the scores before the softmax")
+        elif func is F.cross_entropy and last.startswith("ReluBackward"):
+            self._say(name, "the result of a relu, never below 0", "Leave that out after the last layer")
+        elif func is F.nll_loss and bool((given.detach() > 1e-6).any()):
+            self._say(name, "numbers above 0, which are no log-probabilities", "Give it a log_softmax of the scores")
+        elif func is F.binary_cross_entropy_with_logits and last.startswith("SigmoidBackward"):
+            self._say(name, "probabilities, the result of a sigmoid", "Give it the scores before the sigmoid")
+
+    def _say(self, name: str, what: str, advice: str) -> None:
+        text = f"{name} is given {what}{lines.at(lines.running())}: it would learn slowly or wrongly. {advice}."
+        if text not in self.found:
+            self.found.append(text)
+
+    def check_targets(self, inputs: Sequence[Tensor]) -> None:
+        """Whether a model is asked for what it is given: a language model whose targets are not shifted."""
+        for target, line in self._targets:
+            for given in inputs:
+                if given.is_floating_point() or given.ndim < 2 or given.numel() != target.numel() or len(target) <= FEW:
+                    continue
+                asked = target >= 0
+                if int(asked.sum()) > FEW and torch.equal(given.flatten()[asked], target[asked]):
+                    self.found.append(
+                        f"each target is the id that the model gets at the same place{lines.at(line)}: it learns to "
+                        "repeat what it sees. To predict the next one, compare output[:, :-1] with ids[:, 1:]."
+                    )
+                    return
+
+
+class DropoutLeftOn(TorchFunctionMode):
+    """Notices dropout in a model that is evaluated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line: str | None = None
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in DROPOUTS and self.line is None:
+            p, training = ([*args[1:3], None, None][place] for place in range(2))
+            p, training = kwargs.get("p", p), kwargs.get("training", training)
+            if (p is None or p > 0) and training in (None, True):
+                self.line = lines.running()
+        return func(*args, **kwargs)
+
+    @property
+    def found(self) -> list[str]:
+        if self.line is None:
+            return []
+        return [
+            f"dropout stays on in evaluation{lines.at(self.line)}: what is measured on held-out data is too bad. Use "
+            "nn.Dropout, or say F.dropout(x, p, training=self.training)."
+        ]
