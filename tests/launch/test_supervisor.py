@@ -72,9 +72,14 @@ def test_a_killed_rank_is_started_again_and_finds_what_it_kept(tmp_path: Path) -
 def raising(host: Host) -> int:
     def then(generation: int, step: int) -> None:
         if os.environ["RANK"] == "0" and step >= 5:
-            raise ValueError("always here")
+            raise ValueError(f"always here, in generation {generation}")
 
     return stepping(host, 30, then)
+
+
+def raising_alike(host: Host) -> None:
+    Beat(host.beats.row(int(os.environ["RANK"])), patience=60).stepped(5)
+    raise ValueError("sample 40 cannot be read")
 
 
 def test_a_crash_loop_without_progress_ends(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -83,6 +88,15 @@ def test_a_crash_loop_without_progress_ends(tmp_path: Path, capfd: pytest.Captur
     assert "always here" in outcome.failures[0].reason
     assert supervisor.run.generation() <= 5
     assert "generations in a row" in capfd.readouterr().err
+
+
+def test_the_same_error_after_the_same_step_is_not_tried_a_third_time(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    outcome, supervisor = supervised(tmp_path, raising_alike, restarts=10)
+    assert outcome.failures
+    assert supervisor.recoveries == 1
+    assert "it was the same the time before, after the same step" in capfd.readouterr().err
 
 
 def refusing(host: Host) -> None:

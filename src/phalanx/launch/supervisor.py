@@ -87,6 +87,8 @@ class Supervisor:
         self.memory = [[self.new_memory(), self.new_memory()] for _ in range(self.ranks)]
         self.guests: list[list[int]] = []
         self.reached, self.fruitless, self.leniency = 0, 0, 1.0
+        self._raised: tuple[str, int] | None = None
+        """What the last generation raised, and how many steps were done then."""
         self._furthest = 0
         self._leaving = ""
         self.leads = self.meeting is None
@@ -310,6 +312,12 @@ class Supervisor:
         if first.stuck:
             self.leniency *= 2  # it may have been slow only: the next one gets more time
         who = f"rank {first.rank} {first.reason}"
+        before, self._raised = self._raised, None
+        if not (passing or first.secondary or first.stuck):
+            self._raised = first.reason, steps
+            if self._raised == before:
+                self._say(f"   stop  {who}; it was the same the time before, after the same step")
+                return False
         if self.fruitless >= self.restarts:
             self._say(f"   stop  {who}; {self.fruitless} generations in a row ended before step {self.reached + 1}")
             return False
