@@ -182,6 +182,9 @@ def test_a_dry_run_says_what_would_run_and_leaves_nothing(tmp_path: Path) -> Non
     done = phalanx("train", "mine.py", "--set", "samples=3", "--dry-run", cwd=tmp_path)
     assert done.returncode == 2
     assert "fewer than one batch" in done.stderr
+    done = phalanx("train", "mine.py", "--set", "mistake=a tensor", "--dry-run", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "returned a tensor, which has no count to divide by" in done.stderr
 
 
 CHOICES = """

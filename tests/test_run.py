@@ -41,6 +41,14 @@ def test_settings_that_are_missing_or_broken_are_refused(tmp_path: Path) -> None
         read_settings(tmp_path / "run.toml")
 
 
+def test_a_run_that_is_not_there_has_no_events(tmp_path: Path) -> None:
+    with pytest.raises(WrongUse, match="tpyo is not there"):
+        Run(tmp_path / "tpyo").events(0)
+    with pytest.raises(WrongUse, match="tpyo is not there"):
+        Run(tmp_path / "tpyo").ledger()
+    assert list(Run.create(tmp_path / "one", "x").events(7)) == [], "a rank that wrote nothing"
+
+
 @pytest.mark.parametrize("content", ["", "4", "\0\0\0"])
 def test_the_number_of_the_last_generation_is_found_again(
     content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -6,12 +6,16 @@ import math
 
 import pytest
 
-from phalanx.words import in_bytes, many, round_number, sparkline
+from phalanx.words import in_bytes, listed, many, round_number, sparkline
 
 
 def test_one_is_not_many() -> None:
     assert [many(n, "step") for n in (0, 1, 2, 1000)] == ["0 steps", "1 step", "2 steps", "1,000 steps"]
     assert many(2, "micro-batch", "micro-batches") == "2 micro-batches"
+
+
+def test_a_long_list_is_cut() -> None:
+    assert [listed("abcd"[:n], 2) for n in range(5)] == ["", "a", "a, b", "a, b and 1 more", "a, b and 2 more"]
 
 
 def test_bytes_and_round_numbers() -> None:

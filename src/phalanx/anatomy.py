@@ -98,7 +98,9 @@ class Anatomy:
         found = told.get(self.sources.get("blocks", ""), "")
         where = f"{many(len(self.blocks), 'block')} {found}".rstrip() if self.blocks else "no repeated blocks"
         tied = f", tied: {', '.join(f'{a} = {b}' for a, b in self.tied.items())}" if self.tied else ""
-        return f"{where}, {many(len(self.before), 'module')} before and {len(self.after)} after{tied}"
+        sides = {"before": self.before, "after": self.after}
+        around = "".join(f", {many(len(names), 'module')} {side}" for side, names in sides.items() if names)
+        return f"{where}{around}{tied}"
 
 
 def _first(*answers: tuple[str, Answer]) -> tuple[Answer, str]:

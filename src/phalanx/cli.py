@@ -115,7 +115,7 @@ def train(
     exact: Annotated[bool, typer.Option("--exact", help="the same bits at any number of ranks: docs/exact.md")] = False,
     unchecked: Annotated[bool, typer.Option("--unchecked", help="do not check the task: docs/check.md")] = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="describe the model, open the data, say what would run, and stop")
+        bool, typer.Option("--dry-run", help="describe the model, check the task, say what would run, and stop")
     ] = False,
 ) -> None:
     """Train a task."""
@@ -136,7 +136,7 @@ def train(
         host=host, interface=interface, kill=kill, allow=allow, resume=resume, exact=exact, unchecked=unchecked or None,
     )  # fmt: skip
     if dry_run:
-        print(job.describe())
+        print(job.describe(), *job.check(), sep="\n")
         return
     verdict = job.train(run, resume)
     if sys.stdout.isatty():

@@ -6,6 +6,7 @@ Weights are cast where they are gathered and inputs where they enter a block; th
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,6 +27,21 @@ class Dtypes:
     def table(self) -> str:
         """For the screen: ``parameter float32 | compute bfloat16 | ...``."""
         return " | ".join(f"{name} {str(dtype).removeprefix('torch.')}" for name, dtype in vars(self).items())
+
+    def notes(self, device: str) -> list[str]:
+        """What it costs more than it should here."""
+        if device != "cpu" or self.compute.itemsize > 2 or _in_half_width():
+            return []
+        name = str(self.compute).removeprefix("torch.")
+        return [f"this processor has no arithmetic in {name}: steps may take many times as long as with fp32"]
+
+
+def _in_half_width() -> bool:
+    """Whether the processor computes in 16 bits itself: known by bf16's flags, and given the benefit of the doubt."""
+    try:
+        return "bf16" in Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return True
 
 
 DTYPES: dict[Precision, Dtypes] = {

@@ -17,7 +17,7 @@ import socket
 import stat
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
@@ -145,8 +145,11 @@ class Run:
 
     def events(self, rank: int, *kinds: str) -> Iterator[dict[str, Any]]:
         """What a rank wrote, in order, if anything; of these kinds, or all. What was cut short is no event."""
-        if not self.events_path(rank).exists():
-            return
+        if not self.path.is_dir():
+            raise WrongUse(f"{self.path} is not there. Give the folder of a run, such as runs/gpt-001.")
+        return self._read_events(rank, kinds) if self.events_path(rank).exists() else iter(())
+
+    def _read_events(self, rank: int, kinds: Sequence[str]) -> Iterator[dict[str, Any]]:
         begins = tuple(f'{{"kind": "{kind}"' for kind in kinds) or ("{",)  # a long run's log is not parsed for a few
         with self.events_path(rank).open(encoding="utf-8", errors="replace") as lines:
             for line in lines:

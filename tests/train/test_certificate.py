@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import asdict, replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +86,15 @@ def test_what_is_not_shown_is_not_certified(run: Run) -> None:
     assert not run.certificate_path.exists()
 
 
+def test_it_says_what_came_of_it_and_when(run: Run) -> None:
+    with EventLog(run, 0) as log:
+        log.write("evaluation", step=4, held_out={"loss": 0.5})
+    found = certify(run, TASK, shelf_at(run.checkpoints_path))
+    assert (found["task"], found["held_out"]) == ("Digits", {"loss": 0.5})
+    assert found["loss"] == run.ledger()[3]["loss"]
+    assert datetime.fromisoformat(found["finished"]).tzinfo is not None
+
+
 def test_losses_that_were_no_numbers_are_not_the_same() -> None:
     found = {
         "repeated": 2,
@@ -98,6 +108,10 @@ def test_losses_that_were_no_numbers_are_not_the_same() -> None:
     assert "2 done again after failures, with the same loss to the last bit; weights" in in_words(found)
     assert "the same loss but for some that was not finite" in in_words(found | {"difference": None})
     assert "the same loss up to 2.0e-16" in in_words(found | {"difference": 2e-16})
+    change = {"step": 3, "changes": [f"setting {n} was 1 and is 2" for n in range(9)], "other_samples": False}
+    many = in_words(found | {"changes": [change] * 5})
+    assert many.count("after step 3: setting 0 was 1 and is 2") == 3
+    assert "and 6 more; 2 more changes in certificate.json" in many
 
 
 def test_a_loss_that_was_nan_once_is_told(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from datetime import UTC, datetime
 from typing import Any
 
 from phalanx.checkpoint.shelf import Shelf
@@ -13,9 +14,12 @@ from phalanx.data.order import Order, digest
 from phalanx.files import when_there_is_room, write_whole
 from phalanx.run import Run
 from phalanx.task import Task
+from phalanx.words import listed, many
 
 CHECKED = 1000
 """So many steps' samples are worked out again."""
+SHOWN = 3
+"""So many changes are told in the one line."""
 
 
 class NotDone(Exception):
@@ -99,6 +103,10 @@ def certify(run: Run, task: Task, shelf: Shelf) -> dict[str, Any]:
     manifest = shelf.open(task.steps).manifest
     differences = list(_again(run))
     found = {
+        "task": type(task).__name__,
+        "finished": datetime.now(UTC).isoformat(timespec="seconds"),
+        "loss": ledger[steps[-1]].get("loss") if steps else None,
+        "held_out": next((event["held_out"] for event in reversed(list(run.events(0, "evaluation")))), None),
         "steps": task.steps,
         "taken_up": taken_up,
         "samples": sum(order(step).slots(step) for step in range(task.steps)),
@@ -140,8 +148,11 @@ def in_words(found: Mapping[str, Any]) -> str:
         again = f"; {found['repeated']} done again after failures, with the same loss {same}"
     if found["taken_up"]:
         again += f"; of the first {found['taken_up']} steps the checkpoint alone is known"
-    for change in found.get("changes", ()):
-        again += f"; after step {change['step']}: {', '.join(change['changes'])}"
+    changes = found.get("changes", ())
+    for change in changes[:SHOWN]:
+        again += f"; after step {change['step']}: {listed(change['changes'], SHOWN)}"
+    if len(changes) > SHOWN:
+        again += f"; {many(len(changes) - SHOWN, 'more change')} in certificate.json"
     if found.get("unchecked"):
         again += f"; the task was not checked ({found['unchecked']})"
     left = f", {len(found['left_out'])} steps' data left out" if found["left_out"] else ""

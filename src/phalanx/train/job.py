@@ -171,8 +171,17 @@ class Job:
         }
         told = [f"{name:>7}  {text}" for name, text in lines.items()]
         told += ["", *(f"         {line}" for line in inventory.table(inventory.parts(model, anatomy)))]
-        notes = self.layout.notes(self.cluster.device, self.layout.micro_batches(self.task.global_batch))
+        device = self.cluster.device
+        notes = self.layout.notes(device, self.layout.micro_batches(self.task.global_batch)) + dtypes.notes(device)
         return "\n".join([*told, *(f"   note  {note}" for note in notes)])
+
+    def check(self) -> list[str]:
+        """Refuse a task that would be refused before its first step; what else there is to say of it, a line each."""
+        with self._check() as check:
+            return check.result().or_refuse().told()
+
+    def _check(self) -> Check:
+        return Check(self.task, self.options.init_from is not None, self.options.unchecked)
 
     def train(self, path: Path | None, resume: bool = False) -> Verdict:
         """Run it to the end, in a new folder, or in that of a run that did not come to its own."""
@@ -304,7 +313,7 @@ class Job:
             beat = Beat(row, options.timeout)
             check = None
             if environment.rank == 0 and not (host.restarted and any(run.events(0, "check"))):
-                check = undo.enter_context(Check(self.task, options.init_from is not None, options.unchecked))
+                check = undo.enter_context(self._check())
             engine = Engine(
                 self.task, layout, device=self.cluster.device, timeout=timedelta(seconds=options.timeout),
                 init_from=None if shelf.steps() else options.init_from, guard=Guard(options.bad, options.spike),

@@ -63,7 +63,8 @@ class Screen:
         }
         for name, text in facts.items():
             self._write(f"{name:>7}  {text}")
-        for note in engine.layout.notes(engine.device.type, engine.loader.micro_batches):
+        device = engine.device.type
+        for note in [*engine.layout.notes(device, engine.loader.micro_batches), *engine.dtypes.notes(device)]:
             self._write(f"   note  {note}")
         self._note_gathered()
 

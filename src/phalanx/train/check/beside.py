@@ -57,6 +57,11 @@ class Checked:
             raise WrongUse(self.refusal if self.anyway else f"{self.refusal} {WAY_OUT}")
         return self
 
+    def told(self) -> list[str]:
+        """What is not wrong for certain, a line each."""
+        left_out = [f"   note  the task was not checked: {self.left_out}"] if self.left_out else []
+        return [*(f"warning  {warning}" for warning in self.warnings), *left_out]
+
 
 class Check:
     """A check that has begun. What it has to say goes before what goes wrong meanwhile."""
@@ -149,10 +154,8 @@ def settle(engine: Engine, check: Check | None, note: Callable[..., None], say: 
     Checked(refusal, bool(anyway)).or_refuse()
     if check is not None:
         note("check", warnings=found.warnings, left_out=found.left_out)
-        for warning in found.warnings:
-            say(f"warning  {warning}")
-        if found.left_out:
-            say(f"   note  the task was not checked: {found.left_out}")
+        for line in found.told():
+            say(line)
 
 
 def _lead(pid: int) -> None:
