@@ -79,7 +79,8 @@ class Chaos:
         )
 
     def until(self, name: str, step: int, process: subprocess.Popen[bytes]) -> None:
-        while process.poll() is None and max(Run(self.folder / name).ledger(), default=0) < step:
+        run = Run(self.folder / name)
+        while process.poll() is None and (not run.path.exists() or max(run.ledger(), default=0) < step):
             time.sleep(0.05)
 
 

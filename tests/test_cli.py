@@ -56,7 +56,8 @@ def run_forked(function: Callable[..., None], *args: Any, cwd: Path, **options: 
         return Done(process.exitcode, out.read_text(), err.read_text())
 
 
-def _main(*words: str) -> None:
+def main(*words: str) -> None:
+    """The command line, in a process of its own."""
     for name in user_code.modules().keys() - {"__main__"}:  # all tests: no process of a user's has imported them
         del sys.modules[name]
     sys.argv = ["phalanx", *words]
@@ -65,7 +66,7 @@ def _main(*words: str) -> None:
 
 def phalanx(*words: str, cwd: Path) -> Done:
     """The command itself."""
-    return run_forked(_main, *words, cwd=cwd)
+    return run_forked(main, *words, cwd=cwd)
 
 
 def test_train_leaves_a_run_that_can_be_repeated(tmp_path: Path) -> None:

@@ -105,7 +105,7 @@ def ranks_of(process: Forked) -> list[int]:
 
 def until_step(run: Run, step: int, process: Forked) -> None:
     deadline = time.monotonic() + 60
-    while max(run.ledger(), default=0) < step:
+    while not run.path.exists() or max(run.ledger(), default=0) < step:
         assert process.is_alive()
         assert time.monotonic() < deadline
         time.sleep(0.02)
@@ -126,8 +126,16 @@ def same(found: Run, expected: Run) -> None:
 KEPT = ("--layout", "dp=2,fsdp=2", "--save-steps", "3", "--memory-steps", "2", "--restarts", "9")
 
 
-def test_ranks_killed_at_random_moments(folder: Path) -> None:
+@pytest.fixture(scope="module")
+def calm(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """What nothing happens to."""
+    folder = tmp_path_factory.mktemp("calm")
+    (folder / "slow.py").write_text(TASK)
     assert ended(started(folder, "slow.py", *KEPT, "--run", "calm")) == 0
+    return Run(folder / "calm")
+
+
+def test_ranks_killed_at_random_moments(folder: Path, calm: Run) -> None:
     process = started(folder, "slow.py", *KEPT, "--run", "rough")
     chosen = random.Random(7)
     kills = 0
@@ -138,12 +146,11 @@ def test_ranks_killed_at_random_moments(folder: Path) -> None:
             os.kill(chosen.choice(ranks), signal.SIGKILL)
             kills += 1
     assert ended(process) == 0, (folder / "out").read_text()
-    same(Run(folder / "rough"), Run(folder / "calm"))
+    same(Run(folder / "rough"), calm)
 
 
 @pytest.mark.parametrize("blow", ["supervisor killed", "SIGTERM", "SIGHUP", "rank stopped"])
-def test_every_other_blow(folder: Path, blow: str) -> None:
-    assert ended(started(folder, "slow.py", *KEPT, "--run", "calm")) == 0
+def test_every_other_blow(folder: Path, calm: Run, blow: str) -> None:
     run = Run(folder / "rough")
     process = started(folder, "slow.py", *KEPT, "--run", "rough")
     until_step(run, 25, process)
@@ -162,7 +169,7 @@ def test_every_other_blow(folder: Path, blow: str) -> None:
         if blow != "supervisor killed":  # it has saved where it stood
             assert max(run.ledger()) + 1 == max(int(p.name[5:]) for p in run.checkpoints_path.glob("step-*"))
         assert ended(started(folder, "--resume", "--run", "rough")) == 0
-    same(run, Run(folder / "calm"))
+    same(run, calm)
 
 
 def saved_step(run: Run) -> int:

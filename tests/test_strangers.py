@@ -30,7 +30,7 @@ def test_a_rank_dies_while_strangers_hold_connections_and_descriptors_are_few(tm
     command = f"ulimit -n 256; exec {sys.executable} -m phalanx.cli {' '.join(words)}"
     process = subprocess.Popen(["bash", "-c", command], cwd=tmp_path, stderr=subprocess.PIPE, text=True)
     run = Run(tmp_path / "run")
-    while max(run.ledger(), default=0) < 10:
+    while not run.path.exists() or max(run.ledger(), default=0) < 10:
         assert process.poll() is None
         time.sleep(0.05)
     idle = [socket.create_connection(address) for _ in range(400)]

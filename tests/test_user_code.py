@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import os
 import pickle
-import subprocess
 import sys
 from pathlib import Path
 
@@ -16,6 +15,7 @@ import torch
 from phalanx import user_code
 from phalanx.recipes import gpt
 from tests.prove.tasks import Plain
+from tests.test_cli import main, run_forked
 
 TASK = """
 from dataclasses import dataclass
@@ -61,13 +61,14 @@ def project(tmp_path: Path) -> Path:
 
 
 def phalanx(project: Path, *words: str) -> str:
-    path = os.pathsep.join([str(project / "lib"), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [sys.executable, "-m", "phalanx.cli", *words], cwd=project, env={**os.environ, "PYTHONPATH": path},
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    done = run_forked(_with_library, *words, cwd=project)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
+
+
+def _with_library(*words: str) -> None:
+    sys.path.insert(0, str(Path.cwd() / "lib"))
+    main(*words)
 
 
 def test_a_proof_is_void_when_an_imported_file_changes_and_only_then(project: Path) -> None:

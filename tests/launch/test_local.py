@@ -91,6 +91,7 @@ def sleeper() -> None:
 def launcher(say: int) -> None:
     """What `phalanx train` is to its ranks, in a session of its own."""
     os.setsid()
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the suite itself may run under nohup
     os.environ["SAY"] = str(say)
     outcome = run_ranks(sleeper, 2)
     os.write(say, b"interrupted\n" if outcome.interrupted else b"not interrupted\n")
