@@ -10,9 +10,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from phalanx import Run, cli
+import pytest
+
+from phalanx import Run, WrongUse, cli
 from phalanx.checkpoint.slot import free_memory
-from phalanx.processes import die_with_parent
+from phalanx.processes import aside, die_with_parent
 from tests.test_cli import GOOD, run_forked
 from tests.test_recovery import certificate
 
@@ -80,3 +82,21 @@ def test_a_child_ends_with_its_parent_without_prctl() -> None:
         assert time.monotonic() - began < 30
     process.join()
     process.close()
+
+
+def test_what_is_looked_at_aside_leaves_nothing_here() -> None:
+    seen: list[int] = []
+
+    def look() -> int:
+        seen.append(os.getpid())
+        return len(seen)
+
+    def fail() -> None:
+        raise WrongUse("a sample is broken. Mend it.")
+
+    assert aside(look) == 1
+    assert seen == []
+    with pytest.raises(WrongUse, match="a sample is broken"):
+        aside(fail)
+    with pytest.raises(RuntimeError, match="ended with -9"):
+        aside(lambda: os.kill(os.getpid(), signal.SIGKILL))

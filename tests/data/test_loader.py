@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,7 +15,9 @@ from phalanx import WrongUse
 from phalanx.data import Arrays
 from phalanx.data.loader import Loader, MicroBatch
 from phalanx.data.order import Order
+from phalanx.train.engine import Engine
 from tests.ranks import Ranks
+from tests.tasks import Digits
 
 
 class Noisy:
@@ -131,3 +135,38 @@ def test_a_virtual_micro_batch_is_the_same_whoever_reads_it(ranks: int) -> None:
     assert found == by_leaf(1)
     assert all(found[step, -1] == found[step, 0] for step in range(5)), "the first is not the first"
     assert {real for _, _, real in found.values()} == {True, False}
+
+
+class Opening:
+    """Opens its file when it is first read, as people do for h5py and zip files."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.file = path, None
+
+    def __len__(self) -> int:
+        return self.path.stat().st_size // 8
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if self.file is None:
+            self.file = open(self.path, "rb", buffering=0)  # noqa: SIM115
+        self.file.seek(8 * index)
+        return {"x": int.from_bytes(self.file.read(8), "little")}
+
+
+@dataclass
+class Lazily(Digits):
+    path: str = ""
+    workers: int = 3
+
+    def data(self) -> Any:
+        return Opening(Path(self.path))
+
+
+def test_workers_find_nothing_that_was_opened_before_them(tmp_path: Path) -> None:
+    (tmp_path / "numbers").write_bytes(b"".join(n.to_bytes(8, "little") for n in range(400)))
+    with Engine(Lazily(path=str(tmp_path / "numbers"), steps=40), device="cpu") as engine:
+        assert engine.loader.reader.data.file is None
+        assert engine.loader.first(3).tensors["x"].tolist() == engine.order.ids(3).tolist()
+        assert engine.loader.reader.data.file is None
+        for batch in engine.loader.batches(0, 40):
+            assert batch.micro_batches[0].tensors["x"].tolist() == engine.order.ids(batch.step).tolist()

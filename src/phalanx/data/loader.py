@@ -11,7 +11,7 @@ import signal
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -22,8 +22,10 @@ from phalanx.data.kinds import check_values, not_a_sample, unstackable
 from phalanx.data.order import Order, digest, leaf, share
 from phalanx.data.splitting import by_rows
 from phalanx.errors import WrongUse
-from phalanx.processes import die_with_parent
+from phalanx.processes import aside, die_with_parent
 from phalanx.traces import Traced, folded, whole
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -159,7 +161,12 @@ class Loader:
         else:
             found = share(len(ids), self.micro_batches, self.ranks, 0)[0]
         plan = self._plan(step, ids, *found)
-        return MicroBatch(_checked(self.reader[plan]), plan.slots, plan.real)
+        return MicroBatch(_checked(self.looked_at(lambda: self.reader[plan])), plan.slots, plan.real)
+
+    def looked_at(self, function: Callable[[], T]) -> T:
+        """What a function that reads samples gives. Workers must find nothing that it has opened: two that share a file
+        would read where the other one has left off."""
+        return aside(function) if self.workers else function()
 
     def batches(self, start: int, stop: int) -> Iterator[StepBatch]:
         """The batches of steps ``start:stop``; beginning at any step costs the same."""

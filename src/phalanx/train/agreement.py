@@ -75,7 +75,9 @@ def _kernels(engine: Engine) -> str:
 def _data(engine: Engine) -> str:
     size = engine.order.size
     some = sorted({0, size // 3, 2 * size // 3, size - 1})
-    return f"{size} samples, of which {some} are {digest([engine.loader.reader.read(index) for index in some])}"
+    read = engine.loader.reader.read
+    found = engine.loader.looked_at(lambda: digest([read(index) for index in some]))
+    return f"{size} samples, of which {some} are {found}"
 
 
 def _model(engine: Engine) -> str:

@@ -49,7 +49,7 @@ def described(engine: Engine) -> dict[str, Any]:
             "optimizer": {"class": type(engine.optimizer).__name__, **_numbers(engine.optimizer.defaults)},
             "code": user_code.joined(files),
             "files": files,
-            "fingerprint": asdict(Fingerprint.of(engine.order.size, _reader(engine))),
+            "fingerprint": asdict(engine.loader.looked_at(lambda: Fingerprint.of(engine.order.size, _reader(engine)))),
         }
         own = [json.dumps(plain(found))]
     (text,) = collectives.told(own, engine.mesh.world, 0)
@@ -134,7 +134,8 @@ def _data(engine: Engine, facts: Mapping[str, Any]) -> list[Change]:
     assert here is not None
     others, looked = known.others(here)
     repeatable = known.repeatable and here.repeatable
-    if not repeatable or any(not here.repeats(index, _reader(engine)) for index in others):
+    repeats = engine.loader.looked_at(lambda: all(here.repeats(index, _reader(engine)) for index in others))
+    if not (repeatable and repeats):
         return [Change("the data is not repeatable: a sample that is read twice differs, so it was not compared")]
     if not others:
         return []
