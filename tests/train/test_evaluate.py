@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -54,3 +56,26 @@ def test_a_measure_without_a_count_is_refused() -> None:
         pytest.raises(phalanx.WrongUse, match=r"for 'accuracy' a tensor of shape \(\) for 8 samples"),
     ):
         engine.evaluate()
+
+
+class OfClasses(Digits):
+    """A measure for each class that is in the batch."""
+
+    def evaluate(self, output: Any, batch: dict[str, Any]) -> Any:
+        found = {}
+        for label in batch["y"].unique().tolist():
+            asked = batch["y"] == label
+            found[f"class {label}"] = phalanx.Loss((asked * (output.argmax(-1) + label)).sum(), asked.sum())
+        return found
+
+
+def by_class(layout: str) -> dict[str, float]:
+    with phalanx.Engine(OfClasses(precision="float64"), Layout.parse(layout), device="cpu") as engine:
+        return engine.evaluate()
+
+
+def test_measures_that_only_some_ranks_have_are_kept_apart(ranks: Ranks) -> None:
+    expected = by_class("dp=1")
+    assert len(expected) > 2
+    for world, layout in ((4, "dp=4,micro_batch=1"), (2, "pp=2"), (4, "fsdp=4")):
+        assert ranks(world, by_class, layout) == [pytest.approx(expected)] * world

@@ -91,7 +91,8 @@ def _computed(
                     sums.setdefault(key, zero.clone())[row] += counted(one, zero[0]) * micro.real
     engine.spread.rest()
     model.train()
-    return {name: sums.get(name, zero) for name in engine.spread.from_last_stage(sorted(sums))}, collected
+    every = {name for said in collectives.everybodys(sorted(sums), engine.mesh.world) for name in said}
+    return {name: sums.get(name, zero) for name in sorted(every)}, collected  # some may be of some samples alone
 
 
 def checked(task: Task, measures: Any) -> Mapping[str, Any]:
