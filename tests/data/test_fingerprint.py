@@ -70,3 +70,13 @@ def test_contents_count_and_addresses_do_not() -> None:
     assert digest(torch.ones(2, dtype=torch.bfloat16)) == digest(torch.ones(2, dtype=torch.bfloat16))
     assert digest(np.array(["a", "b"])) != digest(np.array(["a", "c"]))
     assert digest(np.array([{}], dtype=object)) == digest(np.array([{}], dtype=object))
+
+
+def test_two_things_side_by_side_are_not_one() -> None:
+    ones = torch.ones(2, 3)
+    different: list[Any] = [
+        (1, 11), (11, 1), [1, 23], [12, 3], ["ab", "c"], ["a", "bc"], [["a"], "b"], [["a", "b"]], {"a": "b"},
+        {"ab": ""}, np.ones((3, 1)), np.ones(3),
+        ones, ones.T, ones.flatten(), ones.double()[:, :1], torch.zeros(0), torch.zeros(0, 3),
+    ]  # fmt: skip
+    assert len({digest(value) for value in different}) == len(different)

@@ -211,3 +211,17 @@ def test_the_example_is_the_same_at_any_number_of_ranks(ranks: Ranks) -> None:
         for weights, found in ranks(world, example, layouts)[0]:
             assert found == pytest.approx(measures, rel=1e-9)
             assert all(torch.allclose(weights[name], want, rtol=1e-9, atol=1e-12) for name, want in expected.items())
+
+
+def test_rows_are_the_callers_own() -> None:
+    class Adds(Digits):
+        def loss(self, output, batch):
+            own = phalanx.rows(output)
+            own += 100
+            return super().loss(output, batch)
+
+    with phalanx.Engine(Adds(steps=1), device="cpu") as engine:
+        batch = next(engine.batches())
+        slots = batch.micro_batches[0].slots.copy()
+        engine.step(batch)
+        assert (batch.micro_batches[0].slots == slots).all()

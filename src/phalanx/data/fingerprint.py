@@ -80,22 +80,32 @@ def digest(value: Any) -> str:
     """A short hash of a sample's contents."""
     found = hashlib.sha256()
 
+    def begin(*kind: Any) -> None:
+        """What follows, and how much of it: two things side by side are not one."""
+        found.update(repr(kind).encode())
+
     def add(item: Any) -> None:
         if isinstance(item, dict):
+            begin("dict", len(item))
             for name in sorted(item, key=str):
-                found.update(str(name).encode())
+                add(str(name))
                 add(item[name])
         elif isinstance(item, (list, tuple)):
+            begin("list", len(item))
             for inner in item:
                 add(inner)
         elif isinstance(item, Tensor):
+            begin("tensor", item.dtype, tuple(item.shape))
             found.update(item.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
         elif isinstance(item, np.ndarray) and item.dtype != object:
+            begin("array", item.dtype, item.shape)
             found.update(np.ascontiguousarray(item).tobytes())
         elif hasattr(item, "__array__") and not isinstance(item, np.ndarray | np.generic):  # an image, perhaps
             add(np.asarray(item))
         else:
-            found.update(re.sub(r" at 0x[0-9a-f]+", "", repr(item)).encode())
+            text = re.sub(r" at 0x[0-9a-f]+", "", repr(item)).encode()
+            begin("text", len(text))
+            found.update(text)
 
     add(value)
     return found.hexdigest()[:12]

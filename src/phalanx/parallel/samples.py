@@ -177,7 +177,7 @@ class Samples:
         self._check(x)
         if self._spans is None:
             return torch.arange(len(x), device=x.device)
-        return torch.from_numpy(self.moment.slots).to(x.device)
+        return torch.tensor(self.moment.slots, device=x.device)
 
     def need_all(self, why: str) -> None:
         """Compute the step again, with all micro-batches at once; refused where that cannot be done."""

@@ -10,6 +10,7 @@ import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 from numbers import Real
 from typing import TYPE_CHECKING, Any
 
@@ -51,10 +52,21 @@ class Column:
 
     def messages(self) -> Iterator[Tensor]:
         """The rows as bytes: how many, their places, and what they are."""
-        for places, part in zip(self.places, self.parts, strict=True):
+        for places, part in self._joined():
             for rows in _few(part):
                 number = torch.tensor([rows.stop - rows.start])
                 yield torch.cat([_bytes(number), _bytes(places[rows]), _encoded(part[rows])])
+
+    def _joined(self) -> Iterator[tuple[Tensor, Any]]:
+        """Parts put together up to a message's size: there is one of each micro-batch."""
+        first, filled = 0, 0
+        for stop, part in enumerate(self.parts, 1):
+            filled += sum(len(text) + 8 for text in part) if isinstance(part, list) else part.nbytes + 8 * len(part)
+            if filled >= MESSAGE_BYTES or stop == len(self.parts):
+                some = self.parts[first:stop]
+                text = isinstance(part, list)
+                yield torch.cat(self.places[first:stop]), [*chain(*some)] if text else torch.cat(some)
+                first, filled = stop, 0
 
 
 def _kind(part: Tensor) -> str:
@@ -153,7 +165,7 @@ def _assembled(engine: Engine, own: Column, holders: list[int], kind: str, sampl
             rows = int(message[:8].clone().view(torch.int64))
             places = message[8 : 8 + 8 * rows].clone().view(torch.int64)
             body = message[8 + 8 * rows :].clone()
-            times += torch.bincount(places, minlength=samples)
+            times.index_add_(0, places, torch.ones_like(places))
             if kind == TEXT:
                 for place, text in zip(places.tolist(), json.loads(body.numpy().tobytes()), strict=True):
                     whole[place] = text

@@ -11,6 +11,7 @@ from torch.utils.data import Subset, random_split
 
 import phalanx
 from phalanx.data import Arrays, Images, split
+from phalanx.train.check import leak
 from phalanx.train.check.leak import check_leak
 from tests.tasks import Digits
 
@@ -69,3 +70,11 @@ def test_signs_and_places_tell_rows_apart() -> None:
     x = torch.tensor([[1.0, -1.0], [-1.0, 1.0], [-1.0, -1.0], [1.0, 1.0]])
     data = Arrays(x=x.repeat_interleave(8, 0) * torch.arange(1, 33)[:, None])
     assert check_leak(Digits(), data, Arrays(x=-data.columns["x"].flip(1) * 3)) == []
+
+
+def test_arrays_are_compared_with_arrays_of_which_there_are_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = arrays(3000)
+    held_out = Arrays(**{name: column[:600] for name, column in whole.columns.items()})
+    monkeypatch.setattr(leak, "MOST_ROWS", 2000)
+    with pytest.raises(phalanx.WrongUse, match="of the held-out samples are also trained on"):
+        check_leak(Digits(), whole, held_out)

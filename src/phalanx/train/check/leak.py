@@ -36,7 +36,7 @@ def check_leak(task: Task, data: Any, held_out: Any) -> list[str]:
     """Refuse held-out samples of which many are trained on; returns a warning of some."""
     if held_out is None or not len(held_out):
         return []
-    trained, kept = _hashed(task, data, TRAINED, "data"), _hashed(task, held_out, HELD_OUT, "held_out")
+    trained, kept = _both(task, data, held_out)
     first = {hash: index for index, hash in reversed(trained)}
     both = [(index, first[hash]) for index, hash in kept if hash in first]
     if len(both) < min(FEWEST, len(kept)):
@@ -65,11 +65,17 @@ def _common(trained: Hashes, kept: Hashes) -> bool:
     return within > between / 4
 
 
+def _both(task: Task, data: Any, held_out: Any) -> tuple[Hashes, Hashes]:
+    """Of both data sets alike: of all rows, where both are arrays of which that is not too much; else of some."""
+    trained = _rows(data)
+    kept = None if trained is None else _rows(held_out)
+    if trained is not None and kept is not None:
+        return list(enumerate(trained)), list(enumerate(kept))
+    return _hashed(task, data, TRAINED, "data"), _hashed(task, held_out, HELD_OUT, "held_out")
+
+
 def _hashed(task: Task, data: Any, most: int, method: str) -> Hashes:
-    """Numbers and hashes of samples: of all that arrays have, as far as they are not too many; else of some."""
-    rows = _rows(data)
-    if rows is not None:
-        return list(enumerate(rows))
+    """Numbers and hashes of some samples."""
     found, deadline = [], time.perf_counter() + SECONDS
     for number, index in enumerate(_spread(len(data), most)):
         if time.perf_counter() > deadline and number >= FEWEST:
