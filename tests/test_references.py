@@ -24,6 +24,10 @@ def test_a_task_is_found_by_file_by_class_and_by_recipe(tmp_path: Path) -> None:
         find_task(str(file))
     with pytest.raises(WrongUse, match="has no task 'Tow'; did you mean 'Two'"):
         find_task(f"{file}:Tow")
+    (tmp_path / "taken.py").write_text("from phalanx.recipes.gpt import GPT\nfrom phalanx import Task\n")
+    assert find_task(f"{tmp_path / 'taken.py'}:GPT") is GPT
+    with pytest.raises(WrongUse, match="has no task 'Task'"):
+        find_task(f"{tmp_path / 'taken.py'}:Task")
     assert find_task("gpt") is GPT
     with pytest.raises(WrongUse, match="did you mean 'gpt'"):
         find_task("gtp")
@@ -36,6 +40,7 @@ def test_a_task_is_found_by_file_by_class_and_by_recipe(tmp_path: Path) -> None:
         ("import nowhere_to_be_found\n", "No module named 'nowhere_to_be_found'"),
         ("x = 1 / 0\n", r"ZeroDivisionError.*\n.*line 1: x = 1 / 0"),
         ("x = 1\n", "holds no subclass of phalanx.Task"),
+        ("import sys\nsys.exit(2)\n", r"ends the program while it is imported \(exit code 2\). Put what it does"),
     ],
 )
 def test_a_file_that_is_no_task_is_refused_with_its_line(tmp_path: Path, text: str, says: str) -> None:

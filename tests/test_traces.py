@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import phalanx
+from phalanx.losses import Logits
 from phalanx.traces import Traced, described, expected, explain, folded, whole
 from tests.tasks import Digits
 
@@ -133,3 +134,10 @@ def test_values_in_words(value: Any, words: str) -> None:
 def test_what_another_process_told_is_kept() -> None:
     error = pickle.loads(pickle.dumps(Traced("sample 3 cannot be read: KeyError: 'x'", "  lines", "all")))
     assert (str(error), folded(error), whole(error)) == ("sample 3 cannot be read: KeyError: 'x'", "  lines", "all")
+
+
+def test_what_cannot_be_described_does_not_hide_the_error() -> None:
+    assert described(torch.ones(2, dtype=torch.uint16)) == "uint16 [2]"
+    lazy = Logits(torch.ones(2, 3), torch.ones(5, 3))
+    assert described(lazy) == "logits [2, 5]"
+    assert lazy.lazy

@@ -123,6 +123,7 @@ class EventLog:
                 self._say(f"lacks {self._waiting.count(10)} events, for which there was no room to the end")
             if self._file is not None:
                 os.close(self._file)
+                self._file = None
 
     def __enter__(self) -> Self:
         return self

@@ -100,7 +100,8 @@ class Origin:
             copy, size, text = None, 0, None
             with suppress(OSError, UnicodeDecodeError):
                 size = path.stat().st_size
-                if path.suffix == ".py" and size <= min(room, MOST_OF_A_FILE):
+                small = path.suffix == ".py" and size <= min(room, MOST_OF_A_FILE)
+                if small and hashes.get(path) == user_code.file_hash(path):  # else it was edited since
                     text = path.read_text(encoding="utf-8")
             if text is not None:
                 copy = _place(name, path, {known["copy"] for known in self._copied.values()})
@@ -140,8 +141,8 @@ def _place(name: str, path: Path, taken: set[str]) -> str:
 def _same(folder: Path, found: Mapping[str, Any], settings: str, diff: str, files: Mapping[str, str]) -> bool:
     try:
         known = _read(folder)
-        kept = (folder / "git.diff").read_text() if (folder / "git.diff").exists() else ""
-        if (folder / "run.toml").read_text() != settings or kept != diff:
+        kept = (folder / "git.diff").read_bytes() if (folder / "git.diff").exists() else b""
+        if (folder / "run.toml").read_bytes() != settings.encode() or kept != diff.encode():
             return False
     except (OSError, ValueError):
         return False

@@ -141,6 +141,11 @@ def _told(what: str, path: Path | None) -> Iterator[None]:
         raise WrongUse(f"{where}: {error.msg}{pointer}\nMend that line and start again.") from None
     except WrongUse:
         raise
+    except SystemExit as error:
+        raise WrongUse(
+            f"{what} ends the program while it is imported (exit code {error.code}). Put what it does as a script "
+            'under if __name__ == "__main__":, so that it can be imported.'
+        ) from None
     except Exception as error:
         frames = [f for f in traceback.extract_tb(error.__traceback__) if is_users_line(f.filename)]
         own = [f for f in frames if path is not None and Path(f.filename).resolve() == path.resolve()]
@@ -151,15 +156,12 @@ def _told(what: str, path: Path | None) -> Iterator[None]:
 
 
 def _choose(module: types.ModuleType, name: str, file: str) -> type[Task]:
-    own = {
-        key: value
-        for key, value in vars(module).items()
-        if isinstance(value, type) and issubclass(value, Task) and value.__module__ == module.__name__
-    }
+    every = {key: value for key, value in vars(module).items() if isinstance(value, type) and issubclass(value, Task)}
+    own = {key: value for key, value in every.items() if value.__module__ == module.__name__}
     if name:
-        if name not in own:
+        if name not in every or every[name] is Task:
             raise WrongUse(f"{file} has no task {name!r}; {closest(name, own)}")
-        return own[name]
+        return every[name]
     if len(own) != 1:
         which = (
             f"holds {len(own)} tasks: name one, e.g. {file}:{next(iter(own))}"

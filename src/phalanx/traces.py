@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import traceback
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 from phalanx import user_code
 from phalanx.errors import CannotHere, WrongUse
+from phalanx.losses import Logits
 from phalanx.user_code import innermost, is_users_line
 from phalanx.words import many
 
@@ -83,6 +85,11 @@ def _whose(files: Iterator[str]) -> str:
 
 def explain(error: BaseException, model: nn.Module, task: object) -> None:
     """Note with an error which module of the model it came from, or which method of the task, and what that got."""
+    with suppress(Exception):  # what was raised is more important
+        _explain(error, model, task)
+
+
+def _explain(error: BaseException, model: nn.Module, task: object) -> None:
     if isinstance(error, (WrongUse, CannotHere, Traced)) or getattr(error, "__notes__", None):
         return
     last: FrameType | None = None
@@ -172,6 +179,8 @@ def described(value: Any, depth: int = 2) -> str:
     if isinstance(value, Tensor):
         place = "" if value.device.type == "cpu" else f" on {value.device}"
         return f"{_dtype(value)} [{', '.join(map(str, value.shape))}]{_range(value)}{place}"
+    if isinstance(value, Logits):  # whose other attributes would compute them
+        return f"logits [{', '.join(map(str, value.shape))}]"
     if hasattr(value, "dtype") and hasattr(value, "shape"):  # numpy's
         return f"{value.dtype} [{', '.join(map(str, value.shape))}]"
     if value is None or isinstance(value, (bool, int, float)):
@@ -198,4 +207,6 @@ def _range(tensor: Tensor) -> str:
     other = tensor.dtype.is_floating_point or tensor.dtype.is_complex or str(tensor.dtype) == "torch.bool"
     if other or tensor.device.type != "cpu" or not tensor.numel():
         return ""
-    return f" from {int(tensor.min())} to {int(tensor.max())}"
+    with suppress(RuntimeError):  # torch finds no least one among some kinds of whole numbers
+        return f" from {int(tensor.min())} to {int(tensor.max())}"
+    return ""

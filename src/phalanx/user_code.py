@@ -47,7 +47,7 @@ def hashes() -> dict[Path, str]:
     for _, path, mark in _imported():
         known = _read.get(id(mark))
         if known is None or known[0] is not mark:
-            known = _read[id(mark)] = mark, _hash(path) or ""
+            known = _read[id(mark)] = mark, file_hash(path) or ""
         found[path] = known[1]
     return found
 
@@ -104,7 +104,7 @@ def snapshot(base: Path, others: Iterable[str] = ()) -> dict[str, str]:
 
     ``others``: files of modules that another process has imported.
     """
-    every = {path: _hash(path) or "" for path in map(Path, others)} | hashes()
+    every = {path: file_hash(path) or "" for path in map(Path, others)} | hashes()
     return dict(sorted((os.path.relpath(path, base), known) for path, known in every.items() if known))
 
 
@@ -112,7 +112,7 @@ def changed(files: Mapping[str, str], base: Path) -> list[str]:
     """Of files that were known once, those that hold something else now, or are not there any more."""
     here = hashes()
     now = ((name, (base / name).resolve(), known) for name, known in files.items())
-    return [name for name, path, known in now if (here[path] if path in here else _hash(path)) != known]
+    return [name for name, path, known in now if (here[path] if path in here else file_hash(path)) != known]
 
 
 def joined(files: Mapping[str, str]) -> str:
@@ -133,7 +133,7 @@ def own_hash() -> str:
     return found.hexdigest()[:16]
 
 
-def _hash(path: Path) -> str | None:
+def file_hash(path: Path) -> str | None:
     try:
         return hashlib.sha256(path.read_bytes()).hexdigest()[:16] if path.is_file() else None
     except OSError:

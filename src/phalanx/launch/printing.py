@@ -207,8 +207,9 @@ class Printing:
         for stream, text in lines:
             file = sys.stdout if stream == 1 else sys.stderr
             clear = "\r\x1b[K" if sys.stdout.isatty() else ""  # over the line that renews itself there
+            known = file.encoding or "utf-8"  # what it cannot write is shown as far as it can
             with suppress(OSError, ValueError):
-                print(clear + text, file=file, flush=True)
+                print(clear + text.encode(known, "replace").decode(known), file=file, flush=True)
 
 
 def _shown(line: str) -> str:

@@ -108,7 +108,7 @@ def off_by(found: Any, want: Any) -> float:
     if isinstance(want, float) and isinstance(found, float):
         if math.isfinite(found) and math.isfinite(want):
             return abs(found - want) / max(abs(want), 1e-300)
-        return 0.0 if math.isfinite(found) == math.isfinite(want) else math.inf
+        return 0.0 if found == want or (math.isnan(found) and math.isnan(want)) else math.inf
     return 0.0 if found == want else math.inf
 
 

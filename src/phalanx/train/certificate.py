@@ -104,7 +104,7 @@ def certify(run: Run, task: Task, shelf: Shelf) -> dict[str, Any]:
     differences = list(_again(run))
     found = {
         "task": type(task).__name__,
-        "finished": datetime.now(UTC).isoformat(timespec="seconds"),
+        "finished": _when(ledger[steps[-1]]) if steps else None,
         "loss": ledger[steps[-1]].get("loss") if steps else None,
         "held_out": next((event["held_out"] for event in reversed(list(run.events(0, "evaluation")))), None),
         "steps": task.steps,
@@ -126,6 +126,10 @@ def certify(run: Run, task: Task, shelf: Shelf) -> dict[str, Any]:
     text = json.dumps(found, indent=1) + "\n"
     when_there_is_room(run.certificate_path, lambda: write_whole(run.certificate_path, text))
     return found
+
+
+def _when(event: Mapping[str, Any]) -> str:
+    return datetime.fromtimestamp(event["time"], UTC).isoformat(timespec="seconds")
 
 
 def _order(start: Mapping[str, Any], task: Task) -> Order:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import random
 import signal
 import subprocess
 import time
@@ -13,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -209,3 +211,16 @@ def after_a_backward(task: Digits) -> Checked:
 def test_where_autograd_has_run_it_is_left_out(fresh: Ranks) -> None:
     found = fresh(2, after_a_backward, Digits())[0]  # the last test: these ranks have computed now
     assert found == Checked(left_out="this process has computed before it")
+
+
+def test_generators_are_as_they_were_and_errors_are_the_tasks_own() -> None:
+    def drawn() -> tuple[float, float, float]:
+        return random.random(), float(np.random.rand()), float(torch.rand(()))
+
+    random.seed(1), np.random.seed(1), torch.manual_seed(1)
+    expected = drawn()
+    random.seed(1), np.random.seed(1), torch.manual_seed(1)
+    phalanx.check(Digits())
+    assert drawn() == expected
+    with pytest.raises(KeyError, match="RANK"):
+        phalanx.check(Digits(mistake="rank 1 fails"))

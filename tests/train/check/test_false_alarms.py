@@ -19,8 +19,10 @@ from phalanx.data import Arrays
 from phalanx.recipes.gpt import GPT
 from phalanx.recipes.shapes import Shapes
 from phalanx.references import find_task
+from phalanx.train.check import checking
 from phalanx.train.check.beside import checked
 from tests.hugging_face import CONFIGS, SIZES, TOKENS, config
+from tests.mistakes import Points
 from tests.parity import PRIME
 from tests.tasks import Digits
 
@@ -379,3 +381,74 @@ def test_what_is_too_large_is_said() -> None:
     found = checked(Huge())
     assert not found.refusal
     assert "too many to try it on the CPU first" in found.warnings[0]
+
+
+@dataclass
+class SlowNorm(Points):
+    """A model with batch-norm on which each look takes long."""
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(4, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3))
+
+
+def test_batch_norm_that_takes_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checking, "SLOW_SECONDS", 0.0)
+    quiet(SlowNorm())
+
+
+@dataclass
+class Answering(Points):
+    """Where in a long text an answer begins; what is made smaller has shorter texts."""
+
+    def model(self) -> nn.Module:
+        return transformers.BertForQuestionAnswering(
+            transformers.BertConfig(vocab_size=4000, hidden_size=256, num_attention_heads=4, num_hidden_layers=4)
+        )
+
+    def data(self) -> Any:
+        made = torch.Generator().manual_seed(0)
+        ids = torch.randint(0, 4000, (64, 64), generator=made)
+        return Arrays(input_ids=ids, labels=torch.rand(64, 50, generator=made).round(), start=torch.arange(64) % 64)
+
+    def inputs(self, batch: dict[str, Any]) -> Any:
+        return {"input_ids": batch["input_ids"]}
+
+    def loss(self, output: Any, batch: dict[str, Any]) -> Any:
+        assert batch["labels"].shape[1] == 50
+        return phalanx.losses.cross_entropy(output.start_logits, batch["start"])
+
+
+def test_places_in_a_text_that_is_cut_off() -> None:
+    found = checked(Answering())
+    assert (found.refusal, found.warnings) == ("", [])
+    assert "made smaller, Answering.loss() fails: IndexError: Target" in found.left_out
+
+
+@dataclass
+class LabelsInside(Points):
+    """A model that is given the labels, too."""
+
+    def model(self) -> nn.Module:
+        small = transformers.BertConfig(
+            vocab_size=40,
+            hidden_size=16,
+            num_attention_heads=2,
+            intermediate_size=16,
+            num_hidden_layers=1,
+            num_labels=5,
+        )
+        return transformers.BertForTokenClassification(small)
+
+    def data(self) -> Any:
+        ids = torch.randint(0, 40, (64, 12), generator=torch.Generator().manual_seed(0))
+        return Arrays(input_ids=ids, labels=ids % 5)
+
+    def inputs(self, batch: dict[str, Any]) -> Any:
+        return {"input_ids": batch["input_ids"], "labels": batch["labels"]}
+
+    def loss(self, output: Any, batch: dict[str, Any]) -> Any:
+        return phalanx.losses.cross_entropy(output.logits, batch["labels"])
+
+
+def test_labels_that_a_model_is_given_are_not_looked_up() -> None:
+    quiet(LabelsInside())

@@ -26,7 +26,7 @@ from phalanx.launch.blame import IN_A_FORK
 from phalanx.parallel import collectives
 from phalanx.processes import die_with_parent
 from phalanx.task import Task
-from phalanx.train.check.checking import check
+from phalanx.train.check.checking import look
 from phalanx.train.check.subject import CannotCheck, Fails, RefusedAnyway
 
 if TYPE_CHECKING:
@@ -70,6 +70,7 @@ class Check:
         """``pretrained``: the weights will be others than the model's own. ``unchecked``: it is not wanted."""
         self._pipe: Connection | None = None
         self._found: Checked | None = None
+        self._killed = False
         if unchecked:
             self._found = Checked(left_out="--unchecked")
         elif torch.cuda.is_initialized():
@@ -132,9 +133,11 @@ class Check:
     def _kill(self) -> int | None:
         """With what the user's code has started in it; returns its exit code."""
         assert self._process.pid is not None
-        with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.join()
+        if not self._killed:  # else its number may be another's by now
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.join()
+            self._killed = True
         return self._process.exitcode
 
     def close(self) -> None:
@@ -177,14 +180,16 @@ def _run(task: Task, pretrained: bool, pipe: Connection) -> None:
 
 def checked(task: Task, pretrained: bool = False) -> Checked:
     """The check's result as words."""
+    found = Checked()
     try:
-        return Checked(warnings=check(task, pretrained=pretrained))
+        look(task, pretrained, found.warnings)
     except WrongUse as refusal:
-        return Checked(refusal=str(refusal), anyway=isinstance(refusal, RefusedAnyway))
+        found.refusal, found.anyway = str(refusal), isinstance(refusal, RefusedAnyway)
     except (Fails, CannotCheck, CannotHere) as reason:
-        return Checked(left_out=_reason(str(reason)))
+        found.left_out = _reason(str(reason))
     except Exception as error:
-        return Checked(left_out=_reason(f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"))
+        found.left_out = _reason(f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
+    return found
 
 
 def _reason(text: str) -> str:

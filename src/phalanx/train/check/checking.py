@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 
 from phalanx.data.loader import seed_globally
@@ -28,18 +30,31 @@ def check(task: Task, *, pretrained: bool = False) -> list[str]:
     """Refuse a task that would not train as it seems to; returns what is only likely to be a mistake, a line each.
 
     On one device, with a few samples, in about a second. ``pretrained``: its weights will be others than those that its
-    model begins with.
+    model begins with. What the task's own code raises is raised.
     """
+    warnings: list[str] = []
+    try:
+        look(task, pretrained, warnings)
+    except Fails as failure:
+        raise failure.error from None
+    return warnings
+
+
+def look(task: Task, pretrained: bool, warnings: list[str]) -> None:
+    """Likewise, with the warnings that were found before anything was raised."""
     if not isinstance(task, Task):
         raise WrongUse(f"{task!r} is no task. Give an instance of a phalanx.Task, e.g. MyTask().")
     task.check()
-    threads, generators = torch.get_num_threads(), torch.random.get_rng_state()
+    threads = torch.get_num_threads()
+    generators = torch.random.get_rng_state(), np.random.get_state(), random.getstate()
     torch.set_num_threads(1)
     try:
-        return _Check(task, pretrained).run()
+        _Check(task, pretrained, warnings).run()
     finally:
         torch.set_num_threads(threads)
-        torch.random.set_rng_state(generators)
+        torch.random.set_rng_state(generators[0])
+        np.random.set_state(generators[1])
+        random.setstate(generators[2])
 
 
 def why_not_repeated(task: Task) -> str:
@@ -51,6 +66,7 @@ def why_not_a_sum(task: Task) -> str:
     """Likewise for one of which it is known to matter which samples are together."""
 
     def look(subject: Subject) -> None:
+        subject.rest_batch_norms()
         subject.widen()
         check_sums(subject)
 
@@ -76,14 +92,13 @@ def _subject(task: Task) -> Subject:
 
 
 class _Check:
-    def __init__(self, task: Task, pretrained: bool) -> None:
-        self.task, self.pretrained = task, pretrained or task.pretrained() is not None
-        self.warnings: list[str] = []
+    def __init__(self, task: Task, pretrained: bool, warnings: list[str]) -> None:
+        self.task, self.pretrained, self.warnings = task, pretrained or task.pretrained() is not None, warnings
         seed_globally(task.seed, "data")
         with raising(f"{type(task).__name__}.data()"):
             self.data = task.data()
 
-    def run(self) -> list[str]:
+    def run(self) -> None:
         task = self.task
         self.warnings += check_schedule(task)
         samples, found = read_samples(task, self.data)
@@ -96,7 +111,6 @@ class _Check:
             count(task, held_out, "held_out")
         self._evaluate(held_out)
         self.warnings += check_leak(task, self.data, held_out)
-        return self.warnings
 
     def _compute(self, samples: list[Any]) -> None:
         self.subject: Subject | None = None
@@ -108,13 +122,18 @@ class _Check:
         began = time.process_time()
         try:
             self._learns(subject)
-        except (Fails, WrongUse):
-            if not subject.changed or type(self.task).tiny is Task.tiny:
+        except (Fails, WrongUse) as failure:
+            if not subject.changed:
                 raise
+            if type(self.task).tiny is Task.tiny:
+                if isinstance(failure, WrongUse):
+                    raise
+                raise CannotCheck(f"made smaller, {failure}") from failure  # by a rule that need not fit it
             subject = _subject(self.task.tiny())  # its sizes are other than those of these samples
             self._learns(subject)
         self.warnings += check_optimizer(subject)
         self.slow = time.process_time() - began > SLOW_SECONDS
+        subject.rest_batch_norms()
         if not self.slow:
             subject.widen()
         for _ in subject.in_turn():
@@ -128,7 +147,8 @@ class _Check:
             for _ in subject.in_turn():
                 self.warnings += check_learning(subject, self.pretrained)
         except Fails as failure:
-            if isinstance(failure.error, IndexError) and any(words in str(failure.error) for words in RANGE):
+            cut = subject.changed and not failure.where.startswith("the forward")  # targets may be places in a text
+            if isinstance(failure.error, IndexError) and any(w in str(failure.error) for w in RANGE) and not cut:
                 raise _out_of_range(subject, failure) from failure
             if "process group has not been initialized" in str(failure.error):
                 raise WrongUse(

@@ -8,7 +8,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -131,23 +131,18 @@ class Call:
     """It was told to draw from a generator of the user's."""
 
 
-@dataclass
 class Calls(TorchFunctionMode):
-    """Notes every torch function that the user's code calls, in order."""
+    """Notes every torch function that the user's code calls, in order, and what it gave."""
 
-    keep: bool = True
-    """What they gave is kept, too."""
-    made: list[Call] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
+    def __init__(self) -> None:
         super().__init__()
+        self.made: list[Call] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **kwargs or {})
         drawn = isinstance((kwargs or {}).get("generator"), torch.Generator)
-        if self.keep or drawn:
-            given = [t.detach().clone() for t in _flat(result)] if self.keep else []
-            self.made.append(Call(getattr(func, "__name__", str(func)), running(), given, drawn))
+        given = [t.detach().clone() for t in _flat(result)]
+        self.made.append(Call(getattr(func, "__name__", str(func)), running(), given, drawn))
         return result
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -34,6 +33,7 @@ class Misuse(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.found: list[str] = []
+        self._looked_up: list[Tensor] = []
         self._targets: list[tuple[Tensor, str]] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -44,6 +44,8 @@ class Misuse(TorchFunctionMode):
             target = args[1] if len(args) > 1 else kwargs.get("target")
             if isinstance(target, Tensor) and not target.is_floating_point():
                 self._targets.append((target.flatten(), lines.running()))
+        if func is F.embedding and isinstance(given, Tensor):
+            self._looked_up.append(given)
         return func(*args, **kwargs)
 
     def _look(self, func: Any, given: Tensor) -> None:
@@ -62,11 +64,11 @@ class Misuse(TorchFunctionMode):
         if text not in self.found:
             self.found.append(text)
 
-    def check_targets(self, inputs: Sequence[Tensor]) -> None:
-        """Whether a model is asked for what it is given: a language model whose targets are not shifted."""
+    def check_targets(self) -> None:
+        """Whether a model is asked for what it looks up: a language model whose targets are not shifted."""
         for target, line in self._targets:
-            for given in inputs:
-                if given.is_floating_point() or given.ndim < 2 or given.numel() != target.numel() or len(target) <= FEW:
+            for given in self._looked_up:
+                if given.ndim < 2 or given.numel() != target.numel():
                     continue
                 asked = target >= 0
                 if int(asked.sum()) > FEW and torch.equal(given.flatten()[asked], target[asked]):

@@ -28,10 +28,11 @@ from phalanx.train.check import lines
 from phalanx.train.shrink import Needs, by_config
 from phalanx.train.widened import Widened
 
-SAMPLES, SOME_SAMPLES, FEW_SAMPLES = 7, 4, 3
+SAMPLES, SOME_SAMPLES, FEW_SAMPLES, FEWEST_SAMPLES = 7, 4, 3, 2
 LARGE_WEIGHTS, TOO_MANY_WEIGHTS = 3_000_000, 100_000_000
 """Models with more are made smaller if it is known how; with more yet, they are not tried if it is not."""
-MUCH_WORK = 1 << 26
+MUCH_WORK, MOST_WORK = 1 << 26, 1 << 33
+"""Weights times numbers in a sample: about what a convolution of it costs."""
 SHORT = 32
 """Sequences of a model that was made smaller are cut off there."""
 
@@ -151,10 +152,12 @@ class Subject:
 
     def _enough(self) -> int:
         """How many samples are computed: fewer where each is much work."""
+        work = self.weights * max((t.numel() for t in tensors_in(self.samples[0])), default=1)
+        if work > MOST_WORK:
+            return FEWEST_SAMPLES
         if not self.changed and self.weights > LARGE_WEIGHTS:
             return FEW_SAMPLES
-        sizes = [t.numel() for t in tensors_in(self.samples[0])]
-        return SOME_SAMPLES if self.weights * max(sizes, default=1) > MUCH_WORK else SAMPLES
+        return SOME_SAMPLES if work > MUCH_WORK else SAMPLES
 
     @staticmethod
     def _built(task: Task) -> nn.Module:
@@ -251,14 +254,14 @@ class Subject:
             for hook in hooks:
                 hook.remove()
 
-    def widen(self) -> bool:
-        """From here on in float64, batch-norms by their running averages, and no weight 0: what differs shows.
-
-        False where the task cannot compute in float64: then it stays as it was.
-        """
+    def rest_batch_norms(self) -> None:
+        """From here on they compute by their running averages, each sample by itself."""
         for module in self.model.modules():
             if isinstance(module, batchnorm.KINDS):
                 module.train(False)
+
+    def widen(self) -> None:
+        """From here on in float64, and no weight 0: what differs shows. Where a task cannot, it stays as it was."""
         before, self.dtype = self.dtype, torch.float64
         self.model.double()
         kept = {name: weight.detach().clone() for name, weight in self.model.named_parameters()}
@@ -268,12 +271,11 @@ class Subject:
                     self._disturb(kept) if disturbed else self._restore(kept)
                     given = self.compute(self.places)
                 if bool(torch.isfinite(given.loss.total.detach()).all()):
-                    return True
+                    return
             except (Fails, WrongUse):
                 continue
         self.dtype = before
         self.model.to(before)
-        return False
 
     def _disturb(self, kept: Mapping[str, Tensor]) -> None:
         source = torch.Generator().manual_seed(self.task.seed & 0x7FFFFFFF)
@@ -325,10 +327,12 @@ def _size(sample: Any) -> int:
 
 
 def _short(sample: Any) -> Any:
-    """A sample with its sequences cut off."""
+    """A sample with its sequences cut off: columns as long as the longest one of whole numbers."""
     if not isinstance(sample, dict):
         return sample
-    return {n: v[:SHORT] if isinstance(v, (Tensor, np.ndarray)) and v.ndim == 1 else v for n, v in sample.items()}
+    flat = {n: v for n, v in sample.items() if isinstance(v, (Tensor, np.ndarray)) and v.ndim == 1}
+    longest = max((len(v) for v in flat.values() if not torch.as_tensor(v).is_floating_point()), default=0)
+    return {n: v[:SHORT] if n in flat and len(v) == longest else v for n, v in sample.items()}
 
 
 def moved(before: Any) -> bool:
