@@ -784,3 +784,100 @@ class MixesABatch(Points):
 class MakesNoModel(Points):
     def model(self) -> Any:  # here
         nn.Linear(4, 3)
+
+
+class OfTwelve(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.a(x.view(12, 4))  # here: OneSizeAlone
+
+
+@mistake("with 7 samples; with 12 it does not")
+class OneSizeAlone(Points):
+    global_batch: int = 12
+
+    def model(self) -> nn.Module:
+        return OfTwelve()
+
+
+@mistake("schedule fails for step 4: IndexError")
+class ScheduleThatEnds(Points):
+    steps: int = 10
+
+    def schedule(self) -> Callable[[int], float]:
+        rates = [1.0, 0.5, 0.1]
+        return lambda step: rates[step]  # here
+
+
+@mistake("made 3 rows of 7 samples")
+class LeavesOut(Points):
+    def collate(self, samples: Sequence[Any]) -> dict[str, Any]:  # here
+        return super().collate([sample for sample in samples if sample["x"][0] > 0])
+
+
+@mistake("changes 'x' of a batch in place", likely=True)
+class ChangesTheBatch(Points):
+    def inputs(self, batch: dict[str, Any]) -> Any:
+        batch["x"] -= 1  # here
+        return batch["x"]
+
+
+@mistake("changes 'x' of a batch in place")
+class ChangesWhatIsComputedTwice(Points):
+    def inputs(self, batch: dict[str, Any]) -> Any:
+        batch["x"] -= 1  # here
+        return batch["x"]
+
+    def loss(self, output: Any, batch: dict[str, Any]) -> Any:
+        every = phalanx.gather(output)
+        return phalanx.Loss((output - every.mean(0)).square().sum(), len(output))
+
+
+class Detaches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 16), nn.Linear(16, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.a(x).detach().relu())  # here: DetachesALayer
+
+
+@mistake("a.weight, a.bias take part in the forward and get no gradient", likely=True)
+class DetachesALayer(Points):
+    def model(self) -> nn.Module:
+        return Detaches()
+
+
+class MakesALayer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(4, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.Linear(16, 3)(self.a(x).relu())  # here: LayerInForward
+
+
+@mistake("make it in the constructor")
+class LayerInForward(Points):
+    def model(self) -> nn.Module:
+        return MakesALayer()
+
+
+@mistake("and are whole numbers: as the probability of each class they must be real")
+class WholeOneHot(Points):
+    def loss(self, output: Any, batch: dict[str, Any]) -> Any:
+        return phalanx.losses.cross_entropy(output, F.one_hot(batch["y"], 3))  # here
+
+
+@mistake("max_iterations is a setting of NobodyReads that nothing reads", likely=True)
+class NobodyReads(Points):  # here
+    max_iterations: int = 3
+
+
+@mistake("a task has held_out()", likely=True)
+class NearlyHeldOut(Points):
+    def heldout(self) -> Any:  # here
+        return self.points(32, 1)

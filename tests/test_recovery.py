@@ -10,6 +10,7 @@ import signal
 import socket
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -170,6 +171,19 @@ def test_every_other_blow(folder: Path, calm: Run, blow: str) -> None:
             assert max(run.ledger()) + 1 == max(int(p.name[5:]) for p in run.checkpoints_path.glob("step-*"))
         assert ended(started(folder, "--resume", "--run", "rough")) == 0
     same(run, calm)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_that_is_repeated_to_the_end_changes_nothing(folder: Path, number: signal.Signals) -> None:
+    process = started(folder, "slow.py", *KEPT, "--run", "rough")
+    until_step(Run(folder / "rough"), 10, process)
+    assert process.pid is not None
+    while process.is_alive():
+        with suppress(ProcessLookupError):
+            os.kill(process.pid, number)
+        time.sleep(0.02)
+    assert ended(process) == 130
+    assert saved_step(Run(folder / "rough")) == max(Run(folder / "rough").ledger()) + 1
 
 
 def saved_step(run: Run) -> int:

@@ -55,6 +55,10 @@ def _stoppable(told: str) -> Iterator[None]:
     except KeyboardInterrupt:
         print(f"stopped: {told}", file=sys.stderr)
         raise SystemExit(130) from None  # whatever else comes while this process ends
+    except SystemExit:
+        for number in numbers:  # schedulers repeat theirs: the exit code is said, and stays
+            signal.signal(number, signal.SIG_IGN)
+        raise
     finally:
         for number, handler in before.items():
             if signal.getsignal(number) is stop:
@@ -120,14 +124,13 @@ def train(
 ) -> None:
     """Train a task."""
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # until there is something to save
-    from phalanx.train.choosing import to_resume
-    from phalanx.train.folders import where_it_began
+    from phalanx.train.folders import taken_up
     from phalanx.train.job import Job
     from phalanx.train.options import full_path
 
-    if resume:
+    if resume or config is not None:
         checkpoints, init_from = full_path(checkpoints), full_path(init_from)
-        run, config, task = where_it_began(*to_resume(run, task, config), task)
+        run, config, task = taken_up(run, config, task, resume)
     job = Job.resolve(
         task=task, layout=layout, on=on, assignments=set_, steps=steps, epochs=epochs, config=config, device=device,
         save_steps=save_steps, save_minutes=save_minutes, keep=keep, keep_every=keep_every, memory_steps=memory_steps,

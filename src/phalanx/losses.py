@@ -324,6 +324,11 @@ def binary_cross_entropy(output: Tensor, targets: Tensor) -> Loss:
 
 
 def _mismatch(output: torch.Size, targets: torch.Size) -> WrongUse:
+    if output == targets:
+        return WrongUse(
+            f"the targets have the shape of the output, {tuple(output)}, and are whole numbers: as the probability of "
+            "each class they must be real. Write targets.float(), or give the class alone: targets.argmax(-1)."
+        )
     return WrongUse(
         f"the model's output has shape {tuple(output)} and the targets {tuple(targets)}: they do not belong together. "
         "Check what Task.loss passes to the loss."

@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import shlex
 import shutil
 import signal
 import subprocess
@@ -54,7 +55,7 @@ class Origin:
         found = {
             "phalanx": __version__, "python": platform.python_version(),
             "torch": torch.__version__, "platform": platform.platform(), "packages": packages(), "git": git,
-            "started_in": str(Path.cwd()),
+            "started_in": str(Path.cwd()), "command": redact(shlex.join(sys.argv)),
         }  # fmt: skip
         settings = self.run.settings_path.read_text() if self.run.settings_path.exists() else ""
         here = {str(path): known for path, known in user_code.hashes().items()}
@@ -146,7 +147,7 @@ def _same(folder: Path, found: Mapping[str, Any], settings: str, diff: str, file
             return False
     except (OSError, ValueError):
         return False
-    if any(known.get(name) != value for name, value in found.items() if name != "started_in"):
+    if any(known.get(name) != value for name, value in found.items() if name not in ("started_in", "command")):
         return False
     then = {path: entry["sha256"] for path, entry in known["files"].items()}
     return all(then.get(path) == value for path, value in files.items())

@@ -61,7 +61,7 @@ class Run:
     def check_free(self) -> None:
         """Refuse a folder that holds a run."""
         if exists(self.settings_path):
-            raise WrongUse(f"{self.path} holds a run already. Give another --run, or remove that folder.")
+            raise WrongUse(f"{self.path} holds a run already. Go on with it by --resume, or give another --run.")
 
     @property
     def settings_path(self) -> Path:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar, Literal, get_args
 
@@ -174,6 +174,7 @@ class Task:
 
     def check(self) -> None:
         """Refuse settings that cannot work."""
+        self._check_written()
         bounds = {"global_batch": 1, "steps": 0, "warmup_steps": 0, "workers": 0, "evaluate_every": 0}
         for name, least in bounds.items():
             value = getattr(self, name)
@@ -193,6 +194,24 @@ class Task:
         known = get_args(Precision)
         if self.precision not in known:
             raise WrongUse(f"precision={self.precision!r} is not known. Choose one of: {', '.join(known)}.")
+
+    def _check_written(self) -> None:
+        """Refuse defaults that are written down and not taken, and numbers that are none."""
+        kind = type(self)
+        for field in fields(kind):
+            holder = next((each for each in kind.__mro__ if field.name in vars(each)), Task)
+            written = vars(holder).get(field.name)
+            if holder is Task or hasattr(written, "__get__") or field.default is MISSING or written == field.default:
+                continue
+            raise WrongUse(
+                f"{field.name} = {written!r} in {holder.__name__} is not taken: {field.default!r} is. Put @dataclass "
+                f"above the class, and write it with its type: {field.name}: {type(written).__name__} = {written!r}"
+            )
+        for field in fields(Task):
+            value = getattr(self, field.name)
+            number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            if isinstance(field.default, (int, float)) and not number:
+                raise WrongUse(f"{field.name}={value!r} is a {type(value).__name__}, not a number. Write a number.")
 
     def _missing(self, method: str, what: str) -> WrongUse:
         return WrongUse(f"{type(self).__name__} has no {method}(). Define it: {what}.")

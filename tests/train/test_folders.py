@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from pathlib import Path
@@ -68,6 +69,18 @@ def test_where_an_option_points_to_is_meant_from_here(project: Path) -> None:
     done = phalanx("train", "--resume", "--run", "../project/r", "--steps", "3", "--checkpoints", "kept", cwd=elsewhere)
     assert done.returncode == 0, done.stderr
     assert (elsewhere / "kept" / "step-00000003").is_dir()
+
+
+def test_a_run_is_repeated_from_another_folder(project: Path) -> None:
+    elsewhere = project.parent / "elsewhere"
+    done = phalanx("train", "--config", "../project/r/run.toml", "--run", "again", cwd=elsewhere)
+    assert done.returncode == 0, done.stderr
+    assert f"relative paths of the task are those of {project}" in done.stdout
+    hashes = [
+        json.loads((run / "final" / "certificate.json").read_text())["hash"]
+        for run in (project / "r", elsewhere / "again")
+    ]
+    assert hashes[0] == hashes[1]
 
 
 def test_where_that_folder_is_gone_one_stays(

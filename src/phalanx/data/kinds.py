@@ -97,6 +97,16 @@ def check_values(sample: Mapping[str, Any], index: int, data: Any) -> None:
             raise WrongUse(f"{name} of sample {index} is None, which does not stack. Leave it out, or give a number.")
 
 
+def check_rows(batch: Mapping[str, Any], samples: int) -> None:
+    """Refuse a batch from which samples were left out: they would never be trained on, and counted as if they were."""
+    rows = {len(column) for column in batch.values() if isinstance(column, (Tensor, np.ndarray)) and column.ndim}
+    if len(rows) == 1 and 1 < (found := next(iter(rows))) < samples:
+        raise WrongUse(
+            f"collate() made {found} rows of {samples} samples: those that it leaves out would be counted as trained "
+            "on. Leave them out of data() instead."
+        )
+
+
 def unstackable(samples: Sequence[Mapping[str, Any]], ids: Sequence[int]) -> WrongUse | None:
     """Which column does not stack, and why, where that can be seen."""
     first = samples[0]

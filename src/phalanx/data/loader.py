@@ -18,7 +18,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from phalanx import counter
-from phalanx.data.kinds import check_values, not_a_sample, unstackable
+from phalanx.data.kinds import check_rows, check_values, not_a_sample, unstackable
 from phalanx.data.order import Order, digest, leaf, share
 from phalanx.data.splitting import by_rows
 from phalanx.errors import WrongUse
@@ -90,7 +90,9 @@ class Reader(Dataset):
             what = f"samples {', '.join(map(str, plan.ids[:8]))}{', …' if len(plan.ids) > 8 else ''} make no batch"
             if self.plain:
                 check_values(samples[0], int(plan.ids[0]), self.data)
-            return self.collate(samples)
+            batch = self.collate(samples)
+            check_rows(batch, len(samples))
+            return batch
         except Exception as error:  # handed over rather than raised, or a worker's traceback would wrap it
             if self.plain and len(samples) == len(plan.ids) and (found := unstackable(samples, plan.ids.tolist())):
                 return found

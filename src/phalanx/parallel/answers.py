@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import random
+import re
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -242,9 +243,13 @@ def check_unmoved(before: Generators, device: torch.device) -> None:
 def drew(where: str = "") -> WrongUse:
     """What is told then."""
     known = ", ".join(sorted({f"{getattr(f, '__name__', f)}" for f in ANSWERS}))
-    mixing = " To mix the samples of a batch: phalanx.data.Mixup, CutMix." if "randperm" in where else ""
+    advice = ""
+    if "randperm" in where:
+        advice = " To mix the samples of a batch: phalanx.data.Mixup, CutMix."
+    elif re.search(r"\bnn\.[A-Z]\w*\(", where):
+        advice = " A layer that is made in forward is another one each time: make it in the constructor."
     return WrongUse(
         "the model drew random numbers whose values would depend on how the job is spread, from a generator of "
         f"torch's, numpy's or Python's own{where}. Draw with one of these functions, from the first step on: {known}."
-        f"{mixing}"
+        f"{advice}"
     )

@@ -13,22 +13,34 @@ from phalanx.errors import CannotHere, WrongUse
 from phalanx.events import say
 from phalanx.files import exists
 from phalanx.run import Run, read_settings
-from phalanx.train.choosing import full_reference
+from phalanx.train.choosing import full_reference, to_resume
 
 
-def where_it_began(path: Path, config: Path | None, task: str | None) -> tuple[Path, Path | None, str | None]:
+def taken_up(
+    path: Path | None, config: Path | None, task: str | None, resume: bool
+) -> tuple[Path | None, Path | None, str | None]:
+    """The run to go on with, or the settings to repeat, as seen from the folder that it was started in."""
+    if resume:
+        path, config = to_resume(path, task, config)
+    return where_it_began(path, config, task)
+
+
+def where_it_began(
+    path: Path | None, config: Path | None, task: str | None
+) -> tuple[Path | None, Path | None, str | None]:
     """Go to the folder that a run was started in, which its task's relative paths mean; all three as seen from there.
 
-    Where the run has not begun, or that folder is not there any more, stay.
+    ``path``: the run to go on with; ``config``: the settings of one to repeat. Where neither has begun, or that folder
+    is not there any more, stay.
     """
-    settings = Run(path).settings_path
-    began = read_settings(settings).get("run", {}).get("folder") if exists(settings) else None
+    known = [settings for settings in (path and Run(path).settings_path, config) if settings and exists(settings)]
+    began = read_settings(known[0]).get("run", {}).get("folder") if known else None
     if not isinstance(began, str) or Path(began) == Path.cwd():
         return path, config, task
     if not Path(began).is_dir():
         say(f"   note  the run was started in {began}, which is not there: relative paths are those of {Path.cwd()}")
         return path, config, task
-    path, config = path.resolve(), None if config is None else config.resolve()
+    path, config = path and path.resolve(), config and config.resolve()
     task = None if task is None else full_reference(task)
     os.chdir(began)
     say(f"   note  relative paths of the task are those of {began}, where the run was started")

@@ -11,11 +11,13 @@ import numpy as np
 import torch
 
 from phalanx.data.loader import seed_globally
+from phalanx.data.order import Order
 from phalanx.errors import WrongUse
 from phalanx.task import Task
 from phalanx.train.check import lines
 from phalanx.train.check.leak import check_leak
 from phalanx.train.check.learning import check_learning
+from phalanx.train.check.names import check_names
 from phalanx.train.check.samples import check_counts, count, read_sample, read_samples
 from phalanx.train.check.subject import CannotCheck, Fails, Subject, first_ids, raising, read
 from phalanx.train.check.sums import check_evaluate, check_sums
@@ -23,6 +25,8 @@ from phalanx.train.check.updating import check_optimizer, check_schedule
 
 SLOW_SECONDS = 0.7
 """A batch that takes longer, forward and backward twice, is not computed in float64 as well."""
+MOST_TOGETHER = 256
+"""A global batch that is larger is not tried as a whole."""
 RANGE = ("out of bounds", "out of range")
 
 
@@ -100,7 +104,7 @@ class _Check:
 
     def run(self) -> None:
         task = self.task
-        self.warnings += check_schedule(task)
+        self.warnings += [*check_names(task), *check_schedule(task)]
         samples, found = read_samples(task, self.data)
         self.warnings += found
         self._compute(samples)
@@ -124,6 +128,7 @@ class _Check:
             self._learns(subject)
         except (Fails, WrongUse) as failure:
             if not subject.changed:
+                self._check_size(failure, len(subject.samples))
                 raise
             if type(self.task).tiny is Task.tiny:
                 if isinstance(failure, WrongUse):
@@ -141,6 +146,22 @@ class _Check:
         if not self.slow:
             check_counts(subject)
         self.subject = subject
+
+    def _check_size(self, failure: Exception, tried: int) -> None:
+        """Refuse a task that computes batches of one size alone: an epoch ends with a shorter one."""
+        size = self.task.global_batch
+        if not isinstance(failure, Fails) or failure.where == "backward" or not tried < size <= MOST_TOGETHER:
+            return
+        try:
+            ids = Order(len(self.data), size, self.task.seed).ids(0)
+            whole = Subject(self.task, [read(self.task, self.data, int(index)) for index in ids], all_samples=True)
+            whole.compute(whole.places)
+        except Exception:
+            return
+        raise WrongUse(
+            f"{failure}, with {tried} samples; with {size} it does not. The last batch of an epoch may be shorter, and "
+            "layouts divide a batch. Take its size from what comes in: x.shape[0], len(x), or -1."
+        ) from failure
 
     def _learns(self, subject: Subject) -> None:
         try:

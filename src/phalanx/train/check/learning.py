@@ -11,7 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.errors import WrongUse
+from phalanx.parallel import samples
 from phalanx.parallel.answers import drew, generator_state
+from phalanx.parallel.torch_private import version
 from phalanx.train.check import lines
 from phalanx.train.check.misuse import Misuse
 from phalanx.train.check.subject import Ended, Fails, Given, Subject, moved, tensors_in, unless_said
@@ -52,6 +54,8 @@ def check_learning(subject: Subject, pretrained: bool) -> list[str]:
     subject.model.train()
     batch = subject.batch(subject.places)
     before = generator_state(torch.device("cpu"))
+    fresh = {name: [version(tensor) for tensor in tensors_in(column)] for name, column in batch.items()}
+    asked = samples.calls
     weights = {name: weight.detach().clone() for name, weight in subject.model.named_parameters()}
     with lines.returns(type(subject.task).loss) as returned, misuse:
         try:
@@ -61,13 +65,30 @@ def check_learning(subject: Subject, pretrained: bool) -> list[str]:
     if moved(before):
         raise _draws(subject)
     _check_untouched(subject, weights)
+    changed = [n for n, known in fresh.items() if [version(t) for t in tensors_in(batch.get(n))] != known]
     _check_depends(subject, given, returned())
     _check_finite(subject, given, returned(), pretrained)
     _backward(subject, given)
     misuse.check_targets()
-    found = [*misuse.found, *_check_gradients(subject, given, pretrained)]
+    found = [*misuse.found, *_check_gradients(subject, given, pretrained, misuse.detached)]
+    if changed:
+        found.append(_changed_batch(subject, changed[0]))
+        if samples.calls != asked:  # which computes a batch twice where it is cut into several
+            raise WrongUse(found[-1])
     _check_again(subject, given)
     return found
+
+
+def _changed_batch(subject: Subject, name: str) -> str:
+    """Where a column of a batch is changed in place."""
+    batch = subject.batch(subject.places)
+    (first, *_) = tensors_in(batch[name])
+    with lines.that_changes(lambda: version(first)) as line:
+        subject.compute(subject.places, batch)
+    return (
+        f"{subject.name} changes {name!r} of a batch in place{lines.at(line())}: whoever reads it afterwards, as loss "
+        "and evaluate may, gets something else. Change a copy: x = x - 1 instead of x -= 1."
+    )
 
 
 def _draws(subject: Subject) -> WrongUse:
@@ -189,7 +210,7 @@ def _kept(subject: Subject) -> str:
     return lines.first_of(type(subject.task).loss)
 
 
-def _check_gradients(subject: Subject, given: Given, pretrained: bool) -> list[str]:
+def _check_gradients(subject: Subject, given: Given, pretrained: bool, detached: str) -> list[str]:
     model = subject.model
     weights = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
     for name, weight in weights.items():
@@ -207,9 +228,11 @@ def _check_gradients(subject: Subject, given: Given, pretrained: bool) -> list[s
         )
     cut = {ended.name for ended in given.modules if not ended.attached and ended.gave}
     cut -= {ended.name for ended in given.modules if ended.attached}
+    if detached:
+        cut |= {ended.name for ended in given.modules if ended.gave and not list(ended.module.children())}
     without = [n for n, w in weights.items() if w.grad is None and n.rpartition(".")[0] in cut]
     if without:
-        where = lines.at(place(subject, without[0].rpartition(".")[0]))
+        where = lines.at(detached or place(subject, without[0].rpartition(".")[0]))
         return [
             f"{listed(without, SHOWN)} take part in the forward and get no gradient from the loss{where}: "
             "is something detached, or under no_grad()? If that is meant, set requires_grad to False for them."

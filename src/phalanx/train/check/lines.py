@@ -7,7 +7,7 @@ import linecache
 import re
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, FrameType
@@ -94,22 +94,27 @@ def returns(function: Callable[..., Any]) -> Iterator[Callable[[], str]]:
         sys.setprofile(before if callable(before) else None)  # one written in C cannot be put back
 
 
-@contextmanager
-def that_draws() -> Iterator[Callable[[], str]]:
+def that_draws() -> AbstractContextManager[Callable[[], str]]:
     """Meanwhile: the first line of the user's that moved torch's, numpy's or Python's own generator."""
-    state, last, found = [generator_state(torch.device("cpu"))], [""], [""]
+    return that_changes(lambda: generator_state(torch.device("cpu")))
+
+
+@contextmanager
+def that_changes(look_at: Callable[[], Any]) -> Iterator[Callable[[], str]]:
+    """Meanwhile: the first line of the user's after which something looks otherwise."""
+    state, last, found = [look_at()], [""], [""]
 
     def look(frame: FrameType, event: str, _: Any) -> Any:
         if not is_users_line(frame.f_code.co_filename):
             return None
-        now = generator_state(torch.device("cpu"))
+        now = look_at()
         if now != state[0] and not found[0]:
             found[0] = last[0]
         state[0], last[0] = now, written(frame.f_code.co_filename, frame.f_lineno)
         return look
 
     def ended() -> str:
-        return found[0] or (last[0] if state[0] != generator_state(torch.device("cpu")) else "")
+        return found[0] or (last[0] if state[0] != look_at() else "")
 
     before = sys.gettrace()
     sys.settrace(look)

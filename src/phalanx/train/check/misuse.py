@@ -15,6 +15,7 @@ RESHAPES = (
     "View", "ReshapeAlias", "UnsafeView", "Alias", "ToCopy", "Transpose", "T", "Permute", "Squeeze", "Unsqueeze",
 )  # fmt: skip
 DROPOUTS = (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout)
+DETACHING = (Tensor.detach, Tensor.data.__get__, torch.tensor)  # type: ignore[attr-defined]
 FEW = 8
 """Targets that are what the model sees, if there are no more, may be so by chance."""
 
@@ -33,6 +34,8 @@ class Misuse(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.found: list[str] = []
+        self.detached = ""
+        """The first line that takes something out of the graph."""
         self._looked_up: list[Tensor] = []
         self._targets: list[tuple[Tensor, str]] = []
 
@@ -44,6 +47,8 @@ class Misuse(TorchFunctionMode):
             target = args[1] if len(args) > 1 else kwargs.get("target")
             if isinstance(target, Tensor) and not target.is_floating_point():
                 self._targets.append((target.flatten(), lines.running()))
+        if func in DETACHING and not self.detached and isinstance(given, Tensor) and given.grad_fn is not None:
+            self.detached = lines.running()
         if func is F.embedding and isinstance(given, Tensor):
             self._looked_up.append(given)
         return func(*args, **kwargs)

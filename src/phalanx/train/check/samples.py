@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 import time
 from typing import Any
@@ -19,7 +18,7 @@ from phalanx.errors import WrongUse
 from phalanx.losses import Loss
 from phalanx.task import Task
 from phalanx.train.check import lines
-from phalanx.train.check.subject import SAMPLES, Fails, RefusedAnyway, Subject, first_ids, raising, read
+from phalanx.train.check.subject import SAMPLES, Fails, RefusedAnyway, Subject, copied, first_ids, raising, read
 
 SLOW_SECONDS = 0.05
 """Samples that take longer are not read a second time."""
@@ -55,7 +54,7 @@ def read_samples(task: Task, data: Any) -> tuple[list[Any], list[str]]:
     began = time.perf_counter()
     samples = [read_sample(task, data, ids[0])]
     slow = time.perf_counter() - began > SLOW_SECONDS
-    kept = copy.deepcopy(samples[0])
+    kept = copied(samples[0])
     samples += [read_sample(task, data, index) for index in ids[1 : 3 if slow else SAMPLES]]
     if fingerprint(kept) != fingerprint(samples[0]):
         raise WrongUse(
@@ -63,7 +62,7 @@ def read_samples(task: Task, data: Any) -> tuple[list[Any], list[str]]:
             f"which was read before{where}, so that a batch would hold one of them many times. Return a copy: "
             "buffer.clone(), or array.copy()."
         )
-    samples = [copy.deepcopy(sample) for sample in samples]
+    samples = [copied(sample) for sample in samples]
     _check_stack(task, data, ids, samples)
     if not slow:
         _check_repeats(task, data, ids, samples)

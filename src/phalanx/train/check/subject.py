@@ -109,7 +109,7 @@ class Given:
 class Subject:
     """A task's model and samples, and how to compute some of them."""
 
-    def __init__(self, task: Task, samples: Sequence[Any]) -> None:
+    def __init__(self, task: Task, samples: Sequence[Any], all_samples: bool = False) -> None:
         self.task, self.samples = task, list(samples)
         self.name = type(task).__name__
         with raising(f"{self.name}.model()", type(task).model):
@@ -117,7 +117,8 @@ class Subject:
         for name, weight in self.model.named_parameters():
             weight.logical_name = name  # type: ignore[attr-defined]
         self.weights = sum(weight.numel() for weight in self.model.parameters())
-        self.samples = sorted(self.samples[: self._enough()], key=_size)  # the longest are not in both parts
+        if not all_samples:
+            self.samples = sorted(self.samples[: self._enough()], key=_size)  # the longest are not in both parts
         self.dtype = torch.float64 if task.precision == "float64" else torch.float32
         self.model.to(self.dtype)
         hugging_face.prepare(self.model, torch.float64)
@@ -186,7 +187,7 @@ class Subject:
 
     def batch(self, places: Sequence[int]) -> dict[str, Any]:
         """Some of the samples as a batch, which shares nothing with them."""
-        chosen = [copy.deepcopy(self.samples[place]) for place in places]
+        chosen = [copied(self.samples[place]) for place in places]
         seed_globally(self.task.seed, "check collate")
         with raising(f"{self.name}.collate()"):
             tensors = self.task.collate(chosen)
@@ -290,6 +291,11 @@ class Subject:
     def _restore(self, kept: Mapping[str, Tensor]) -> None:
         for name, weight in self.model.named_parameters():
             weight.copy_(kept[name])
+
+
+def copied(sample: Any) -> Any:
+    """A sample that shares nothing with another."""
+    return copy.deepcopy(mapped(sample, lambda tensor: tensor.detach()))
 
 
 def _copied(tensors: list[Tensor]) -> list[Tensor]:

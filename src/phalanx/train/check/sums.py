@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from phalanx.data.kinds import check_rows
 from phalanx.data.loader import seed_globally
 from phalanx.errors import WrongUse
 from phalanx.losses import Logits, Loss
@@ -161,6 +162,10 @@ def _number(value: Any) -> Tensor:
 def _check_collate(subject: Subject, pair: tuple[range, range]) -> list[str]:
     """A batch must hold its samples as they are alone, but for padding."""
     whole, seeded = subject.batch(subject.places), generator_state(torch.device("cpu"))
+    try:
+        check_rows(whole, len(subject.samples))
+    except WrongUse as refusal:
+        raise RefusedAnyway(f"{refusal}{lines.at(lines.of(type(subject.task).collate))}") from refusal
     seed_globally(subject.task.seed, "check collate")
     drew = moved(seeded)
     for part in pair:

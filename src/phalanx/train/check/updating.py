@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from collections.abc import Callable
 
@@ -11,7 +12,7 @@ from phalanx.checkpoint.state import check_keepable, check_owners
 from phalanx.errors import WrongUse
 from phalanx.task import Task
 from phalanx.train.check import lines
-from phalanx.train.check.subject import Fails, Subject, overrides, raising
+from phalanx.train.check.subject import Fails, Subject, overrides, raising, unless_said
 from phalanx.train.optimizers import SCHEDULE, check_factor, make_optimizer, make_schedule, schedules
 from phalanx.words import listed
 
@@ -83,14 +84,31 @@ def check_schedule(task: Task) -> list[str]:
         for name, schedule in several.items():
             found += _check_factors(task, name, schedule, where)
     except WrongUse as refusal:
-        raise type(refusal)(f"{refusal}{where}") from refusal
+        raise type(refusal)(f"{refusal}{unless_said(returned(), str(refusal))}") from refusal
     return found
+
+
+def _warms_up(task: Task) -> bool:
+    """Whether somebody chose the warm-up for so many steps: the usual one is there for runs that are tried shortly."""
+    usual = {field.name: field.default for field in dataclasses.fields(task)}
+    tried = task.steps != usual["steps"] and task.warmup_steps == usual["warmup_steps"]
+    return not tried and task.warmup_steps != Task.warmup_steps and not overrides(task, "schedule", Task)
+
+
+def _asked(schedule: Callable[[int], float], name: str, step: int, where: str) -> float:
+    try:
+        return schedule(step)
+    except Exception as error:
+        line = lines.at(lines.of_error(error)) or where
+        raise WrongUse(
+            f"{name} fails for step {step + 1}: {type(error).__name__}: {error}{line}. It must give a factor for every "
+            "step of the run."
+        ) from error
 
 
 def _check_factors(task: Task, name: str, schedule: Callable[[int], float], where: str) -> list[str]:
     steps = sorted({step * max(0, task.steps - 1) // LOOKED_AT for step in range(LOOKED_AT + 1)})
-    with raising(name):
-        values, again = ([schedule(step) for step in steps] for _ in range(2))
+    values, again = ([_asked(schedule, name, step, where) for step in steps] for _ in range(2))
     for step, value in zip(steps, values, strict=True):
         check_factor(value, name, step)
     if values != again:
@@ -101,7 +119,7 @@ def _check_factors(task: Task, name: str, schedule: Callable[[int], float], wher
     highest = max(values)
     if highest == 0 and task.steps:
         return [f"{name} is 0 at every step{where}: nothing will be learned."]
-    if 0 < highest < 1 and task.warmup_steps >= task.steps > 1 and not overrides(task, "schedule", Task):
+    if 0 < highest < 1 and task.warmup_steps >= task.steps > 1 and _warms_up(task):
         return [
             f"warmup_steps={task.warmup_steps} of {task.steps} steps: the learning rate gets no further than "
             f"{highest:g} of what it is set to. Set fewer."
