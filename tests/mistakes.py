@@ -627,12 +627,6 @@ class SeveralOptimizers(Points):
         return [torch.optim.SGD(params, lr=0.1)]
 
 
-@mistake("LBFGS evaluates the loss many times")
-class Newton(Points):
-    def optimizer(self, params: Any) -> torch.optim.Optimizer:
-        return torch.optim.LBFGS(params)
-
-
 @mistake("learning rate is 0 in every group", likely=True)
 class NoRate(Points):
     learning_rate: float = 0.0
@@ -881,3 +875,36 @@ class NobodyReads(Points):  # here
 class NearlyHeldOut(Points):
     def heldout(self) -> Any:  # here
         return self.points(32, 1)
+
+
+class ReturnsNothing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> None:  # here: NoReturn
+        self.a(x)
+
+
+@mistake("the forward of ReturnsNothing returned None")
+class NoReturn(Points):
+    def model(self) -> nn.Module:
+        return ReturnsNothing()
+
+
+@mistake("for 'accuracy' a tensor of shape () for 7 samples")
+class MeasuresAMean(WithHeldOut):
+    def evaluate(self, output: Any, batch: dict[str, Any]) -> Any:
+        return {"accuracy": (output.argmax(-1) == batch["y"]).float().mean()}  # here
+
+
+@mistake("and there is no summarise() to make numbers of it")
+class NothingSummarised(WithHeldOut):
+    def evaluate(self, output: Any, batch: dict[str, Any]) -> Any:
+        return {"scores": output.softmax(-1)[:, 1]}  # here
+
+
+@mistake("LBFGS evaluates the loss many times")
+class Newton(Points):
+    def optimizer(self, params: Any) -> torch.optim.Optimizer:  # here
+        return torch.optim.LBFGS(params)

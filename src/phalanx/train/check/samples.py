@@ -98,7 +98,7 @@ def _check_stack(task: Task, data: Any, ids: list[int], samples: list[Any]) -> N
     """Samples that are only stacked must be such that they can be, as in training."""
     if type(task).collate is not Task.collate:
         return
-    with raising(f"{type(task).__name__}.collate()"):
+    with raising(f"{type(task).__name__}.collate()", type(task).data):
         try:
             check_values(samples[0], ids[0], data)
             task.collate(samples)

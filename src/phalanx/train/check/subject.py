@@ -48,9 +48,10 @@ class RefusedAnyway(WrongUse):
 class Fails(Exception):
     """The user's code has raised."""
 
-    def __init__(self, where: str, error: Exception) -> None:
+    def __init__(self, where: str, error: Exception, method: Any = None) -> None:
+        """``method``: to be named where the error came through no line of the user's."""
         super().__init__(where)
-        self.where, self.error, self.line = where, error, lines.of_error(error)
+        self.where, self.error, self.line = where, error, lines.first_of(lines.of_error(error), method)
 
     def __str__(self) -> str:
         first = (str(self.error).splitlines() or [""])[0]
@@ -69,7 +70,7 @@ def raising(where: str, method: Any = None) -> Iterator[None]:
             f"{refusal}{unless_said(lines.first_of(lines.of_error(refusal), method), str(refusal))}"
         ) from refusal
     except Exception as error:
-        raise Fails(where, error) from error
+        raise Fails(where, error, method) from error
 
 
 def unless_said(line: str, text: str) -> str:
@@ -224,8 +225,14 @@ class Subject:
         with watching, self.randomness.scope("task"), wide, under or nullcontext():
             with raising(f"{self.name}.inputs()"):
                 given.inputs = cast(self.task.inputs(batch), self.dtype)
-            with raising(f"the forward of {type(self.model).__name__}"):
+            with raising(f"the forward of {type(self.model).__name__}", type(self.task).model):
                 given.output = self._called(given.inputs)
+                if given.output is None:
+                    where = lines.at(lines.first_of(type(self.model).forward, type(self.task).model))
+                    raise RefusedAnyway(
+                        f"the forward of {type(self.model).__name__} returned None{where}. Let it return what "
+                        f"{self.name}.loss gets."
+                    )
             method = "evaluate" if evaluate else "loss"
             with raising(f"{self.name}.{method}()"):
                 given.value = getattr(self.task, method)(given.output, batch)

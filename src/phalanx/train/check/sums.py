@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,6 +26,7 @@ from phalanx.train.check import lines
 from phalanx.train.check.learning import named, place
 from phalanx.train.check.misuse import DropoutLeftOn
 from phalanx.train.check.subject import Ended, RefusedAnyway, Subject, moved, overrides, tensors_in, unless_said
+from phalanx.train.collecting import Collected
 from phalanx.train.evaluate import checked
 
 WIDE_TOLERANCE, NARROW_TOLERANCE = 1e-5, 1e-2
@@ -78,9 +80,14 @@ def _measured(subject: Subject, under: DropoutLeftOn) -> Mapping[str, Any]:
     with lines.returns(type(subject.task).evaluate) as returned:
         value = subject.compute(subject.places, evaluate=True, under=under).value
     try:
+        rows = Collected(subject.task)
         for name, measure in checked(subject.task, value).items():
-            if not isinstance(measure, (Tensor, list, Logits)):
+            if isinstance(measure, (Tensor, list)):
+                rows.add(name, measure, np.array(subject.places), real=True)
+            elif not isinstance(measure, Logits):
                 as_loss(measure, subject.task, f"evaluate, for {name!r},")
+        if rows.columns and not overrides(subject.task, "summarise", Task):
+            subject.task.summarise(dict(rows.columns))  # which says what is missing
     except WrongUse as refusal:
         raise RefusedAnyway(f"{refusal}{unless_said(returned(), str(refusal))}") from refusal
     return dict(value)

@@ -28,7 +28,7 @@ def check_optimizer(subject: Subject) -> list[str]:
     with lines.returns(type(task).optimizer) as returned, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            with raising(f"{name}.optimizer()"):
+            with raising(f"{name}.optimizer()", type(task).optimizer):
                 optimizer = make_optimizer(task, list(weights.values()), bool(weights), sharded=False)
         except Fails as failure:
             if "more than one parameter group" not in str(failure.error):
@@ -74,7 +74,7 @@ def _twice(name: str, weight: str, line: str) -> WrongUse:
 def check_schedule(task: Task) -> list[str]:
     """A schedule must give the same factor for the same step, and some rate at all."""
     with lines.returns(type(task).schedule) as returned:
-        with raising(f"{type(task).__name__}.schedule()"):
+        with raising(f"{type(task).__name__}.schedule()", type(task).schedule):
             several = schedules(task)
         where = lines.at(returned())
     found = []
