@@ -47,6 +47,16 @@ def test_a_loop_of_ones_own_runs_under_torchrun_unchanged(tmp_path: Path) -> Non
         assert json.loads(line) == pytest.approx(alone, rel=1e-9)
 
 
+def whoami(layout: str) -> tuple[int, int, bool, int]:
+    with phalanx.Engine(Digits(), layout, device="cpu") as engine:
+        return engine.rank, engine.world, engine.is_main, len(list(engine.model.parameters()))
+
+
+def test_a_loop_of_ones_own_knows_where_it_is(ranks: Ranks) -> None:
+    assert whoami("dp=1") == (0, 1, True, 4)
+    assert ranks(2, whoami, "dp=2") == [(0, 2, True, 4), (1, 2, False, 4)]
+
+
 def test_learning_happens() -> None:
     with phalanx.Engine(Digits(steps=120), device="cpu") as engine:
         losses = [engine.step(batch).loss for batch in engine.batches()]

@@ -161,6 +161,25 @@ class Engine:
             leaves=self.layout.leaves(self.mesh.index(*BATCH)) if self.layout.exact else (),
         )  # fmt: skip
 
+    @property
+    def model(self) -> nn.Module:
+        """The task's model as this rank holds it: under some layouts a part of it, or parts of its weights."""
+        return self.spread.model
+
+    @property
+    def rank(self) -> int:
+        return self.environment.rank
+
+    @property
+    def world(self) -> int:
+        """How many ranks there are."""
+        return self.environment.world
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is the rank that prints and writes what all have alike."""
+        return self.rank == 0
+
     def batches(self) -> Iterator[StepBatch]:
         """This rank's batches from the next step to the task's last."""
         batches = self.loader.batches(self.step_number, self.task.steps)
