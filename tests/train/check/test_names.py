@@ -49,6 +49,9 @@ def test_what_is_read_is_not_told(names: Callable[[str], list[str]]) -> None:
     assert names("    own: int = 1\n    def model(self): return self.own\n    def help(self): return 1\n") == []
     assert names("    own: int = 1\n    def model(self): return getattr(self, 'own')\n") == []
     assert names("    own: int = 1\n    def model(self): return str(vars(self))\n") == []
+    assert (
+        names("    pass\n\nfrom phalanx.recipes.gpt import GPT\n@dataclass\nclass T(GPT):\n    width: int = 64\n") == []
+    )
 
 
 @dataclass

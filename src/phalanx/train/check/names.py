@@ -29,10 +29,12 @@ def check_names(task: Task) -> list[str]:
     text, own = _text(user_code.modules().values()), _text(filter(None, map(user_code.file_of, kinds)))
     if not own or re.search(r"\basdict\(|\bvars\(self\)|\breplace\(self|__dict__", own):  # all of them are read at once
         return []
+    others = [kind for kind in type(task).__mro__ if kind not in kinds]
+    known = {field.name for kind in others if dataclasses.is_dataclass(kind) for field in dataclasses.fields(kind)}
     ours = {field.name for field in dataclasses.fields(Task)}
     found = []
     for field in dataclasses.fields(task):
-        if field.name not in ours and field.repr and not _read(field.name, text):
+        if field.name not in known and not _read(field.name, text):
             meant = _meant(field.name, ours)
             found.append(
                 f"{field.name} is a setting of {type(task).__name__} that nothing reads{lines.at(lines.of(type(task)))}"
@@ -41,7 +43,9 @@ def check_names(task: Task) -> list[str]:
     methods = {name for name, value in vars(Task).items() if inspect.isfunction(value) and not name.startswith("_")}
     for kind in kinds:
         for name, value in vars(kind).items():
-            if not inspect.isfunction(value) or name.startswith("_") or hasattr(Task, name) or _read(name, text):
+            if not inspect.isfunction(value) or name.startswith("_") or _read(name, text):
+                continue
+            if any(hasattr(other, name) for other in others):
                 continue
             if meant := _meant(name, methods):
                 found.append(f"nothing calls {kind.__name__}.{name}{lines.at(lines.of(value))}: a task has {meant}().")
