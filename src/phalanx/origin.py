@@ -55,7 +55,7 @@ class Origin:
         found = {
             "phalanx": __version__, "python": platform.python_version(),
             "torch": torch.__version__, "platform": platform.platform(), "packages": packages(), "git": git,
-            "started_in": str(Path.cwd()), "command": redact(shlex.join(sys.argv)),
+            "started_in": str(Path.cwd()), "command": redact_source(shlex.join(sys.argv), self.secrets),
         }  # fmt: skip
         settings = self.run.settings_path.read_text() if self.run.settings_path.exists() else ""
         here = {str(path): known for path, known in user_code.hashes().items()}

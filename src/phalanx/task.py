@@ -201,7 +201,8 @@ class Task:
         for field in fields(kind):
             holder = next((each for each in kind.__mro__ if field.name in vars(each)), Task)
             written = vars(holder).get(field.name)
-            if holder is Task or hasattr(written, "__get__") or field.default is MISSING or written == field.default:
+            taken = written is field.default or written == field.default
+            if taken or holder is Task or hasattr(written, "__get__") or field.default is MISSING:
                 continue
             raise WrongUse(
                 f"{field.name} = {written!r} in {holder.__name__} is not taken: {field.default!r} is. Put @dataclass "
