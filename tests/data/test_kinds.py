@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import phalanx
 from phalanx import WrongUse
-from phalanx.data.kinds import count_samples
+from phalanx.data.kinds import check_rows, count_samples
 from tests.tasks import Digits
 
 
@@ -130,3 +130,15 @@ def test_what_stacks_is_left_alone() -> None:
 
     with phalanx.Engine(Nested(), device="cpu") as engine:
         engine.step(next(engine.batches()))
+
+
+def test_a_batch_without_some_of_its_samples_is_refused_and_a_packed_one_is_not() -> None:
+    samples = [{"x": torch.ones(4), "y": n} for n in range(6)]
+    check_rows({"x": torch.ones(6, 4), "y": torch.arange(6)}, samples)
+    check_rows({"x": torch.ones(12, 4)}, samples)  # each twice
+    check_rows({"x": torch.ones(2, 12), "y": torch.ones(2, 3)}, samples)  # three in a row
+    check_rows({"x": torch.ones(1, 24)}, samples)
+    check_rows({"nodes": torch.ones(5, 4), "edges": torch.ones(2, 9)}, samples)
+    for rows in (5, 1):
+        with pytest.raises(WrongUse, match=f"made {rows} rows? of 6 samples"):
+            check_rows({"x": torch.ones(rows, 4), "y": torch.arange(rows)}, samples)

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from phalanx.errors import WrongUse
 from phalanx.traces import described
+from phalanx.words import many
 
 SAMPLES = "Return something with len() and [i] -> dict of tensors or numbers"
 SHOWN = 4
@@ -97,14 +98,23 @@ def check_values(sample: Mapping[str, Any], index: int, data: Any) -> None:
             raise WrongUse(f"{name} of sample {index} is None, which does not stack. Leave it out, or give a number.")
 
 
-def check_rows(batch: Mapping[str, Any], samples: int) -> None:
-    """Refuse a batch from which samples were left out: they would never be trained on, and counted as if they were."""
-    rows = {len(column) for column in batch.values() if isinstance(column, (Tensor, np.ndarray)) and column.ndim}
-    if len(rows) == 1 and 1 < (found := next(iter(rows))) < samples:
+def check_rows(batch: Mapping[str, Any], samples: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse a batch from which samples were left out: they would never be trained on, and counted as if they were.
+
+    One whose rows are not each a sample, since several are packed into one, has no fewer samples for having fewer rows.
+    """
+    columns = {n: c for n, c in dict(batch).items() if isinstance(c, (Tensor, np.ndarray)) and c.ndim}
+    each = [n for n, c in columns.items() if all(n in s and _shape(s[n]) == tuple(c.shape[1:]) for s in samples)]
+    rows = {len(column) for column in columns.values()}
+    if len(rows) == 1 and each and 0 < (found := next(iter(rows))) < len(samples):
         raise WrongUse(
-            f"collate() made {found} rows of {samples} samples: those that it leaves out would be counted as trained "
-            "on. Leave them out of data() instead."
+            f"collate() made {many(found, 'row')} of {len(samples)} samples: those that it leaves out would be counted "
+            "as trained on. Leave them out of data() instead."
         )
+
+
+def _shape(value: Any) -> tuple[int, ...]:
+    return tuple(getattr(value, "shape", ()))
 
 
 def unstackable(samples: Sequence[Mapping[str, Any]], ids: Sequence[int]) -> WrongUse | None:

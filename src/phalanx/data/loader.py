@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import signal
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -91,7 +91,8 @@ class Reader(Dataset):
             if self.plain:
                 check_values(samples[0], int(plan.ids[0]), self.data)
             batch = self.collate(samples)
-            check_rows(batch, len(samples))
+            if not self.plain and isinstance(batch, Mapping):
+                check_rows(batch, samples)
             return batch
         except Exception as error:  # handed over rather than raised, or a worker's traceback would wrap it
             if self.plain and len(samples) == len(plan.ids) and (found := unstackable(samples, plan.ids.tolist())):

@@ -170,7 +170,7 @@ def _check_collate(subject: Subject, pair: tuple[range, range]) -> list[str]:
     """A batch must hold its samples as they are alone, but for padding."""
     whole, seeded = subject.batch(subject.places), generator_state(torch.device("cpu"))
     try:
-        check_rows(whole, len(subject.samples))
+        check_rows(whole, subject.samples)
     except WrongUse as refusal:
         raise RefusedAnyway(f"{refusal}{lines.at(lines.of(type(subject.task).collate))}") from refusal
     seed_globally(subject.task.seed, "check collate")
