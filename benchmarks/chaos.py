@@ -194,7 +194,7 @@ class Bursts:
     def _judge(self, run: Run, told: str, code: int | None) -> None:
         """Hold what was said against what is there."""
         steps = Shelf(open_store(run.checkpoints_path)).steps() if run.checkpoints_path.exists() else []
-        events = list(run.events(0, "step"))
+        events = list(run.events(0, "step")) if run.path.exists() else []
         done = max((event["step"] + 1 for event in events[self.read :]), default=0)  # also what was not taken up again
         self.read, saved = len(events), max(steps, default=0)
         if run.certificate_path.exists():
