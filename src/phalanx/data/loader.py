@@ -11,6 +11,7 @@ import signal
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -169,7 +170,7 @@ class Loader:
     def looked_at(self, function: Callable[[], T]) -> T:
         """What a function that reads samples gives. Workers must find nothing that it has opened: two that share a file
         would read where the other one has left off."""
-        return aside(function) if self.workers else function()
+        return aside(partial(_on_one_thread, function)) if self.workers else function()
 
     def batches(self, start: int, stop: int) -> Iterator[StepBatch]:
         """The batches of steps ``start:stop``; beginning at any step costs the same."""
@@ -197,6 +198,11 @@ class Loader:
         if self.workers:
             options |= {"prefetch_factor": 2, "multiprocessing_context": "fork", "worker_init_fn": _worker}
         return DataLoader(self.reader, batch_size=None, **options)
+
+
+def _on_one_thread(function: Callable[[], T]) -> T:
+    torch.set_num_threads(1)  # as torch's own workers do: threads of OpenMP do not survive a fork
+    return function()
 
 
 def _worker(_: int) -> None:
