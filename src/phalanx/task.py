@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
+from numbers import Real
 from pathlib import Path
 from typing import Any, ClassVar, Literal, get_args
 
@@ -210,7 +211,7 @@ class Task:
             )
         for field in fields(Task):
             value = getattr(self, field.name)
-            number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            number = isinstance(value, Real) and not isinstance(value, bool)
             if isinstance(field.default, (int, float)) and not number:
                 raise WrongUse(f"{field.name}={value!r} is a {type(value).__name__}, not a number. Write a number.")
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from phalanx import WrongUse, user_code
@@ -81,6 +82,7 @@ class Computed(Fine):
 def test_a_default_that_is_not_taken_is_refused() -> None:
     Fine().check()
     replace(Fine(), width=8).check()
+    replace(Fine(), learning_rate=np.float32(0.1)).check()
     Computed().check()
     with pytest.raises(WrongUse, match=r"width = 48 in Plain is not taken: 64 is. Put @dataclass above the class"):
         Plain().check()
