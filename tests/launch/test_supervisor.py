@@ -90,6 +90,17 @@ def test_a_crash_loop_without_progress_ends(tmp_path: Path, capfd: pytest.Captur
     assert "generations in a row" in capfd.readouterr().err
 
 
+def failing_to_read(host: Host) -> None:
+    Beat(host.beats.row(int(os.environ["RANK"])), patience=60).stepped(5)
+    raise OSError("Input/output error")
+
+
+def test_storage_that_fails_is_tried_as_often_as_is_said(tmp_path: Path) -> None:
+    outcome, supervisor = supervised(tmp_path, failing_to_read, restarts=3)
+    assert outcome.failures
+    assert supervisor.recoveries == 3
+
+
 def test_the_same_error_after_the_same_step_is_not_tried_a_third_time(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -33,6 +33,8 @@ from phalanx.run import Run
 
 FRUITLESS = 3
 """So many generations may fail in a row without a step more than before."""
+OUTSIDE = ("OSError", "TimeoutError", "ConnectionError", "ConnectionResetError")
+"""Errors of storage and networks, which may pass however often they come."""
 WAITING_SECONDS = 2.0
 """A host that waits for others says so after so long, and when it waits for others than before, no sooner."""
 HOLD_SECONDS = 10.0
@@ -313,7 +315,7 @@ class Supervisor:
             self.leniency *= 2  # it may have been slow only: the next one gets more time
         who = f"rank {first.rank} {first.reason}"
         before, self._raised = self._raised, None
-        if not (passing or first.secondary or first.stuck):
+        if not (passing or first.secondary or first.stuck or any(kind in first.reason for kind in OUTSIDE)):
             self._raised = first.reason, steps
             if self._raised == before:
                 self._say(f"   stop  {who}; it was the same the time before, after the same step")
