@@ -43,6 +43,14 @@ class ZeroHead(Points):
         return model
 
 
+@dataclass
+class AllIgnored(NotShifted):
+    """No target of the first samples counts: the beginning of a long prompt."""
+
+    def loss(self, output: Any, batch: dict[str, Any]) -> Any:
+        return phalanx.losses.cross_entropy(output, torch.full_like(batch["ids"], -100))
+
+
 class Drops(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -58,7 +66,7 @@ class DropsWhileTraining(WithHeldOut):
         return Drops()
 
 
-@pytest.mark.parametrize("kind", [Shifted, SomeMasked, ZeroHead, DropsWhileTraining])
+@pytest.mark.parametrize("kind", [Shifted, SomeMasked, ZeroHead, AllIgnored, DropsWhileTraining])
 def test_nothing_is_found_where_nothing_is(kind: type[Points]) -> None:
     found = checked(kind())
     assert (found.refusal, found.warnings, found.left_out) == ("", [], "")
