@@ -886,7 +886,7 @@ class ReturnsNothing(nn.Module):
         self.a(x)
 
 
-@mistake("the forward of ReturnsNothing returned None")
+@mistake("forward of ReturnsNothing returned nothing")
 class NoReturn(Points):
     def model(self) -> nn.Module:
         return ReturnsNothing()

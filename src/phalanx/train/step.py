@@ -10,7 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from phalanx.data.loader import MicroBatch, StepBatch
 from phalanx.errors import WrongUse
@@ -241,10 +241,14 @@ def call(engine: Engine, tensors: dict[str, Any]) -> Any:
     else:
         output = model(*inputs) if isinstance(inputs, tuple) else model(inputs)
     if output is None:
-        raise WrongUse(f"forward of {type(model).__name__} returned nothing. Return what Task.loss needs.")
+        raise silent(model)
     if engine.spread.context is not None:
         engine.spread.context.share_loss(output)
     return output
+
+
+def silent(model: nn.Module) -> WrongUse:
+    return WrongUse(f"forward of {type(model).__name__} returned nothing. Return what Task.loss needs.")
 
 
 def _by_axis(sent: Counter[tuple[str, str]]) -> dict[str, int]:

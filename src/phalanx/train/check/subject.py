@@ -26,6 +26,7 @@ from phalanx.precision import cast
 from phalanx.task import Batch, Task, as_loss
 from phalanx.train.check import lines
 from phalanx.train.shrink import Needs, by_config
+from phalanx.train.step import silent
 from phalanx.train.widened import Widened
 
 SAMPLES, SOME_SAMPLES, FEW_SAMPLES, FEWEST_SAMPLES = 7, 4, 3, 2
@@ -227,12 +228,9 @@ class Subject:
                 given.inputs = cast(self.task.inputs(batch), self.dtype)
             with raising(f"the forward of {type(self.model).__name__}", type(self.task).model):
                 given.output = self._called(given.inputs)
-                if given.output is None:
-                    where = lines.at(lines.first_of(type(self.model).forward, type(self.task).model))
-                    raise RefusedAnyway(
-                        f"the forward of {type(self.model).__name__} returned None{where}. Let it return what "
-                        f"{self.name}.loss gets."
-                    )
+            if given.output is None:
+                where = lines.at(lines.first_of(type(self.model).forward, type(self.task).model))
+                raise RefusedAnyway(f"{silent(self.model)}{where}")
             method = "evaluate" if evaluate else "loss"
             with raising(f"{self.name}.{method}()"):
                 given.value = getattr(self.task, method)(given.output, batch)
