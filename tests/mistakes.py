@@ -690,11 +690,15 @@ class NotShifted(Points):
         return phalanx.losses.cross_entropy(output, batch["ids"])  # here
 
 
-class DropsAlways(nn.Module):
+class TwoLayers(nn.Module):
+    """What models of mistakes in forward have."""
+
     def __init__(self) -> None:
         super().__init__()
         self.a, self.b = nn.Linear(4, 16), nn.Linear(16, 3)
 
+
+class DropsAlways(TwoLayers):
     def forward(self, x: Tensor) -> Tensor:
         return self.b(F.dropout(self.a(x).relu(), 0.5))  # here: DropoutInEvaluation
 
@@ -729,11 +733,7 @@ class AllTheSame(Points):
         return model
 
 
-class ChangesInPlace(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(4, 16), nn.Linear(16, 3)
-
+class ChangesInPlace(TwoLayers):
     def forward(self, x: Tensor) -> Tensor:
         hidden = torch.sigmoid(self.a(x))  # here: InPlace
         squared = hidden * 2
@@ -830,11 +830,7 @@ class ChangesWhatIsComputedTwice(Points):
         return phalanx.Loss((output - every.mean(0)).square().sum(), len(output))
 
 
-class Detaches(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(4, 16), nn.Linear(16, 3)
-
+class Detaches(TwoLayers):
     def forward(self, x: Tensor) -> Tensor:
         return self.b(self.a(x).detach().relu())  # here: DetachesALayer
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import phalanx
 from phalanx.train.check.beside import checked
 from phalanx.train.check.misuse import DropoutLeftOn
-from tests.mistakes import NotShifted, Points, WithHeldOut
+from tests.mistakes import NotShifted, Points, TwoLayers, WithHeldOut
 
 
 @dataclass
@@ -51,11 +51,7 @@ class AllIgnored(NotShifted):
         return phalanx.losses.cross_entropy(output, torch.full_like(batch["ids"], -100))
 
 
-class Drops(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(4, 16), nn.Linear(16, 3)
-
+class Drops(TwoLayers):
     def forward(self, x: Tensor) -> Tensor:
         return self.b(F.dropout(self.a(x).relu(), 0.5, self.training))
 
@@ -81,6 +77,8 @@ def test_nothing_is_found_where_nothing_is(kind: type[Points]) -> None:
         (lambda x: F.dropout(x, 0.0), False),
         (lambda x: F.dropout(x, 0.1, False), False),
         (lambda x: F.dropout(x, training=False), False),
+        (lambda x: F.alpha_dropout(x, 0.1), False),
+        (lambda x: F.alpha_dropout(x, 0.1, True), True),
         (lambda x: F.relu(x), False),
     ],
 )

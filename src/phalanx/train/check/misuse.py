@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -94,9 +95,9 @@ class DropoutLeftOn(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in DROPOUTS and self.line is None:
-            p, training = ([*args[1:3], None, None][place] for place in range(2))
-            p, training = kwargs.get("p", p), kwargs.get("training", training)
-            if (p is None or p > 0) and training in (None, True):
+            asked = inspect.signature(func).bind(*args, **kwargs)
+            asked.apply_defaults()
+            if asked.arguments["p"] > 0 and asked.arguments["training"]:
                 self.line = lines.running()
         return func(*args, **kwargs)
 
