@@ -233,6 +233,13 @@ def rates(task: Task) -> Callable[[int], float]:
     return lambda step: found[task.turn(step)](step)
 
 
+def called(model: nn.Module, inputs: Any) -> Any:
+    """A model's output for what `Task.inputs` gave: a dict by name, a tuple in order, anything else alone."""
+    if isinstance(inputs, dict):
+        return model(**inputs)
+    return model(*inputs) if isinstance(inputs, tuple) else model(inputs)
+
+
 def as_loss(value: Any, task: Task, method: str = "loss") -> Loss:
     """What a method of the task gave, checked: a scalar sum and how many terms it has."""
     name = f"{type(task).__name__}.{method}"

@@ -58,7 +58,7 @@ def seed_globally(*key: int | str) -> None:
     torch.default_generator.manual_seed(seed)
 
 
-def read_sample(data: Any, index: int, seed: int, epoch: int = 0) -> Any:
+def sample_at(data: Any, index: int, seed: int, epoch: int = 0) -> Any:
     """One sample; what is drawn while it is made follows from the seed, the epoch and its number."""
     seed_globally(seed, "sample", epoch, index)
     return data[index]
@@ -107,7 +107,7 @@ class Reader(Dataset):
         return _checked(self[Plan(0, np.array([index]), np.zeros(1, dtype=np.int64), True)])
 
     def _sample(self, index: int, epoch: int) -> Any:
-        sample = read_sample(self.data, index, self.seed, epoch)
+        sample = sample_at(self.data, index, self.seed, epoch)
         if not isinstance(sample, dict):
             raise not_a_sample(sample, index)
         return sample

@@ -28,7 +28,7 @@ from phalanx.prove.evaluation import Measures, measured
 from phalanx.prove.hostile import Hostile, wide_batch
 from phalanx.prove.layouts import One
 from phalanx.prove.steady import Decisions, Idle, Steady, homes
-from phalanx.task import Batch, Task, as_loss, rates
+from phalanx.task import Batch, Task, as_loss, called, rates
 from phalanx.train.optimizers import make_optimizer
 from phalanx.train.turns import Turns
 
@@ -213,9 +213,7 @@ class Reference:
         """The model's output. To be called in the scope of `randomness`."""
         self.moment.step, self.moment.slots = step, slots
         inputs = cast(self.task.inputs(batch), torch.float64)  # a task may make some itself
-        if isinstance(inputs, dict):
-            return self.model(**inputs)
-        return self.model(*inputs) if isinstance(inputs, tuple) else self.model(inputs)
+        return called(self.model, inputs)
 
     def loss(self, step: int, slots: np.ndarray, batch: Batch) -> tuple[Tensor, float]:
         """A batch's total and count."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from phalanx import user_code
 from phalanx.data.fingerprint import Fingerprint
-from phalanx.data.loader import read_sample
+from phalanx.data.loader import sample_at
 from phalanx.events import plain
 from phalanx.parallel import collectives
 from phalanx.settings import convert, plain_settings, task_fields
@@ -57,7 +57,7 @@ def described(engine: Engine) -> dict[str, Any]:
 
 
 def _reader(engine: Engine) -> Callable[[int], Any]:
-    return lambda index: read_sample(engine.loader.reader.data, index, engine.task.seed)
+    return lambda index: sample_at(engine.loader.reader.data, index, engine.task.seed)
 
 
 def _numbers(options: Mapping[str, Any]) -> dict[str, Any]:

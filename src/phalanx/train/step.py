@@ -22,7 +22,7 @@ from phalanx.parallel.mesh import BATCH
 from phalanx.parallel.pipeline import StageEnds
 from phalanx.parallel.schedules import Action
 from phalanx.precision import cast
-from phalanx.task import Task, as_loss
+from phalanx.task import Task, as_loss, called
 from phalanx.train.totals import Totals, counted
 
 if TYPE_CHECKING:
@@ -236,10 +236,7 @@ def call(engine: Engine, tensors: dict[str, Any]) -> Any:
     """The model's output for a batch."""
     inputs = cast(engine.task.inputs(tensors), engine.dtypes.compute)
     model = engine.spread.model
-    if isinstance(inputs, dict):
-        output = model(**inputs)
-    else:
-        output = model(*inputs) if isinstance(inputs, tuple) else model(inputs)
+    output = called(model, inputs)
     if output is None:
         raise silent(model)
     if engine.spread.context is not None:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from phalanx.data.loader import read_sample, seed_globally
+from phalanx.data.loader import sample_at, seed_globally
 from phalanx.data.order import Order
 from phalanx.errors import WrongUse
 from phalanx.losses import Logits, Loss
@@ -23,7 +23,7 @@ from phalanx.parallel.answers import Answers, generator_state
 from phalanx.parallel.blueprint import Blueprint, mapped
 from phalanx.parallel.randomness import Moment, Randomness
 from phalanx.precision import cast
-from phalanx.task import Batch, Task, as_loss
+from phalanx.task import Batch, Task, as_loss, called
 from phalanx.train.check import lines
 from phalanx.train.shrink import Needs, by_config
 from phalanx.train.step import silent
@@ -227,7 +227,7 @@ class Subject:
             with raising(f"{self.name}.inputs()"):
                 given.inputs = cast(self.task.inputs(batch), self.dtype)
             with raising(f"the forward of {type(self.model).__name__}", type(self.task).model):
-                given.output = self._called(given.inputs)
+                given.output = called(self.model, given.inputs)
             if given.output is None:
                 where = lines.at(lines.first_of(type(self.model).forward, type(self.task).model))
                 raise RefusedAnyway(f"{silent(self.model)}{where}")
@@ -237,11 +237,6 @@ class Subject:
                 if not evaluate:
                     as_loss(given.value, self.task)
         return given
-
-    def _called(self, inputs: Any) -> Any:
-        if isinstance(inputs, dict):
-            return self.model(**inputs)
-        return self.model(*inputs) if isinstance(inputs, tuple) else self.model(inputs)
 
     @contextmanager
     def _watching(self, given: Given) -> Iterator[None]:
@@ -325,7 +320,7 @@ def tensors_in(value: Any) -> list[Tensor]:
 def read(task: Task, data: Any, index: int) -> Any:
     """One sample, its own draws seeded as in training."""
     with raising(f"{type(task).__name__}.data()[{index}]"):
-        return read_sample(data, index, task.seed)
+        return sample_at(data, index, task.seed)
 
 
 def first_ids(task: Task, data: Any) -> list[int]:
