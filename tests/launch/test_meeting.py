@@ -296,7 +296,10 @@ def test_all_meet_again_after_the_receptions_host_was_stopped(host: Callable[...
     a.signal(signal.SIGCONT)
     assert a.ask("change") is not None  # by its own clock at once, or because the others wait for it
     a.start("next")
-    assert sorted(met(a, b, c).hosts) == ["a", "b", "c"]
+    rounds = [one.answer() for one in (b, c)]
+    if [one.hosts for one in rounds] == [["b", "c"]] * 2:  # both were quicker than a, which had just given itself up
+        rounds = [one.answer() for one in [one.start("next") for one in (b, c)]]  # the round after lets it in
+    assert [sorted(one.hosts) for one in [a.answer(), *rounds]] == [["a", "b", "c"]] * 3
 
 
 def test_a_busy_host_is_not_a_silent_one(host: Callable[..., Host]) -> None:
