@@ -38,10 +38,10 @@ from phalanx.data.order import Order
 from phalanx.launch.environment import Environment
 from phalanx.layout import Layout
 from phalanx.models.transformer import Transformer, TransformerConfig
-from phalanx.parallel.blueprint import Blueprint
-from phalanx.parallel.boxes import Box
-from phalanx.parallel.mesh import Mesh
+from phalanx.parallel.communication.mesh import Mesh
 from phalanx.parallel.spread import check_model
+from phalanx.parallel.weights.blueprint import Blueprint
+from phalanx.parallel.weights.boxes import Box
 from phalanx.train.agreement import check_agreement
 from phalanx.train.neighbours import Neighbours, guests_of, keeper_of
 from phalanx.train.placing import hosts_used

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from phalanx import Layout, Task
-from phalanx.parallel.schedules import CHUNKS
+from phalanx.parallel.axes.schedules import CHUNKS
 from phalanx.prove.layouts import every
 from tests.parity import HostileLanguage, Mixture
 

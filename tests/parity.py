@@ -19,9 +19,9 @@ import phalanx
 from phalanx.data.order import Order, share
 from phalanx.models.resnet import ResNet
 from phalanx.models.transformer import Transformer, TransformerConfig
-from phalanx.parallel.answers import Answers
-from phalanx.parallel.blueprint import Blueprint
-from phalanx.parallel.randomness import Moment, Randomness
+from phalanx.parallel.randomness.answers import Answers
+from phalanx.parallel.randomness.draws import Moment, Randomness
+from phalanx.parallel.weights.blueprint import Blueprint
 
 TOLERANCE = 1e-9
 PRIME = 37

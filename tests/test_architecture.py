@@ -101,13 +101,12 @@ def test_private_torch_names_are_in_one_file() -> None:
 def test_tests_mirror_the_source() -> None:
     here = Path(__file__).parent
     elsewhere = {
-        "errors", "parallel.answers", "parallel.replicate", "train.agreement", "train.clock", "train.job",
-        "train.loop", "train.optimizers", "train.scale", "prove.trial", "prove.witness", "prove.outcome",
-        "prove.record",
-        "prove.scene", "prove.explain", "prove.stopped", "prove.finding", "prove.sites", "prove.bugs_around",
-        "prove.bugs_resume", "train.options", "train.placing",
-        "train.check.subject", "train.check.learning",
-        "prove.cases", "prove.job", "prove.causes", "prove.replacing", "launch.rounds",
+        "errors", "parallel.randomness.answers", "parallel.weights.replicate", "train.agreement", "train.clock",
+        "train.job", "train.loop", "train.optimizers", "train.scale", "prove.ranks.trial", "prove.ranks.witness",
+        "prove.ranks.outcome", "prove.ranks.record", "prove.explanation.scene", "prove.explanation.explain",
+        "prove.explanation.stopped", "prove.explanation.finding", "prove.explanation.sites", "prove.bugs.around",
+        "prove.bugs.resume", "train.options", "train.placing", "train.check.subject", "train.check.learning",
+        "prove.cases", "prove.job", "prove.explanation.causes", "prove.replacing", "launch.rounds",
     }  # fmt: skip
     for path in modules():
         own = path.relative_to(SOURCE)

@@ -11,7 +11,7 @@ from torch import nn, optim
 from phalanx.anatomy import Anatomy
 from phalanx.inventory import described_memory, memory, parts, share, state_numbers, table, task_state_numbers
 from phalanx.layout import Layout
-from phalanx.parallel.blueprint import Blueprint
+from phalanx.parallel.weights.blueprint import Blueprint
 from phalanx.precision import DTYPES
 from phalanx.recipes.gpt import GPT
 from tests.tasks import Digits

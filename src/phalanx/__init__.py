@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from phalanx.errors import CannotHere, WrongUse
     from phalanx.layout import Layout
     from phalanx.losses import Logits, Loss
-    from phalanx.parallel.samples import gather, rows
+    from phalanx.parallel.axes.samples import gather, rows
     from phalanx.run import Run
     from phalanx.task import Task
     from phalanx.train.check.checking import check
@@ -28,8 +28,8 @@ __all__ = [
 _HOMES = {
     "Anatomy": "anatomy", "CannotHere": "errors", "Cluster": "cluster", "Engine": "train.engine", "Layout": "layout",
     "Logits": "losses", "Loss": "losses", "Run": "run", "Task": "task", "Verdict": "verdict", "WrongUse": "errors",
-    "check": "train.check.checking", "gather": "parallel.samples", "load": "train.restoring",
-    "rows": "parallel.samples", "save": "train.keeping",
+    "check": "train.check.checking", "gather": "parallel.axes.samples", "load": "train.restoring",
+    "rows": "parallel.axes.samples", "save": "train.keeping",
 }  # fmt: skip
 
 

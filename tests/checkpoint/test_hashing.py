@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from phalanx.checkpoint.hashing import LENGTH, hashed, joined
-from phalanx.parallel.boxes import Box
+from phalanx.parallel.weights.boxes import Box
 
 SHAPES = [(), (1,), (7,), (5, 6), (3, 4, 5), (2, 3, 3, 3), (300, 2), (2, 300)]
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.bool, torch.complex64]

@@ -15,7 +15,7 @@ from phalanx.checkpoint.index import below, box_around, check_covers, check_sum,
 from phalanx.checkpoint.manifest import MANIFEST, Chunk, Damaged, Held, Manifest
 from phalanx.checkpoint.shelf import Checkpoint, Shelf
 from phalanx.checkpoint.store import Folder
-from phalanx.parallel.boxes import Box
+from phalanx.parallel.weights.boxes import Box
 from tests.checkpoint.test_manifest import part
 
 WORLD, ROWS = 130, 260

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from phalanx.checkpoint.manifest import Chunk, Damaged, Held, Manifest, covered_once
-from phalanx.parallel.boxes import Box
+from phalanx.parallel.weights.boxes import Box
 
 
 def part(first: int, rows: int, rank: int = 0, **facts: object) -> Manifest:

@@ -13,7 +13,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from phalanx.checkpoint.manifest import Chunk, Damaged, Held
 from phalanx.checkpoint.read import Chunks, read
-from phalanx.parallel.boxes import Box
+from phalanx.parallel.weights.boxes import Box
 from tests.checkpoints import contents, newest, trained
 from tests.parity import HostileLanguage
 from tests.ranks import Ranks

@@ -13,7 +13,7 @@ import torch
 from phalanx.checkpoint.manifest import Damaged
 from phalanx.checkpoint.shelf import Fenced, Shelf
 from phalanx.checkpoint.store import open_store
-from phalanx.parallel.boxes import Box
+from phalanx.parallel.weights.boxes import Box
 
 VALUE = torch.arange(12.0).view(6, 2)
 

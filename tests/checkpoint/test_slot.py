@@ -10,7 +10,7 @@ import torch
 
 from phalanx.checkpoint.slot import Slot, new_memory
 from phalanx.checkpoint.state import Entry
-from phalanx.parallel.boxes import Box
+from phalanx.parallel.weights.boxes import Box
 
 VALUES = {
     "matrix": torch.arange(15.0).view(5, 3).double(),

@@ -14,7 +14,7 @@ from phalanx.checkpoint.manifest import Damaged, Manifest
 from phalanx.checkpoint.slot import Place, Staged
 from phalanx.checkpoint.store import Folder
 from phalanx.checkpoint.write import Piece, check_file, pieces, write_part
-from phalanx.parallel.boxes import Box
+from phalanx.parallel.weights.boxes import Box
 
 MATRIX, NUMBER = torch.arange(21.0).view(7, 3), torch.tensor(5)
 PIECES: list[Piece] = [

@@ -13,7 +13,7 @@ from torch.nn.utils.parametrizations import weight_norm
 
 import phalanx
 from phalanx import Layout
-from phalanx.parallel import memory
+from phalanx.parallel.communication import memory
 from tests.parity import TOLERANCE, Trace, difference, reference, spread_run
 from tests.ranks import Ranks
 

@@ -6,9 +6,9 @@ import math
 
 import torch
 
-from phalanx.prove.hostile import Trial, hostile
 from phalanx.prove.ladder import LEAST_BAR, MOST_BAR, Difference, Standard, first, off
-from phalanx.prove.reference import Reference
+from phalanx.prove.reference.hostile import Trial, hostile
+from phalanx.prove.reference.loop import Reference
 from tests.prove.tasks import Plain
 
 

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from xml.etree import ElementTree
 
-from phalanx.prove.finding import Finding
+from phalanx.prove.explanation.finding import Finding
 from phalanx.prove.proof import Proof, Result, prove
 from phalanx.prove.report import Table, write
 from tests.prove.tasks import Normed, Plain

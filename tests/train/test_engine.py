@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 import phalanx
 from phalanx import Layout, WrongUse
-from phalanx.parallel import collectives
+from phalanx.parallel.communication import collectives
 from tests.ranks import RankFailed, Ranks
 from tests.tasks import Digits
 

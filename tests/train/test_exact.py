@@ -14,7 +14,8 @@ from torch import Tensor
 
 import phalanx
 from phalanx import Layout, WrongUse
-from phalanx.parallel import collectives, spread
+from phalanx.parallel import spread
+from phalanx.parallel.communication import collectives
 from tests.parity import HostileLanguage, HostileVision, Sentences
 from tests.ranks import Ranks
 

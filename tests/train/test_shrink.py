@@ -13,8 +13,8 @@ from torch import nn
 from phalanx import Layout, WrongUse
 from phalanx.prove import cases
 from phalanx.prove.cases import Docket
-from phalanx.prove.hostile import Trial, hostile
 from phalanx.prove.proof import prove
+from phalanx.prove.reference.hostile import Trial, hostile
 from phalanx.recipes.gpt import GPT
 from phalanx.train.shrink import Needs, shrunk
 from tests.prove.tasks import Plain

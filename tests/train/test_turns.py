@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import phalanx
 from phalanx import Layout, Run
 from phalanx.data.order import Order
-from phalanx.parallel.blueprint import Blueprint
+from phalanx.parallel.weights.blueprint import Blueprint
 from phalanx.train.guard import Guard
 from tests.ranks import Ranks
 from tests.test_cli import phalanx as run_phalanx

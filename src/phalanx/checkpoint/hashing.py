@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from phalanx.parallel.boxes import Box
+from phalanx.parallel.weights.boxes import Box
 
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 FACTORS = (0x9E3779B97F4A7C15 - (1 << 64), 0x2545F4914F6CDD1D, 0x369DEA0F31A53F85)

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from phalanx.checkpoint.manifest import Chunk, Damaged, Held, Manifest, counts, covered_once, meet
-from phalanx.parallel.boxes import Box
+from phalanx.parallel.weights.boxes import Box
 
 FAN_OUT = 64
 """So many descriptions are summed up by one rank."""

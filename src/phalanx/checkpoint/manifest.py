@@ -12,7 +12,7 @@ from typing import Any
 
 from phalanx.checkpoint import hashing
 from phalanx.checkpoint.weights import DTYPES
-from phalanx.parallel.boxes import Box
+from phalanx.parallel.weights.boxes import Box
 
 FORMATS = (1, 2)
 """1: of a part, and in older versions of a whole, with all its chunks. 2: sums up others, and says which."""

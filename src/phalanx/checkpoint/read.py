@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.futures import Future
 
 from phalanx.checkpoint.manifest import Chunk, Damaged, Held
-from phalanx.parallel.boxes import Box
+from phalanx.parallel.weights.boxes import Box
 
 Fetch = Callable[[Chunk], Tensor]
 Wanted = Mapping[str, list[tuple[Box, Tensor]]]

@@ -30,7 +30,7 @@ from phalanx.checkpoint.manifest import MANIFEST, Chunk, Damaged, Held, Manifest
 from phalanx.checkpoint.read import Wanted, read
 from phalanx.checkpoint.store import Store
 from phalanx.checkpoint.write import Piece, check_file, write_part
-from phalanx.parallel.boxes import Box
+from phalanx.parallel.weights.boxes import Box
 
 POLL_SECONDS, SLOWEST_POLL_SECONDS = 0.02, 1.0
 REMEMBERED = 256

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from phalanx.checkpoint.state import Entry
-from phalanx.parallel.boxes import Box
+from phalanx.parallel.weights.boxes import Box
 
 HEADER, CONDITION = struct.Struct("8sqqqq"), struct.Struct("q")
 MAGIC = b"phalanx1"

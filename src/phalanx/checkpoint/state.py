@@ -17,11 +17,11 @@ from torch import Tensor, optim
 
 from phalanx.checkpoint.manifest import Damaged, Manifest
 from phalanx.errors import WrongUse, closest
-from phalanx.parallel.boxes import Box, boxes
-from phalanx.parallel.bucket import Weight
-from phalanx.parallel.mesh import AXES
+from phalanx.parallel.communication.mesh import AXES
 from phalanx.parallel.spread import Spread
 from phalanx.parallel.torch_private import version
+from phalanx.parallel.weights.boxes import Box, boxes
+from phalanx.parallel.weights.bucket import Weight
 
 ALL = None
 

@@ -13,7 +13,7 @@ from phalanx.checkpoint.shelf import Shelf
 from phalanx.checkpoint.store import open_store
 from phalanx.errors import CannotHere, WrongUse
 from phalanx.files import exists
-from phalanx.parallel.boxes import Box
+from phalanx.parallel.weights.boxes import Box
 from phalanx.redact import is_redacted
 from phalanx.run import Run
 from phalanx.verdict import Verdict

@@ -23,7 +23,7 @@ from phalanx.checkpoint.manifest import Chunk, Damaged, Held, Manifest, unreadab
 from phalanx.checkpoint.slot import Staged
 from phalanx.checkpoint.store import Store
 from phalanx.checkpoint.weights import header, raw_bytes
-from phalanx.parallel.boxes import Box
+from phalanx.parallel.weights.boxes import Box
 
 CHUNK_BYTES = 16 << 20
 """Small enough to be read for a part of it, large enough for a disk."""

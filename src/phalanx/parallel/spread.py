@@ -21,29 +21,31 @@ from phalanx.anatomy import Anatomy
 from phalanx.errors import WrongUse
 from phalanx.layout import Layout
 from phalanx.losses import penalty_factor
-from phalanx.parallel import batchnorm, collectives, exact, hugging_face, keras
-from phalanx.parallel.answers import Answers, key_dropout_modules
-from phalanx.parallel.batchnorm import spread_batchnorm
-from phalanx.parallel.blueprint import Blueprint
-from phalanx.parallel.bucket import Bucket, Storage, Weight
-from phalanx.parallel.context import ContextParallel, check_context
-from phalanx.parallel.cuts import Plan, make_plan
-from phalanx.parallel.expert import ExpertParallel, cut_experts
-from phalanx.parallel.holding import Holding
-from phalanx.parallel.memory import Buffers
-from phalanx.parallel.mesh import BATCH, EXPERT_SHARD, EXPERTS, SHARD, Mesh
-from phalanx.parallel.pipeline import Part, Pipeline, weight_gradient
-from phalanx.parallel.probe import Probe
-from phalanx.parallel.randomness import Moment, Randomness
-from phalanx.parallel.recompute import recomputed
-from phalanx.parallel.replicate import Reduction
-from phalanx.parallel.samples import Samples
-from phalanx.parallel.schedules import Action, alone
-from phalanx.parallel.shard import Gathered, Gathering
-from phalanx.parallel.stages import divide
-from phalanx.parallel.tensor import TensorParallel
-from phalanx.parallel.weights import Saved, describe, fill
-from phalanx.parallel.whole import Whole
+from phalanx.parallel.axes import batchnorm, hugging_face
+from phalanx.parallel.axes.batchnorm import spread_batchnorm
+from phalanx.parallel.axes.context import ContextParallel, check_context
+from phalanx.parallel.axes.cuts import Plan, make_plan
+from phalanx.parallel.axes.expert import ExpertParallel, cut_experts
+from phalanx.parallel.axes.pipeline import Part, Pipeline, weight_gradient
+from phalanx.parallel.axes.samples import Samples
+from phalanx.parallel.axes.schedules import Action, alone
+from phalanx.parallel.axes.stages import divide
+from phalanx.parallel.axes.tensor import TensorParallel
+from phalanx.parallel.blocks.probe import Probe
+from phalanx.parallel.blocks.recompute import recomputed
+from phalanx.parallel.communication import collectives, exact
+from phalanx.parallel.communication.memory import Buffers
+from phalanx.parallel.communication.mesh import BATCH, EXPERT_SHARD, EXPERTS, SHARD, Mesh
+from phalanx.parallel.randomness.answers import Answers, key_dropout_modules
+from phalanx.parallel.randomness.draws import Moment, Randomness
+from phalanx.parallel.weights import keras
+from phalanx.parallel.weights.blueprint import Blueprint
+from phalanx.parallel.weights.bucket import Bucket, Storage, Weight
+from phalanx.parallel.weights.filling import Saved, describe, fill
+from phalanx.parallel.weights.holding import Holding
+from phalanx.parallel.weights.replicate import Reduction
+from phalanx.parallel.weights.shard import Gathered, Gathering
+from phalanx.parallel.weights.whole import Whole
 from phalanx.precision import Dtypes, cast
 
 BUCKET_BYTES = 25 << 20

@@ -17,14 +17,14 @@ from phalanx.errors import WrongUse
 from phalanx.layout import Layout
 from phalanx.parallel.spread import check_model
 from phalanx.precision import DTYPES
-from phalanx.prove import trial
-from phalanx.prove.failing import Unprovable, failed
-from phalanx.prove.hostile import BATCH, Hostile, Trial, hostile, ignorable, vocabularies
+from phalanx.prove.explanation.sites import location
 from phalanx.prove.ladder import MOST_BAR, Standard, off, size
 from phalanx.prove.layouts import MICRO_BATCHES, One, as_proven
-from phalanx.prove.reference import Reference, Step
-from phalanx.prove.sites import location
-from phalanx.prove.trial import Case
+from phalanx.prove.ranks import trial
+from phalanx.prove.ranks.trial import Case
+from phalanx.prove.reference.failing import Unprovable, failed
+from phalanx.prove.reference.hostile import BATCH, Hostile, Trial, hostile, ignorable, vocabularies
+from phalanx.prove.reference.loop import Reference, Step
 from phalanx.task import Precision, Task
 from phalanx.train.check.beside import Checked
 from phalanx.train.check.checking import why_not_a_sum, why_not_repeated

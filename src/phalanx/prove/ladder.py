@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from phalanx.prove.evaluation import Measures, off_by
-from phalanx.prove.reference import Reference, Step
-from phalanx.prove.steady import Decisions
+from phalanx.prove.reference.evaluation import Measures, off_by
+from phalanx.prove.reference.loop import Reference, Step
+from phalanx.prove.reference.steady import Decisions
 
 RUNGS = (
     "running", "settings", "initial weights", "communication", "samples", "random draws", "activations", "loss",

@@ -17,17 +17,18 @@ from phalanx.errors import CannotHere, WrongUse, closest
 from phalanx.launch import blame, forkserver
 from phalanx.launch.forkserver import ForkServer
 from phalanx.layout import CHOICES, DEGREES, Layout
-from phalanx.parallel.blueprint import Blueprint
-from phalanx.prove import planting, trial
+from phalanx.parallel.weights.blueprint import Blueprint
+from phalanx.prove.bugs import planting
 from phalanx.prove.cases import Docket, applicable
-from phalanx.prove.explain import Inquiry, explain_evaluation, explain_interruption, explain_resume
-from phalanx.prove.failing import Unprovable
-from phalanx.prove.finding import Finding
+from phalanx.prove.explanation.explain import Inquiry, explain_evaluation, explain_interruption, explain_resume
+from phalanx.prove.explanation.finding import Finding
+from phalanx.prove.explanation.stopped import explain_stop
 from phalanx.prove.ladder import NARROW_MARGIN, RESUMING, first
 from phalanx.prove.layouts import covering, every
-from phalanx.prove.outcome import Outcome, ProofRanks
-from phalanx.prove.record import Whole
-from phalanx.prove.stopped import explain_stop
+from phalanx.prove.ranks import trial
+from phalanx.prove.ranks.outcome import Outcome, ProofRanks
+from phalanx.prove.ranks.record import Whole
+from phalanx.prove.reference.failing import Unprovable
 from phalanx.task import Precision, Task
 from phalanx.traces import folded
 from phalanx.train.check.beside import Checked, checked

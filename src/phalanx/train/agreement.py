@@ -11,7 +11,7 @@ import torch.distributed as dist
 from phalanx import counter
 from phalanx.data.fingerprint import digest
 from phalanx.errors import WrongUse
-from phalanx.parallel import collectives
+from phalanx.parallel.communication import collectives
 from phalanx.settings import plain_settings
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from phalanx import user_code
 from phalanx.data.fingerprint import Fingerprint
 from phalanx.data.loader import sample_at
 from phalanx.events import plain
-from phalanx.parallel import collectives
+from phalanx.parallel.communication import collectives
 from phalanx.settings import convert, plain_settings, task_fields
 from phalanx.task import rates
 from phalanx.words import listed

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from phalanx import user_code
 from phalanx.errors import WrongUse
-from phalanx.parallel import collectives
+from phalanx.parallel.communication import collectives
 from phalanx.task import Task
 
 if TYPE_CHECKING:

@@ -28,11 +28,11 @@ from phalanx.errors import WrongUse
 from phalanx.events import say
 from phalanx.launch.environment import TIMEOUT, Environment
 from phalanx.layout import Layout
-from phalanx.parallel import collectives
-from phalanx.parallel.blueprint import Blueprint, mapped
-from phalanx.parallel.mesh import BATCH, Mesh
+from phalanx.parallel.communication import collectives
+from phalanx.parallel.communication.mesh import BATCH, Mesh
 from phalanx.parallel.spread import Spread
-from phalanx.parallel.weights import Saved
+from phalanx.parallel.weights.blueprint import Blueprint, mapped
+from phalanx.parallel.weights.filling import Saved
 from phalanx.precision import DTYPES
 from phalanx.task import Batch, Task
 from phalanx.traces import explain

@@ -12,8 +12,8 @@ from torch import Tensor
 from phalanx.data.loader import Loader
 from phalanx.errors import WrongUse
 from phalanx.losses import Logits
-from phalanx.parallel import collectives
-from phalanx.parallel.exact import fold
+from phalanx.parallel.communication import collectives
+from phalanx.parallel.communication.exact import fold
 from phalanx.task import Task, as_loss
 from phalanx.train.collecting import Collected, Gathered, summarised
 from phalanx.train.rounds import Measured

@@ -10,7 +10,7 @@ from phalanx.checkpoint.shelf import Checkpoint, Shelf
 from phalanx.checkpoint.verify import shelf_of
 from phalanx.errors import WrongUse
 from phalanx.files import exists
-from phalanx.parallel.blueprint import Blueprint
+from phalanx.parallel.weights.blueprint import Blueprint
 from phalanx.references import find_task
 from phalanx.run import Run
 from phalanx.settings import make_task

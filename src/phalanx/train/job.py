@@ -36,9 +36,9 @@ from phalanx.launch.stopping import Stop
 from phalanx.launch.supervisor import Host, Supervisor
 from phalanx.layout import Layout
 from phalanx.origin import kept_origin
-from phalanx.parallel import collectives
-from phalanx.parallel.blueprint import Blueprint
+from phalanx.parallel.communication import collectives
 from phalanx.parallel.spread import check_model
+from phalanx.parallel.weights.blueprint import Blueprint
 from phalanx.precision import DTYPES
 from phalanx.proofs import said
 from phalanx.references import find_task, short_name

@@ -28,7 +28,7 @@ from phalanx.checkpoint.store import open_store
 from phalanx.errors import CannotHere
 from phalanx.events import say
 from phalanx.files import no_room, pauses
-from phalanx.parallel import collectives
+from phalanx.parallel.communication import collectives
 from phalanx.train.engine import Engine
 from phalanx.train.guard import BadNumbers, first_not_finite
 from phalanx.train.neighbours import Neighbours

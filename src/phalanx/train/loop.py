@@ -19,7 +19,7 @@ from phalanx.events import EventLog
 from phalanx.files import no_room, pauses
 from phalanx.launch.beats import STEPS, Beat
 from phalanx.launch.stopping import give_wishes
-from phalanx.parallel import collectives
+from phalanx.parallel.communication import collectives
 from phalanx.run import Run
 from phalanx.train.collecting import CannotSummarise
 from phalanx.train.engine import Engine

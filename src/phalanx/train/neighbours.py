@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from phalanx.checkpoint.slot import Slot
-from phalanx.parallel import collectives
+from phalanx.parallel.communication import collectives
 from phalanx.train.engine import Engine
 
 

@@ -8,8 +8,8 @@ from itertools import accumulate
 
 from phalanx.errors import WrongUse
 from phalanx.layout import Layout
-from phalanx.parallel.blueprint import Blueprint
 from phalanx.parallel.spread import check_model
+from phalanx.parallel.weights.blueprint import Blueprint
 from phalanx.settings import digits
 from phalanx.task import Task
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from phalanx.errors import WrongUse
-from phalanx.parallel.schedules import Action
+from phalanx.parallel.axes.schedules import Action
 from phalanx.train.step import forward
 
 if TYPE_CHECKING:

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from phalanx.checkpoint.hashing import hashed
-from phalanx.parallel import collectives
-from phalanx.parallel.boxes import Box
-from phalanx.parallel.collectives import Group
+from phalanx.parallel.communication import collectives
+from phalanx.parallel.communication.collectives import Group
+from phalanx.parallel.weights.boxes import Box
 
 if TYPE_CHECKING:
     from phalanx.train.engine import Engine

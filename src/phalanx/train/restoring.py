@@ -23,8 +23,8 @@ from phalanx.checkpoint.store import open_store
 from phalanx.checkpoint.write import pieces
 from phalanx.errors import CannotHere, WrongUse
 from phalanx.events import say
-from phalanx.parallel import collectives
-from phalanx.parallel.boxes import Box
+from phalanx.parallel.communication import collectives
+from phalanx.parallel.weights.boxes import Box
 from phalanx.train.engine import Engine
 
 Moment = tuple[int, int]

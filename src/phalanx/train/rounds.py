@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from phalanx.data.loader import Loader, StepBatch
 from phalanx.errors import WrongUse
 from phalanx.losses import Logits, Loss
-from phalanx.parallel.samples import Answers, Asked, AtOnce
-from phalanx.parallel.schedules import Action
+from phalanx.parallel.axes.samples import Answers, Asked, AtOnce
+from phalanx.parallel.axes.schedules import Action
 from phalanx.train.step import Metrics, call, compute, independent, micro_batch, task_loss, train_step
 
 if TYPE_CHECKING:

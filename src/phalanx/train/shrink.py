@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from phalanx.errors import WrongUse
 from phalanx.layout import Layout
-from phalanx.parallel.blueprint import Blueprint
-from phalanx.parallel.schedules import CHUNKS
+from phalanx.parallel.axes.schedules import CHUNKS
+from phalanx.parallel.weights.blueprint import Blueprint
 from phalanx.task import Task
 from phalanx.train.variant import Variant, variant
 

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from phalanx.data.loader import MicroBatch, StepBatch
 from phalanx.errors import WrongUse
 from phalanx.losses import Loss
-from phalanx.parallel import collectives
-from phalanx.parallel.answers import check_unmoved, generator_state
-from phalanx.parallel.exact import fold
-from phalanx.parallel.mesh import BATCH
-from phalanx.parallel.pipeline import StageEnds
-from phalanx.parallel.schedules import Action
+from phalanx.parallel.axes.pipeline import StageEnds
+from phalanx.parallel.axes.schedules import Action
+from phalanx.parallel.communication import collectives
+from phalanx.parallel.communication.exact import fold
+from phalanx.parallel.communication.mesh import BATCH
+from phalanx.parallel.randomness.answers import check_unmoved, generator_state
 from phalanx.precision import cast
 from phalanx.task import Task, as_loss, called
 from phalanx.train.totals import Totals, counted

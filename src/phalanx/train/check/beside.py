@@ -23,7 +23,7 @@ import torch
 from phalanx import streams
 from phalanx.errors import CannotHere, WrongUse
 from phalanx.launch.blame import IN_A_FORK
-from phalanx.parallel import collectives
+from phalanx.parallel.communication import collectives
 from phalanx.processes import die_with_parent
 from phalanx.task import Task
 from phalanx.train.check.checking import look

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.errors import WrongUse
-from phalanx.parallel import samples
-from phalanx.parallel.answers import drew, generator_state
+from phalanx.parallel.axes import samples
+from phalanx.parallel.randomness.answers import drew, generator_state
 from phalanx.parallel.torch_private import version
 from phalanx.train.check import lines
 from phalanx.train.check.misuse import Misuse

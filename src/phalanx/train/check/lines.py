@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from phalanx.parallel.answers import generator_state
+from phalanx.parallel.randomness.answers import generator_state
 from phalanx.user_code import innermost, is_users_line, place
 
 CALLER = str(Path(__file__).with_name("subject.py"))

@@ -18,10 +18,11 @@ from phalanx.data.loader import sample_at, seed_globally
 from phalanx.data.order import Order
 from phalanx.errors import WrongUse
 from phalanx.losses import Logits, Loss
-from phalanx.parallel import batchnorm, hugging_face, keras
-from phalanx.parallel.answers import Answers, generator_state
-from phalanx.parallel.blueprint import Blueprint, mapped
-from phalanx.parallel.randomness import Moment, Randomness
+from phalanx.parallel.axes import batchnorm, hugging_face
+from phalanx.parallel.randomness.answers import Answers, generator_state
+from phalanx.parallel.randomness.draws import Moment, Randomness
+from phalanx.parallel.weights import keras
+from phalanx.parallel.weights.blueprint import Blueprint, mapped
 from phalanx.precision import cast
 from phalanx.task import Batch, Task, as_loss, called
 from phalanx.train.check import lines

@@ -18,9 +18,9 @@ from phalanx.data.kinds import check_rows
 from phalanx.data.loader import seed_globally
 from phalanx.errors import WrongUse
 from phalanx.losses import Logits, Loss
-from phalanx.parallel import samples
-from phalanx.parallel.answers import generator_state
-from phalanx.parallel.samples import SAME_NAMES
+from phalanx.parallel.axes import samples
+from phalanx.parallel.axes.samples import SAME_NAMES
+from phalanx.parallel.randomness.answers import generator_state
 from phalanx.task import Task, as_loss
 from phalanx.train.check import lines
 from phalanx.train.check.learning import named, place

@@ -1,0 +1,338 @@
+"""Context parallelism: every rank of ``cp`` computes some positions of each sequence.
+
+The model's own forward runs on whole sequences up to its first block, which takes this rank's positions of the stream
+and of all that goes along with it. The last block makes the stream whole again, and the loss takes this rank's part of
+lazy logits. In between attention is the one place where positions meet: keys and values are gathered
+(``cp_kind=gather``), or heads are exchanged for time (``ulysses``). A rank holds two chunks of a sequence, one from its
+front and one from its back, so that causal work is the same for all.
+
+Every rank has the whole loss, and counts for ``1/cp`` of it; gradients of all weights add up over ``cp``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from phalanx.anatomy import Anatomy
+from phalanx.errors import WrongUse
+from phalanx.losses import Logits, Sequence
+from phalanx.parallel.axes import batchnorm
+from phalanx.parallel.axes.calls import TIME, about_sizes, stream, with_stream
+from phalanx.parallel.communication.collectives import Group
+from phalanx.parallel.communication.differentiable import add_up, exchange, gather, run
+from phalanx.parallel.randomness.draws import Randomness, Region
+from phalanx.parallel.weights.blueprint import leaves, mapped
+
+Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None, bool], Any]
+"""Attention over queries, keys and values ``[batch, heads, time, width]`` with a mask, or causal."""
+MIXING = (
+    nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.RNNBase, nn.GroupNorm,
+    nn.InstanceNorm1d, nn.InstanceNorm2d, nn.MultiheadAttention, *batchnorm.KINDS,
+)  # fmt: skip
+"""Modules that mix positions in a way that is not reached here."""
+NO_ATTENTION = "Write attention with torch.nn.functional.scaled_dot_product_attention, or use fsdp or tp instead of cp."
+
+
+def check_context(model: nn.Module, anatomy: Anatomy, ranks: int) -> None:
+    """Refuse a model whose positions cannot be divided."""
+    if not anatomy.cuts:
+        raise WrongUse(
+            f"cp={ranks} needs a model whose blocks follow each other in one list, and none was found in "
+            f"{type(model).__name__}. Name them in Task.anatomy, or use fsdp instead of cp."
+        )
+    for name in anatomy.blocks:
+        for inner, module in model.get_submodule(name).named_modules(prefix=name):
+            if isinstance(module, MIXING):
+                raise WrongUse(
+                    f"{inner} is a {type(module).__name__}, which mixes positions where cp={ranks} cannot reach it. "
+                    f"{NO_ATTENTION}"
+                )
+
+
+class ContextParallel:
+    """Makes a model's blocks work with their positions."""
+
+    def __init__(
+        self, model: nn.Module, anatomy: Anatomy, group: Group, kind: str, randomness: Randomness, lazy_heads: bool
+    ) -> None:
+        self.group, self.kind, self.randomness = group, kind, randomness
+        self.ranks, self.rank = group.size(), group.rank()
+        self.inside = ""
+        """The block that computes just now."""
+        self._reached: set[str] = set()
+        self._wholes: list[tuple[Tensor, Tensor]] = []
+        self._known_places: dict[tuple[int, int], Tensor] = {}
+        self._known_orders: dict[int, Tensor] = {}
+        self._known_masks: dict[tuple[int, int, torch.dtype], Tensor] = {}
+        self._masked_time = 0
+        check_context(model, anatomy, self.ranks)
+        for name in anatomy.blocks:
+            block = model.get_submodule(name)
+            for module in block.modules():
+                if hasattr(module, "whole_time"):
+                    vars(module).update(whole_time=self._whole_time, own_time=self._own_time)
+            ends = name == anatomy.blocks[0], name == anatomy.blocks[-1]
+            block.forward = partial(self._block, name, _attends(block), block.forward, *ends)
+        for name in anatomy.after if lazy_heads else ():
+            head: Any = model.get_submodule(name)
+            if anatomy.splits.get(name) == "vocabulary" and type(head) is nn.Linear:
+                head.forward = partial(_head, head)  # type: ignore[method-assign,assignment]
+
+    def _block(
+        self, name: str, attends: bool, forward: Callable[..., Any], first: bool, last: bool, *args: Any, **kwargs: Any
+    ) -> Any:
+        """A block on this rank's positions; the first takes them, the last makes the stream whole."""
+        if not first and self.randomness.moment.here is None:
+            raise WrongUse(
+                f"{name} is called out of order, so cp={self.ranks} cannot tell which positions it has. Call blocks "
+                "one after another, each once, or use fsdp instead of cp."
+            )
+        if first:
+            hidden = stream(args, kwargs, name)
+            self.begin(hidden.shape[TIME])
+            args, kwargs = with_stream(args, kwargs, self._own(hidden, TIME))
+        args, kwargs = mapped((args, kwargs), partial(self._cut, stream(args, kwargs, name)))
+        self.inside = name
+        try:
+            output = forward(*args, **kwargs)
+        except RuntimeError as error:
+            if not about_sizes(error):
+                raise
+            advice = "Use cp_kind=gather, fsdp or tp." if name in self._reached else NO_ATTENTION
+            raise WrongUse(
+                f"{name} cannot work with its positions under cp={self.ranks},cp_kind={self.kind}: its code fixes "
+                f"sizes that cp cuts ({str(error).splitlines()[0]}). {advice}"
+            ) from error
+        finally:
+            self.inside = ""
+            self._wholes.clear()
+        if attends and name not in self._reached:
+            raise WrongUse(f"{name} computes attention where cp={self.ranks} cannot reach it. {NO_ATTENTION}")
+        if not last:
+            return output
+        rest = output[1:] if isinstance(output, tuple) else None
+        whole = self.whole(output if rest is None else output[0], TIME)
+        self.randomness.moment.here = None
+        return whole if rest is None else (whole, *rest)
+
+    def begin(self, time: int) -> None:
+        """From here to the last block, this rank holds its positions of sequences of this length."""
+        moment = self.randomness.moment
+        moment.time, moment.here = time, self.places(time, self.rank)
+
+    def places(self, time: int, rank: int) -> Tensor:
+        """The positions of a sequence that a rank holds."""
+        if (time, rank) not in self._known_places:
+            self._known_places[time, rank] = self._make_places(time, rank)
+        return self._known_places[time, rank]
+
+    def _make_places(self, time: int, rank: int) -> Tensor:
+        chunks = [torch.arange(*self._chunk(time, i), device=self.randomness.device) for i in self._pair(rank)]
+        return torch.cat(chunks)
+
+    def _pair(self, rank: int) -> tuple[int, int]:
+        """A rank's two chunks of twice as many as there are ranks."""
+        return rank, 2 * self.ranks - 1 - rank
+
+    def _chunk(self, time: int, index: int) -> tuple[int, int]:
+        return run(time, 2 * self.ranks, index)
+
+    def _own(self, x: Tensor, dim: int) -> Tensor:
+        here = self.randomness.moment.here
+        assert here is not None
+        return x.index_select(dim, here)
+
+    def _cut(self, hidden: Tensor, x: Tensor) -> Tensor:
+        """This rank's positions of what goes along with the stream; in a mask, those of the queries."""
+        time, batch = self.randomness.moment.time, hidden.shape[0]
+        dim = x.ndim - 2
+        if x.ndim < 2 or (x.ndim == 2 and x.dtype != torch.bool and x.shape in ((batch, time), (1, time))):
+            dim = x.ndim - 1
+        if x is hidden or x.ndim == 0 or x.shape[dim] != time:
+            return x
+        cut = self._own(x, dim)
+        self._wholes.append((cut, x))
+        return cut
+
+    def whole(self, x: Tensor, dim: int) -> Tensor:
+        """Everybody's positions, in order."""
+        time = self.randomness.moment.time
+        each = 2 * self._chunk(time, 0)[1]
+        dim %= x.ndim
+        padded = F.pad(x, [0, 0] * (x.ndim - 1 - dim) + [0, each - x.shape[dim]])
+        every = gather(padded, dim, each * self.ranks, self.group, alike=False)
+        return every.index_select(dim, self._order(time, each))
+
+    def _whole_time(self, x: Tensor) -> Tensor:
+        return x if self.randomness.moment.here is None else self.whole(x, TIME)
+
+    def _own_time(self, x: Tensor) -> Tensor:
+        return x if self.randomness.moment.here is None else self._own(x, TIME)
+
+    def _order(self, time: int, each: int) -> Tensor:
+        """Where each position lies in what all ranks hold, each padded to the same length."""
+        if time in self._known_orders:
+            return self._known_orders[time]
+        order = torch.empty(time, dtype=torch.int64, device=self.randomness.device)
+        for rank in range(self.ranks):
+            places = self.places(time, rank)
+            order[places] = rank * each + torch.arange(len(places), device=order.device)
+        self._known_orders[time] = order
+        return order
+
+    def sdpa(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """``F.scaled_dot_product_attention``, answered with whole keys."""
+        names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+        options = {"attn_mask": None, "is_causal": False} | dict(zip(names, args, strict=False)) | kwargs
+        query, key, value, mask, causal = (
+            options.pop(name) for name in ("query", "key", "value", "attn_mask", "is_causal")
+        )
+
+        def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool) -> Any:
+            grouped = {"enable_gqa": True} if query.shape[-3] != key.shape[-3] else {}
+            return func(query, key, value, attn_mask=mask, is_causal=causal, **options | grouped)
+
+        return self.attention(attend, query, key, value, mask, causal, time=-2, draws=bool(options.get("dropout_p")))
+
+    def attention(
+        self, attend: Attend, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool,
+        *, time: int, draws: bool,
+    ) -> Any:  # fmt: skip
+        """Attention of this rank's positions to all. ``time`` is the dim of it in what ``attend`` gives.
+
+        Where attention ``draws``, as for dropout, it is called once: a call's draws have its number as their key.
+        """
+        here = self.randomness.moment.here
+        if not self.inside or here is None or key.shape[-2] != len(here) or query.shape[-2] != len(here):
+            return attend(query, key, value, mask, causal)  # to what is whole on every rank
+        name, self.inside = self.inside, ""
+        self._reached.add(name)
+        try:
+            if self.kind == "ulysses":
+                return self._exchanged(name, attend, query, key, value, mask, causal, time)
+            if causal and draws:
+                every = torch.arange(self.randomness.moment.time, device=here.device)
+                mask, causal = here.unsqueeze(1) >= every, False
+            return self._gathered(name, attend, query, key, value, mask, causal, time)
+        finally:
+            self.inside = name
+
+    def _gathered(
+        self, name: str, attend: Attend, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool,
+        time: int,
+    ) -> Any:  # fmt: skip
+        if key.shape == value.shape:
+            key, value = self.whole(torch.stack([key, value]), -2)
+        else:
+            key, value = self.whole(key, -2), self.whole(value, -2)
+        if not causal:
+            return attend(query, key, value, mask, False)
+        if mask is not None:
+            raise WrongUse(f"{name} gives attention both a mask and is_causal=True. Give one of them.")
+        parts, offset = [], 0
+        for index in self._pair(self.rank):
+            start, stop = self._chunk(self.randomness.moment.time, index)
+            if start == stop:
+                continue
+            rows = query.narrow(-2, offset, stop - start)
+            offset += stop - start
+            seen = self._mask(start, stop, query.dtype) if start else None
+            parts.append(attend(rows, key[..., :stop, :], value[..., :stop, :], seen, not start))
+        if not parts:  # no position is here: nothing comes out, but the keys' gradients must be asked for
+            return attend(query, key, value, None, False)
+        return _joined(parts, time)
+
+    def _mask(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
+        """What positions of a chunk may not see, as attention adds it. One for all blocks: each would keep its own.
+
+        A rank has two chunks of a sequence, so two are known at a time, of sequences of one length.
+        """
+        if self._masked_time != self.randomness.moment.time:
+            self._known_masks.clear()
+            self._masked_time = self.randomness.moment.time
+        if (start, stop, dtype) not in self._known_masks:
+            ahead = torch.full((stop - start, stop), float("-inf"), dtype=dtype, device=self.randomness.device)
+            self._known_masks[start, stop, dtype] = ahead.triu(start + 1)
+        return self._known_masks[start, stop, dtype]
+
+    def _exchanged(
+        self, name: str, attend: Attend, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool,
+        time: int,
+    ) -> Any:  # fmt: skip
+        heads, shared = query.shape[-3], key.shape[-3]
+        if heads % self.ranks:
+            raise WrongUse(
+                f"{name} has {heads} heads on each rank, which do not divide by cp={self.ranks} as cp_kind=ulysses "
+                "needs. Use cp_kind=gather, or a cp that divides them."
+            )
+        times = next(n for n in range(1, heads + 1) if shared * n % self.ranks == 0 == heads % (shared * n))
+        if times > 1:  # so that every rank has whole key-value heads
+            key, value = (x.repeat_interleave(times, -3) for x in (key, value))
+        if mask is not None:
+            mask = next((whole for cut, whole in self._wholes if cut is mask), mask)
+            if mask.shape[-2] not in (1, self.randomness.moment.time):
+                mask = self.whole(mask, -2)
+            if mask.ndim > 2 and mask.shape[-3] == heads:
+                mask = mask.narrow(-3, self.rank * heads // self.ranks, heads // self.ranks)
+        outer = self.randomness.inner
+        known = outer.heads if outer and outer.heads is not None else torch.arange(heads, device=query.device)
+        self.randomness.inner = Region(heads=known.chunk(self.ranks)[self.rank])
+        query, key, value = (self._heads_for_time(x) for x in (query, key, value))
+        output = attend(query, key, value, mask, causal)
+        self.randomness.inner = outer
+        if isinstance(output, tuple):
+            return (self._time_for_heads(output[0], time), *output[1:])
+        return self._time_for_heads(output, time)
+
+    def _heads_for_time(self, x: Tensor) -> Tensor:
+        """``[batch, heads, here, width]`` to ``[batch, heads / cp, time, width]``."""
+        time = self.randomness.moment.time
+        each = 2 * self._chunk(time, 0)[1]
+        rows = F.pad(x, [0, 0, 0, each - x.shape[-2]]).unflatten(1, (self.ranks, -1)).movedim(1, 0)
+        every = exchange(rows, self.group).movedim(0, 2).flatten(2, 3)
+        return every.index_select(2, self._order(time, each))
+
+    def _time_for_heads(self, x: Tensor, time_dim: int) -> Tensor:
+        """The way back; ``x`` is ``[batch, heads, time, width]`` or has time before heads."""
+        here, time = self.randomness.moment.here, self.randomness.moment.time
+        assert here is not None
+        by_heads = x if time_dim == -2 else x.transpose(1, 2)
+        each = 2 * self._chunk(time, 0)[1]
+        order = self._order(time, each)
+        rows = by_heads.new_zeros(*by_heads.shape[:2], each * self.ranks, by_heads.shape[3]).index_copy(
+            2, order, by_heads
+        )
+        every = exchange(rows.unflatten(2, (self.ranks, each)).movedim(2, 0), self.group)
+        own = every.movedim(0, 1).flatten(1, 2).narrow(2, 0, len(here))
+        return own if time_dim == -2 else own.transpose(1, 2)
+
+    def share_loss(self, output: Any) -> None:
+        """Of lazy logits, let the loss compute this rank's positions alone."""
+        for logits in leaves(output, Logits):
+            if logits.hidden.ndim != 3:
+                continue  # folded: every rank computes all of its loss
+            places = self.places(logits.hidden.shape[TIME], self.rank)
+            logits.sequence = Sequence(
+                partial(torch.index_select, dim=TIME, index=places), partial(add_up, group=self.group, alike=False)
+            )
+
+
+def _attends(block: nn.Module) -> bool:
+    """Whether a block seems to contain attention."""
+    return any("attention" in type(m).__name__.lower() or "attn" in name for name, m in block.named_modules())
+
+
+def _joined(parts: list[Any], time: int) -> Any:
+    if isinstance(parts[0], tuple):
+        return (torch.cat([part[0] for part in parts], time), *parts[0][1:])
+    return torch.cat(parts, time)
+
+
+def _head(module: nn.Linear, x: Tensor) -> Logits:
+    return Logits(x, module.weight, module.bias)

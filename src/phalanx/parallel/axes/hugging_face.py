@@ -1,0 +1,124 @@
+"""Hugging Face's models, spread unmodified: their attention is reached where they look it up, and nothing is cached.
+
+transformers is never imported here; a model that is one of its brings it along.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from phalanx.errors import WrongUse
+from phalanx.parallel.axes.context import ContextParallel
+from phalanx.parallel.torch_private import install
+
+PREFIX = "phalanx-"
+OFFERED = ("eager", "sdpa")
+
+
+def configs(model: nn.Module) -> list[Any]:
+    """Every configuration in a model that says how attention is computed, once each."""
+    found = {id(c): c for m in model.modules() if hasattr(c := getattr(m, "config", None), "_attn_implementation")}
+    return list(found.values())
+
+
+def prepare(model: nn.Module, dtype: torch.dtype) -> None:
+    """Keys of earlier calls are for generating text: in training they would only be kept, or appended to twice.
+
+    Grouped products have no float64, so experts are computed one by one there.
+    """
+    for config in configs(model):
+        if dtype == torch.float64 and hasattr(config, "_experts_implementation"):
+            config._experts_implementation = "eager"
+        if getattr(config, "use_cache", False):
+            config.use_cache = False
+
+
+def looks_up_attention(model: nn.Module, config: Any) -> bool:
+    """Whether modules with this configuration find attention by name; others call torch's, or write it out by hand."""
+    owners = (type(m).__module__ for m in model.modules() if getattr(m, "config", None) is config)
+    return any(hasattr(sys.modules.get(owner), "ALL_ATTENTION_FUNCTIONS") for owner in owners)
+
+
+def check_attention(model: nn.Module, ranks: int) -> None:
+    """Refuse attention that cannot be reached where ``cp`` must reach it."""
+    for config in configs(model):
+        kind = _kind(config)
+        if kind not in OFFERED:
+            raise WrongUse(
+                f"attn_implementation={kind!r} is not offered with cp. "
+                f"Build the model with one of: {', '.join(OFFERED)}."
+            )
+        if kind == "eager" and not looks_up_attention(model, config):
+            offered = getattr(model, "_supports_sdpa", False)
+            raise WrongUse(
+                f"{type(model).__name__} writes attention out by hand, where cp={ranks} cannot reach it. "
+                + ("Build it with attn_implementation='sdpa'." if offered else "Use fsdp or tp instead of cp.")
+            )
+
+
+def _kind(config: Any) -> str:
+    return (config._attn_implementation or "eager").removeprefix(PREFIX)
+
+
+def reach_attention(model: nn.Module, context: ContextParallel) -> None:
+    """Lead attention that a model looks up by name to a context."""
+    check_attention(model, context.ranks)
+    for config in [config for config in configs(model) if looks_up_attention(model, config)]:
+        kind = _kind(config)
+        masking, modeling = sys.modules["transformers.masking_utils"], sys.modules["transformers.modeling_utils"]
+        modeling.ALL_ATTENTION_FUNCTIONS.register(PREFIX + kind, partial(_attention, kind))
+        masking.ALL_MASK_ATTENTION_FUNCTIONS.register(PREFIX + kind, masking.ALL_MASK_ATTENTION_FUNCTIONS[kind])
+        config._attn_implementation = PREFIX + kind
+    for module in model.modules():
+        if hasattr(getattr(module, "config", None), "_attn_implementation"):
+            module.phalanx_context = context  # type: ignore[assignment]
+
+
+def _attention(
+    kind: str, module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
+) -> Any:
+    """What a model's attention calls: its own function, with whole keys."""
+    if kind == "eager":
+        own = sys.modules[type(module).__module__].eager_attention_forward
+    else:
+        own = sys.modules["transformers.modeling_utils"].ALL_ATTENTION_FUNCTIONS[kind]
+    causal = options.pop("is_causal", None)
+    causal = getattr(module, "is_causal", True) if causal is None else causal
+
+    heads, context = query.shape[1], module.phalanx_context
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool) -> Any:
+        mask = mask if mask is None or mask.ndim == 4 else mask.view(1, 1, *mask.shape)
+        with _of_heads(module, query.shape[1], key.shape[1], heads, context.rank):
+            return own(module, query, key, value, mask, is_causal=causal, **options)
+
+    return context.attention(
+        attend, query, key, value, attention_mask, causal and attention_mask is None,
+        time=1, draws=bool(options.get("dropout")),
+    )  # fmt: skip
+
+
+@contextmanager
+def _of_heads(module: Any, queries: int, keys: int, every: int, rank: int) -> Iterator[None]:
+    """While this lasts, attention is that of some of ``every`` head here: of a rank of ``cp``, if they are fewer."""
+    groups = getattr(module, "num_key_value_groups", None)
+    weights = module.named_parameters(recurse=False) if queries < every else ()
+    by_head = {name: weight for name, weight in weights if tuple(weight.shape) == (every,)}
+    if groups is not None:
+        module.num_key_value_groups = queries // keys
+    for name, weight in by_head.items():  # as GPT-OSS has its sinks
+        install(module, name, weight.narrow(0, rank * queries, queries))
+    try:
+        yield
+    finally:
+        for name, weight in by_head.items():
+            install(module, name, weight)
+        if groups is not None:
+            module.num_key_value_groups = groups

@@ -1,0 +1,168 @@
+"""A probe: the first time a block trains, it also runs as one device would run it, and must give the same.
+
+tp and cp read off a model's names and structure what its blocks do. What cannot be read, such as positions that a block
+makes for itself or tokens that it mixes by hand, would be wrong and say nothing; so it is tried, once, with a batch,
+the weights and the draws of the first step, and refused. Nothing is kept of it for a backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from phalanx.anatomy import Anatomy
+from phalanx.errors import WrongUse
+from phalanx.layout import Layout
+from phalanx.parallel.axes import batchnorm
+from phalanx.parallel.axes.calls import TIME, first_tensor, shadow, with_stream
+from phalanx.parallel.axes.context import ContextParallel
+from phalanx.parallel.communication.differentiable import gather, run
+from phalanx.parallel.randomness.draws import Randomness
+from phalanx.parallel.torch_private import FakeTensor, install
+from phalanx.parallel.weights.bucket import Weight
+from phalanx.parallel.weights.holding import Holding
+
+TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3}
+"""Relative, by the dtype of the stream; others are half precisions."""
+HALF = 0.1
+
+
+class Probe:
+    """Blocks as one device has them, until each has been tried."""
+
+    def __init__(self, model: nn.Module, anatomy: Anatomy, layout: Layout, dtype: torch.dtype) -> None:
+        """Made before anything about the model is changed."""
+        self.anatomy, self.layout = anatomy, layout
+        axes = [f"{axis}={getattr(layout, axis)}" for axis in ("tp", "cp", "ep") if getattr(layout, axis) > 1]
+        self.axes = ",".join(axes)
+        self.shadows: dict[str, nn.Module] = {}
+        for name in anatomy.blocks if axes else ():
+            block = model.get_submodule(name)
+            if any(isinstance(module, batchnorm.KINDS) for module in block.modules()):
+                continue  # it sees other ranks' samples
+            self.shadows[name] = shadow(block, dtype)
+
+    def start(
+        self,
+        model: nn.Module,
+        weights: Mapping[str, Weight],
+        holding: Holding,
+        randomness: Randomness,
+        context: ContextParallel | None,
+        by_time: bool,
+    ) -> None:
+        """What it needs to know of the model as it has been spread."""
+        self.model, self.weights, self.holding, self.randomness = model, weights, holding, randomness
+        self.context, self.by_time = context, by_time
+        self.untried, self.unseen = set(self.shadows), set(self.anatomy.blocks)
+        self.trying = False
+        self.compares = True
+        """Whether blocks are held against one device, or only run, so that what running them tells is known."""
+
+    def watched(self, name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """``forward`` of a block, tried the first time."""
+
+        def run_block(*args: Any, **kwargs: Any) -> Any:
+            if self.trying and name in self.untried:
+                self.untried.remove(name)
+                return self._try(name, forward, args, kwargs)
+            output = forward(*args, **kwargs)
+            if name in self.unseen and torch.is_grad_enabled():
+                self.unseen.remove(name)
+                self._refuse_hidden_outputs(name)
+            return output
+
+        return run_block
+
+    @contextmanager
+    def trial(self) -> Iterator[None]:
+        """While a batch goes through the model for blocks to be tried; it counts for nothing else."""
+        self.trying = True
+        with torch.no_grad(), self.randomness.moment.recompute(dict(vars(self.randomness.moment))):
+            yield
+        self.trying = False
+        self.untried.clear()
+        self.shadows.clear()
+
+    def _try(self, name: str, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if not self.compares:
+            return forward(*args, **kwargs)
+        moment = self.randomness.moment
+        whole, here, draws = self._whole_stream(name, first_tensor(args, kwargs)), moment.here, self.randomness.calls
+        output = forward(*args, **kwargs)
+        here, after = moment.here if name == self.anatomy.blocks[0] else here, moment.here
+        expected = self._alone(name, draws, *with_stream(args, kwargs, whole))
+        moment.here = here
+        self._compare(name, _stream_of(output), self._rows(name, expected))
+        moment.here = after
+        return output
+
+    def _whole_stream(self, name: str, hidden: Tensor) -> Tensor:
+        if name == self.anatomy.blocks[0]:
+            return hidden
+        if self.by_time:
+            group = self.holding.mesh.group("tp")
+            hidden = gather(hidden.detach(), TIME, self.randomness.moment.length, group, alike=True)
+        return hidden if self.context is None else self.context.whole(hidden.detach(), TIME)
+
+    def _alone(self, name: str, draws: int, args: Any, kwargs: Any) -> Tensor:
+        """What the block gives on one device, in the same scope and with the same draws."""
+        alone, block = self.shadows.pop(name).train(), self.model.get_submodule(name)
+        for inner, own in alone.named_modules():
+            real = block.get_submodule(inner)
+            for attribute, _ in list(own.named_parameters(recurse=False, remove_duplicate=False)):
+                full = f"{name}.{inner}.{attribute}" if inner else f"{name}.{attribute}"
+                install(own, attribute, nn.Parameter(self._weight(full), requires_grad=False))
+            for attribute, value in real.named_buffers(recurse=False):
+                setattr(own, attribute, value.clone())
+            for attribute, value in vars(own).items():
+                if isinstance(value, FakeTensor):
+                    vars(own)[attribute] = getattr(real, attribute)
+        with self.randomness.again(draws):
+            return _stream_of(alone(*args, **kwargs))
+
+    def _weight(self, name: str) -> Tensor:
+        name = self.anatomy.tied.get(name, name)
+        return next(self.holding.joined(iter([(name, self.weights[name].full.data)])))[1].clone()
+
+    def _rows(self, name: str, whole: Tensor) -> Tensor:
+        """This rank's part of a whole stream after a block."""
+        if name == self.anatomy.blocks[-1]:
+            return whole
+        here = self.randomness.moment.here
+        if here is not None:
+            whole = whole.index_select(TIME, here)
+        if self.by_time:
+            mesh = self.holding.mesh
+            whole = whole[:, slice(*run(whole.shape[TIME], mesh.size("tp"), mesh.index("tp")))]
+        return whole
+
+    def _compare(self, name: str, found: Tensor, expected: Tensor) -> None:
+        tolerance = TOLERANCE.get(found.dtype, HALF)
+        alike = found.shape == expected.shape
+        off = float((found.detach() - expected).norm() / expected.norm().clamp_min(1e-30)) if alike else float("inf")
+        if expected.numel() and not off <= tolerance:
+            raise WrongUse(
+                f"{name} gives something else under {self.axes} than on one device (relative difference {off:.1e}). It "
+                "does what cannot be seen from outside: makes its own positions, mixes tokens by hand, counts on sizes "
+                "that are cut. Give it positions from outside and attention through scaled_dot_product_attention, or "
+                "use fsdp and pp instead."
+            )
+
+    def _refuse_hidden_outputs(self, name: str) -> None:
+        """A tensor left on a module would be this rank's part alone."""
+        for inner, module in self.model.get_submodule(name).named_modules(prefix=name):
+            for attribute, value in vars(module).items():
+                if isinstance(value, Tensor) and value.grad_fn is not None:
+                    raise WrongUse(
+                        f"{inner} leaves a tensor in its attribute {attribute!r}, where under {self.layout} the loss "
+                        "would find one rank's part of it. Bind it to the stream with phalanx.losses.penalised instead."
+                    )
+
+
+def _stream_of(output: Any) -> Tensor:
+    return output[0] if isinstance(output, tuple) else output

@@ -1,0 +1,179 @@
+"""The mesh: ranks in a grid with one axis a parallelism, and the process groups along its axes.
+
+Groups are made here and nowhere else, each with its axis as its name and the run's timeout: a group that torch makes
+for a mesh would wait 30 minutes and tell nobody which axis it was. A rank makes the groups that it is in and no others.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from itertools import product
+
+import torch
+import torch.distributed as dist
+
+from phalanx.layout import Layout
+from phalanx.parallel.axes.schedules import CHUNKS
+from phalanx.parallel.communication import collectives
+from phalanx.parallel.torch_private import default_store, new_group
+
+AXES = ("pp", "dp", "fsdp", "cp", "tp")
+"""From the outermost, whose members are far apart, to the innermost, who are neighbours."""
+BATCH = ("dp", "fsdp")
+"""The axes along which samples differ."""
+SHARD = ("fsdp", "cp")
+"""The axes over which one copy of the training state is cut; ranks of ``cp`` have the same samples and share it too."""
+EXPERTS = ("ep",)
+EXPERT_SHARD = ("fsdp", "cp", "without ep")
+"""Within ``fsdp x cp``, neighbours hold different experts, and those ``ep`` apart share one copy of the same."""
+GROUPS = (("dp",), SHARD, ("cp",), ("tp",), ("pp",), BATCH, AXES, EXPERTS, EXPERT_SHARD)
+
+
+@dataclass(frozen=True)
+class Members:
+    """The ranks of one process group."""
+
+    ranks: tuple[int, ...]
+    called: str
+    """What it is called in logs and errors."""
+    name: str
+    """Told from every other group of the mesh by it."""
+
+
+class Grid:
+    """Where one rank stands on each axis, and whom it shares groups with: arithmetic, without a process group."""
+
+    def __init__(self, layout: Layout, rank: int) -> None:
+        self.degrees = {axis: getattr(layout, axis) for axis in AXES}
+        self.ep, self.rank = layout.ep, rank
+        self.rings = CHUNKS.get(layout.schedule, 1) > 1
+        self.coordinates: dict[str, int] = {}
+        for axis in reversed(AXES):
+            rank, self.coordinates[axis] = divmod(rank, self.degrees[axis])
+        self._strides = {axis: math.prod(self.degrees[a] for a in AXES[i + 1 :]) for i, axis in enumerate(AXES)}
+        self._members: dict[tuple[str, ...], tuple[int, ...]] = {}
+        self._indices: dict[tuple[str, ...], int] = {}
+
+    def members(self, axes: tuple[str, ...]) -> tuple[int, ...]:
+        """The ranks that differ from this one along these axes alone, itself among them."""
+        if axes not in self._members:
+            self._members[axes] = self._along(axes)
+        return self._members[axes]
+
+    def _along(self, axes: tuple[str, ...]) -> tuple[int, ...]:
+        if axes in (EXPERTS, EXPERT_SHARD):
+            sharing, index = self.members(SHARD), self.index(*SHARD)
+            start = index - index % self.ep
+            return sharing[start : start + self.ep] if axes == EXPERTS else sharing[index % self.ep :: self.ep]
+        return tuple(self.among(**dict.fromkeys(axes)))
+
+    def among(self, **indices: Sequence[int] | None) -> list[int]:
+        """The ranks at these indices of some axes (None: at any) and at this one's of the others."""
+        found = [0]
+        for axis in AXES:
+            at: Sequence[int] = [self.coordinates[axis]]
+            if axis in indices:
+                chosen = indices[axis]
+                at = range(self.degrees[axis]) if chosen is None else chosen
+            found = [number + index * self._strides[axis] for number, index in product(found, at)]
+        return sorted(found)
+
+    def size(self, *axes: str) -> int:
+        return len(self.members(axes)) if axes in (EXPERTS, EXPERT_SHARD) else math.prod(self.degrees[a] for a in axes)
+
+    def index(self, *axes: str) -> int:
+        """This rank's place among the members of these axes."""
+        if axes not in self._indices:
+            self._indices[axes] = self.members(axes).index(self.rank)
+        return self._indices[axes]
+
+    def groups(self) -> dict[tuple[str, ...], Members]:
+        """By axes: the group along them, where this rank is not alone on them; the same for axes that need no other.
+
+        In the order in which they are made. It is one order of all groups of all ranks, so whoever waits for the others
+        at the first that is not made waits for ranks that are on their way to it.
+        """
+        found: dict[tuple[str, ...], Members] = {}
+        for number, axes in enumerate(GROUPS):
+            ranks, called = self.members(axes), self._called(axes)
+            alike = [group for group in found.values() if group.ranks == ranks]
+            fits = [group for group in alike if group.called == called or axes in (BATCH, AXES)]
+            if len(ranks) > 1:
+                found[axes] = fits[0] if fits else Members(ranks, called, f"{number} of {ranks[0]}")
+        return found
+
+    def lanes(self) -> dict[tuple[str, int], Members]:
+        """By way and receiver: this rank's groups of two for messages along ``pp``, in one order of all ranks."""
+        ranks = self.members(("pp",))
+        found = {}
+        for to in sorted(range(len(ranks) if len(ranks) > 1 else 0), key=lambda to: (to % 2, to)):
+            for way, step in (("forward", 1), ("backward", -1)):
+                pair = (ranks[(to - step) % len(ranks)], ranks[to])
+                if self.rank in pair and (self.rings or 0 <= to - step < len(ranks)):
+                    found[way, to] = Members(tuple(sorted(pair)), f"pp {way}", f"{way} to {ranks[to]}")
+        return found
+
+    def _called(self, axes: tuple[str, ...]) -> str:
+        """What a group along these axes is called in logs and errors: by those that matter."""
+        if axes in (SHARD, EXPERT_SHARD):
+            shards = "fsdpxcp" if self.degrees["cp"] > 1 else "fsdp"
+            return shards if axes == SHARD or self.ep == 1 else f"{shards} of experts"
+        return "world" if axes == AXES else "x".join(a for a in axes if self.degrees.get(a, 2) > 1)
+
+
+class Mesh(Grid):
+    """A rank's place in the grid, and the process groups through which it speaks along each axis."""
+
+    def __init__(self, layout: Layout, rank: int, timeout: timedelta) -> None:
+        super().__init__(layout, rank)
+        wanted, lanes = self.groups(), self.lanes()
+        number = default_store().add(f"meshes of rank {rank}", 1) if wanted else 0  # in this world, so far
+        nccl = bool(wanted) and dist.get_backend() == "nccl"
+        device = torch.device("cuda", torch.cuda.current_device()) if nccl else None
+        self._made = {
+            group: new_group(group.ranks, rank, f"mesh {number}, {group.name}", timeout, group.called, device)
+            for group in dict.fromkeys([*wanted.values(), *lanes.values()])
+        }
+        self._groups: dict[tuple[str, ...], dist.ProcessGroup | None] = {
+            axes: self._made[wanted[axes]] if axes in wanted else None for axes in GROUPS
+        }
+        self._lanes = {lane: self._made[group] for lane, group in lanes.items()}
+        if device is not None:
+            self._connect(device)
+
+    def _connect(self, device: torch.device) -> None:
+        """Send one number along each lane, on every rank in the order of lanes.
+
+        NCCL connects two ranks at their first message, and holds both up until the other is there: in a step, where
+        each may be at another lane, for ever.
+        """
+        for (way, to), lane in self._lanes.items():
+            number, receiver = torch.zeros(1, device=device), self.members(("pp",))[to]
+            sender = next(rank for rank in self.lanes()[way, to].ranks if rank != receiver)
+            if self.rank == receiver:
+                collectives.receive(number, lane, sender).wait()
+            else:
+                collectives.send(number, lane, receiver).wait()
+
+    def group(self, *axes: str) -> dist.ProcessGroup | None:
+        """The group along these axes, or None where this rank is alone on them."""
+        return self._groups[axes]
+
+    def lane(self, way: str, to: int) -> dist.ProcessGroup:
+        """The group for messages ``forward`` or ``backward`` to a neighbour along ``pp``."""
+        return self._lanes[way, to]
+
+    @property
+    def world(self) -> dist.ProcessGroup | None:
+        return self._groups[AXES]
+
+    def close(self) -> None:
+        """Take the groups apart."""
+        for group in self._made.values():
+            dist.destroy_process_group(group)
+        self._made.clear()
+        self._groups.clear()
+        self._lanes.clear()

@@ -1,0 +1,305 @@
+"""Where weights and gradients lie: a weight's rows by rank, and buckets of weights that travel together.
+
+A weight is cut along its first dim into equal runs of rows, one a rank of the ``fsdp`` axis; the last runs may be short
+or empty. A bucket packs its weights' runs one after another, so that one collective moves them all:
+
+    flat  [ranks, length]     row r: rank r's run of the first weight, of the second, ... each padded to equal size
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from phalanx.parallel.communication import collectives
+from phalanx.parallel.communication.collectives import Group, Pending
+from phalanx.parallel.communication.exact import Partial
+from phalanx.parallel.communication.memory import Buffers, Room
+from phalanx.parallel.torch_private import install
+
+
+@dataclass(frozen=True)
+class Storage:
+    """How the weights of a run are kept on this rank."""
+
+    ranks: int
+    """Ranks that share a weight: the ``fsdp`` degree."""
+    rank: int
+    group: Group | None
+    parameter: torch.dtype
+    compute: torch.dtype
+    reduce: torch.dtype
+    device: torch.device
+    home: torch.device
+    """Where this rank's rows and their optimizer state live: the device, or the host if they are offloaded."""
+    buffers: Buffers
+    always_whole: bool
+    """Whole weights stay in the device's memory between uses (ZeRO 1 and 2), or are gathered for each use (ZeRO 3)."""
+    whole_gradients: bool
+    """A rank's own gradients stay whole until the last micro-batch (ZeRO 1), or are summed after each and let go."""
+    leaves: int = 0
+    """Virtual micro-batches of this rank, where gradients are summed exactly; 0: they are added as they come."""
+
+
+class Weight:
+    """One weight under its layout-free name: whole to compute with, and the rows of it that this rank owns."""
+
+    def __init__(
+        self,
+        name: str,
+        described: Tensor,
+        shape: torch.Size,
+        places: Sequence[tuple[nn.Module, str]],
+        storage: Storage,
+    ) -> None:
+        """``shape`` is what this rank computes with: all of it, or a part that ``tp`` has cut."""
+        self.name, self.shape, self.places, self.storage = name, shape, places, storage
+        self.trainable, self.marks = described.requires_grad, dict(vars(described))
+        self.rows = shape[0] if shape else 1
+        self.row_size = math.prod(shape[1:])
+        self.rows_each = math.ceil(self.rows / storage.ranks)
+        self.first = min(storage.rank * self.rows_each, self.rows)
+        self.last = min(self.first + self.rows_each, self.rows)
+        self.room = self.rows_each * self.row_size
+        self.even = self.rows == self.rows_each * storage.ranks
+        self.whole: Room
+        self.full: nn.Parameter
+        self.piece: nn.Parameter
+        self.in_use: bool
+        """An update of the piece is one of the whole: they are the same memory."""
+
+    def make_room(self) -> None:
+        """For all of it, for this rank's rows, or for both in one memory where they can be; nothing is there yet."""
+        storage = self.storage
+        self.whole = Room(self.shape, storage.compute, storage.device)
+        self.full = self._parameter(self.whole.tensor)
+        one_memory = storage.always_whole and (storage.parameter, storage.home) == (storage.compute, storage.device)
+        if not storage.always_whole:
+            self.whole.empty()
+        self.in_use = one_memory and storage.ranks == 1
+        if self.in_use and self.shape:  # one number is a row of one, here as under every layout
+            self.piece = self.full
+        elif one_memory:
+            self.piece = self._parameter(self.own_rows(self.whole.tensor))
+        else:
+            size = self.last - self.first, *self.shape[1:]
+            self.piece = self._parameter(Room(size, storage.parameter, storage.home).tensor)
+        self.install(self.full)
+
+    def own_rows(self, whole: Tensor) -> Tensor:
+        return whole.reshape(self.rows, *self.shape[1:])[self.first : self.last]
+
+    def _parameter(self, value: Tensor) -> nn.Parameter:
+        parameter = nn.Parameter(value, requires_grad=self.trainable)
+        vars(parameter).update(self.marks)  # what the model's author noted on it
+        parameter.logical_name = self.name  # type: ignore[attr-defined]
+        return parameter
+
+    def install(self, parameter: nn.Parameter) -> None:
+        """Make this the parameter that the model's modules see."""
+        for module, attribute in self.places:
+            install(module, attribute, parameter)
+
+    def pairs(self, whole: Tensor, flat: Tensor, offset: int) -> list[tuple[Tensor, Tensor]]:
+        """Matching views of a whole tensor of this weight and of a flat buffer where it begins at ``offset``."""
+        full_ranks = self.rows // self.rows_each if self.rows_each else 0
+        matrix = whole.reshape(self.rows, self.row_size)
+        split = full_ranks * self.rows_each
+        found = [(matrix[:split].reshape(full_ranks, self.room), flat[:full_ranks, offset : offset + self.room])]
+        if split < self.rows:  # one rank has a short run, those after it none
+            part = matrix[split:].reshape(-1)
+            found.append((part, flat[full_ranks, offset : offset + part.numel()]))
+        return found
+
+
+class Packing:
+    """Where each of some weights begins in a flat buffer."""
+
+    def __init__(self, weights: Sequence[Weight]) -> None:
+        self.weights = weights
+        self.offsets: dict[str, int] = {}
+        self.length = 0
+        for weight in weights:
+            self.offsets[weight.name] = self.length
+            self.length += weight.room
+        self.padded = not all(weight.even for weight in weights)
+
+    def pairs(self, weight: Weight, whole: Tensor, flat: Tensor) -> list[tuple[Tensor, Tensor]]:
+        return weight.pairs(whole, flat, self.offsets[weight.name])
+
+    def room(self, weight: Weight, flat: Tensor) -> Tensor:
+        """A weight's part of every row of ``flat``, padding included."""
+        offset = self.offsets[weight.name]
+        return flat[..., offset : offset + weight.room]
+
+    def own(self, weight: Weight, row: Tensor) -> Tensor:
+        """A weight's part of this rank's row, in the shape of its piece."""
+        return self.room(weight, row)[: weight.piece.numel()].view(weight.piece.shape)
+
+
+class Bucket:
+    """Weights that travel together, with the memory for their gradients."""
+
+    def __init__(self, name: str, weights: Sequence[Weight], storage: Storage) -> None:
+        self.name, self.weights, self.storage = name, weights, storage
+        self.trainable = [weight for weight in weights if weight.trainable]
+        self.packing, self.gradient_packing = Packing(weights), Packing(self.trainable)
+        self.gradients: Tensor | None = None
+        """``[ranks, length]``: this rank's own gradients, not summed over ranks."""
+        self.owned: Tensor | None = None
+        """``[length]``: gradients of the rows this rank owns, summed over ranks."""
+        self.filled: set[str] = set()
+        self.accumulating = False
+        self.partial = Partial(storage.leaves, storage.buffers) if storage.leaves else None
+        self.is_whole = storage.always_whole
+        self._gathering: tuple[Pending, Tensor] | None = None
+
+    def start_gather(self) -> None:
+        """Begin to make the weights whole; costs nothing if they are, or are about to be."""
+        storage = self.storage
+        if self.is_whole or self._gathering is not None or storage.group is None:
+            return
+        flat = storage.buffers.take(storage.ranks, self.packing.length, dtype=storage.compute)
+        row = flat[storage.rank]
+        for weight in self.weights:
+            self.packing.own(weight, row).copy_(weight.piece.data)
+        self._gathering = collectives.all_gather(flat, row, storage.group), flat
+
+    def assemble(self, packing: Packing, row: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """Whole tensors, by weight, from everybody's rows. All ranks of the group must call it."""
+        flat = row.view(1, -1)
+        if self.storage.group is not None:
+            flat = row.new_empty(self.storage.ranks, len(row))
+            collectives.all_gather(flat, row, self.storage.group).wait()
+        for weight in packing.weights:
+            whole = row.new_empty(weight.shape)
+            for part, place in packing.pairs(weight, whole, flat):
+                part.copy_(place)
+            yield weight.name, whole
+
+    def finish_gather(self) -> None:
+        """Make the weights whole, now."""
+        if self.is_whole:
+            return
+        self.start_gather()
+        if self._gathering is not None:
+            self._gathering[0].wait()
+        for weight in self.weights:
+            if not self.storage.always_whole:
+                weight.whole.open()
+            if self._gathering is None:
+                weight.full.data.copy_(weight.piece.data.view(weight.shape))
+            else:
+                for part, place in self.packing.pairs(weight, weight.full.data, self._gathering[1]):
+                    part.copy_(place)
+        self._end_gathering()
+        self.is_whole = True
+
+    def _end_gathering(self) -> None:
+        """Nobody needs what was fetched any more."""
+        if self._gathering is not None:
+            pending, flat = self._gathering
+            pending.wait()
+            self.storage.buffers.give(flat)
+            self._gathering = None
+
+    def release(self) -> None:
+        """Give the whole weights' memory back, and drop what was fetched and not used: it would be stale later."""
+        self._end_gathering()
+        self.is_whole = False
+        for weight in self.weights:
+            weight.whole.empty()
+
+    def clear(self) -> None:
+        """Forget the last step's gradients."""
+        self.filled.clear()
+        self.accumulating = False
+        if self.partial is not None:
+            self.partial.clear()
+            for lent in (self.gradients, None if self.storage.whole_gradients else self.owned):
+                if lent is not None:
+                    self.storage.buffers.give(lent)
+            self.gradients = self.owned = None
+
+    def collect(self, weight: Weight) -> None:
+        """Take a weight's new gradient into the flat buffer and let the tensor go."""
+        gradient = weight.full.grad
+        assert gradient is not None
+        if gradient.is_sparse:
+            gradient = gradient.to_dense()
+        for part, place in self.gradient_packing.pairs(weight, gradient, self._own_gradients()):
+            if weight.name in self.filled:
+                place.add_(part)
+            else:
+                place.copy_(part)
+        self.filled.add(weight.name)
+        weight.full.grad = None
+
+    def complete(self) -> None:
+        """Put zeros where no gradient came. Of whole gradients that are summed exactly, this is the end of a leaf."""
+        gradients = self._own_gradients()
+        for weight in self.trainable:
+            if weight.name not in self.filled:
+                self.gradient_packing.room(weight, gradients).zero_()
+        if not self.storage.whole_gradients:
+            return
+        if self.partial is not None:
+            self.filled.clear()
+            self.gradients = self.partial.add(gradients)
+        if self.gradients is not None:
+            self.owned = self.gradients[self.storage.rank]
+
+    def gradient_own(self, weight: Weight) -> Tensor:
+        """The summed gradient of the rows of a weight that this rank owns."""
+        assert self.owned is not None
+        return self.gradient_packing.own(weight, self.owned)
+
+    def start_scatter(self) -> Pending:
+        """Begin to sum the gradients over the ``fsdp`` group, each rank its own rows, and let the other rows go."""
+        storage, gradients, target = self.storage, self.gradients, self._target()
+        assert gradients is not None
+        assert storage.group is not None
+        pending = collectives.reduce_scatter(
+            target, gradients, storage.group, storage.buffers, exactly=self.partial is not None
+        )
+        self.filled.clear()
+        if not storage.whole_gradients:
+            self.gradients = None
+            self.accumulating = True
+
+        def finish() -> None:
+            pending.wait()
+            if storage.whole_gradients:
+                return
+            if self.partial is not None:
+                self.owned = self.partial.add(target)
+            elif self.owned is not None and self.owned is not target:
+                self.owned.add_(target)
+                storage.buffers.give(target)
+            storage.buffers.give(gradients)
+
+        return Pending((), finish)
+
+    def _target(self) -> Tensor:
+        """Where a sum over ranks goes: to stay, or to be added to what there is."""
+        storage, length = self.storage, self.gradient_packing.length
+        if not storage.whole_gradients and (self.accumulating or self.partial is not None):
+            return storage.buffers.take(length, dtype=storage.reduce)
+        if self.owned is None:
+            self.owned = Room((length,), storage.reduce, storage.device).tensor.zero_()
+        return self.owned
+
+    def _own_gradients(self) -> Tensor:
+        if self.gradients is None:
+            size = self.storage.ranks, self.gradient_packing.length
+            if self.storage.whole_gradients and self.partial is None:
+                self.gradients = Room(size, self.storage.reduce, self.storage.device).tensor.zero_()
+            else:
+                self.gradients = self.storage.buffers.take(*size, dtype=self.storage.reduce)
+                if self.gradient_packing.padded:
+                    self.gradients.zero_()  # between the rows, or a norm would see what lay there
+        return self.gradients

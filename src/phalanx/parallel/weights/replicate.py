@@ -1,0 +1,154 @@
+"""The gradients' way: collected as backward makes them, summed over ranks while it goes on.
+
+Every rank launches the same collectives in the same order, whatever its data made it use: buckets go strictly in turn,
+and one that did not complete goes at the end of backward with zeros in the gaps. torch's fully_shard and DDP stop in
+disorder when ranks differ in the parameters they used; here such a parameter just gets the other ranks' gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from torch import Tensor, nn
+
+from phalanx.errors import WrongUse
+from phalanx.parallel.communication import collectives
+from phalanx.parallel.communication.collectives import Group, Pending
+from phalanx.parallel.weights.bucket import Bucket, Weight
+from phalanx.parallel.weights.shard import Gathering
+
+
+class Reduction:
+    """Sums the buckets' gradients over the ``fsdp`` axis, each rank its rows, and then over ``dp``.
+
+    Buckets are given in the order in which backward completes them. Where ranks do not keep whole gradients (ZeRO 2 and
+    3), shards are summed after each micro-batch; otherwise after the last one.
+    """
+
+    def __init__(self, buckets: Sequence[Bucket], replicas: Group | None, gathering: Gathering | None) -> None:
+        self.buckets, self.replicas, self.gathering = buckets, replicas, gathering
+        self.on_gradient: Callable[[str, Tensor], None] | None = None
+        """Told each gradient that this rank's own backward made, before it is summed over ranks."""
+        if gathering is not None:
+            gathering.on_done = self.done
+        self._position = {id(bucket): index for index, bucket in enumerate(buckets)}
+        self._homes = {id(weight.full): (bucket, weight) for bucket in buckets for weight in bucket.trainable}
+        self._hooks = [
+            weight.full.register_post_accumulate_grad_hook(partial(self._arrived, bucket, weight))
+            for bucket in buckets
+            for weight in bucket.trainable
+        ]
+
+    def close(self) -> None:
+        """Take the hooks off: a weight that holds one would keep everything behind it alive."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def start_step(self) -> None:
+        self.touched: set[str] = set()
+        for bucket in self.buckets:
+            bucket.clear()
+
+    def start_backward(self, last: bool, reached: Callable[[str], bool] | None = None, hold: bool = False) -> None:
+        """A micro-batch begins; after the last one the gradients are the global sums.
+
+        ``reached`` tells which weights this backward may reach, where it is one stage's. With ``hold`` nothing is
+        summed at its end: more gradients will be brought by `deposit`.
+        """
+        if self.gathering is not None:
+            self.gathering.start_backward()
+        self._last, self._reached, self._hold = last, reached, hold
+        self._done: set[int] = set()
+        self._missing = {id(b): {w.name for w in b.trainable} for b in self.buckets}
+        self._turn = 0
+        self._scattering: tuple[Bucket, Pending] | None = None
+        self._reducing: list[Pending] = []
+
+    def _arrived(self, bucket: Bucket, weight: Weight, parameter: nn.Parameter) -> None:
+        if parameter.grad is None:
+            return  # it was left for `deposit`
+        assert self._position[id(bucket)] >= self._turn, (
+            f"the gradient of {weight.name} came after its bucket was reduced"
+        )
+        if not bucket.is_whole:
+            raise WrongUse(
+                f"backward used {weight.name} after it was let go: a module of its block gives its output in a form "
+                "that cannot be followed. Give tensors, or lists, dicts or dataclasses of them; or use zero=2."
+            )
+        self._collect(bucket, weight)
+        missing = self._missing[id(bucket)]
+        missing.discard(weight.name)
+        if not missing and not (self.gathering and self.gathering.busy(bucket)):
+            self.done(bucket)
+
+    def done(self, bucket: Bucket) -> None:
+        """Nothing more will come for this bucket in this backward."""
+        if self._hold:
+            if self.gathering is not None:
+                self.gathering.finish(bucket)
+            return
+        self._done.add(id(bucket))
+        while self._turn < len(self.buckets) and id(self.buckets[self._turn]) in self._done:
+            self._launch(self.buckets[self._turn])
+            self._turn += 1
+
+    def finish_backward(self) -> None:
+        """End a micro-batch: send what is left, and wait for all that is under way."""
+        for bucket in self.buckets[self._turn :]:
+            self.done(bucket)
+        self._settle()
+        for pending in self._reducing:
+            pending.advance()
+        for pending in self._reducing:
+            pending.wait()
+        if self.gathering is not None:
+            self.gathering.in_step = False
+
+    def deposit(self, parameter: nn.Parameter, gradient: Tensor) -> None:
+        """Bring a gradient that was left out of its backward."""
+        bucket, weight = self._homes[id(parameter)]
+        weight.full.grad = gradient
+        self._collect(bucket, weight)
+
+    def _collect(self, bucket: Bucket, weight: Weight) -> None:
+        if self.on_gradient is not None and weight.full.grad is not None:
+            self.on_gradient(weight.name, weight.full.grad)
+        bucket.collect(weight)
+        self.touched.add(weight.name)
+
+    def _due(self, bucket: Bucket) -> bool:
+        if self._last or not bucket.trainable:
+            return bool(bucket.trainable)
+        reached = self._reached is None or any(self._reached(weight.name) for weight in bucket.trainable)
+        return reached and not bucket.storage.whole_gradients
+
+    def _launch(self, bucket: Bucket) -> None:
+        due = self._due(bucket)
+        if due or (bucket.trainable and bucket.partial is not None):
+            bucket.complete()
+        if due:
+            if bucket.storage.ranks > 1:
+                self._settle()  # one was on its way while the next was being made
+                self._scattering = bucket, bucket.start_scatter()
+            else:
+                self._sum_over_replicas(bucket)
+        if self.gathering:
+            self.gathering.finish(bucket)
+
+    def _settle(self) -> None:
+        if self._scattering is not None:
+            bucket, pending = self._scattering
+            self._scattering = None
+            pending.wait()
+            if self._last:
+                self._sum_over_replicas(bucket)
+
+    def _sum_over_replicas(self, bucket: Bucket) -> None:
+        assert bucket.owned is not None
+        if bucket.partial is None:
+            self._reducing.append(collectives.all_reduce(bucket.owned, self.replicas))
+            return
+        if self._reducing:
+            self._reducing[-1].advance()  # it had the time that this one was being made
+        self._reducing.append(collectives.all_reduce_exactly(bucket.owned, self.replicas, bucket.storage.buffers))

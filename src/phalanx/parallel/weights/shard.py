@@ -1,0 +1,213 @@
+"""The weights' way under ZeRO 3 and parameter offload: gathered before a module needs them, let go after.
+
+The next bucket is fetched while this one computes. A bucket is whole from its modules' forward to the end of it, and
+again from the arrival of the first gradient at their outputs to that of the last gradient at their inputs; autograd
+runs what was recorded later first, so by then all of the bucket's own backward is over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import register_multi_grad_hook
+
+from phalanx.anatomy import Unit
+from phalanx.parallel.weights.bucket import Bucket, Weight
+
+VALUES = {"data", "T", "mT", "H", "mH", "real", "imag"}
+"""Attributes of a tensor that give its values; all others only describe it."""
+DESCRIBING = {Tensor.size, Tensor.dim, Tensor.numel, Tensor.stride, Tensor.is_floating_point, Tensor.element_size}
+
+
+class Resting(nn.Parameter):
+    """Stands in a module for a weight that is not whole. Whoever computes with it makes it whole."""
+
+    gathered: Gathered
+    weight: Weight
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        attribute = getattr(getattr(func, "__self__", None), "__name__", "") if func.__name__ == "__get__" else None
+        wake = attribute in VALUES if attribute else func not in DESCRIBING
+        return func(*(_awake(a, wake) for a in args), **{n: _awake(a, wake) for n, a in (kwargs or {}).items()})
+
+
+def _awake(value: Any, wake: bool) -> Any:
+    if isinstance(value, Resting):
+        if wake:
+            value.gathered.need()
+            if torch.is_grad_enabled():
+                value.gathered.open_call()  # when its backward is over, only the end of all of it tells
+        return value.weight.full
+    if isinstance(value, (list, tuple)):
+        return type(value)(_awake(item, wake) for item in value)
+    return value
+
+
+class Gathered:
+    """A bucket whose weights are whole only while its modules compute."""
+
+    def __init__(self, bucket: Bucket, unit: Unit) -> None:
+        self.bucket, self.unit = bucket, unit
+        self.keep = unit.place in ("after", "root", "tied")
+        """Stays whole from forward to backward, which is about to need it anyway."""
+        self.calls: dict[object, object] = {}
+        """Forward calls whose backward is not over, each with its part of the step."""
+        self.part: object = None
+        """What is computed just now: a micro-batch at a stage. Several may be on their way."""
+        self.in_backward = False
+        self.running: list[object] = []
+        """Forward calls that have begun and not ended."""
+        self.resting: list[Resting] = []
+        for weight in bucket.weights:
+            stand_in = Resting(torch.empty(weight.shape, dtype=weight.full.dtype, device="meta"), weight.trainable)
+            stand_in.gathered, stand_in.weight = self, weight
+            self.resting.append(stand_in)
+        self.rest()
+
+    def open_call(self) -> object:
+        """A forward call that a backward will follow."""
+        call = object()
+        self.calls[call] = self.part
+        return call
+
+    def need(self) -> None:
+        """Whole now, and visible to the modules."""
+        if not self.bucket.is_whole:
+            self.bucket.finish_gather()
+            for weight in self.bucket.weights:
+                weight.install(weight.full)
+
+    def rest(self) -> None:
+        """Not whole, and a stand-in visible to the modules."""
+        self.bucket.release()
+        for stand_in in self.resting:
+            stand_in.weight.install(stand_in)
+
+    def finish(self) -> None:
+        """Its part of this backward is over."""
+        self.calls = {call: part for call, part in self.calls.items() if part != self.part}
+        self.running.clear()
+        self.in_backward = False
+        self.rest()
+
+    @property
+    def busy(self) -> bool:
+        """Whether this part of the step has calls whose backward is not over."""
+        return self.part in self.calls.values()
+
+
+class Gathering:
+    """Hooks on the modules of every unit, and which bucket to fetch ahead of need."""
+
+    def __init__(self, model: nn.Module, gathered: Sequence[Gathered]) -> None:
+        self.gathered = gathered
+        self.by_bucket = {id(g.bucket): g for g in gathered}
+        self.on_done: Callable[[Bucket], None] = self.finish
+        """Told when no more gradients will come for a bucket in this backward."""
+        self.in_step = False
+        """Whether a step's own backward runs, and not one that the model runs for itself."""
+        self.passes: Callable[[str], bool] = lambda name: False
+        """Whether a module is passed by, as by a pipeline's other stages."""
+        for index, item in enumerate(gathered):
+            for name in item.unit.modules:
+                module = model.get_submodule(name)
+                module.register_forward_pre_hook(partial(self._before, index, name), prepend=True, with_kwargs=True)
+                module.register_forward_hook(partial(self._after, index, name), with_kwargs=True)
+
+    def begin(self, part: object) -> None:
+        """From here on, this part of the step is computed."""
+        for item in self.gathered:
+            item.part = part
+
+    def _before(self, index: int, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if self.passes(name):
+            return
+        item = self.gathered[index]
+        item.need()
+        self._fetch(index + 1)
+        if torch.is_grad_enabled() and not item.in_backward:
+            call = item.open_call()  # until its inputs' gradients are there, or backward ends
+            item.running.append(call)
+            inputs = [tensor for tensor in tensors((args, kwargs)) if tensor.grad_fn is not None]
+            if inputs:
+                register_multi_grad_hook(inputs, partial(self._inputs_done, index, call), mode="all")
+
+    def _after(self, index: int, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        item = self.gathered[index]
+        if item.in_backward or self.passes(name):
+            return
+        if torch.is_grad_enabled() and item.running:
+            self._await_backward(index, item.running.pop(), output)
+        if not item.keep:
+            item.rest()
+
+    def start_backward(self) -> None:
+        """A step's backward begins: what stays whole for it may have been let go by another part's."""
+        self.in_step = True
+        for item in self.gathered:
+            if item.keep and item.busy:
+                item.need()
+
+    def left(self, output: Any) -> None:
+        """A forward was left with this output, before the modules around it came to their end."""
+        for index, item in enumerate(self.gathered):
+            for call in item.running:
+                self._await_backward(index, call, output)
+            item.running.clear()
+
+    def _await_backward(self, index: int, call: object, output: Any) -> None:
+        # on the nodes: their hooks come after those of whoever took the tensors, whose weights can go first
+        for node in {tensor.grad_fn for tensor in tensors(output) if tensor.grad_fn is not None}:
+            node.register_prehook(partial(self._before_backward, index, call))
+
+    def _before_backward(self, index: int, call: object, gradients: Any) -> None:
+        if call not in self.gathered[index].calls:
+            return  # over already: an output that was an input too
+        self.gathered[index].in_backward = self.in_step
+        self.gathered[index].need()
+        self._fetch(index - 1)
+
+    def _inputs_done(self, index: int, call: object, gradients: Any) -> None:
+        item = self.gathered[index]
+        if self.in_step and call in item.calls:
+            del item.calls[call]
+            if not item.busy:
+                self.on_done(item.bucket)
+
+    def _fetch(self, index: int) -> None:
+        if 0 <= index < len(self.gathered):
+            self.gathered[index].bucket.start_gather()
+
+    def busy(self, bucket: Bucket) -> bool:
+        """Whether a later hook will say that the bucket's backward is over."""
+        return id(bucket) in self.by_bucket and self.by_bucket[id(bucket)].busy
+
+    def finish(self, bucket: Bucket) -> None:
+        if id(bucket) in self.by_bucket:  # others are always whole
+            self.by_bucket[id(bucket)].finish()
+
+    def rest(self) -> None:
+        """Let every bucket go, as after an evaluation or an update."""
+        for item in self.gathered:
+            item.calls.clear()
+            item.finish()
+
+
+def tensors(value: Any, depth: int = 8) -> Iterator[Tensor]:
+    """The tensors in what a module takes or gives: nested lists, tuples, dicts and objects with attributes."""
+    if isinstance(value, Tensor):
+        yield value
+    elif depth and isinstance(value, (list, tuple)):
+        for item in value:
+            yield from tensors(item, depth - 1)
+    elif depth and isinstance(value, dict):
+        yield from tensors(list(value.values()), depth)
+    elif depth and not isinstance(value, (nn.Module, type)):
+        slots = [name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())]
+        held = [getattr(value, name, None) for name in [*slots, *getattr(value, "__dict__", ())]]
+        yield from tensors(held, depth - 1)

@@ -1,0 +1,270 @@
+"""The reference: a task on one device, in float64, by a plain loop.
+
+It shares with a spread run the task, the initial weights, the order of the data and the keys of random draws, which are
+pure functions, and nothing of meshes, buckets, shards, collectives or the training step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from phalanx import counter
+from phalanx.anatomy import Anatomy
+from phalanx.data.loader import seed_globally
+from phalanx.data.order import Order, digest, share
+from phalanx.parallel.axes import batchnorm, hugging_face, samples
+from phalanx.parallel.randomness.answers import Answers
+from phalanx.parallel.randomness.draws import Moment, Randomness
+from phalanx.parallel.weights import keras
+from phalanx.parallel.weights.blueprint import Blueprint
+from phalanx.precision import cast
+from phalanx.prove.layouts import One
+from phalanx.prove.reference.evaluation import Measures, measured
+from phalanx.prove.reference.hostile import Hostile, wide_batch
+from phalanx.prove.reference.steady import Decisions, Idle, Steady, homes
+from phalanx.task import Batch, Task, as_loss, called, rates
+from phalanx.train.optimizers import make_optimizer
+from phalanx.train.turns import Turns
+
+State = dict[str, Tensor]
+
+
+@dataclass
+class Step:
+    """What one step did on one device."""
+
+    ids: np.ndarray
+    """The sample in each slot."""
+    read: list[tuple[int, str]]
+    """What was read for each slot."""
+    samples: str = ""
+    total: float = 0.0
+    count: float = 0.0
+    norm: float = 0.0
+    clip_factor: float = 1.0
+    skipped: bool = False
+    options: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """By weight, what its optimizer goes by: learning rate, decay and the like."""
+    gradients: dict[str, Tensor | None] = field(default_factory=dict)
+    """Of the mean loss, before clipping; None where a weight got none."""
+    moments: dict[str, State] = field(default_factory=dict)
+    weights: State = field(default_factory=dict)
+    buffers: State = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Beginning:
+    """What every run of a task begins with: found once, since a constructor may be slow."""
+
+    anatomy: Anatomy
+    weights: State
+    buffers: State
+    """Those that are drawn; others are what the constructor itself computes."""
+
+    @classmethod
+    def of(cls, task: Task) -> Beginning:
+        blueprint = Blueprint(task.model, task.seed)
+        once, again = (dict(_made(task, stream).named_buffers()) for stream in ("reference", "another"))
+        drawn = [n for n, b in blueprint.model.named_buffers() if not torch.equal(once[n], again[n])]
+        weights = {name: blueprint.value(weight, "cpu") for name, weight in blueprint.model.named_parameters()}
+        buffers = {name: blueprint.value(blueprint.model.get_buffer(name), "cpu") for name in drawn}
+        return cls(task.anatomy(blueprint.model), weights, buffers)
+
+
+Observe = Callable[[nn.Module, Randomness], None]
+
+
+class Reference:
+    """A task's run on one device, as far as it has come."""
+
+    def __init__(
+        self,
+        task: Task,
+        micro_batches: int = 1,
+        nudge: int = 0,
+        observe: Observe | None = None,
+        decisions: Decisions | None = None,
+    ) -> None:
+        """With ``nudge``, every weight begins one rounding off, up or down as that seed draws.
+
+        Choices are made as ``decisions`` say; without any they are recorded.
+        """
+        assert isinstance(task, Hostile)
+        self.task, self.micro_batches = task, micro_batches
+        beginning = task.proof_trial.beginning = task.proof_trial.beginning or Beginning.of(task)
+        self.model, self.anatomy = _made(task, "reference"), beginning.anatomy
+        for name, buffer in self.model.named_buffers():
+            if name in beginning.buffers:
+                buffer.copy_(beginning.buffers[name])
+        self.model.double()
+        hugging_face.prepare(self.model, torch.float64)
+        self.parameters = dict(self.model.named_parameters())
+        for name, weight in self.parameters.items():
+            weight.data.copy_(beginning.weights[name])
+            weight.logical_name = name  # type: ignore[attr-defined]
+            if nudge and weight.is_floating_point():
+                weight.data.mul_(1 + _signs(weight, nudge, name) * torch.finfo(weight.dtype).eps)
+        self.initial = self._weights()
+        tied = {n for n, _ in self.model.named_parameters(remove_duplicate=False)} - set(self.parameters)
+        self.saved = frozenset(self.model.state_dict()) - tied
+        self.initial_buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
+        self.moment = task.proof_trial.moment = Moment()
+        self.randomness = Randomness(task.seed, self.moment, torch.device("cpu"))
+        idle = Idle.of(task.proof_trial.idle, self.model, self.anatomy.experts)
+        self.decisions = Decisions(idle=idle) if decisions is None else decisions
+        times = None if decisions is None else list[Tensor]
+        own = homes(task, self.model)
+        steady = Steady(self.randomness, self.decisions, own, lambda step: self.order.slots(step), times)
+        self.randomness.answers = Answers(self.randomness, steady.answers)
+        for name in self.anatomy.blocks:
+            block = self.model.get_submodule(name)
+            block.forward = self.randomness.counted(name, self.randomness.scoped(name, block.forward))
+        self.trained = {n: p for n, p in self.parameters.items() if p.requires_grad}
+        self.optimizer = make_optimizer(task, list(self.trained.values()), bool(self.trained), sharded=False)
+        self.schedule = rates(task)
+        self.turns = Turns(task, dict.fromkeys(self.trained, True))
+        seed_globally(task.seed, "data")
+        self.data = task.data()
+        self.order = Order(len(self.data), task.global_batch, task.seed)
+        self.steps: list[Step] = []
+        self.gathers, self.uneven = False, False
+        """Whether the loss has gathered samples; whether it was a sum of losses with different counts."""
+        self.evaluation: Measures | None = None
+        """Before the last step, of held-out data."""
+        if observe is not None:
+            observe(self.model, self.randomness)
+
+    @property
+    def couples_samples(self) -> bool:
+        """Whether it matters which samples are computed together: to a batch-norm, or a buffer that calls change."""
+        changed = [
+            name
+            for step in self.steps
+            for name, buffer in step.buffers.items()
+            if not torch.equal(buffer, self.initial_buffers[name])
+        ]
+        return bool(changed) or any(isinstance(module, batchnorm.KINDS) for module in self.model.modules())
+
+    @property
+    def at_once(self) -> bool:
+        """Whether the loss needs all samples of a step at the same time."""
+        return self.gathers or self.uneven
+
+    @property
+    def one(self) -> One:
+        """Where there can be one micro-batch alone; this loop itself cannot have several of what must be together."""
+        return "never" if not self.at_once else "always" if self.couples_samples else "in a pipeline"
+
+    def run(self, steps: int | None = None) -> Reference:
+        """Train to the end of the trial, or so many steps more."""
+        stop = self.task.steps if steps is None else len(self.steps) + steps
+        while len(self.steps) < stop:
+            if len(self.steps) == self.task.steps - 1:  # so that a step also shows what an evaluation leaves behind
+                self.evaluation = measured(self)
+            self.steps.append(self.step(len(self.steps)))
+        return self
+
+    def step(self, number: int) -> Step:
+        order, task = self.order, self.task
+        ids = order.ids(number)
+        step = Step(ids, [], digest(ids))
+        self.model.train()
+        for start, stop in share(len(ids), self.micro_batches, 1, 0):
+            batch, read = self.batch(number, ids[start:stop])
+            step.read += read
+            total, count = self.loss(number, np.arange(start, stop), batch)
+            total.backward()
+            step.total, step.count = step.total + total.item(), step.count + count
+        divisor = step.count or 1.0
+        for name, weight in self.trained.items():
+            step.gradients[name] = None if weight.grad is None else weight.grad.to_dense() / divisor
+        step.norm = float(torch.cat([g.flatten() for g in step.gradients.values() if g is not None]).norm())
+        step.skipped = not math.isfinite(step.norm) or not math.isfinite(step.total) or step.count <= 0
+        step.clip_factor = min(1.0, task.clip / (step.norm + 1e-6))
+        factor = self.schedule(number)
+        for group in self.optimizer.param_groups:
+            group["lr"] = group["initial_lr"] * factor
+        if not step.skipped:
+            for name, weight in self.trained.items():
+                gradient = step.gradients[name]
+                weight.grad = None if gradient is None else gradient * step.clip_factor
+            self.optimizer.step()
+        for weight in self.trained.values():  # those in no group of the optimizer, too
+            weight.grad = None
+        step.options = options(self.optimizer)
+        step.moments = {name: self.moments(weight) for name, weight in self.trained.items()}
+        step.weights, step.buffers = self._weights(), {n: b.clone() for n, b in self.model.named_buffers()}
+        return step
+
+    def batch(self, step: int, ids: Sequence[int] | np.ndarray) -> tuple[Batch, list[tuple[int, str]]]:
+        """These samples as a batch of float64, and what was read for it."""
+        self.data.read.clear()
+        made = wide_batch(self.task, self.data, self.order.epoch(step), ids)
+        made.turn = self.task.turn(step)
+        return made, list(self.data.read)
+
+    def output(self, step: int, slots: np.ndarray, batch: Batch) -> Any:
+        """The model's output. To be called in the scope of `randomness`."""
+        self.moment.step, self.moment.slots = step, slots
+        inputs = cast(self.task.inputs(batch), torch.float64)  # a task may make some itself
+        return called(self.model, inputs)
+
+    def loss(self, step: int, slots: np.ndarray, batch: Batch) -> tuple[Tensor, float]:
+        """A batch's total and count."""
+        before = samples.calls
+        self.turns.take(step, self.trained)
+        with self.randomness.scope("task"):
+            loss = as_loss(self.task.loss(self.output(step, slots, batch), batch), self.task)
+        counts = {float(part.count or 0) for part in loss.parts.values()}
+        self.gathers |= samples.calls > before
+        self.uneven |= len(counts) > 1
+        return loss.total, float(loss.count or 0)
+
+    def gradients_by_slot(self, number: int) -> Iterator[State]:
+        """Of each sample's own total, alone, with the weights that there are now."""
+        ids = self.order.ids(number)
+        for slot in range(len(ids)):
+            total, _ = self.loss(number, np.array([slot]), self.batch(number, ids[slot : slot + 1])[0])
+            total.backward()
+            yield {n: torch.zeros_like(p) if p.grad is None else p.grad.to_dense() for n, p in self.trained.items()}
+            for weight in self.trained.values():
+                weight.grad = None
+
+    def moments(self, weight: nn.Parameter) -> State:
+        held = self.optimizer.state.get(weight, {})
+        return {n: value.clone() for n, v in held.items() if (value := as_moment(v)) is not None}
+
+    def _weights(self) -> State:
+        return {name: weight.detach().clone() for name, weight in self.parameters.items()}
+
+
+def as_moment(value: Any) -> Tensor | None:
+    """What an optimizer keeps of a weight, if it is numbers."""
+    return torch.as_tensor(value) if isinstance(value, (Tensor, int, float)) else None
+
+
+def options(optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
+    """By weight, the numbers that its group has, but for those that choose between kernels."""
+    plain = (int, float, tuple, type(None))
+    return {
+        weight.logical_name: {n: v for n, v in group.items() if isinstance(v, plain) and n not in ("fused", "foreach")}
+        for group in optimizer.param_groups
+        for weight in group["params"]
+    }
+
+
+def _made(task: Task, stream: str) -> nn.Module:
+    seed_globally(task.seed, stream)
+    return keras.build(task.model, task.seed)
+
+
+def _signs(weight: Tensor, nudge: int, name: str) -> Tensor:
+    source = np.random.default_rng(counter.key(nudge, name) & 0xFFFFFFFF)
+    return torch.from_numpy(source.choice([-1.0, 1.0], size=tuple(weight.shape)))

@@ -1,0 +1,126 @@
+"""The mesh: who stands where, and groups with a name and a timeout of their own."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from graphlib import TopologicalSorter
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from phalanx import Layout
+from phalanx.parallel.communication.mesh import AXES, EXPERT_SHARD, EXPERTS, SHARD, Grid, Members, Mesh
+from phalanx.parallel.torch_private import new_group
+from tests.ranks import Ranks
+
+
+def facts() -> dict[str, object]:
+    mesh = Mesh(Layout(dp=2, fsdp=2), dist.get_rank(), timedelta(seconds=17))
+    found: dict[str, object] = {"place": (mesh.coordinates["dp"], mesh.coordinates["fsdp"])}
+    for axes in (("dp",), ("fsdp", "cp"), ("dp", "fsdp")):
+        group = mesh.group(*axes)
+        total = torch.tensor([float(dist.get_rank())])
+        dist.all_reduce(total, group=group)
+        timeout = group._get_backend(torch.device("cpu")).options._timeout
+        found["x".join(axes)] = (mesh.members(axes), mesh.index(*axes), total.item(), group.group_desc, timeout)
+    found["world is the batch"] = mesh.world is mesh.group("dp", "fsdp")
+    mesh.close()
+    return found
+
+
+def test_groups_have_names_timeouts_and_the_right_members(ranks: Ranks) -> None:
+    answers = ranks(4, facts)
+    assert [answer["place"] for answer in answers] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    timeout = timedelta(seconds=17)
+    assert answers[3]["dp"] == ((1, 3), 1, 4.0, "dp", timeout)
+    assert answers[3]["fsdpxcp"] == ((2, 3), 1, 5.0, "fsdp", timeout)
+    assert answers[2]["dpxfsdp"] == ((0, 1, 2, 3), 2, 6.0, "dpxfsdp", timeout)
+    assert all(answer["world is the batch"] for answer in answers)
+
+
+def names(layout: Layout) -> list[str | None]:
+    mesh = Mesh(layout, dist.get_rank(), timedelta(seconds=17))
+    groups = [mesh.group(*axes) for axes in (SHARD, ("cp",), EXPERTS, EXPERT_SHARD, AXES)]
+    mesh.close()
+    return [group.group_desc if group else None for group in groups]
+
+
+def test_groups_of_the_same_ranks_are_told_apart_by_what_they_are_for(ranks: Ranks) -> None:
+    assert ranks(4, names, Layout(cp=4, ep=2))[0] == ["fsdpxcp", "cp", "ep", "fsdpxcp of experts", "fsdpxcp"]
+    assert ranks(4, names, Layout(fsdp=4))[0] == ["fsdp", None, None, "fsdp", "fsdp"]
+    assert ranks(4, names, Layout(fsdp=2, cp=2, ep=4))[0] == ["fsdpxcp", "cp", "ep", None, "fsdpxcp"]
+
+
+def test_a_rank_alone_has_no_groups() -> None:
+    mesh = Mesh(Layout(), 0, timedelta(seconds=1))
+    assert mesh.world is None
+    assert mesh.group("dp") is None
+    assert mesh.size("dp", "fsdp") == 1
+    mesh.close()
+
+
+def made(layout: Layout, rank: int) -> list[Members]:
+    """The groups a rank makes, in order."""
+    grid = Grid(layout, rank)
+    return list(dict.fromkeys([*grid.groups().values(), *grid.lanes().values()]))
+
+
+@pytest.mark.parametrize("layout", [
+    "dp=2,fsdp=3,tp=2,pp=3", "fsdp=2,cp=4,ep=2,tp=2", "pp=5,dp=2,schedule=interleaved", "pp=2,schedule=interleaved",
+    "pp=4,fsdp=2,tp=2,ep=2,schedule=interleaved", "fsdp=4,cp=2,ep=4", "dp=6",
+])  # fmt: skip
+def test_members_make_the_same_groups_in_one_order(layout: str) -> None:
+    """Each rank waits at each of its groups until all members are there: in an order without circles, they come."""
+    parsed = Layout.parse(layout)
+    orders = {rank: made(parsed, rank) for rank in range(parsed.world)}
+    after: dict[Members, set[Members]] = {}
+    for rank, groups in orders.items():
+        for group in groups:
+            assert rank in group.ranks
+            assert all(group in orders[other] for other in group.ranks)
+        for before, group in pairwise(groups):
+            after.setdefault(group, set()).add(before)
+    list(TopologicalSorter(after).static_order())
+    assert len({group.name for groups in orders.values() for group in groups}) == len(set().union(*orders.values()))
+
+
+def test_a_rank_of_ten_thousand_makes_a_dozen_groups() -> None:
+    layout = Layout(pp=8, dp=20, fsdp=8, tp=8, schedule="interleaved")
+    groups = made(layout, 5_000)
+    assert len(groups) == 10
+    assert sorted(len(group.ranks) for group in groups) == [2, 2, 2, 2, 8, 8, 8, 20, 160, 10_240]
+
+
+def some_make_one() -> str:
+    """Ranks 1 and 3 alone; nobody else takes part."""
+    rank = dist.get_rank()
+    if rank not in (1, 3):
+        return ""
+    total = torch.tensor([float(rank)])
+    for number in range(2):  # again, as a second engine does: under the old name it would find the old addresses
+        group = new_group((1, 3), rank, f"of two, {number}", timedelta(seconds=17), "two", None)
+        dist.all_reduce(total, group=group)
+        dist.destroy_process_group(group)
+    return f"{total.item():.0f}"
+
+
+def test_a_group_is_made_by_its_members_alone(ranks: Ranks) -> None:
+    assert ranks(4, some_make_one) == ["", "8", "", "8"]
+
+
+def several(layouts: list[Layout]) -> list[float]:
+    found = []
+    for layout in layouts:
+        mesh = Mesh(layout, dist.get_rank(), timedelta(seconds=17))
+        total = torch.ones(1)
+        dist.all_reduce(total, group=mesh.world)
+        found.append(total.item())
+        mesh.close()
+    return found
+
+
+def test_one_mesh_after_another(ranks: Ranks) -> None:
+    layouts = [Layout(dp=2, pp=2), Layout(dp=2, pp=2), Layout(fsdp=2, cp=2, ep=2), Layout(dp=4), Layout(dp=2, pp=2)]
+    assert ranks(4, several, layouts) == [[4.0] * 5] * 4

@@ -1,0 +1,59 @@
+"""ZeRO 3: weights are whole only while they are needed, never stale, and there for whoever asks."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+import phalanx
+from phalanx import Layout
+from phalanx.parallel.weights.shard import Resting
+from tests.parallel.test_odd_models import Odd, Stack
+from tests.ranks import Ranks
+
+
+def whole_units(engine: phalanx.Engine) -> list[str]:
+    assert engine.spread.gathering is not None
+    return [item.unit.name for item in engine.spread.gathering.gathered if item.bucket.is_whole]
+
+
+def watch() -> dict[str, object]:
+    with phalanx.Engine(Odd(kind=Stack), Layout(fsdp=dist.get_world_size()), device="cpu") as engine:
+        seen: dict[str, object] = {"before": whole_units(engine)}
+        for index in range(3):
+            layer = engine.spread.model.layers[index]
+            layer.first.register_forward_hook(lambda m, a, o, i=index: seen.__setitem__(i, whole_units(engine)))
+        batch = next(iter(engine.batches()))
+        engine.step(batch)
+        seen["after"] = whole_units(engine)
+        seen["stand-in"] = isinstance(engine.spread.model.stem.weight, Resting)
+        seen["pending"] = [b.name for b in engine.spread.buckets if b._gathering is not None]
+        seen["bytes"] = sum(w.full.untyped_storage().size() for w in engine.spread.weights.values())
+        return seen
+
+
+def test_only_the_block_that_computes_is_whole(ranks: Ranks) -> None:
+    seen = ranks(2, watch)[0]
+    assert seen["before"] == seen["after"] == seen["pending"] == []
+    assert [seen[i] for i in range(3)] == [[f"layers.{i}"] for i in range(3)]
+    assert seen["bytes"] == 0
+    assert seen["stand-in"]
+
+
+def peek() -> tuple[torch.Tensor, torch.Tensor]:
+    """Read a weight from outside, before and after an update."""
+    with phalanx.Engine(Odd(kind=Stack), Layout(fsdp=2), device="cpu") as engine:
+        stem = engine.spread.model.stem
+        assert stem.weight.shape == (6, 5)
+        assert stem.weight.requires_grad
+        before = stem.weight.detach().clone()
+        engine.spread.rest()
+        for batch in engine.batches():
+            engine.step(batch)
+        return before, stem.weight.detach().clone(), engine.whole_weights()["stem.weight"]
+
+
+def test_a_resting_weight_wakes_for_whoever_computes_with_it(ranks: Ranks) -> None:
+    before, after, saved = ranks(2, peek)[0]
+    assert torch.equal(after, saved)
+    assert not torch.equal(before, after), "a stale copy was read"

@@ -1,0 +1,63 @@
+"""A task under trial is its own task, and awkward."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from phalanx.losses import LOGIT_ELEMENTS
+from phalanx.prove.reference.hostile import Samples, Trial, cramped, hostile, ignorable
+from phalanx.recipes.gpt import GPT
+from tests.prove.tasks import Plain
+
+
+def test_it_stays_an_instance_of_its_class_and_leaves_the_users_alone() -> None:
+    plain = Plain()
+    task = hostile(plain, Trial(3))
+    assert isinstance(task, Plain)
+    assert type(task).__name__ == "Plain"
+    assert (task.precision, task.steps, task.global_batch) == ("float64", 4, 17)
+    assert (plain.precision, plain.global_batch) == ("fp32", 16)
+    weight = task.model()[0].bias  # type: ignore[index]
+    assert float(weight.detach().abs().min()) > 0
+
+
+def test_samples_note_what_is_read_and_drawn() -> None:
+    samples = Samples(Plain().data(), Trial(3, ignorable=("y",)), 29)
+    torch.manual_seed(0)
+    np.random.seed(0)
+    assert [int(samples[i]["y"]) for i in (3, 4)] == [-100, samples.places[4] % 3]
+    (_, once), (_, again) = samples.read[0], (samples[3], samples.read[-1])[1]
+    assert once != again  # other draws
+
+
+def test_sequences_are_cut_and_ids_folded() -> None:
+    data = [{"tokens": torch.arange(50)}]
+    sample = Samples(data, Trial(3, length=8, vocabulary=5), 29)[0]
+    assert sample["tokens"].tolist() == [0, 1, 2, 3, 4, 0, 1, 2]
+
+
+def test_the_last_step_has_a_loss_that_is_no_number() -> None:
+    task = hostile(Plain(), Trial(2))
+    task.data()
+    moment = task.proof_trial.moment  # type: ignore[attr-defined]
+    batch = {"y": torch.zeros(2, dtype=torch.int64)}
+    moment.step, moment.slots = 1, np.array([11])
+    assert bool(torch.isfinite(task.loss(torch.zeros(2, 3), batch).total))
+    moment.step, moment.slots = 2, np.array([16])
+    assert bool(torch.isnan(task.loss(torch.zeros(2, 3), batch).total))
+
+
+def test_columns_that_may_be_ignored_are_found() -> None:
+    task, model = Plain(), Plain().model()
+    batch = {"x": torch.randn(4, 6), "y": torch.tensor([0, 1, 2, 0]), "number": torch.arange(4)}
+    assert ignorable(task, batch, model(batch["x"])) == ("y",)
+
+
+def test_little_is_enough_while_it_is_cramped() -> None:
+    from phalanx import losses
+
+    with cramped():
+        assert losses.LOGIT_ELEMENTS < LOGIT_ELEMENTS
+    assert losses.LOGIT_ELEMENTS == LOGIT_ELEMENTS
+    assert GPT().tiny().width < GPT().width
