@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 import phalanx
 from phalanx import Layout, WrongUse
-from phalanx.parallel.communication import collectives
+from phalanx.parallel.communication.traffic import Traffic
 from tests.ranks import RankFailed, Ranks
 from tests.tasks import Digits
 
@@ -122,9 +122,9 @@ def test_ranks_that_mean_different_jobs_are_told(ranks: Ranks, what: str) -> Non
 
 def agree() -> int:
     """All-gathers of the whole world before the first step."""
-    before = collectives.calls.copy()
-    phalanx.Engine(Digits(), Layout(dp=2), device="cpu").close()
-    return (collectives.calls - before)[dist.group.WORLD.group_desc if dist.group.WORLD else "", "all-gather"]
+    traffic = Traffic()
+    phalanx.Engine(Digits(), Layout(dp=2), device="cpu", traffic=traffic).close()
+    return traffic.calls[dist.group.WORLD.group_desc if dist.group.WORLD else "", "all-gather"]
 
 
 def test_ranks_that_mean_the_same_job_send_a_few_numbers_at_any_world_size(ranks: Ranks) -> None:

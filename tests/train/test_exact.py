@@ -15,7 +15,7 @@ from torch import Tensor
 import phalanx
 from phalanx import Layout, WrongUse
 from phalanx.parallel import spread
-from phalanx.parallel.communication import collectives
+from phalanx.parallel.communication.communicator import Communicator
 from tests.parity import HostileLanguage, HostileVision, Sentences
 from tests.ranks import Ranks
 
@@ -69,7 +69,7 @@ def trained(cases: list[tuple[phalanx.Task, str]]) -> list[Outcome]:
     for number, (task, layout) in enumerate(cases):
         with ExitStack() as stack:
             if number % 2:
-                stack.enter_context(mock.patch.object(collectives, "SMALL_BYTES", 0))
+                stack.enter_context(mock.patch.object(Communicator, "small_bytes", 0))
                 stack.enter_context(mock.patch.object(spread, "BUCKET_BYTES", 1 << 12))
             engine = stack.enter_context(phalanx.Engine(task, layout, device="cpu"))
             steps = [(m.loss.hex(), m.grad_norm.hex(), m.skipped) for m in map(engine.step, engine.batches())]

@@ -62,7 +62,7 @@ def exchanged(layout: str, hosts: str, folder: str) -> list[tuple[int, int]]:
         with Engine(Digits(), layout) as engine:
             keeper = Keeper(engine, Shelf(open_store(folder)), Policy(minutes=0, memory_steps=1), guests=guests)
             assert keeper.neighbours is not None
-            assert all(group.size() == 2 for group in keeper.neighbours._groups.values())
+            assert all(group.size == 2 for group in keeper.neighbours._groups.values())
             for batch in engine.batches():
                 keeper.before_step()
                 keeper.after_step(engine.step(batch).wishes, last=False)

@@ -157,7 +157,7 @@ def found_by(folder: Path, harm: str) -> str | None:
     with Engine(Digits(), Layout(fsdp=2), device="cpu") as engine:
         if engine.environment.rank == 1 and harm:
             spoil(folder / harm)
-        engine.mesh.world.barrier().wait()
+        engine.mesh.world.all_gather_words([])
         return Restorer(engine, shelf_at(folder)).restore()
 
 
@@ -268,10 +268,10 @@ def recalled(
         slots = opened(here)
         shelf = shelf_at(folder / "checkpoints")
         shelf.store.make("")
-        engine.mesh.world.barrier().wait()
+        engine.mesh.world.all_gather_words([])
         if engine.environment.rank == 0:
             shelf.fence(2)
-        engine.mesh.world.barrier().wait()
+        engine.mesh.world.all_gather_words([])
         found = Restorer(engine, shelf, slots, generation=2).restore()
         return found, engine.step_number, dict(engine.whole_weights()), [slot.step() for slot in slots]
 

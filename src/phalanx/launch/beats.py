@@ -29,7 +29,7 @@ COLUMNS = 7
 
 class Beats:
     """By rank of this host: how often it has moved, how long it may stand still (0: for ever), steps done, how long it
-    may stand still while it is busy, and what `collectives.signs` says of it."""
+    may stand still while it is busy, and what `Traffic.signs` says of it."""
 
     def __init__(self, ranks: int) -> None:
         self.ranks = ranks

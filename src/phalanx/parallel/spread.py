@@ -33,7 +33,7 @@ from phalanx.parallel.axes.stages import divide
 from phalanx.parallel.axes.tensor import TensorParallel
 from phalanx.parallel.blocks.probe import Probe
 from phalanx.parallel.blocks.recompute import recomputed
-from phalanx.parallel.communication import collectives, exact
+from phalanx.parallel.communication import exact
 from phalanx.parallel.communication.memory import Buffers
 from phalanx.parallel.communication.mesh import BATCH, EXPERT_SHARD, EXPERTS, SHARD, Mesh
 from phalanx.parallel.randomness.answers import Answers, key_dropout_modules
@@ -76,7 +76,7 @@ class Spread:
         buffers = Buffers(device)
         self.storage = _storage(SHARD, layout, mesh, dtypes, device, buffers)
         self.expert_storage = _storage(EXPERT_SHARD, layout, mesh, dtypes, device, buffers)
-        self.plan = make_plan(self.model, anatomy, layout.tp, mesh.index("tp")) if layout.tp > 1 else Plan()
+        self.plan = make_plan(self.model, anatomy, layout.tp) if layout.tp > 1 else Plan()
         if layout.ep > 1:
             cut_experts(self.plan, self.model, anatomy, layout.ep)
         shapes = {name: weight.shape for name, weight in self.model.named_parameters()}
@@ -97,15 +97,15 @@ class Spread:
         fill(self.weights, blueprint, saved, self.holding, device, wide=dtypes.compute == torch.float64)
         hugging_face.prepare(self.model, dtypes.compute)
         tp = mesh.group("tp")
-        if tp is not None:
+        if not tp.alone:
             TensorParallel(self.plan, self.model, anatomy, tp, self.randomness)
         ep = mesh.group(*EXPERTS)
-        if ep is not None:
+        if not ep.alone:
             ExpertParallel(self.model, anatomy, ep)
         cp = mesh.group("cp")
         self.context: ContextParallel | None = None
-        if cp is not None:
-            self.context = ContextParallel(self.model, anatomy, cp, layout.cp_kind, self.randomness, tp is None)
+        if not cp.alone:
+            self.context = ContextParallel(self.model, anatomy, cp, layout.cp_kind, self.randomness, tp.alone)
             hugging_face.reach_attention(self.model, self.context)
         self.samples = Samples(mesh.group(*BATCH), self.moment, layout)
         spread_batchnorm(self.model, mesh.group(*BATCH), mesh.size(*BATCH), self.moment)
@@ -188,7 +188,7 @@ class Spread:
     def from_last_stage(self, words: list[str]) -> list[str]:
         """What the last stage has to say, on all stages."""
         group = self.mesh.group("pp")
-        return collectives.told(words, group, self.mesh.size("pp") - 1)
+        return group.broadcast_words(words, self.mesh.size("pp") - 1)
 
     def start(self, micro_batches: Sequence[Any], actions: Sequence[Action]) -> None:
         """Before the first action of a step, or of an evaluation."""
@@ -278,7 +278,7 @@ class Spread:
         """The norm of all gradients, none of which is above ``largest``, to the same bits at any number of ranks."""
         squares = exact.Squares(largest, sum(w.shape.numel() for w in self.weights.values() if w.trainable))
         sums = squares.sum(self._owned(), self.device) * (self.mesh.index("dp") == 0)  # replicas have the same
-        collectives.all_reduce(sums, self.mesh.world).wait()
+        self.mesh.world.all_reduce(sums).wait()
         return squares.root(sums)
 
     def largest_gradient(self) -> Tensor:
@@ -334,7 +334,7 @@ def check_model(layout: Layout, model: nn.Module, anatomy: Anatomy) -> None:
     """Refuse a model that cannot be cut as a layout says, before any rank is there."""
     check_blocks(layout, anatomy)
     check_exact(layout, model)
-    plan = make_plan(model, anatomy, layout.tp, 0) if layout.tp > 1 else Plan()
+    plan = make_plan(model, anatomy, layout.tp) if layout.tp > 1 else Plan()
     if layout.ep > 1:
         cut_experts(plan, model, anatomy, layout.ep)
     if layout.cp > 1:

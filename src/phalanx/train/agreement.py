@@ -11,7 +11,7 @@ import torch.distributed as dist
 from phalanx import counter
 from phalanx.data.fingerprint import digest
 from phalanx.errors import WrongUse
-from phalanx.parallel.communication import collectives
+from phalanx.parallel.communication.communicator import Communicator
 from phalanx.settings import plain_settings
 
 if TYPE_CHECKING:
@@ -37,13 +37,13 @@ def check_agreement(engine: Engine, *names: str) -> None:
         return
     facts = {name: FACTS[name](engine) for name in names}
     own = torch.tensor([counter.key(fact) for fact in facts.values()], device=engine.device)
-    assert dist.group.WORLD is not None
+    world = Communicator(dist.group.WORLD, engine.traffic)
     bounds = torch.cat([own, ~own])  # the largest of these, and the smallest: the same where all are
-    collectives.largest(bounds, dist.group.WORLD)
+    world.all_reduce_max(bounds)
     if torch.equal(bounds[: len(own)], ~bounds[len(own) :]):
         return
     every = own.new_empty(engine.environment.world, len(own))
-    collectives.all_gather(every, own, dist.group.WORLD).wait()
+    world.all_gather(every, own).wait()
     for name, first, *others in zip(names, *every.tolist(), strict=True):
         different = [rank for rank, value in enumerate(others, 1) if value != first]
         if different:

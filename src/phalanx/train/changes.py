@@ -16,7 +16,6 @@ from phalanx import user_code
 from phalanx.data.fingerprint import Fingerprint
 from phalanx.data.loader import sample_at
 from phalanx.events import plain
-from phalanx.parallel.communication import collectives
 from phalanx.settings import convert, plain_settings, task_fields
 from phalanx.task import rates
 from phalanx.words import listed
@@ -52,7 +51,7 @@ def described(engine: Engine) -> dict[str, Any]:
             "fingerprint": asdict(engine.loader.looked_at(lambda: Fingerprint.of(engine.order.size, _reader(engine)))),
         }
         own = [json.dumps(plain(found))]
-    (text,) = collectives.told(own, engine.mesh.world, 0)
+    (text,) = engine.mesh.world.broadcast_words(own, 0)
     return dict(json.loads(text))
 
 
@@ -72,7 +71,7 @@ def _numbers(options: Mapping[str, Any]) -> dict[str, Any]:
 def changes(engine: Engine, facts: Mapping[str, Any]) -> list[Change]:
     """All that is other than what the ``facts`` of a saved state say, as far as its version noted it."""
     found = [*_settings(engine, facts), *_data(engine, facts)] if engine.environment.rank == 0 else []
-    words = collectives.told([json.dumps(asdict(change)) for change in found], engine.mesh.world, 0)
+    words = engine.mesh.world.broadcast_words([json.dumps(asdict(change)) for change in found], 0)
     return [Change(**json.loads(word)) for word in words]
 
 

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from phalanx import user_code
 from phalanx.errors import WrongUse
-from phalanx.parallel.communication import collectives
 from phalanx.task import Task
 
 if TYPE_CHECKING:
@@ -126,7 +125,7 @@ class Collected:
         if engine.mesh.index("cp", "tp"):  # others have the same samples
             self.columns = {}
         own = [json.dumps([name, column.kinds]) for name, column in sorted(self.columns.items())]
-        every = [dict(json.loads(word) for word in words) for words in collectives.everybodys(own, engine.mesh.world)]
+        every = [dict(json.loads(word) for word in words) for words in engine.mesh.world.all_gather_words(own)]
         names = sorted({name for columns in every for name in columns})
         for name in names:
             check_alike(self.task, name, {kind for columns in every for kind in columns.get(name, ())})
@@ -139,7 +138,7 @@ class Collected:
             found[name], times = _assembled(engine, own_rows, holders, kind, samples)
             wrong = (times != 1).nonzero().flatten().tolist()[:1]
             amiss += [f"{name!r} of held-out sample {place} was gathered {int(times[place])} times" for place in wrong]
-        for told in collectives.told(amiss, engine.mesh.world, 0):
+        for told in engine.mesh.world.broadcast_words(amiss, 0):
             raise WrongUse(f"{told}, not once. Have {type(self.task).__name__}.evaluate give it for every batch.")
         return (found if engine.environment.rank == 0 else None), bool(names)
 
@@ -180,20 +179,18 @@ def _messages(engine: Engine, own: Column, holder: int) -> Iterator[Tensor]:
     if rank == holder == 0:
         yield from own.messages()
     elif rank == holder:
-        assert world is not None
         for message in own.messages():
-            collectives.send(torch.tensor([len(message)], device=device), world, 0).wait()
-            collectives.send(message.to(device), world, 0).wait()
-        collectives.send(torch.zeros(1, dtype=torch.int64, device=device), world, 0).wait()
+            world.send(torch.tensor([len(message)], device=device), 0).wait()
+            world.send(message.to(device), 0).wait()
+        world.send(torch.zeros(1, dtype=torch.int64, device=device), 0).wait()
     elif rank == 0:
-        assert world is not None
         while True:
             size = torch.zeros(1, dtype=torch.int64, device=device)
-            collectives.receive(size, world, holder).wait()
+            world.receive(size, holder).wait()
             if not int(size):
                 return
             message = torch.empty(int(size), dtype=torch.uint8, device=device)
-            collectives.receive(message, world, holder).wait()
+            world.receive(message, holder).wait()
             yield message.cpu()
 
 
@@ -205,7 +202,7 @@ def summarised(engine: Engine, gathered: Gathered | None) -> dict[str, float]:
             words = [json.dumps([name, repr(value)]) for name, value in numbers(task, gathered).items()]
         except Exception as error:
             words, cause = [f"{type(error).__name__}|{error}{_line(error)}"], error
-    words = collectives.told(words, engine.mesh.world, 0)
+    words = engine.mesh.world.broadcast_words(words, 0)
     if words and not words[0].startswith("["):
         kind, _, text = words[0].partition("|")
         if kind == WrongUse.__name__:

@@ -28,8 +28,8 @@ from phalanx.errors import WrongUse
 from phalanx.events import say
 from phalanx.launch.environment import TIMEOUT, Environment
 from phalanx.layout import Layout
-from phalanx.parallel.communication import collectives
 from phalanx.parallel.communication.mesh import BATCH, Mesh
+from phalanx.parallel.communication.traffic import Traffic
 from phalanx.parallel.spread import Spread
 from phalanx.parallel.weights.blueprint import Blueprint, mapped
 from phalanx.parallel.weights.filling import Saved
@@ -65,10 +65,12 @@ class Engine:
         init_from: str | Path | None = None,
         guard: Guard | None = None,
         allow_changes: bool = False,
+        traffic: Traffic | None = None,
     ) -> None:
         """``init_from``: a folder of safetensors files to begin from, instead of what `Task.pretrained` says.
 
         ``allow_changes``: go on from a saved state also where other samples are to come than were planned then.
+        ``traffic``: where what this rank says to others is counted.
         """
         task.check()
         self.task, self.environment = task, Environment.detect()
@@ -101,6 +103,7 @@ class Engine:
         self.wishes: set[str] = set()
         """What this rank wants all ranks to know with the next step's sum; its metrics say what any of them wanted."""
         self.timeout, self.init_from = timeout, init_from
+        self.traffic = traffic or Traffic()
         self.versions, self.allow_changes = VERSIONS, allow_changes
         self.changes: list[str] = []
         """What is other than when the state was saved that it went on from."""
@@ -119,7 +122,7 @@ class Engine:
         if self.layout.exact:
             undo.callback(steady(self.device))
         check_agreement(self, "settings", "layout", "kernels")
-        self.mesh = Mesh(self.layout, self.environment.rank, timeout)
+        self.mesh = Mesh(self.layout, self.environment.rank, timeout, self.traffic)
         undo.callback(self.mesh.close)
         blueprint = Blueprint(task.model, task.seed)
         self.anatomy = task.anatomy(blueprint.model)
@@ -314,9 +317,7 @@ class Engine:
     def gathered(self, own: Tensor) -> Tensor:
         """What every rank brings, ``[ranks, *own]``. All ranks must call it."""
         every = own.new_empty(self.environment.world, *own.shape)
-        if self.mesh.world is None:
-            return every.copy_(own)
-        collectives.all_gather(every, own.contiguous(), self.mesh.world).wait()
+        self.mesh.world.all_gather(every, own.contiguous()).wait()
         return every
 
     def whole_gradients(self, divisor: float, without: set[str]) -> Gradients:

@@ -12,7 +12,6 @@ from torch import Tensor
 from phalanx.data.loader import Loader
 from phalanx.errors import WrongUse
 from phalanx.losses import Logits
-from phalanx.parallel.communication import collectives
 from phalanx.parallel.communication.exact import fold
 from phalanx.task import Task, as_loss
 from phalanx.train.collecting import Collected, Gathered, summarised
@@ -91,7 +90,7 @@ def _computed(
                     sums.setdefault(key, zero.clone())[row] += counted(one, zero[0]) * micro.real
     engine.spread.rest()
     model.train()
-    every = {name for said in collectives.everybodys(sorted(sums), engine.mesh.world) for name in said}
+    every = {name for said in engine.mesh.world.all_gather_words(sorted(sums)) for name in said}
     return {name: sums.get(name, zero) for name in sorted(every)}, collected  # some may be of some samples alone
 
 
@@ -115,5 +114,5 @@ def _agreed(engine: Engine, loader: Loader, sums: dict[str, Tensor]) -> dict[str
         agreed = fold(by_leaf(engine, every))
     else:
         agreed = table[:, 0] * (engine.mesh.index("cp", "tp") == 0)  # their ranks have the same samples
-        collectives.all_reduce(agreed, engine.mesh.world).wait()
+        engine.mesh.world.all_reduce(agreed).wait()
     return {name: (total, count) for name, (total, count) in zip(sums, agreed.tolist(), strict=True)}

@@ -36,7 +36,7 @@ from phalanx.launch.stopping import Stop
 from phalanx.launch.supervisor import Host, Supervisor
 from phalanx.layout import Layout
 from phalanx.origin import kept_origin
-from phalanx.parallel.communication import collectives
+from phalanx.parallel.communication.traffic import Traffic
 from phalanx.parallel.spread import check_model
 from phalanx.parallel.weights.blueprint import Blueprint
 from phalanx.precision import DTYPES
@@ -309,7 +309,6 @@ class Job:
             rank, hosts = environment.rank, environment.hosts
             log = undo.enter_context(EventLog(run, rank, pause_of(rank, hosts), shared=rank in writers(hosts)))
             row = host.beats.row(environment.local_rank)
-            collectives.signs = row[ARRIVED:]
             beat = Beat(row, options.timeout)
             check = None
             if environment.rank == 0 and not (host.restarted and any(run.events(0, "check"))):
@@ -317,7 +316,7 @@ class Job:
             engine = Engine(
                 self.task, layout, device=self.cluster.device, timeout=timedelta(seconds=options.timeout),
                 init_from=None if shelf.steps() else options.init_from, guard=Guard(options.bad, options.spike),
-                allow_changes=options.allow == "changes",
+                allow_changes=options.allow == "changes", traffic=Traffic(row[ARRIVED:]),
             )  # fmt: skip
             undo.enter_context(engine)
             if rank == 0:

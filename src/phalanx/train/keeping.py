@@ -28,7 +28,6 @@ from phalanx.checkpoint.store import open_store
 from phalanx.errors import CannotHere
 from phalanx.events import say
 from phalanx.files import no_room, pauses
-from phalanx.parallel.communication import collectives
 from phalanx.train.engine import Engine
 from phalanx.train.guard import BadNumbers, first_not_finite
 from phalanx.train.neighbours import Neighbours
@@ -81,7 +80,7 @@ def save(engine: Engine, folder: str | Path) -> str:
     try:
         if engine.environment.rank == 0:
             keeper.shelf.abandon(0)  # what an attempt that was cut short has left
-        collectives.everybodys([], engine.mesh.world)
+        engine.mesh.world.all_gather_words([])
         keeper.save_now()
         return f"{keeper.shelf.store.url}/{keeper.shelf.name(engine.step_number)}"
     finally:
@@ -212,7 +211,7 @@ class Keeper:
         """Refuse, on all ranks alike, to take weights that are not finite for a result."""
         weights = self.engine.spread.weights.items()
         own = first_not_finite((name, weight.piece.data) for name, weight in weights if weight.trainable)
-        found = [name for said in collectives.everybodys([own], self.engine.mesh.world) for name in said if name]
+        found = [name for said in self.engine.mesh.world.all_gather_words([own]) for name in said if name]
         if found:
             raise BadNumbers(
                 f"{found[0]} is not finite after step {self.engine.step_number}, so nothing was saved. Lower the "
@@ -232,7 +231,7 @@ class Keeper:
     def _reasons(self, work: Work) -> list[list[str]]:
         """Why ranks could not save; rank 0, which misses the parts of others then, comes first."""
         own = [] if work.error is None else [str(work.error), *(["no room"] if no_room(work.error) else [])]
-        return [reasons for reasons in collectives.everybodys(own, self.engine.mesh.world) if reasons]
+        return [reasons for reasons in self.engine.mesh.world.all_gather_words(own) if reasons]
 
     def stage(self, save: bool) -> None:
         """Begin to copy the state as it is now."""
@@ -275,7 +274,7 @@ class Keeper:
         if free is not None:  # what slots of the generation before have is theirs already
             free += here * sum(slot.size() for slot in self._every_slot())
         short = [f"{needed:,} bytes, and {free:,} are free"] if free is not None and needed > free / 2 else []
-        found = [words for said in collectives.everybodys(short, self.engine.mesh.world) for words in said]
+        found = [words for said in self.engine.mesh.world.all_gather_words(short) for words in said]
         if found and self.policy.memory_steps and self.engine.environment.rank == 0:
             say(f"   note  no copies in memory: two of them on a host would take {found[0]}")
         return bool(found)
@@ -291,7 +290,7 @@ class Keeper:
             self.shelf.distrust(0 if after is None else after)
         for slot in self._every_slot():
             slot.void()
-        collectives.everybodys([], self.engine.mesh.world)  # nobody leaves before all of it is done
+        self.engine.mesh.world.all_gather_words([])  # nobody leaves before all of it is done
 
     def wait_for_copy(self) -> None:
         """Before an update: the copy of what it will change must be whole."""

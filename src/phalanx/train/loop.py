@@ -19,7 +19,6 @@ from phalanx.events import EventLog
 from phalanx.files import no_room, pauses
 from phalanx.launch.beats import STEPS, Beat
 from phalanx.launch.stopping import give_wishes
-from phalanx.parallel.communication import collectives
 from phalanx.run import Run
 from phalanx.train.collecting import CannotSummarise
 from phalanx.train.engine import Engine
@@ -120,7 +119,7 @@ class Loop:
                 write_weights(engine.spread, path, writer=engine.environment.rank == 0)
             except OSError as error:
                 own = [str(error.strerror or error), *(["no room"] if no_room(error) else [])]
-            reason = collectives.told(own, engine.mesh.world, 0)
+            reason = engine.mesh.world.broadcast_words(own, 0)
             if "no room" not in reason:
                 break
             if not attempt:
@@ -160,12 +159,12 @@ class Loop:
         """Steps that a rollback has left out since the state that was taken up: they stay so."""
         found = [event["left_out"] for event in self._noted("rollback")]
         words = [str(step) for step in (found[-1] if found else ()) if step >= self.engine.step_number]
-        return [int(step) for step in collectives.told(words, self.engine.mesh.world, 0)]
+        return [int(step) for step in self.engine.mesh.world.broadcast_words(words, 0)]
 
     def _was_corrupted(self) -> bool:
         """Whether ranks disagreed, and no step has been done since."""
         kinds = [event["kind"] for event in self._noted("corrupted", "step")]
-        return collectives.told(kinds[-1:], self.engine.mesh.world, 0) == ["corrupted"]
+        return self.engine.mesh.world.broadcast_words(kinds[-1:], 0) == ["corrupted"]
 
     def _noted(self, *kinds: str) -> Iterator[dict[str, Any]]:
         """What the run's events say, to rank 0, which tells the others."""

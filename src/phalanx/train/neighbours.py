@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 
 from phalanx.checkpoint.slot import Slot
-from phalanx.parallel.communication import collectives
+from phalanx.parallel.communication.communicator import Communicator
+from phalanx.parallel.communication.traffic import Traffic
 from phalanx.train.engine import Engine
 
 
@@ -58,34 +59,35 @@ class Neighbours:
         self.guests = guests
         # groups of their own, in the host's memory: they speak while steps go on. Each has two ranks, since gloo
         # connects all members of a group; and every rank names all of them in one order, since torch numbers them
-        self._groups: dict[frozenset[int], dist.ProcessGroup] = {}
+        self._groups: dict[frozenset[int], Communicator] = {}
+        behind = Traffic()  # of a thread of its own: not counted among what steps send
         for pair in dict.fromkeys(map(frozenset, pairs(hosts))):
-            group = dist.new_group(sorted(pair), backend="gloo", timeout=engine.timeout, group_desc=collectives.BEHIND)
+            group = dist.new_group(sorted(pair), backend="gloo", timeout=engine.timeout, group_desc="neighbours")
             if rank in pair:
-                self._groups[pair] = group
+                self._groups[pair] = Communicator(group, behind)
         self.rank = rank
 
-    def _with(self, other: int) -> dist.ProcessGroup:
+    def _with(self, other: int) -> Communicator:
         return self._groups[frozenset([self.rank, other])]
 
     def exchange(self, slot: Slot) -> None:
         """Both ways at once: a whole copy leaves, and others come."""
         own = slot.summary()
-        pending = [collectives.send(own, self._with(self.to), self.to)]
+        pending = [self._with(self.to).send(own, self.to)]
         arriving = []
         for origin, slots in zip(self.origins, self.guests, strict=False):
             coming = torch.zeros_like(own)
-            collectives.receive(coming, self._with(origin), origin).wait()
+            self._with(origin).receive(coming, origin).wait()
             guest = min(slots, key=lambda slot: slot.step() or -1)
             arriving.append((origin, guest, coming, guest.room(coming)))
-        pending.append(collectives.send(slot.content(), self._with(self.to), self.to))
+        pending.append(self._with(self.to).send(slot.content(), self.to))
         for origin, guest, coming, room in arriving:
-            collectives.receive(room, self._with(origin), origin).wait()
+            self._with(origin).receive(room, origin).wait()
             guest.admit(coming)
         for work in pending:
             work.wait()
 
     def close(self) -> None:
         for group in self._groups.values():
-            dist.destroy_process_group(group)
+            group.close()
         self._groups.clear()

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from phalanx.checkpoint.hashing import hashed
-from phalanx.parallel.communication import collectives
-from phalanx.parallel.communication.collectives import Group
+from phalanx.parallel.communication.communicator import Communicator
 from phalanx.parallel.weights.boxes import Box
 
 if TYPE_CHECKING:
@@ -47,26 +46,25 @@ def compare(engine: Engine) -> None:
         found += _differing(engine, name, weight.piece.data, engine.mesh.group("dp"))
         if weight.storage.always_whole and weight.piece is not weight.full:
             found += _differing(engine, name, weight.full.data, weight.storage.group)
-    told = [words for said in collectives.everybodys(found, engine.mesh.world) for words in said]
+    told = [words for said in engine.mesh.world.all_gather_words(found) for words in said]
     if told:
         votes = Counter(tuple(words.split(" ", 2)) for words in told)
         (sure, ranks, name), _ = votes.most_common(1)[0]
         raise Corrupted(name, [int(rank) for rank in ranks.split(",")], sure == "sure")
 
 
-def _differing(engine: Engine, name: str, tensor: Tensor, group: Group | None) -> list[str]:
+def _differing(engine: Engine, name: str, tensor: Tensor, group: Communicator) -> list[str]:
     """Who differs from the most in a group: "sure 3 name", or all of them where there is no majority."""
-    if group is None or not tensor.numel():
+    if group.alone or not tensor.numel():
         return []
     value = hashed(tensor, Box.whole(tensor), tensor.shape)
     own = torch.tensor([value - (1 << 64) if value >> 63 else value], device=engine.device)
-    every = own.new_empty(group.size(), 1)
-    collectives.all_gather(every, own, group).wait()
+    every = own.new_empty(group.size, 1)
+    group.all_gather(every, own).wait()
     values = every.flatten().tolist()
     usual, count = Counter(values).most_common(1)[0]
     if count == len(values):
         return []
-    members = torch.distributed.get_process_group_ranks(group)
     sure = 2 * count > len(values)
-    wrong = [rank for rank, value in zip(members, values, strict=True) if not sure or value != usual]
+    wrong = [rank for rank, value in zip(group.members, values, strict=True) if not sure or value != usual]
     return [f"{'sure' if sure else 'unsure'} {','.join(map(str, wrong))} {name}"]

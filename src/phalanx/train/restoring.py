@@ -23,7 +23,6 @@ from phalanx.checkpoint.store import open_store
 from phalanx.checkpoint.write import pieces
 from phalanx.errors import CannotHere, WrongUse
 from phalanx.events import say
-from phalanx.parallel.communication import collectives
 from phalanx.parallel.weights.boxes import Box
 from phalanx.train.engine import Engine
 
@@ -43,7 +42,7 @@ def load(engine: Engine, folder: str | Path) -> int:
 
 def steps_seen(engine: Engine, shelf: Shelf) -> list[int]:
     """The checkpoints that rank 0 sees: another rank might look a moment later. All ranks must ask."""
-    return [int(step) for step in collectives.told([str(step) for step in shelf.steps()], engine.mesh.world, 0)]
+    return [int(step) for step in engine.mesh.world.broadcast_words([str(step) for step in shelf.steps()], 0)]
 
 
 class Restorer:
@@ -118,7 +117,7 @@ class Restorer:
                 slot.void()
 
     def _everybodys(self, words: list[str]) -> list[list[str]]:
-        return collectives.everybodys(words, self.engine.mesh.world)
+        return self.engine.mesh.world.all_gather_words(words)
 
     # Memory of this host.
 

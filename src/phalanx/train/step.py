@@ -17,7 +17,6 @@ from phalanx.errors import WrongUse
 from phalanx.losses import Loss
 from phalanx.parallel.axes.pipeline import StageEnds
 from phalanx.parallel.axes.schedules import Action
-from phalanx.parallel.communication import collectives
 from phalanx.parallel.communication.exact import fold
 from phalanx.parallel.communication.mesh import BATCH
 from phalanx.parallel.randomness.answers import check_unmoved, generator_state
@@ -76,7 +75,7 @@ def train_step(engine: Engine, batch: StepBatch, rounds: Rounds | None = None) -
     if spread.probe.untried:
         try_blocks(engine, batch)
     spread.reduction.start_step()
-    before = collectives.sent.copy()
+    before = engine.traffic.sent.copy()
     totals = Totals(engine, len(batch.micro_batches))
 
     actions = spread.actions(len(batch.micro_batches))
@@ -144,7 +143,7 @@ def train_step(engine: Engine, batch: StepBatch, rounds: Rounds | None = None) -
         skipped=not finite or bool(bad) or count <= 0,
         bad=bad,
         seconds=clock.seconds(),
-        sent=_by_axis(collectives.sent - before),
+        sent=_by_axis(engine.traffic.sent - before),
         wishes=agreed.wishes,
     )
 
@@ -261,7 +260,7 @@ def _global_count(engine: Engine, own: Loss | None, micro_batches: int) -> float
     if engine.layout.exact:
         count *= engine.mesh.index(*BATCH) == 0  # whoever computes the first virtual micro-batch
     count *= engine.mesh.index("cp", "tp") == 0
-    collectives.all_reduce(count, engine.mesh.world).wait()
+    engine.mesh.world.all_reduce(count).wait()
     return float(count) * (engine.layout.exact or micro_batches)
 
 
@@ -284,7 +283,7 @@ def _agree(engine: Engine, sums: Tensor) -> Agreed:
     own = sums.sum(0) * (engine.mesh.index("cp", "tp") == 0)  # their ranks have the same samples
     few = torch.stack([*own[:2], spread.gradient_norm_squared(), own.new_tensor(len(spread.untouched()))])
     agreed = torch.cat([few, _wishes(engine, own), own[2:]])
-    collectives.all_reduce(agreed, engine.mesh.world).wait()
+    engine.mesh.world.all_reduce(agreed).wait()
     total, count, squared, missing, *rest = agreed.tolist()
     wished, named = rest[: len(WISHES)], rest[len(WISHES) :]
     return Agreed(total, count, named, math.sqrt(squared) if squared >= 0 else math.nan, missing, _wished(wished))
@@ -324,5 +323,5 @@ def _nobody_touched(engine: Engine) -> set[str]:
     held = engine.spread.weights
     touched = torch.tensor([float(n in held and n not in own) for n in names], dtype=torch.float64)
     touched = touched.to(engine.device)
-    collectives.all_reduce(touched, engine.mesh.world).wait()
+    engine.mesh.world.all_reduce(touched).wait()
     return {name for name, hits in zip(names, touched.tolist(), strict=True) if not hits}

@@ -9,6 +9,8 @@ from torch import nn
 
 from phalanx import WrongUse
 from phalanx.parallel.axes.batchnorm import spread_batchnorm
+from phalanx.parallel.communication.communicator import Communicator
+from phalanx.parallel.communication.traffic import Traffic
 from phalanx.parallel.randomness.draws import Moment
 from tests.ranks import Ranks
 
@@ -34,7 +36,7 @@ def one_rank(options: dict[str, object]) -> dict[str, torch.Tensor]:
     real = SIZES[rank] > 0
     x = (batch()[start : start + SIZES[rank]] if real else batch()[:1]).requires_grad_()
     module, moment = layer(**options), Moment(real=real)
-    spread_batchnorm(module, dist.group.WORLD, 3, moment)
+    spread_batchnorm(module, Communicator(dist.group.WORLD, Traffic()), 3, moment)
     for recomputing in (False, True):  # a second look at the same batch must leave the statistics alone
         moment.recomputing = recomputing
         out = module(x)
@@ -73,7 +75,7 @@ def test_over_ranks_as_over_one(ranks: Ranks, options: dict[str, object]) -> Non
 
 def test_on_one_rank_a_recomputed_batch_is_not_counted_twice() -> None:
     module, moment = layer(), Moment()
-    spread_batchnorm(module, None, 1, moment)
+    spread_batchnorm(module, Communicator(None, Traffic()), 1, moment)
     first = module(batch())
     before = module.running_mean.clone(), module.num_batches_tracked.clone()
     moment.recomputing = True
@@ -86,7 +88,7 @@ def test_on_one_rank_a_recomputed_batch_is_not_counted_twice() -> None:
 def test_narrow_inputs_are_normalised_wide(dtype: torch.dtype) -> None:
     module = nn.BatchNorm2d(4)
     module.weight.data, module.bias.data = module.weight.data.to(dtype), module.bias.data.to(dtype)
-    spread_batchnorm(module, None, 1, Moment())
+    spread_batchnorm(module, Communicator(None, Traffic()), 1, Moment())
     x = (torch.randn(8, 4, 5, 5) * 3 + 10).to(dtype).requires_grad_()
     out = module(x)
     out.float().square().sum().backward()

@@ -14,7 +14,7 @@ from phalanx.parallel.weights.blueprint import Blueprint
 
 def plan(model: nn.Module, ranks: int, **rules: object) -> Plan:
     described = Blueprint(lambda: model, 0).model
-    return make_plan(described, Anatomy.of(described, **rules), ranks, 0)
+    return make_plan(described, Anatomy.of(described, **rules), ranks)
 
 
 class Wordless(nn.Module):

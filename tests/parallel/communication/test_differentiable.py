@@ -6,7 +6,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from phalanx.parallel.communication.differentiable import add_up, gather, gather_rows, run, scatter, share
+from phalanx.parallel.communication.communicator import Communicator
+from phalanx.parallel.communication.differentiable import (
+    all_gather,
+    all_gather_rows,
+    all_reduce,
+    reduce_scatter,
+    replicate,
+    run,
+    shard,
+)
+from phalanx.parallel.communication.traffic import Traffic
 from tests.ranks import Ranks
 
 
@@ -16,36 +26,37 @@ def inputs(ranks: int, total: int) -> list[torch.Tensor]:
 
 
 def moves(total: int) -> None:
-    group, rank, ranks = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
+    group = Communicator(dist.group.WORLD, Traffic())
+    rank, ranks = group.rank, group.size
     every, weights = inputs(ranks, total), inputs(ranks, total)[::-1]
     start, stop = run(total, ranks, rank)
     same, own = every[0], slice(start, stop)
 
     x = same[:, own].clone().requires_grad_()
-    whole = gather(x, 1, total, group, alike=False)
+    whole = all_gather(x, 1, total, group, to="replicated")
     assert torch.equal(whole, same)
     (whole * weights[rank]).sum().backward()
     assert torch.allclose(x.grad, sum(weights)[:, own])
     x.grad = None
-    (gather(x, -2, total, group, alike=True) * weights[0]).sum().backward()
+    (all_gather(x, -2, total, group, to="invariant") * weights[0]).sum().backward()
     assert torch.allclose(x.grad, weights[0][:, own])
 
     x = every[rank].clone().requires_grad_()
-    part = scatter(x, 1, group, alike=False)
+    part = reduce_scatter(x, 1, group)
     assert torch.allclose(part, sum(every)[:, own])
     (part * weights[0][:, own]).sum().backward()
     assert torch.allclose(x.grad, weights[0])
     x = same.clone().requires_grad_()
-    part = scatter(x, 1, group, alike=True)
+    part = shard(x, 1, group)
     assert torch.equal(part, same[:, own])
     (part * weights[0][:, own]).sum().backward()
     assert torch.allclose(x.grad, weights[0])
 
     x = every[rank].clone().requires_grad_()
-    (add_up(x, group, alike=True) * weights[0]).sum().backward()
+    (all_reduce(x, group, to="invariant") * weights[0]).sum().backward()
     assert torch.allclose(x.grad, weights[0])
     x = same.clone().requires_grad_()
-    (share(x, group) * weights[rank]).sum().backward()
+    (replicate(x, group) * weights[rank]).sum().backward()
     assert torch.allclose(x.grad, sum(weights))
 
 
@@ -56,12 +67,13 @@ def test_moves_and_their_gradients(ranks: Ranks, ranks_: int, total: int) -> Non
 
 def rows(sizes: list[int]) -> None:
     """Whoever has no rows brings one that stands in."""
-    group, rank = dist.group.WORLD, dist.get_rank()
+    group = Communicator(dist.group.WORLD, Traffic())
+    rank = group.rank
     whole, *weights = (t[0] for t in inputs(len(sizes) + 1, sum(sizes)))
     start = sum(sizes[:rank])
     own = whole[start : start + sizes[rank]] if sizes[rank] else torch.full((1, 3), 7.0, dtype=whole.dtype)
     x = own.clone().requires_grad_()
-    every = gather_rows(x, sizes, group, counts=bool(sizes[rank]))
+    every = all_gather_rows(x, sizes, group, counts=bool(sizes[rank]))
     assert torch.equal(every, whole)
     (every * (weights[rank] if sizes[rank] else float("nan"))).sum().backward()
     total = sum(weight for weight, size in zip(weights, sizes, strict=True) if size)

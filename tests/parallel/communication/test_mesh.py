@@ -22,9 +22,9 @@ def facts() -> dict[str, object]:
     for axes in (("dp",), ("fsdp", "cp"), ("dp", "fsdp")):
         group = mesh.group(*axes)
         total = torch.tensor([float(dist.get_rank())])
-        dist.all_reduce(total, group=group)
-        timeout = group._get_backend(torch.device("cpu")).options._timeout
-        found["x".join(axes)] = (mesh.members(axes), mesh.index(*axes), total.item(), group.group_desc, timeout)
+        group.all_reduce(total).wait()
+        timeout = group._group._get_backend(torch.device("cpu")).options._timeout
+        found["x".join(axes)] = (mesh.members(axes), mesh.index(*axes), total.item(), group.name, timeout)
     found["world is the batch"] = mesh.world is mesh.group("dp", "fsdp")
     mesh.close()
     return found
@@ -44,7 +44,7 @@ def names(layout: Layout) -> list[str | None]:
     mesh = Mesh(layout, dist.get_rank(), timedelta(seconds=17))
     groups = [mesh.group(*axes) for axes in (SHARD, ("cp",), EXPERTS, EXPERT_SHARD, AXES)]
     mesh.close()
-    return [group.group_desc if group else None for group in groups]
+    return [None if group.alone else group.name for group in groups]
 
 
 def test_groups_of_the_same_ranks_are_told_apart_by_what_they_are_for(ranks: Ranks) -> None:
@@ -55,8 +55,8 @@ def test_groups_of_the_same_ranks_are_told_apart_by_what_they_are_for(ranks: Ran
 
 def test_a_rank_alone_has_no_groups() -> None:
     mesh = Mesh(Layout(), 0, timedelta(seconds=1))
-    assert mesh.world is None
-    assert mesh.group("dp") is None
+    assert mesh.world.alone
+    assert mesh.group("dp").alone
     assert mesh.size("dp", "fsdp") == 1
     mesh.close()
 
@@ -115,7 +115,7 @@ def several(layouts: list[Layout]) -> list[float]:
     for layout in layouts:
         mesh = Mesh(layout, dist.get_rank(), timedelta(seconds=17))
         total = torch.ones(1)
-        dist.all_reduce(total, group=mesh.world)
+        mesh.world.all_reduce(total).wait()
         found.append(total.item())
         mesh.close()
     return found

@@ -7,14 +7,15 @@ import torch.distributed as dist
 
 import phalanx
 from phalanx import Layout
+from phalanx.parallel.communication.communicator import Communicator
+from phalanx.parallel.communication.traffic import Traffic
 from phalanx.parallel.weights.holding import _sum_among
 from tests.layouts import task_for
 from tests.ranks import Ranks
 
 
 def sums() -> list[list[float]]:
-    rank, group = dist.get_rank(), dist.group.WORLD
-    assert group is not None
+    rank, group = dist.get_rank(), Communicator(dist.group.WORLD, Traffic())
     everybody, some, own = torch.full((2,), rank + 1.0), torch.full((3,), 10.0 * (rank + 1)), torch.tensor([7.0])
     parts = [(everybody, [0, 1, 2, 3]), (own, [rank])]
     if rank in (0, 2):

@@ -13,8 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from phalanx.errors import WrongUse
-from phalanx.parallel.communication import collectives
-from phalanx.parallel.communication.collectives import Group
+from phalanx.parallel.communication.communicator import Communicator
 from phalanx.parallel.randomness.draws import Moment
 
 KINDS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -24,14 +23,13 @@ class _Normalise(torch.autograd.Function):
     """``(x - mean) / sqrt(variance + eps)`` with both taken over the group. Also returns mean, variance and count."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group | None, ranks: int, real: bool, eps: float) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, x: Tensor, group: Communicator, ranks: int, real: bool, eps: float) -> tuple[Tensor, ...]:
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         dims = [0, *range(2, x.ndim)]
         count = float(x.numel() // x.shape[1]) if real else 0.0
         own = torch.stack([wide.new_full((x.shape[1],), count), wide.mean(dims), wide.var(dims, correction=0)])
-        every = own.new_empty(ranks, *own.shape) if group else own.unsqueeze(0)
-        if group:
-            collectives.all_gather(every, own, group).wait()
+        every = own.new_empty(ranks, *own.shape)
+        group.all_gather(every, own).wait()
         counts, means, variances = every.unbind(1)
         total = counts.sum(0)
         mean = (counts * means).sum(0) / total
@@ -49,7 +47,7 @@ class _Normalise(torch.autograd.Function):
         normal, scale, total = ctx.saved_tensors
         wide = gradient.to(normal.dtype)
         sums = torch.stack([wide.sum(ctx.dims), (wide * normal).sum(ctx.dims)]) * float(ctx.real)
-        collectives.all_reduce(sums, ctx.group).wait()
+        ctx.group.all_reduce(sums).wait()
         first, second = (sums / total * float(ctx.real)).unbind(0)  # a stand-in had no part in mean and variance
         back = scale.view(ctx.shape) * (wide - first.view(ctx.shape) - normal * second.view(ctx.shape))
         return back.to(ctx.dtype), None, None, None, None
@@ -63,7 +61,7 @@ def _channels(x: Tensor) -> list[int]:
 class GlobalBatchNorm:
     """The forward of one batch-norm module over the ranks of a group. A recomputed batch is not counted twice."""
 
-    def __init__(self, module: Any, group: Group | None, ranks: int, moment: Moment) -> None:
+    def __init__(self, module: Any, group: Communicator, ranks: int, moment: Moment) -> None:
         self.module, self.group, self.ranks, self.moment = module, group, ranks, moment
         self.plain_forward = module.forward
 
@@ -71,7 +69,7 @@ class GlobalBatchNorm:
         module = self.module
         batch_statistics = module.training or module.running_mean is None
         narrow = x.dtype in (torch.float16, torch.bfloat16)  # torch's kernels want float32 weights beside such inputs
-        if not narrow and (self.group is None or not batch_statistics):
+        if not narrow and (self.group.alone or not batch_statistics):
             return self._on_one_rank(x)
         if batch_statistics:
             normal, mean, variance, count = _Normalise.apply(x, self.group, self.ranks, self.moment.real, module.eps)
@@ -103,7 +101,7 @@ class GlobalBatchNorm:
         module.running_var.lerp_(unbiased.to(module.running_var.dtype), share)
 
 
-def spread_batchnorm(model: nn.Module, group: Group | None, ranks: int, moment: Moment) -> None:
+def spread_batchnorm(model: nn.Module, group: Communicator, ranks: int, moment: Moment) -> None:
     """Give every batch-norm of a model statistics over the group."""
     for name, module in model.named_modules():
         if not isinstance(module, KINDS):

@@ -24,8 +24,8 @@ from phalanx.errors import WrongUse
 from phalanx.losses import Logits, Sequence
 from phalanx.parallel.axes import batchnorm
 from phalanx.parallel.axes.calls import TIME, about_sizes, stream, with_stream
-from phalanx.parallel.communication.collectives import Group
-from phalanx.parallel.communication.differentiable import add_up, exchange, gather, run
+from phalanx.parallel.communication.communicator import Communicator
+from phalanx.parallel.communication.differentiable import all_gather, all_reduce, all_to_all, run
 from phalanx.parallel.randomness.draws import Randomness, Region
 from phalanx.parallel.weights.blueprint import leaves, mapped
 
@@ -59,10 +59,16 @@ class ContextParallel:
     """Makes a model's blocks work with their positions."""
 
     def __init__(
-        self, model: nn.Module, anatomy: Anatomy, group: Group, kind: str, randomness: Randomness, lazy_heads: bool
+        self,
+        model: nn.Module,
+        anatomy: Anatomy,
+        group: Communicator,
+        kind: str,
+        randomness: Randomness,
+        lazy_heads: bool,
     ) -> None:
         self.group, self.kind, self.randomness = group, kind, randomness
-        self.ranks, self.rank = group.size(), group.rank()
+        self.ranks, self.rank = group.size, group.rank
         self.inside = ""
         """The block that computes just now."""
         self._reached: set[str] = set()
@@ -166,7 +172,7 @@ class ContextParallel:
         each = 2 * self._chunk(time, 0)[1]
         dim %= x.ndim
         padded = F.pad(x, [0, 0] * (x.ndim - 1 - dim) + [0, each - x.shape[dim]])
-        every = gather(padded, dim, each * self.ranks, self.group, alike=False)
+        every = all_gather(padded, dim, each * self.ranks, self.group, to="replicated")
         return every.index_select(dim, self._order(time, each))
 
     def _whole_time(self, x: Tensor) -> Tensor:
@@ -295,7 +301,7 @@ class ContextParallel:
         time = self.randomness.moment.time
         each = 2 * self._chunk(time, 0)[1]
         rows = F.pad(x, [0, 0, 0, each - x.shape[-2]]).unflatten(1, (self.ranks, -1)).movedim(1, 0)
-        every = exchange(rows, self.group).movedim(0, 2).flatten(2, 3)
+        every = all_to_all(rows, self.group).movedim(0, 2).flatten(2, 3)
         return every.index_select(2, self._order(time, each))
 
     def _time_for_heads(self, x: Tensor, time_dim: int) -> Tensor:
@@ -308,7 +314,7 @@ class ContextParallel:
         rows = by_heads.new_zeros(*by_heads.shape[:2], each * self.ranks, by_heads.shape[3]).index_copy(
             2, order, by_heads
         )
-        every = exchange(rows.unflatten(2, (self.ranks, each)).movedim(2, 0), self.group)
+        every = all_to_all(rows.unflatten(2, (self.ranks, each)).movedim(2, 0), self.group)
         own = every.movedim(0, 1).flatten(1, 2).narrow(2, 0, len(here))
         return own if time_dim == -2 else own.transpose(1, 2)
 
@@ -319,7 +325,8 @@ class ContextParallel:
                 continue  # folded: every rank computes all of its loss
             places = self.places(logits.hidden.shape[TIME], self.rank)
             logits.sequence = Sequence(
-                partial(torch.index_select, dim=TIME, index=places), partial(add_up, group=self.group, alike=False)
+                partial(torch.index_select, dim=TIME, index=places),
+                partial(all_reduce, group=self.group, to="replicated"),
             )
 
 

@@ -58,12 +58,13 @@ class Cut:
 
 @dataclass(frozen=True)
 class Container:
-    """What a rank computes between the columns and the rows of one container."""
+    """What ranks compute between the columns and the rows of one container."""
 
     name: str
-    features: Span
-    """Its part of the hidden width, or of all heads' widths."""
-    heads: Span | None = None
+    features: tuple[Span, ...]
+    """By rank, its part of the hidden width, or of all heads' widths."""
+    heads: tuple[Span, ...] = ()
+    """By rank, where they are cut between heads."""
     attributes: dict[str, int] = field(default_factory=dict)
     """What the module must believe of itself for its part to fit."""
     config: dict[str, int] = field(default_factory=dict)
@@ -88,7 +89,7 @@ class Plan:
     """Whether the residual stream between containers is cut by time."""
 
 
-def make_plan(model: nn.Module, anatomy: Anatomy, ranks: int, rank: int) -> Plan:
+def make_plan(model: nn.Module, anatomy: Anatomy, ranks: int) -> Plan:
     """Cuts for every weight that the anatomy has a rule for and that all of its neighbours allow."""
     plan = Plan()
     closed = True
@@ -97,7 +98,7 @@ def make_plan(model: nn.Module, anatomy: Anatomy, ranks: int, rank: int) -> Plan
         groups = list(_closed_groups(block, rules))
         closed &= bool(groups) and all(name != block for name, _ in groups)
         for name, members in groups:
-            _cut_container(plan, model, name, {m: rules[m] for m in members}, ranks, rank)
+            _cut_container(plan, model, name, {m: rules[m] for m in members}, ranks)
     if not plan.cuts:
         raise WrongUse(
             f"tp={ranks} finds nothing to cut in {type(model).__name__}: no block has linears with a rule for columns "
@@ -125,7 +126,7 @@ def _closed_groups(block: str, rules: dict[str, Any]) -> Iterator[tuple[str, lis
             break
 
 
-def _cut_container(plan: Plan, model: nn.Module, name: str, rules: dict[str, Any], ranks: int, rank: int) -> None:
+def _cut_container(plan: Plan, model: nn.Module, name: str, rules: dict[str, Any], ranks: int) -> None:
     for member, way in rules.items():
         module: Any = model.get_submodule(member)
         if way == "row" and not _plain(module):
@@ -157,18 +158,18 @@ def _cut_container(plan: Plan, model: nn.Module, name: str, rules: dict[str, Any
         else:
             plan.rows.append(member)
     row = next(member for member, way in rules.items() if way == "row")
-    plan.containers[name] = Container(name, spans[row][rank][0], gathered=reason)
+    plan.containers[name] = Container(name, tuple(own[0] for own in spans[row]), gathered=reason)
     if count is not None and not reason:
-        _cut_by_heads(plan, model, name, count, ranks, rank)
+        _cut_by_heads(plan, model, name, count, ranks)
 
 
-def _cut_by_heads(plan: Plan, model: nn.Module, name: str, count: int, ranks: int, rank: int) -> None:
+def _cut_by_heads(plan: Plan, model: nn.Module, name: str, count: int, ranks: int) -> None:
     """What attention itself has by head, and what it believes of its heads."""
     container, own = model.get_submodule(name), plan.containers[name]
     for weight, _ in _by_head(container, count):
         plan.cuts[f"{name}.{weight}"] = Cut(0, tuple((part(count, ranks, r),) for r in range(ranks)))
     plan.containers[name] = Container(
-        name, own.features, part(count, ranks, rank), heads.beliefs(container, count, ranks),
+        name, own.features, tuple(part(count, ranks, r) for r in range(ranks)), heads.beliefs(container, count, ranks),
         heads.config_beliefs(container, count, ranks),
     )  # fmt: skip
 

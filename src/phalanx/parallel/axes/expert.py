@@ -18,9 +18,8 @@ from torch import Tensor, nn
 from phalanx.anatomy import Anatomy
 from phalanx.errors import WrongUse
 from phalanx.parallel.axes.cuts import Cut, Plan
-from phalanx.parallel.communication import collectives
-from phalanx.parallel.communication.collectives import Group
-from phalanx.parallel.communication.differentiable import exchange_rows
+from phalanx.parallel.communication.communicator import Communicator
+from phalanx.parallel.communication.differentiable import all_to_all_rows
 
 
 def cut_experts(plan: Plan, model: nn.Module, anatomy: Anatomy, ranks: int) -> None:
@@ -47,18 +46,18 @@ def cut_experts(plan: Plan, model: nn.Module, anatomy: Anatomy, ranks: int) -> N
 class ExpertParallel:
     """Makes experts modules work with their experts, for tokens of all ranks."""
 
-    def __init__(self, model: nn.Module, anatomy: Anatomy, group: Group) -> None:
+    def __init__(self, model: nn.Module, anatomy: Anatomy, group: Communicator) -> None:
         self.group = group
         for name in anatomy.experts:
             module: Any = model.get_submodule(name)
             experts = module.num_experts
-            module.num_experts //= group.size()
+            module.num_experts //= group.size
             module.forward = partial(self._experts, module.forward, experts)
 
     def _experts(
         self, forward: Callable[..., Tensor], experts: int, hidden: Tensor, chosen: Tensor, shares: Tensor
     ) -> Tensor:
-        ranks, each = self.group.size(), chosen.shape[1]
+        ranks, each = self.group.size, chosen.shape[1]
         if torch.is_grad_enabled() and not hidden.requires_grad:
             hidden = hidden.detach().requires_grad_()  # whoever gets no token goes back the same way as the others
         flat = chosen.reshape(-1)
@@ -66,12 +65,12 @@ class ExpertParallel:
         order = flat.argsort(stable=True)[: int(counts.sum())]  # by expert; those who chose nobody are last
         tokens = order // each
         given = counts.view(ranks, -1)
-        taken = collectives.exchange(given, self.group)
+        taken = self.group.all_to_all(given)
         out, back = given.sum(1).tolist(), taken.sum(1).tolist()
-        arrived = exchange_rows(hidden[tokens], out, back, self.group)
+        arrived = all_to_all_rows(hidden[tokens], out, back, self.group)
         local = torch.arange(given.shape[1], device=hidden.device).repeat(ranks).repeat_interleave(taken.reshape(-1))
         done = forward(arrived, local.unsqueeze(1), arrived.new_ones(len(arrived), 1))
         done = done + arrived[:0].sum()  # also where no expert had a token
-        returned = exchange_rows(done, back, out, self.group)
+        returned = all_to_all_rows(done, back, out, self.group)
         weighted = returned * shares.reshape(-1)[order].unsqueeze(1).to(returned.dtype)
         return torch.zeros_like(hidden).index_add(0, tokens, weighted)

@@ -26,9 +26,9 @@ from phalanx.parallel.axes.calls import TIME, shadow, with_stream
 from phalanx.parallel.axes.context import ContextParallel
 from phalanx.parallel.axes.schedules import Action, Receives, forwards, receives, schedule
 from phalanx.parallel.axes.stages import Stages
-from phalanx.parallel.communication import collectives
-from phalanx.parallel.communication.collectives import Pending
+from phalanx.parallel.communication.communicator import Communicator
 from phalanx.parallel.communication.mesh import Mesh
+from phalanx.parallel.communication.pending import Pending
 from phalanx.parallel.randomness.draws import Moment
 from phalanx.parallel.weights.blueprint import leaves, mapped
 
@@ -309,7 +309,7 @@ class Pipeline:
 
     def _send(self, tensor: Tensor, stage: int, way: str) -> None:
         self._sending = [(pending, held) for pending, held in self._sending if not pending.over]
-        pending = collectives.send(tensor, self._lane(stage, way), self._rank_of(stage))
+        pending = self._lane(stage, way).send(tensor, self._rank_of(stage))
         self._sending.append((pending, tensor))
 
     def _expect(self, sent: Action | None) -> None:
@@ -335,7 +335,7 @@ class Pipeline:
     def _post(self, action: Action, tensor: Tensor) -> None:
         source = action.stage - 1 if action.kind == "forward" else action.stage + 1
         lane = self._lane(action.stage, action.kind)
-        self._posted[action] = collectives.receive(tensor, lane, self._rank_of(source)), tensor
+        self._posted[action] = lane.receive(tensor, self._rank_of(source)), tensor
 
     def _received(self, action: Action) -> Tensor:
         self._receive_owed(until=action)
@@ -355,7 +355,7 @@ class Pipeline:
     def _rank_of(self, stage: int) -> int:
         return self.mesh.members(("pp",))[stage % self.stages.ranks]
 
-    def _lane(self, stage: int, way: str) -> collectives.Group:
+    def _lane(self, stage: int, way: str) -> Communicator:
         """The group for messages to a stage: two ranks, one direction, so that no message waits for another's turn."""
         return self.mesh.lane(way, stage % self.stages.ranks)
 

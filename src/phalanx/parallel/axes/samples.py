@@ -18,9 +18,8 @@ from phalanx.errors import WrongUse
 from phalanx.layout import Layout
 from phalanx.loss import counted_by
 from phalanx.losses import Logits
-from phalanx.parallel.communication import collectives
-from phalanx.parallel.communication.collectives import Group
-from phalanx.parallel.communication.differentiable import gather_rows
+from phalanx.parallel.communication.communicator import Communicator
+from phalanx.parallel.communication.differentiable import all_gather_rows
 from phalanx.parallel.randomness.draws import Moment
 
 Spans = list[list[tuple[int, int]]]
@@ -112,7 +111,7 @@ class Known:
 class Samples:
     """The samples of a step, and which of them this rank has."""
 
-    def __init__(self, group: Group | None, moment: Moment, layout: Layout) -> None:
+    def __init__(self, group: Communicator, moment: Moment, layout: Layout) -> None:
         self.group, self.moment = group, moment
         self.micro_batches = 1
         self.known = Known()
@@ -169,7 +168,7 @@ class Samples:
             self.need_all("phalanx.gather needs the whole global batch at once")
             assert self.answers is not None
             return self.answers.answer("rows", x)
-        if self._spans is None or self.group is None:
+        if self._spans is None or self.group.alone:
             return x
         return self._of_all(x)
 
@@ -195,7 +194,7 @@ class Samples:
         if kind == "counts":
             own = torch.stack([torch.zeros_like(like), *parts]).sum(0)
             total = own.clone()
-            collectives.all_reduce(total, self.group).wait()
+            self.group.all_reduce(total).wait()
             return total, own
         own = torch.cat([like[:0], *parts]).requires_grad_(like.is_floating_point())
         return own if self._spans is None else self._of_all(own), own
@@ -204,11 +203,11 @@ class Samples:
         """Everybody's rows in the order of slots, from what each has in the order of its micro-batches."""
         assert self._spans is not None
         spans = self._spans()
-        if self.group is not None:
+        if not self.group.alone:
             self.used = True
             self._check_alike(own, self.group)
             sizes = [sum(stop - start for start, stop in ranges) for ranges in spans]
-            own = gather_rows(own, sizes, self.group, counts=self.moment.real or self.micro_batches > 1)
+            own = all_gather_rows(own, sizes, self.group, counts=self.moment.real or self.micro_batches > 1)
         slots = [slot for ranges in spans for start, stop in ranges for slot in range(start, stop)]
         if slots == sorted(slots):
             return own
@@ -228,7 +227,7 @@ class Samples:
                 "sample, as its first dim."
             )
 
-    def _check_alike(self, x: Tensor, group: Group) -> None:
+    def _check_alike(self, x: Tensor, group: Communicator) -> None:
         """All ranks find out alike if their rows do not fit together, before they would hang over it."""
         if x.dtype not in DTYPES or x.ndim > MOST_DIMS:
             raise WrongUse(
@@ -237,8 +236,8 @@ class Samples:
             )
         own = [DTYPES.index(x.dtype), x.requires_grad, x.ndim, *x.shape[1:]]
         header = torch.tensor(own + [0] * (3 + MOST_DIMS - len(own)), device=x.device)
-        every = header.new_empty(group.size(), len(header))
-        collectives.all_gather(every, header, group).wait()
+        every = header.new_empty(group.size, len(header))
+        group.all_gather(every, header).wait()
         found = {tuple(row) for row in every.tolist()}
         if len(found) > 1:
             shapes = sorted({str(tuple(row[3 : 2 + row[2]])) for row in found})
@@ -268,7 +267,7 @@ class Samples:
                     f"phalanx.losses.sum gets {_listed(names)} here, and got {_listed(before)} before. {SAME_NAMES}"
                 )
             return
-        every = collectives.everybodys(names, self.group)
+        every = self.group.all_gather_words(names)
         other = next((given for given in every if given != every[0]), None)
         if other is not None:
             first, second = _listed(every[0]), _listed(other)
@@ -286,7 +285,7 @@ class Samples:
         if self._spans is None:
             return own
         total = own * self.moment.real
-        collectives.all_reduce(total, self.group).wait()
+        self.group.all_reduce(total).wait()
         return total
 
 

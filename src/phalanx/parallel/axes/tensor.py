@@ -22,16 +22,25 @@ from phalanx.anatomy import Anatomy
 from phalanx.losses import Logits, Vocabulary, check_ids
 from phalanx.parallel.axes.calls import TIME, about_sizes, stream, with_stream
 from phalanx.parallel.axes.cuts import Cut, Plan, gather_inside
-from phalanx.parallel.communication import collectives
-from phalanx.parallel.communication.collectives import Group
-from phalanx.parallel.communication.differentiable import add_up, gather, run, scatter, share
+from phalanx.parallel.communication.communicator import Communicator
+from phalanx.parallel.communication.differentiable import (
+    Same,
+    all_gather,
+    all_reduce,
+    reduce_scatter,
+    replicate,
+    run,
+    shard,
+)
 from phalanx.parallel.randomness.draws import Randomness, Region
 
 
 class TensorParallel:
     """Makes a model's modules work with their parts."""
 
-    def __init__(self, plan: Plan, model: nn.Module, anatomy: Anatomy, group: Group, randomness: Randomness) -> None:
+    def __init__(
+        self, plan: Plan, model: nn.Module, anatomy: Anatomy, group: Communicator, randomness: Randomness
+    ) -> None:
         self.plan, self.group, self.randomness = plan, group, randomness
         self._way_in: tuple[Tensor, Tensor] | None = None
         self._orders: dict[Cut, Tensor] = {}
@@ -43,7 +52,7 @@ class TensorParallel:
             module.register_forward_pre_hook(partial(self._into_column, inside))
             module.register_forward_hook(partial(self._out_of_column, inside, cut))
             if hasattr(module, "nf"):  # Hugging Face's Conv1D shapes its output by it
-                module.nf = sum(stop - start for start, stop in cut.spans[self.group.rank()])
+                module.nf = sum(stop - start for start, stop in cut.spans[self.group.rank])
         for name in plan.rows:
             module = model.get_submodule(name)
             module.forward = partial(self._row, module, self._container_of(name))
@@ -65,12 +74,12 @@ class TensorParallel:
             hidden = stream(args, kwargs, name)
             if moment.here is None:
                 moment.time = hidden.shape[TIME]
-            args, kwargs = with_stream(args, kwargs, scatter(hidden, TIME, self.group, alike=True))
-        own = slice(*run(moment.length, self.group.size(), self.group.rank()))
+            args, kwargs = with_stream(args, kwargs, shard(hidden, TIME, self.group))
+        own = slice(*run(moment.length, self.group.size, self.group.rank))
         self.randomness.region = Region(self._positions()[own])
         output = forward(*args, **kwargs)
         if last:
-            whole = partial(gather, dim=TIME, total=moment.length, group=self.group, alike=True)
+            whole = partial(all_gather, dim=TIME, total=moment.length, group=self.group, to="invariant")
             return (whole(output[0]), *output[1:]) if isinstance(output, tuple) else whole(output)
         return output
 
@@ -92,7 +101,8 @@ class TensorParallel:
         whole, gathered, draws = (args, kwargs), self.plan.containers[name].gathered, self.randomness.calls
         if self.plan.by_time:
             length = self.randomness.moment.length
-            hidden = gather(stream(args, kwargs, name), TIME, length, self.group, alike=bool(gathered))
+            to: Same = "invariant" if gathered else "replicated"
+            hidden = all_gather(stream(args, kwargs, name), TIME, length, self.group, to=to)
             args, kwargs = with_stream(args, kwargs, hidden)
         try:
             return forward(*args, **kwargs)
@@ -117,13 +127,14 @@ class TensorParallel:
         if container.gathered:
             self.randomness.inner = Region(self.randomness.moment.here)  # all heads and features
         else:
-            heads = None if container.heads is None else torch.arange(*container.heads, device=device)
-            features = torch.arange(*container.features, device=device)
+            rank = self.group.rank
+            heads = torch.arange(*container.heads[rank], device=device) if container.heads else None
+            features = torch.arange(*container.features[rank], device=device)
             self.randomness.inner = Region(self.randomness.moment.here, features, heads)
             if self.plan.by_time:
                 return args
         if self._way_in is None or self._way_in[0] is not args[0]:
-            self._way_in = args[0], share(args[0], self.group)
+            self._way_in = args[0], replicate(args[0], self.group)
         return (self._way_in[1], *args[1:])
 
     def _out_of_column(self, inside: str, cut: Cut, module: nn.Module, args: Any, output: Tensor) -> Tensor | None:
@@ -132,7 +143,7 @@ class TensorParallel:
             return None
         sizes = [sum(stop - start for start, stop in spans) for spans in cut.spans]
         padded = F.pad(output, [0, max(sizes) - output.shape[-1]])
-        every = gather(padded, -1, max(sizes) * len(sizes), self.group, alike=True)
+        every = all_gather(padded, -1, max(sizes) * len(sizes), self.group, to="invariant")
         if cut not in self._orders:
             places: dict[int, int] = {}
             for rank, spans in enumerate(cut.spans):
@@ -144,19 +155,19 @@ class TensorParallel:
 
     def _row(self, module: Any, inside: str, x: Tensor) -> Tensor:
         if self.plan.containers[inside].gathered:
-            x = scatter(x, -1, self.group, alike=True)
+            x = shard(x, -1, self.group)
         product = F.linear(x, module.weight) if isinstance(module, nn.Linear) else x @ module.weight
         out = (
-            scatter(product, TIME, self.group, alike=False)
+            reduce_scatter(product, TIME, self.group)
             if self.plan.by_time
-            else add_up(product, self.group, alike=True)
+            else all_reduce(product, self.group, to="invariant")
         )
         self.randomness.inner = self._way_in = None
         return out if module.bias is None else out + module.bias
 
     def _embedding(self, module: Any, tokens: Tensor) -> Tensor:
         check_ids(tokens, module.num_embeddings, "token")
-        start, stop = run(module.num_embeddings, self.group.size(), self.group.rank())
+        start, stop = run(module.num_embeddings, self.group.size, self.group.rank)
         here = (tokens >= start) & (tokens < stop)
         skipped = module.padding_idx is not None and start <= module.padding_idx < stop
         if stop == start:
@@ -166,18 +177,18 @@ class TensorParallel:
                 (tokens - start).where(here, 0), module.weight,
                 padding_idx=module.padding_idx - start if skipped else None,
             ).where(here.unsqueeze(-1), 0)  # fmt: skip
-        return add_up(found, self.group, alike=True)
+        return all_reduce(found, self.group, to="invariant")
 
     def _head(self, module: Any, x: Tensor) -> Logits:
         size = module.out_features
         return Logits(x, module.weight, module.bias, Vocabulary(
             size=size,
-            start=run(size, self.group.size(), self.group.rank())[0],
-            share=partial(share, group=self.group),
-            gather=partial(gather, dim=-1, total=size, group=self.group, alike=True),
+            start=run(size, self.group.size, self.group.rank)[0],
+            share=partial(replicate, group=self.group),
+            gather=partial(all_gather, dim=-1, total=size, group=self.group, to="invariant"),
             add_up=self._add_up,
-            largest=partial(collectives.largest, group=self.group),
+            largest=self.group.all_reduce_max,
         ))  # fmt: skip
 
     def _add_up(self, tensor: Tensor) -> None:
-        collectives.all_reduce(tensor, self.group).wait()
+        self.group.all_reduce(tensor).wait()

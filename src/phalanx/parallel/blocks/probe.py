@@ -20,7 +20,7 @@ from phalanx.layout import Layout
 from phalanx.parallel.axes import batchnorm
 from phalanx.parallel.axes.calls import TIME, first_tensor, shadow, with_stream
 from phalanx.parallel.axes.context import ContextParallel
-from phalanx.parallel.communication.differentiable import gather, run
+from phalanx.parallel.communication.differentiable import all_gather, run
 from phalanx.parallel.randomness.draws import Randomness
 from phalanx.parallel.torch_private import FakeTensor, install
 from phalanx.parallel.weights.bucket import Weight
@@ -106,7 +106,7 @@ class Probe:
             return hidden
         if self.by_time:
             group = self.holding.mesh.group("tp")
-            hidden = gather(hidden.detach(), TIME, self.randomness.moment.length, group, alike=True)
+            hidden = all_gather(hidden.detach(), TIME, self.randomness.moment.length, group, to="invariant")
         return hidden if self.context is None else self.context.whole(hidden.detach(), TIME)
 
     def _alone(self, name: str, draws: int, args: Any, kwargs: Any) -> Tensor:

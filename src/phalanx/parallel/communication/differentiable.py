@@ -1,20 +1,29 @@
-"""Collectives that gradients flow back through. Each is named by what it does forward; backward does the reverse.
+"""Collectives that gradients flow back through.
 
-A dim of n is cut over a group into runs of ``ceil(n / ranks)``; the last ones may be short or empty.
+On an axis, what each rank has of a tensor is one of these, and a gradient has a state of its own:
+
+    replicated  the same on all ranks, and each does something else with it: its gradients are partial
+    invariant   the same on all ranks, and all do the same with it: its gradients are the same
+    sharded     each rank has its run of a dim: a dim of n is cut into runs of ``ceil(n / ranks)``, the last ones short
+                or empty
+    partial     each rank has a term of a sum
+
+Each function says what it takes and what it gives; backward goes the same way in reverse.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
-from phalanx.parallel.communication import collectives
-from phalanx.parallel.communication.collectives import Group
+from phalanx.parallel.communication.communicator import Communicator
+
+Same = Literal["replicated", "invariant"]
 
 
 def run(total: int, ranks: int, rank: int) -> tuple[int, int]:
@@ -23,81 +32,97 @@ def run(total: int, ranks: int, rank: int) -> tuple[int, int]:
     return min(rank * each, total), min((rank + 1) * each, total)
 
 
-def gather(x: Tensor, dim: int, total: int, group: Group | None, *, alike: bool) -> Tensor:
-    """Everybody's runs of a dim in one. ``alike``: all ranks do the same with it, so each has the whole gradient."""
-    return x if group is None else _Gather.apply(x, dim % x.ndim, total, group, alike)
+def all_gather(x: Tensor, dim: int, total: int, group: Communicator, *, to: Same) -> Tensor:
+    """Sharded -> replicated or invariant: everybody's runs of a dim in one."""
+    return x if group.alone else AllGather.apply(x, dim % x.ndim, total, group, to)
 
 
-def scatter(x: Tensor, dim: int, group: Group | None, *, alike: bool) -> Tensor:
-    """This rank's run of a dim. ``alike``: all ranks have the same ``x``; otherwise theirs are summed."""
-    return x if group is None else _Scatter.apply(x, dim % x.ndim, group, alike)
+def reduce_scatter(x: Tensor, dim: int, group: Communicator) -> Tensor:
+    """Partial -> sharded: this rank's run of a dim of the sum."""
+    return x if group.alone else ReduceScatter.apply(x, dim % x.ndim, group)
 
 
-def add_up(x: Tensor, group: Group | None, *, alike: bool) -> Tensor:
-    """The sum over ranks. ``alike``: all ranks do the same with it, so each has the whole gradient."""
-    return x if group is None else _AddUp.apply(x, group, alike)
+def shard(x: Tensor, dim: int, group: Communicator) -> Tensor:
+    """Invariant -> sharded: this rank's run of a dim."""
+    return x if group.alone else Shard.apply(x, dim % x.ndim, group)
 
 
-def share(x: Tensor, group: Group | None) -> Tensor:
-    """The same ``x`` on all ranks, with which each does something else: their gradients are summed."""
-    return x if group is None else _Share.apply(x, group)
+def all_reduce(x: Tensor, group: Communicator, *, to: Same) -> Tensor:
+    """Partial -> replicated or invariant: the sum over ranks."""
+    return x if group.alone else AllReduce.apply(x, group, to)
 
 
-def exchange(x: Tensor, group: Group | None) -> Tensor:
+def replicate(x: Tensor, group: Communicator) -> Tensor:
+    """Invariant -> replicated: the same ``x``, whose gradients are summed over ranks."""
+    return x if group.alone else Replicate.apply(x, group)
+
+
+def all_to_all(x: Tensor, group: Communicator) -> Tensor:
     """Row r goes to rank r, and row r of what comes back is from rank r: ``[ranks, ...]``."""
-    return x if group is None else _Exchange.apply(x, group)
+    return x if group.alone else AllToAll.apply(x, group)
 
 
-def exchange_rows(x: Tensor, out: Sequence[int], back: Sequence[int], group: Group | None) -> Tensor:
+def all_to_all_rows(x: Tensor, out: Sequence[int], back: Sequence[int], group: Communicator) -> Tensor:
     """The first ``out[0]`` rows go to rank 0, the next ``out[1]`` to rank 1; ``back[r]`` rows come from rank r."""
-    return x if group is None else _ExchangeRows.apply(x, out, back, group)
+    return x if group.alone else AllToAllRows.apply(x, out, back, group)
 
 
-def gather_rows(x: Tensor, sizes: Sequence[int], group: Group, *, counts: bool) -> Tensor:
-    """Everybody's rows in one, ``sizes[r]`` of them rank r's. Each does something else with them: gradients are summed.
+def all_gather_rows(x: Tensor, sizes: Sequence[int], group: Communicator, *, counts: bool) -> Tensor:
+    """Sharded by uneven runs -> replicated: everybody's rows in one, ``sizes[r]`` of them rank r's.
 
     What a rank that does not ``count`` does with them leaves no gradient; it has no rows of its own.
     """
-    return _GatherRows.apply(x, sizes, group, counts)
+    return AllGatherRows.apply(x, sizes, group, counts)
 
 
-class _Gather(Function):
+class AllGather(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, total: int, group: Group, alike: bool) -> Tensor:
-        ctx.dim, ctx.group, ctx.alike = dim, group, alike
+    def forward(ctx: Any, x: Tensor, dim: int, total: int, group: Communicator, to: Same) -> Tensor:
+        ctx.dim, ctx.group, ctx.to = dim, group, to
         return _gathered(x, dim, total, group)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        pick = _own if ctx.alike else _summed
+        pick = own_run if ctx.to == "invariant" else _summed
         return pick(gradient, ctx.dim, ctx.group), None, None, None, None
 
 
-class _Scatter(Function):
+class Shard(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, group: Group, alike: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, dim: int, group: Communicator) -> Tensor:
         ctx.dim, ctx.total, ctx.group = dim, x.shape[dim], group
-        return (_own if alike else _summed)(x, dim, group)
+        return own_run(x, dim, group)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return _gathered(gradient, ctx.dim, ctx.total, ctx.group), None, None, None
+        return _gathered(gradient, ctx.dim, ctx.total, ctx.group), None, None
 
 
-class _AddUp(Function):
+class ReduceScatter(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, alike: bool) -> Tensor:
-        ctx.group, ctx.alike = group, alike
+    def forward(ctx: Any, x: Tensor, dim: int, group: Communicator) -> Tensor:
+        ctx.dim, ctx.total, ctx.group = dim, x.shape[dim], group
+        return _summed(x, dim, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return _gathered(gradient, ctx.dim, ctx.total, ctx.group), None, None
+
+
+class AllReduce(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Communicator, to: Same) -> Tensor:
+        ctx.group, ctx.to = group, to
         return _sum(x, group)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return gradient if ctx.alike else _sum(gradient, ctx.group), None, None
+        return gradient if ctx.to == "invariant" else _sum(gradient, ctx.group), None, None
 
 
-class _Share(Function):
+class Replicate(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+    def forward(ctx: Any, x: Tensor, group: Communicator) -> Tensor:
         ctx.group = group
         return x.view_as(x)
 
@@ -106,36 +131,36 @@ class _Share(Function):
         return _sum(gradient, ctx.group), None
 
 
-class _Exchange(Function):
+class AllToAll(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+    def forward(ctx: Any, x: Tensor, group: Communicator) -> Tensor:
         ctx.group = group
-        return collectives.exchange(x, group)
+        return group.all_to_all(x)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return collectives.exchange(gradient, ctx.group), None
+        return ctx.group.all_to_all(gradient), None
 
 
-class _ExchangeRows(Function):
+class AllToAllRows(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, out: Sequence[int], back: Sequence[int], group: Group) -> Tensor:
+    def forward(ctx: Any, x: Tensor, out: Sequence[int], back: Sequence[int], group: Communicator) -> Tensor:
         ctx.out, ctx.back, ctx.group = out, back, group
-        return collectives.exchange_rows(x, out, back, group)
+        return group.all_to_all_rows(x, out, back)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return collectives.exchange_rows(gradient, ctx.back, ctx.out, ctx.group), None, None, None
+        return ctx.group.all_to_all_rows(gradient, ctx.back, ctx.out), None, None, None
 
 
-class _GatherRows(Function):
+class AllGatherRows(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, sizes: Sequence[int], group: Group, counts: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, sizes: Sequence[int], group: Communicator, counts: bool) -> Tensor:
         ctx.sizes, ctx.group, ctx.counts, ctx.shape = sizes, group, counts, x.shape
         narrow = x.to(torch.uint8) if x.dtype is torch.bool else x
-        part = _padded(narrow[: sizes[group.rank()]], 0, max(sizes)).contiguous()
+        part = _padded(narrow[: sizes[group.rank]], 0, max(sizes)).contiguous()
         every = part.new_empty(len(sizes), *part.shape)
-        collectives.all_gather(every, part, group).wait()
+        group.all_gather(every, part).wait()
         return torch.cat([rows[:size] for rows, size in zip(every, sizes, strict=True)]).to(x.dtype)
 
     @staticmethod
@@ -147,21 +172,21 @@ class _GatherRows(Function):
             for rows, own in zip(parts, wide.split(sizes), strict=True):
                 rows[: len(own)] = own
         summed = torch.empty_like(parts[0])
-        collectives.reduce_scatter(summed, parts, group, exactly=True).wait()
+        group.reduce_scatter(summed, parts, exactly=True).wait()
         back = gradient.new_zeros(ctx.shape)
-        size = sizes[group.rank()]
+        size = sizes[group.rank]
         back[:size] = summed[:size].to(gradient.dtype)
         return back, None, None, None
 
 
-def _sum(x: Tensor, group: Group) -> Tensor:
+def _sum(x: Tensor, group: Communicator) -> Tensor:
     total = x.clone().contiguous()
-    collectives.all_reduce(total, group).wait()
+    group.all_reduce(total).wait()
     return total
 
 
-def _own(x: Tensor, dim: int, group: Group) -> Tensor:
-    start, stop = run(x.shape[dim], group.size(), group.rank())
+def own_run(x: Tensor, dim: int, group: Communicator) -> Tensor:
+    start, stop = run(x.shape[dim], group.size, group.rank)
     return x.narrow(dim, start, stop - start).clone()
 
 
@@ -170,10 +195,10 @@ def _padded(x: Tensor, dim: int, size: int) -> Tensor:
     return F.pad(x, [0, 0] * (x.ndim - 1 - dim) + [0, missing]) if missing else x
 
 
-def _gathered(x: Tensor, dim: int, total: int, group: Group) -> Tensor:
-    part = _padded(x, dim, run(total, group.size(), 0)[1]).contiguous()
-    every = part.new_empty(group.size(), *part.shape)
-    collectives.all_gather(every, part, group).wait()
+def _gathered(x: Tensor, dim: int, total: int, group: Communicator) -> Tensor:
+    part = _padded(x, dim, run(total, group.size, 0)[1]).contiguous()
+    every = part.new_empty(group.size, *part.shape)
+    group.all_gather(every, part).wait()
     whole = every.movedim(0, dim).flatten(dim, dim + 1)
     return _fresh(whole if whole.shape[dim] == total else whole.narrow(dim, 0, total).contiguous(), every)
 
@@ -183,11 +208,11 @@ def _fresh(x: Tensor, source: Tensor) -> Tensor:
     return x.clone() if x.data_ptr() == source.data_ptr() else x
 
 
-def _summed(x: Tensor, dim: int, group: Group) -> Tensor:
-    ranks, total = group.size(), x.shape[dim]
+def _summed(x: Tensor, dim: int, group: Communicator) -> Tensor:
+    ranks, total = group.size, x.shape[dim]
     each = run(total, ranks, 0)[1]
     parts = _padded(x, dim, each * ranks).unflatten(dim, (ranks, each)).movedim(dim, 0).contiguous()
     own = parts.new_empty(parts.shape[1:])
-    collectives.reduce_scatter(own, parts, group).wait()
-    start, stop = run(total, ranks, group.rank())
+    group.reduce_scatter(own, parts).wait()
+    start, stop = run(total, ranks, group.rank)
     return own if own.shape[dim] == stop - start else own.narrow(dim, 0, stop - start).clone()

@@ -17,7 +17,8 @@ import torch.distributed as dist
 
 from phalanx.layout import Layout
 from phalanx.parallel.axes.schedules import CHUNKS
-from phalanx.parallel.communication import collectives
+from phalanx.parallel.communication.communicator import Communicator
+from phalanx.parallel.communication.traffic import Traffic
 from phalanx.parallel.torch_private import default_store, new_group
 
 AXES = ("pp", "dp", "fsdp", "cp", "tp")
@@ -125,20 +126,24 @@ class Grid:
 
 
 class Mesh(Grid):
-    """A rank's place in the grid, and the process groups through which it speaks along each axis."""
+    """A rank's place in the grid, and a communicator along each axis."""
 
-    def __init__(self, layout: Layout, rank: int, timeout: timedelta) -> None:
+    def __init__(self, layout: Layout, rank: int, timeout: timedelta, traffic: Traffic | None = None) -> None:
+        """``traffic``: where what is said along all axes is counted."""
         super().__init__(layout, rank)
+        self.traffic = traffic or Traffic()
         wanted, lanes = self.groups(), self.lanes()
         number = default_store().add(f"meshes of rank {rank}", 1) if wanted else 0  # in this world, so far
         nccl = bool(wanted) and dist.get_backend() == "nccl"
         device = torch.device("cuda", torch.cuda.current_device()) if nccl else None
-        self._made = {
+        made = {
             group: new_group(group.ranks, rank, f"mesh {number}, {group.name}", timeout, group.called, device)
             for group in dict.fromkeys([*wanted.values(), *lanes.values()])
         }
-        self._groups: dict[tuple[str, ...], dist.ProcessGroup | None] = {
-            axes: self._made[wanted[axes]] if axes in wanted else None for axes in GROUPS
+        self._made = {group: Communicator(process_group, self.traffic) for group, process_group in made.items()}
+        self._groups: dict[tuple[str, ...], Communicator] = {
+            axes: self._made[wanted[axes]] if axes in wanted else Communicator(None, self.traffic, self._called(axes))
+            for axes in GROUPS
         }
         self._lanes = {lane: self._made[group] for lane, group in lanes.items()}
         if device is not None:
@@ -154,26 +159,23 @@ class Mesh(Grid):
             number, receiver = torch.zeros(1, device=device), self.members(("pp",))[to]
             sender = next(rank for rank in self.lanes()[way, to].ranks if rank != receiver)
             if self.rank == receiver:
-                collectives.receive(number, lane, sender).wait()
+                lane.receive(number, sender).wait()
             else:
-                collectives.send(number, lane, receiver).wait()
+                lane.send(number, receiver).wait()
 
-    def group(self, *axes: str) -> dist.ProcessGroup | None:
-        """The group along these axes, or None where this rank is alone on them."""
+    def group(self, *axes: str) -> Communicator:
+        """The ranks along these axes."""
         return self._groups[axes]
 
-    def lane(self, way: str, to: int) -> dist.ProcessGroup:
-        """The group for messages ``forward`` or ``backward`` to a neighbour along ``pp``."""
+    def lane(self, way: str, to: int) -> Communicator:
+        """For messages ``forward`` or ``backward`` to a neighbour along ``pp``."""
         return self._lanes[way, to]
 
     @property
-    def world(self) -> dist.ProcessGroup | None:
+    def world(self) -> Communicator:
         return self._groups[AXES]
 
     def close(self) -> None:
-        """Take the groups apart."""
-        for group in self._made.values():
-            dist.destroy_process_group(group)
-        self._made.clear()
-        self._groups.clear()
-        self._lanes.clear()
+        """Take the process groups apart."""
+        for communicator in self._made.values():
+            communicator.close()

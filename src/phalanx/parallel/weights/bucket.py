@@ -15,10 +15,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from phalanx.parallel.communication import collectives
-from phalanx.parallel.communication.collectives import Group, Pending
+from phalanx.parallel.communication.communicator import Communicator
 from phalanx.parallel.communication.exact import Partial
 from phalanx.parallel.communication.memory import Buffers, Room
+from phalanx.parallel.communication.pending import Pending
 from phalanx.parallel.torch_private import install
 
 
@@ -29,7 +29,7 @@ class Storage:
     ranks: int
     """Ranks that share a weight: the ``fsdp`` degree."""
     rank: int
-    group: Group | None
+    group: Communicator
     parameter: torch.dtype
     compute: torch.dtype
     reduce: torch.dtype
@@ -161,20 +161,20 @@ class Bucket:
     def start_gather(self) -> None:
         """Begin to make the weights whole; costs nothing if they are, or are about to be."""
         storage = self.storage
-        if self.is_whole or self._gathering is not None or storage.group is None:
+        if self.is_whole or self._gathering is not None or storage.group.alone:
             return
         flat = storage.buffers.take(storage.ranks, self.packing.length, dtype=storage.compute)
         row = flat[storage.rank]
         for weight in self.weights:
             self.packing.own(weight, row).copy_(weight.piece.data)
-        self._gathering = collectives.all_gather(flat, row, storage.group), flat
+        self._gathering = storage.group.all_gather(flat, row), flat
 
     def assemble(self, packing: Packing, row: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Whole tensors, by weight, from everybody's rows. All ranks of the group must call it."""
         flat = row.view(1, -1)
-        if self.storage.group is not None:
+        if not self.storage.group.alone:
             flat = row.new_empty(self.storage.ranks, len(row))
-            collectives.all_gather(flat, row, self.storage.group).wait()
+            self.storage.group.all_gather(flat, row).wait()
         for weight in packing.weights:
             whole = row.new_empty(weight.shape)
             for part, place in packing.pairs(weight, whole, flat):
@@ -262,10 +262,7 @@ class Bucket:
         """Begin to sum the gradients over the ``fsdp`` group, each rank its own rows, and let the other rows go."""
         storage, gradients, target = self.storage, self.gradients, self._target()
         assert gradients is not None
-        assert storage.group is not None
-        pending = collectives.reduce_scatter(
-            target, gradients, storage.group, storage.buffers, exactly=self.partial is not None
-        )
+        pending = storage.group.reduce_scatter(target, gradients, storage.buffers, exactly=self.partial is not None)
         self.filled.clear()
         if not storage.whole_gradients:
             self.gradients = None

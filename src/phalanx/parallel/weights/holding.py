@@ -13,8 +13,7 @@ from torch import Tensor
 
 from phalanx.parallel.axes.cuts import Cut, Plan
 from phalanx.parallel.axes.stages import Stages
-from phalanx.parallel.communication import collectives
-from phalanx.parallel.communication.collectives import Group
+from phalanx.parallel.communication.communicator import Communicator
 from phalanx.parallel.communication.mesh import Mesh
 
 
@@ -65,24 +64,23 @@ class Holding:
     def complete(self, gradients: Sequence[tuple[str, Tensor]], like: Tensor) -> None:
         """Sum what several ranks have parts of, in place. All of them must call it, also those that have none."""
         tp, pp = self.mesh.group("tp"), self.mesh.group("pp")
-        if tp is not None:
+        if not tp.alone:
             _sum_among([(part, self.adding(name)) for name, part in gradients], like, tp)
-        if pp is not None and any(len(self.stage_ranks(name)) > 1 for name in self.shapes):
+        if not pp.alone and any(len(self.stage_ranks(name)) > 1 for name in self.shapes):
             _sum_among([(part, self.stage_ranks(name)) for name, part in gradients], like, pp)
 
     def joined(self, parts: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Weights, or gradients of them, put together from what the ranks of ``tp`` or ``ep`` hold."""
         for name, part in parts:
             cut = self.cut(name)
-            group = self.mesh.group(cut.axis) if cut else None
-            yield name, part if cut is None or group is None else self._whole(cut, self.shapes[name], part, group)
+            yield name, part if cut is None else self._whole(cut, self.shapes[name], part, self.mesh.group(cut.axis))
 
     @staticmethod
-    def _whole(cut: Cut, shape: torch.Size, part: Tensor, group: Group) -> Tensor:
-        shapes = [cut.shape(shape, rank) for rank in range(group.size())]
-        every = part.new_zeros(group.size(), max(shape.numel() for shape in shapes))
-        every[group.rank(), : part.numel()] = part.reshape(-1)
-        collectives.all_gather(every, every[group.rank()].clone(), group).wait()
+    def _whole(cut: Cut, shape: torch.Size, part: Tensor, group: Communicator) -> Tensor:
+        shapes = [cut.shape(shape, rank) for rank in range(group.size)]
+        every = part.new_zeros(group.size, max(shape.numel() for shape in shapes))
+        every[group.rank, : part.numel()] = part.reshape(-1)
+        group.all_gather(every, every[group.rank].clone()).wait()
         whole = part.new_empty(shape)
         for rank, own in enumerate(shapes):
             cut.put(every[rank, : own.numel()].view(own), whole, rank)
@@ -97,7 +95,7 @@ class Holding:
     ) -> Iterator[tuple[str, Tensor]]:
         """What all stages have, each weight once; ``order`` says by stage in which order it gives them."""
         group, index = self.mesh.group("pp"), self.mesh.index("pp")
-        if group is None:
+        if group.alone:
             yield from own
             return
         for rank, names in enumerate(order):
@@ -110,21 +108,21 @@ class Holding:
             for name, tensor in given:
                 if name in first:
                     tensor = tensor.contiguous()
-                    collectives.broadcast(tensor, group, rank)
+                    group.broadcast(tensor, rank)
                     yield name, tensor
 
 
-def _sum_among(parts: Sequence[tuple[Tensor, list[int]]], like: Tensor, group: Group) -> None:
+def _sum_among(parts: Sequence[tuple[Tensor, list[int]]], like: Tensor, group: Communicator) -> None:
     """Sum each part over the ranks that hold it, in the order of the ranks."""
     shared = [(part, holders) for part, holders in parts if len(holders) > 1]
-    others = [rank for rank in range(group.size()) if rank != group.rank()]
-    lists = [[part for part, holders in shared if rank in holders and rank in others] for rank in range(group.size())]
-    received = collectives.exchange_lists(lists, like, group)
-    offsets = [0] * group.size()
+    others = [rank for rank in range(group.size) if rank != group.rank]
+    lists = [[part for part, holders in shared if rank in holders and rank in others] for rank in range(group.size)]
+    received = group.all_to_all_lists(lists, like)
+    offsets = [0] * group.size
     for part, holders in shared:
         total = torch.zeros_like(part)
         for rank in holders:
-            if rank == group.rank():
+            if rank == group.rank:
                 total += part
             else:
                 start, offsets[rank] = offsets[rank], offsets[rank] + part.numel()

@@ -13,8 +13,8 @@ from functools import partial
 from torch import Tensor, nn
 
 from phalanx.errors import WrongUse
-from phalanx.parallel.communication import collectives
-from phalanx.parallel.communication.collectives import Group, Pending
+from phalanx.parallel.communication.communicator import Communicator
+from phalanx.parallel.communication.pending import Pending
 from phalanx.parallel.weights.bucket import Bucket, Weight
 from phalanx.parallel.weights.shard import Gathering
 
@@ -26,7 +26,7 @@ class Reduction:
     3), shards are summed after each micro-batch; otherwise after the last one.
     """
 
-    def __init__(self, buckets: Sequence[Bucket], replicas: Group | None, gathering: Gathering | None) -> None:
+    def __init__(self, buckets: Sequence[Bucket], replicas: Communicator, gathering: Gathering | None) -> None:
         self.buckets, self.replicas, self.gathering = buckets, replicas, gathering
         self.on_gradient: Callable[[str, Tensor], None] | None = None
         """Told each gradient that this rank's own backward made, before it is summed over ranks."""
@@ -147,8 +147,8 @@ class Reduction:
     def _sum_over_replicas(self, bucket: Bucket) -> None:
         assert bucket.owned is not None
         if bucket.partial is None:
-            self._reducing.append(collectives.all_reduce(bucket.owned, self.replicas))
+            self._reducing.append(self.replicas.all_reduce(bucket.owned))
             return
         if self._reducing:
             self._reducing[-1].advance()  # it had the time that this one was being made
-        self._reducing.append(collectives.all_reduce_exactly(bucket.owned, self.replicas, bucket.storage.buffers))
+        self._reducing.append(self.replicas.all_reduce_exactly(bucket.owned, bucket.storage.buffers))

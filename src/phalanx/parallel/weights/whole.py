@@ -7,7 +7,6 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from phalanx.parallel.communication import collectives
 from phalanx.parallel.weights.bucket import Bucket
 from phalanx.parallel.weights.holding import Holding
 from phalanx.precision import Dtypes
@@ -63,11 +62,11 @@ class Whole:
                 list(self.trainable),
             )
             self._orders = [own]
-            if group is not None:
+            if not group.alone:
                 row = torch.full((len(names),), -1, device=self.device)
                 row[: len(own)] = torch.tensor([names.index(name) for name in own], device=self.device)
-                every = row.new_empty(group.size(), len(names))
-                collectives.all_gather(every, row, group).wait()
+                every = row.new_empty(group.size, len(names))
+                group.all_gather(every, row).wait()
                 self._orders = [[names[index] for index in numbers if index >= 0] for numbers in every.tolist()]
         return self._orders
 
@@ -84,9 +83,9 @@ class Whole:
         yield from self.holding.from_stages(self._own_state(), self._order(), self.dtypes.parameter, self.device)
         group = self.holding.mesh.group("pp")
         for name, tensor in self.replicated():
-            if group is not None:
+            if not group.alone:
                 tensor = tensor.contiguous()
-                collectives.broadcast(tensor, group, self.holding.stage_ranks(name)[0])
+                group.broadcast(tensor, self.holding.stage_ranks(name)[0])
             yield name, tensor
 
     def _own_state(self) -> Iterator[tuple[str, Tensor]]:

@@ -16,8 +16,8 @@ from phalanx.data import loader
 from phalanx.data.loader import Loader, Plan, Reader, seed_globally
 from phalanx.data.order import Order, share
 from phalanx.parallel import spread
-from phalanx.parallel.communication import collectives
-from phalanx.parallel.communication.collectives import Pending
+from phalanx.parallel.communication.communicator import Communicator
+from phalanx.parallel.communication.pending import Pending
 from phalanx.parallel.spread import Spread
 from phalanx.parallel.weights.bucket import Bucket, Weight
 from phalanx.parallel.weights.replicate import Reduction
@@ -285,12 +285,12 @@ def a_rank_skips_a_collective(replace: Replace) -> None:
 @bug(57, "dp=2", "collective|ended", "dp")
 def a_rank_sends_another_size(replace: Replace) -> None:
     """One rank's part of a collective is shorter than the others'."""
-    plain = collectives.all_reduce
+    plain = Communicator.all_reduce
 
-    def all_reduce(tensor: Tensor, group: Any) -> Pending:
-        return plain(tensor[: len(tensor) // 2] if rank() == 1 and tensor.numel() > 100 else tensor, group)
+    def all_reduce(self: Any, tensor: Tensor) -> Pending:
+        return plain(self, tensor[: len(tensor) // 2] if rank() == 1 and tensor.numel() > 100 else tensor)
 
-    replace(collectives, "all_reduce", all_reduce)
+    replace(Communicator, "all_reduce", all_reduce)
 
 
 @bug(60, "dp=2", "MemoryError", "dp")

@@ -15,13 +15,13 @@ from torch import Tensor
 from phalanx.losses import Sequence
 from phalanx.models import experts
 from phalanx.parallel import spread
-from phalanx.parallel.axes import batchnorm, heads, tensor
+from phalanx.parallel.axes import batchnorm, expert, heads, tensor
 from phalanx.parallel.axes.context import ContextParallel
-from phalanx.parallel.axes.expert import ExpertParallel
 from phalanx.parallel.axes.pipeline import Pipeline
-from phalanx.parallel.axes.tensor import TensorParallel
-from phalanx.parallel.communication import collectives, differentiable
-from phalanx.parallel.communication.collectives import Pending
+from phalanx.parallel.communication import differentiable
+from phalanx.parallel.communication.communicator import Communicator
+from phalanx.parallel.communication.pending import Pending
+from phalanx.parallel.communication.traffic import Traffic
 from phalanx.parallel.randomness.draws import Randomness
 from phalanx.parallel.spread import Spread
 from phalanx.parallel.weights.bucket import Bucket, Weight
@@ -135,9 +135,9 @@ def cp_attention_keeps_own_keys_gradient(replace: Replace) -> None:
     """Attention gathers keys and values forward, and backward keeps what this rank's queries gave to its own keys."""
 
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return differentiable._own(gradient, ctx.dim, ctx.group), None, None, None, None
+        return differentiable.own_run(gradient, ctx.dim, ctx.group), None, None, None, None
 
-    replace(differentiable._Gather, "backward", staticmethod(backward))
+    replace(differentiable.AllGather, "backward", staticmethod(backward))
 
 
 @bug(12, "fsdp=2", "norm", "fsdp")
@@ -165,26 +165,22 @@ def replicas_never_speak(replace: Replace) -> None:
 @bug(14, "dp=2", "gradients", "dp")
 def sum_goes_to_a_copy(replace: Replace) -> None:
     """Gradients are summed over replicas in a contiguous copy, which is then thrown away."""
-
-    def summed(self: Any, bucket: Any) -> None:
-        collectives.all_reduce(bucket.owned.clone(), self.replicas).wait()
-
-    replace(Reduction, "_sum_over_replicas", summed)
+    replace(Reduction, "_sum_over_replicas", lambda self, bucket: self.replicas.all_reduce(bucket.owned.clone()).wait())
 
 
 @bug(14, "cp=2", "gradients", "cp")
 def gradients_summed_without_cp(replace: Replace) -> None:
     """Gradients are reduced over the data-parallel ranks alone; those of cp hold parts of them too."""
-    plain = collectives.reduce_scatter
+    plain = Communicator.reduce_scatter
 
-    def reduce_scatter(output: Tensor, parts: Tensor, group: Any, *how: Any, **also: Any) -> Pending:
-        own = parts[group.rank()].clone()
-        plain(output, parts, group, *how, **also).wait()
-        if group.group_desc == "fsdpxcp":
+    def reduce_scatter(self: Any, output: Tensor, parts: Tensor, *how: Any, **also: Any) -> Pending:
+        own = parts[self.rank].clone()
+        plain(self, output, parts, *how, **also).wait()
+        if self.name == "fsdpxcp":
             output.copy_(own)
-        return Pending(())
+        return Pending()
 
-    replace(collectives, "reduce_scatter", reduce_scatter)
+    replace(Communicator, "reduce_scatter", reduce_scatter)
 
 
 @bug(17, "dp=2", "router|feed_forward", "dp", 2.0, experts=8)
@@ -205,23 +201,23 @@ def penalties_never_flow(replace: Replace) -> None:
 @bug(18, "fsdp=2,ep=2", "experts|router", "ep", experts=8)
 def expert_gradients_doubled(replace: Replace) -> None:
     """What comes back from experts elsewhere sends its gradient twice."""
-    plain = ExpertParallel._experts
+    plain = expert.ExpertParallel._experts
 
     def run(self: Any, forward: Any, *args: Any) -> Tensor:
         return plain(self, lambda *given: _doubled(forward(*given)), *args)
 
-    replace(ExpertParallel, "_experts", run)
+    replace(expert.ExpertParallel, "_experts", run)
 
 
 @bug(18, "fsdp=2,ep=2", "router|feed_forward", "ep", experts=8)
 def router_detached(replace: Replace) -> None:
     """Tokens come back from their experts weighed by shares that were cut off from the router."""
-    plain = ExpertParallel._experts
+    plain = expert.ExpertParallel._experts
 
     def run(self: Any, forward: Any, count: int, hidden: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
         return plain(self, forward, count, hidden, chosen, shares.detach())
 
-    replace(ExpertParallel, "_experts", run)
+    replace(expert.ExpertParallel, "_experts", run)
 
 
 @bug(0, "dp=2", "gradients", "micro-batches")
@@ -248,12 +244,12 @@ def last_micro_batch_left_out(replace: Replace) -> None:
 @bug(0, "fsdp=2", "gradients", "fsdp")
 def gradients_summed_in_bfloat16(replace: Replace) -> None:
     """Gradients travel in a lower precision than they are kept in."""
-    plain = collectives.reduce_scatter
+    plain = Communicator.reduce_scatter
 
-    def reduce_scatter(output: Tensor, parts: Tensor, group: Any, *how: Any, **also: Any) -> Pending:
-        return plain(output, parts.copy_(parts.to(torch.bfloat16)), group, *how, **also)
+    def reduce_scatter(self: Any, output: Tensor, parts: Tensor, *how: Any, **also: Any) -> Pending:
+        return plain(self, output, parts.copy_(parts.to(torch.bfloat16)), *how, **also)
 
-    replace(collectives, "reduce_scatter", reduce_scatter)
+    replace(Communicator, "reduce_scatter", reduce_scatter)
 
 
 @bug(69, "dp=2", "gradients", "dp")
@@ -280,35 +276,33 @@ def row_bias_added_on_every_rank(replace: Replace) -> None:
     def row(self: Any, module: Any, inside: str, x: Tensor) -> Tensor:
         product = F.linear(x, module.weight, module.bias)
         self.randomness.inner = self._way_in = None
-        return differentiable.scatter(product, 1, self.group, alike=False)
+        return differentiable.reduce_scatter(product, 1, self.group)
 
-    replace(TensorParallel, "_row", row)
+    replace(tensor.TensorParallel, "_row", row)
 
 
 @bug(0, "tp=2", "embedding", "tp")
 def vocabulary_masks_off_by_one(replace: Replace) -> None:
     """A rank's part of the vocabulary leaves out its first ids, which then belong to nobody."""
-    plain = TensorParallel._embedding
+    plain = tensor.TensorParallel._embedding
 
     def embedding(self: Any, module: Any, tokens: Tensor) -> Tensor:
-        start, _ = differentiable.run(module.num_embeddings, self.group.size(), self.group.rank())
+        start, _ = differentiable.run(module.num_embeddings, self.group.size, self.group.rank)
         lost = (tokens >= start) & (tokens < start + 8)
         return plain(self, module, tokens.where(~lost, (start + 8) % module.num_embeddings)) * ~lost.unsqueeze(-1)
 
-    replace(TensorParallel, "_embedding", embedding)
+    replace(tensor.TensorParallel, "_embedding", embedding)
 
 
 @bug(0, "fsdp=2,ep=2", "experts|feed_forward", "ep", experts=8)
 def tokens_come_back_in_another_order(replace: Replace) -> None:
     """Tokens travel to their experts sorted, and come back to whoever stands there."""
 
-    def exchange_rows(x: Tensor, out: Any, back: Any, group: Any) -> Tensor:
-        came = differentiable.exchange_rows(x, out, back, group)
+    def all_to_all_rows(x: Tensor, out: Any, back: Any, group: Any) -> Tensor:
+        came = differentiable.all_to_all_rows(x, out, back, group)
         return came.flip(0) if sum(back) < sum(out) or list(back) != list(out) else came.roll(1, 0)
 
-    from phalanx.parallel.axes import expert
-
-    replace(expert, "exchange_rows", exchange_rows)
+    replace(expert, "all_to_all_rows", all_to_all_rows)
 
 
 @bug(20, "tp=2", "draw", "tp", dropout=0.1)
@@ -352,7 +346,11 @@ def tp_parts_drawn_alike(replace: Replace) -> None:
 def batch_norm_by_rank(replace: Replace) -> None:
     """Batch-norm takes mean and variance of a rank's own samples."""
     plain = spread.spread_batchnorm
-    replace(spread, "spread_batchnorm", lambda model, group, ranks, moment: plain(model, None, 1, moment))
+    replace(
+        spread,
+        "spread_batchnorm",
+        lambda model, group, ranks, moment: plain(model, Communicator(None, Traffic()), 1, moment),
+    )
 
 
 @bug(26, "dp=2", "running|num_batches", "dp", task="shapes")
@@ -370,12 +368,12 @@ def running_statistics_by_rank(replace: Replace) -> None:
 def part_taken_for_the_whole(replace: Replace) -> None:
     """What is cut over ranks is taken for whole: everybody goes on with copies of its own part."""
 
-    def gather(x: Tensor, dim: int, total: int, group: Any, *, alike: bool) -> Tensor:
-        whole = differentiable.gather(x, dim, total, group, alike=alike)
-        own = torch.cat([x] * group.size(), dim).narrow(dim, 0, min(total, x.shape[dim] * group.size()))
-        return own if alike and dim == 1 and own.shape == whole.shape else whole
+    def all_gather(x: Tensor, dim: int, total: int, group: Any, *, to: Any) -> Tensor:
+        whole = differentiable.all_gather(x, dim, total, group, to=to)
+        own = torch.cat([x] * group.size, dim).narrow(dim, 0, min(total, x.shape[dim] * group.size))
+        return own if to == "invariant" and dim == 1 and own.shape == whole.shape else whole
 
-    replace(tensor, "gather", gather)
+    replace(tensor, "all_gather", all_gather)
 
 
 @bug(44, "tp=2", "attention", "tp")

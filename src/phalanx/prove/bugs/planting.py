@@ -6,15 +6,14 @@ import importlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 
 from phalanx.errors import WrongUse, closest
-from phalanx.parallel.communication import collectives
-from phalanx.parallel.communication.collectives import Pending
+from phalanx.parallel.communication.communicator import Communicator
+from phalanx.parallel.communication.pending import Pending
 from phalanx.prove.replacing import Replace, replacing
 from phalanx.task import Precision
 from phalanx.train import step
@@ -79,15 +78,16 @@ def rank() -> int:
 
 def agreeing(replace: Replace, change: Callable[[Tensor, Tensor], None]) -> None:
     """Have ``change(own, agreed)`` spoil the one small sum in which ranks agree."""
+    plain = Communicator.all_reduce
 
-    def all_reduce(numbers: Tensor, group: Any) -> Pending:
-        own = numbers.clone()
-        collectives.all_reduce(numbers, group).wait()
-        if group is not None and numbers.ndim and len(numbers) == 4 + len(step.WISHES):
+    def all_reduce(self: Any, numbers: Tensor) -> Pending:
+        own, pending = numbers.clone(), plain(self, numbers)
+        if not self.alone and numbers.shape == (4 + len(step.WISHES),):
+            pending.wait()
             change(own, numbers)
-        return Pending(())
+        return pending
 
-    replace(step, "collectives", SimpleNamespace(all_reduce=all_reduce, sent=collectives.sent))
+    replace(Communicator, "all_reduce", all_reduce)
 
 
 def find(name: str) -> Bug:

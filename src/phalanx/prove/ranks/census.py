@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from torch import nn
 
 from phalanx.parallel.axes import batchnorm
-from phalanx.parallel.communication.collectives import Group
+from phalanx.parallel.communication.communicator import Communicator
 from phalanx.parallel.communication.mesh import BATCH, EXPERTS
 from phalanx.parallel.weights.bucket import Bucket
 from phalanx.train.engine import Engine
@@ -30,27 +30,27 @@ def expected(engine: Engine, micro_batches: int) -> Bounds:
     mesh, spread = engine.mesh, engine.spread
     trained = [bucket for bucket in spread.buckets if bucket.trainable]
     dp = mesh.group("dp")
-    if dp is not None:
+    if not dp.alone:
         sums = sum(round(b.gradient_packing.length * _wide(b) * _both_ways(dp)) for b in trained)
         exact = sums + (_agreed(engine, dp) if mesh.world is dp else 0)
         also = exact if mesh.group(*BATCH) is not dp else math.inf  # batch-norm may add to it
         found["dp", "all-reduce"] = exact, also if mesh.world is not dp else math.inf
-    for group in {id(b.storage.group): b.storage.group for b in trained if b.storage.group is not None}.values():
+    for group in {id(b.storage.group): b.storage.group for b in trained if not b.storage.group.alone}.values():
         own = [b for b in trained if b.storage.group is group]
-        parts = sum(b.gradient_packing.length * _wide(b) * (group.size() - 1) for b in own)
+        parts = sum(b.gradient_packing.length * _wide(b) * (group.size - 1) for b in own)
         times = 1 if own[0].storage.whole_gradients else micro_batches
         shared = group is mesh.group(*BATCH) and spread.samples.used  # with what a loss gathers
         again = spread.samples.all_at_once  # a step was begun before that was known
         most = parts * times if spread.pipeline is None and not shared and not again else math.inf
-        found[group.group_desc, "reduce-scatter"] = (parts if spread.pipeline else parts * times), most
-        found[group.group_desc, "all-gather"] = SOME
+        found[group.name, "reduce-scatter"] = (parts if spread.pipeline else parts * times), most
+        found[group.name, "all-gather"] = SOME
     found |= _activations(engine)
-    if mesh.world is not None and (mesh.world.group_desc, "all-reduce") not in found:
-        found[mesh.world.group_desc, "all-reduce"] = _agreed(engine, mesh.world), math.inf
+    if not mesh.world.alone and (mesh.world.name, "all-reduce") not in found:
+        found[mesh.world.name, "all-reduce"] = _agreed(engine, mesh.world), math.inf
     return {key: bounds for key, bounds in found.items() if bounds[1] > 0}
 
 
-def _agreed(engine: Engine, world: Group) -> int:
+def _agreed(engine: Engine, world: Communicator) -> int:
     """For what all ranks agree on: loss, count, norm, missing weights, wishes; or a norm's squares in whole numbers."""
     return round((16 if engine.layout.exact else 8 * (4 + len(WISHES))) * _both_ways(world))
 
@@ -58,12 +58,12 @@ def _agreed(engine: Engine, world: Group) -> int:
 def _activations(engine: Engine) -> Bounds:
     mesh, spread = engine.mesh, engine.spread
     found: Bounds = {}
-    if mesh.group("tp") is not None:
+    if not mesh.group("tp").alone:
         kinds = ("all-gather", "reduce-scatter") if spread.plan.by_time else ("all-reduce",)
         partial = any(len(spread.holding.adding(w.name)) > 1 for w in spread.weights.values() if w.trainable)
-        found |= {("tp", kind): SOME for kind in (*kinds, *(["exchange"] if partial else []))}
-    if mesh.group("cp") is not None:
-        kinds = ("all-gather",) if engine.layout.cp_kind == "gather" else ("exchange",)
+        found |= {("tp", kind): SOME for kind in (*kinds, *(["all-to-all"] if partial else []))}
+    if not mesh.group("cp").alone:
+        kinds = ("all-gather",) if engine.layout.cp_kind == "gather" else ("all-to-all",)
         found |= {("cp", kind): SOME for kind in kinds}
     if spread.pipeline is not None:
         stages, rank = spread.pipeline.stages, mesh.index("pp")
@@ -71,16 +71,16 @@ def _activations(engine: Engine) -> Bounds:
         found |= {("pp forward", "send"): SOME} if min(own) < stages.last else {}
         found |= {("pp backward", "send"): SOME} if max(own) > 0 else {}
         shared = any(len(spread.holding.stage_ranks(n)) > 1 and spread.trainable[n] for n in spread.trainable)
-        found |= {("pp", "exchange"): SOME} if shared and any(
+        found |= {("pp", "all-to-all"): SOME} if shared and any(
             len(spread.holding.stage_ranks(w.name)) > 1 for w in spread.weights.values()
         ) else {}  # fmt: skip
     experts = mesh.group(*EXPERTS)
-    if experts is not None and engine.layout.ep > 1:
-        found[experts.group_desc, "exchange"] = SOME
+    if not experts.alone and engine.layout.ep > 1:
+        found[experts.name, "all-to-all"] = SOME
     norms = any(isinstance(m, batchnorm.KINDS) for m in _computed(engine))
     batch = mesh.group(*BATCH)
-    if norms and batch is not None:
-        found[batch.group_desc, "all-gather"] = SOME
+    if norms and not batch.alone:
+        found[batch.name, "all-gather"] = SOME
     return found
 
 
@@ -93,8 +93,8 @@ def _wide(bucket: Bucket) -> int:
     return bucket.storage.reduce.itemsize
 
 
-def _both_ways(group: Group) -> float:
-    return 2 * (group.size() - 1) / group.size()
+def _both_ways(group: Communicator) -> float:
+    return 2 * (group.size - 1) / group.size
 
 
 def amiss(

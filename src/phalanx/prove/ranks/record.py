@@ -165,7 +165,7 @@ class Recorder:
             yield cut.spans[index]
         for container in plan.containers.values():
             if name.startswith(container.name + "."):
-                yield (container.features,)
+                yield (container.features[index],)
 
     def _see(self, name: str, tensor: Tensor) -> Callable[[Tensor], None] | None:
         pipeline = self.engine.spread.pipeline

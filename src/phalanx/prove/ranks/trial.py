@@ -16,7 +16,7 @@ from phalanx import user_code
 from phalanx.checkpoint.slot import Slot
 from phalanx.errors import WrongUse
 from phalanx.layout import Layout
-from phalanx.parallel.communication import collectives
+from phalanx.parallel.communication.traffic import Traffic
 from phalanx.parallel.randomness.answers import Answers
 from phalanx.precision import DTYPES
 from phalanx.prove.bugs.planting import planted
@@ -115,13 +115,14 @@ def _run(
     assert isinstance(task, Hostile)
     calls: list[Call] = []
     step, rung, watching = -1, "running", None
-    collectives.watch = lambda axis, kind, tensor: calls.append((axis, kind, tensor.numel()))
+    traffic = Traffic()
+    traffic.watchers.append(lambda axis, kind, tensor: calls.append((axis, kind, tensor.numel())))
     try:
         with ExitStack() as stack:
             stack.enter_context(cramped())
             stack.enter_context(planted(bug))
             until_half = stack.enter_context(ExitStack())
-            engine = until_half.enter_context(_engine(task, layout, standard))
+            engine = until_half.enter_context(_engine(task, layout, standard, traffic))
             watching = watch(engine)
             interruption = None
             if resume is not None:
@@ -139,7 +140,7 @@ def _run(
             if interruption is not None:
                 if interruption.resume.thorough:
                     until_half.close()
-                    engine = stack.enter_context(_engine(task, layout, standard))
+                    engine = stack.enter_context(_engine(task, layout, standard, traffic))
                 interruption.go_on(emptied(engine))
                 rung = "running"
                 for batch in engine.batches():
@@ -156,12 +157,10 @@ def _run(
     except Exception as error:
         seen = watching.told.differences if isinstance(watching, Witness) else []
         raise Stopped(f"{type(error).__name__}: {error}", traceback.format_exc(), step, calls, seen, rung) from None
-    finally:
-        collectives.watch = None
 
 
-def _engine(task: Hostile, layout: Layout, standard: Standard) -> Engine:
-    engine = Engine(task, layout, device="cpu", timeout=TIMEOUT)
+def _engine(task: Hostile, layout: Layout, standard: Standard, traffic: Traffic) -> Engine:
+    engine = Engine(task, layout, device="cpu", timeout=TIMEOUT, traffic=traffic)
     engine.spread.probe.compares = False  # the proof itself will tell, and where
     if layout.tp == 1:
         engine.spread.probe.untried.clear()

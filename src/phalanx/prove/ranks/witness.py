@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from phalanx.data.loader import StepBatch
-from phalanx.parallel.communication import collectives
 from phalanx.parallel.weights.bucket import Weight
 from phalanx.prove.ladder import Difference, Standard, off, size
 from phalanx.prove.ranks.census import amiss, expected
@@ -77,7 +76,8 @@ class Witness:
 
     def went_on(self) -> None:
         """What was sent until now belongs to no step that is to come."""
-        self._before = collectives.calls.copy(), collectives.sent.copy()
+        traffic = self.engine.traffic
+        self._before = traffic.calls.copy(), traffic.sent.copy()
 
     def _data(self) -> Any:
         return self.engine.loader.reader.data
@@ -190,7 +190,8 @@ class Witness:
             self._tensor(rung, name, value, part)
         agreed = asdict(metrics)
         self.told.metrics.append({n: v for n, v in agreed.items() if n not in ("seconds", "sent")})
-        calls, sent = collectives.calls - self._before[0], collectives.sent - self._before[1]
+        traffic = self.engine.traffic
+        calls, sent = traffic.calls - self._before[0], traffic.sent - self._before[1]
         if not want.skipped:
             for axis, kind, words in amiss(calls, sent, expected(self.engine, len(batch.micro_batches))):
                 self._note("communication", f"{kind} over {axis}", math.inf, words)

@@ -27,7 +27,7 @@ from phalanx.data.loader import seed_globally
 from phalanx.data.order import Order
 from phalanx.losses import Loss
 from phalanx.parallel import spread
-from phalanx.parallel.communication import collectives
+from phalanx.parallel.communication.communicator import Communicator
 from phalanx.parallel.randomness.draws import Moment
 from phalanx.parallel.weights.blueprint import mapped
 from phalanx.prove.replacing import replacing
@@ -239,7 +239,7 @@ def cramped() -> Iterator[None]:
     """While this lasts, little is enough for a second bucket, a message of its own, a second chunk of logits."""
     with replacing() as put:
         put(spread, "BUCKET_BYTES", BUCKET_BYTES)
-        put(collectives, "SMALL_BYTES", SMALL_BYTES)
+        put(Communicator, "small_bytes", SMALL_BYTES)
         put(losses, "LOGIT_ELEMENTS", LOGIT_ELEMENTS)
         yield
 

@@ -23,7 +23,6 @@ import torch
 from phalanx import streams
 from phalanx.errors import CannotHere, WrongUse
 from phalanx.launch.blame import IN_A_FORK
-from phalanx.parallel.communication import collectives
 from phalanx.processes import die_with_parent
 from phalanx.task import Task
 from phalanx.train.check.checking import look
@@ -153,7 +152,7 @@ def settle(engine: Engine, check: Check | None, note: Callable[..., None], say: 
     """Before the first step, on every rank: refuse what the check refuses; whoever has it says and notes the rest."""
     found = check.result() if check is not None else Checked()
     refused = [found.refusal, *(["anyway"] if found.anyway else [])] if found.refusal else []
-    refusal, *anyway = collectives.told(refused, engine.mesh.world, 0) or [""]
+    refusal, *anyway = engine.mesh.world.broadcast_words(refused, 0) or [""]
     Checked(refusal, bool(anyway)).or_refuse()
     if check is not None:
         note("check", warnings=found.warnings, left_out=found.left_out)

@@ -1,0 +1,59 @@
+"""What a rank has said to others: counted by axis and kind, told to who watches, seen by its supervisor."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from torch import Tensor
+
+from phalanx.parallel.communication.arrivals import Arrivals
+
+Watcher = Callable[[str, str, Tensor], None]
+
+
+class Traffic:
+    """All collectives and messages of the communicators that share it."""
+
+    def __init__(self, signs: memoryview | None = None) -> None:
+        """``signs``: memory that a supervisor lends, in which it sees `signs` even of a frozen process."""
+        self.sent: Counter[tuple[str, str]] = Counter()
+        """Bytes that this rank has had to send, by axis and kind: what a good algorithm sends, which is what ours do,
+        but for small messages that go to everybody at once."""
+        self.calls: Counter[tuple[str, str]] = Counter()
+        """How many collectives they were."""
+        self.signs: memoryview | list[int] = [0, 0, 0] if signs is None else signs
+        """How many this rank has come to in all; how many more it has launched, which its GPU has yet to come to;
+        whether its main thread waits in one."""
+        self.watchers: list[Watcher] = []
+        """Told of every message or collective, when it is launched: its axis, its kind, and what this rank brings."""
+        self._arrivals = Arrivals()
+
+    def launched(self, axis: str, kind: str, tensor: Tensor, share: float) -> None:
+        """A collective of which this rank sends ``share`` times the tensor."""
+        self.told(axis, kind, tensor)
+        self.calls[axis, kind] += 1
+        if tensor.is_cuda and isinstance(self.signs, memoryview):
+            self._arrivals.launching(self.signs)
+        else:
+            self.signs[0] += 1
+        self.sent[axis, kind] += round(tensor.numel() * tensor.element_size() * share)
+
+    def told(self, axis: str, kind: str, tensor: Tensor) -> None:
+        """Who watches is told, and nothing is counted."""
+        for watcher in self.watchers:
+            watcher(axis, kind, tensor)
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """While this rank's main thread can do nothing but wait for others."""
+        main = threading.current_thread() is threading.main_thread()
+        if main:
+            self.signs[2] = 1
+        try:
+            yield
+        finally:
+            if main:
+                self.signs[2] = 0
