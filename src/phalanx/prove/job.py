@@ -15,8 +15,8 @@ from phalanx import streams
 from phalanx.cluster import Cluster
 from phalanx.errors import WrongUse
 from phalanx.layout import Layout
-from phalanx.prove.bugs.computing import BUGS
-from phalanx.prove.bugs.planting import Bug, find
+from phalanx.prove.bugs.known import BUGS, find
+from phalanx.prove.bugs.planting import Bug
 from phalanx.prove.proof import prove
 from phalanx.prove.report import Table, as_json, write
 from phalanx.references import find_task, short_name

@@ -18,7 +18,7 @@ from phalanx.launch import blame, forkserver
 from phalanx.launch.forkserver import ForkServer
 from phalanx.layout import CHOICES, DEGREES, Layout
 from phalanx.parallel.weights.blueprint import Blueprint
-from phalanx.prove.bugs import planting
+from phalanx.prove.bugs import known
 from phalanx.prove.cases import Docket, applicable
 from phalanx.prove.explanation.explain import Inquiry, explain_evaluation, explain_interruption, explain_resume
 from phalanx.prove.explanation.finding import Finding
@@ -112,7 +112,7 @@ def prove(
     if dtype is not None and dtype not in NARROW:
         raise WrongUse(f"--dtype {dtype} is not one that can be proven; {closest(dtype, NARROW)}")
     if inject is not None:
-        planting.find(inject)
+        known.find(inject)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # as the ranks compute, and OpenMP's threads would not survive a fork
     server = forkserver.kept() or ForkServer(_without_copying(task))

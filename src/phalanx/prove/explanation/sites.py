@@ -32,7 +32,7 @@ from phalanx.train.step import train_step
 from phalanx.train.variant import Variant
 
 SUMS = {
-    "dp": Reduction._sum_over_replicas,
+    "dp": Reduction.sum_over_replicas,
     "fsdp": Bucket.start_scatter,
     "cp": Bucket.start_scatter,
     "ep": Bucket.start_scatter,
