@@ -18,7 +18,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from phalanx.prove.bugs.computing import BUGS
+from phalanx.prove.bugs.known import BUGS
 from phalanx.prove.bugs.planting import Bug
 from phalanx.prove.proof import prove
 from phalanx.references import find_task

@@ -15,8 +15,8 @@ from phalanx import streams
 from phalanx.cluster import Cluster
 from phalanx.errors import WrongUse
 from phalanx.layout import Layout
-from phalanx.prove.bugs.computing import BUGS
-from phalanx.prove.bugs.planting import Bug, find
+from phalanx.prove.bugs.known import BUGS, find
+from phalanx.prove.bugs.planting import Bug
 from phalanx.prove.proof import prove
 from phalanx.prove.report import Table, as_json, write
 from phalanx.references import find_task, short_name
@@ -28,7 +28,7 @@ RANKS = 4
 
 
 @dataclass
-class Job:
+class ProofJob:
     """A task, layouts, and how to prove them."""
 
     reference: str
@@ -53,7 +53,7 @@ class Job:
         dtype: str | None,
         inject: str | None,
         unchecked: bool = False,
-    ) -> Job:
+    ) -> ProofJob:
         torch.set_num_threads(1)  # a task file may compute while it is imported, and no thread may survive into a fork
         bug = None if inject is None else find(inject)
         reference = task or (bug.task if bug else None)

@@ -46,7 +46,7 @@ def evaluate(
     task, order = engine.task, loader.order
     steps = min(order.steps_per_epoch, batches or order.steps_per_epoch)
     sums, collected = _computed(engine, loader, steps, on_batch)
-    totals = _agreed(engine, loader, sums)
+    totals = totals_over_ranks(engine, loader, sums)
     on_batch()
     gathered, any_rows = collected.gathered(engine, min(order.size, steps * order.global_batch))
     on_batch()
@@ -104,7 +104,7 @@ def checked(task: Task, measures: Any) -> Mapping[str, Any]:
     return measures
 
 
-def _agreed(engine: Engine, loader: Loader, sums: dict[str, Tensor]) -> dict[str, tuple[float, float]]:
+def totals_over_ranks(engine: Engine, loader: Loader, sums: dict[str, Tensor]) -> dict[str, tuple[float, float]]:
     """Totals and counts over all ranks."""
     if not sums:
         return {}

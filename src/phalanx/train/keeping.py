@@ -328,7 +328,7 @@ class Keeper:
             torch.cuda.set_device(self.engine.device)  # a thread begins with the first one
         while (work := self._queue.get()) is not None:
             try:
-                self._copy(work)
+                self.copy(work)
                 work.staged.set()
                 self._hand_on(work)
                 if work.save:
@@ -350,7 +350,8 @@ class Keeper:
             self._cut_off = True
             say(f"   note  no more copies at the next host: {str(error).splitlines()[0]}")
 
-    def _copy(self, work: Work) -> None:
+    def copy(self, work: Work) -> None:
+        """Copy staged state into its slot."""
         if work.after is None:
             for place, value in work.copies:
                 place.copy_(value)

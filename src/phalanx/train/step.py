@@ -260,7 +260,7 @@ def _global_count(engine: Engine, own: Loss | None, micro_batches: int) -> float
     if engine.layout.exact:
         count *= engine.mesh.index(*BATCH) == 0  # whoever computes the first virtual micro-batch
     count *= engine.mesh.index("cp", "tp") == 0
-    engine.mesh.world.all_reduce(count).wait()
+    summed_over_ranks(engine, count)
     return float(count) * (engine.layout.exact or micro_batches)
 
 
@@ -283,7 +283,7 @@ def _agree(engine: Engine, sums: Tensor) -> Agreed:
     own = sums.sum(0) * (engine.mesh.index("cp", "tp") == 0)  # their ranks have the same samples
     few = torch.stack([*own[:2], spread.gradient_norm_squared(), own.new_tensor(len(spread.untouched()))])
     agreed = torch.cat([few, _wishes(engine, own), own[2:]])
-    engine.mesh.world.all_reduce(agreed).wait()
+    summed_over_ranks(engine, agreed)
     total, count, squared, missing, *rest = agreed.tolist()
     wished, named = rest[: len(WISHES)], rest[len(WISHES) :]
     return Agreed(total, count, named, math.sqrt(squared) if squared >= 0 else math.nan, missing, _wished(wished))
@@ -300,6 +300,12 @@ def _agree_exactly(engine: Engine, sums: Tensor) -> Agreed:
     total, count, *named = fold(by_leaf(engine, every[:, 2 + len(own) :].reshape(-1, sums.shape[1]))).tolist()
     norm = spread.exact_norm(largest) if math.isfinite(largest) else math.inf
     return Agreed(total, count, named, norm, missing, _wished(wished))
+
+
+def summed_over_ranks(engine: Engine, numbers: Tensor) -> Tensor:
+    """A few numbers of a step, summed over all ranks, in place."""
+    engine.mesh.world.all_reduce(numbers).wait()
+    return numbers
 
 
 def _wishes(engine: Engine, like: Tensor) -> Tensor:
@@ -323,5 +329,5 @@ def _nobody_touched(engine: Engine) -> set[str]:
     held = engine.spread.weights
     touched = torch.tensor([float(n in held and n not in own) for n in names], dtype=torch.float64)
     touched = touched.to(engine.device)
-    engine.mesh.world.all_reduce(touched).wait()
+    summed_over_ranks(engine, touched)
     return {name for name, hits in zip(names, touched.tolist(), strict=True) if not hits}

@@ -132,7 +132,7 @@ class Reduction:
                 self._settle()  # one was on its way while the next was being made
                 self._scattering = bucket, bucket.start_scatter()
             else:
-                self._sum_over_replicas(bucket)
+                self.sum_over_replicas(bucket)
         if self.gathering:
             self.gathering.finish(bucket)
 
@@ -142,9 +142,10 @@ class Reduction:
             self._scattering = None
             pending.wait()
             if self._last:
-                self._sum_over_replicas(bucket)
+                self.sum_over_replicas(bucket)
 
-    def _sum_over_replicas(self, bucket: Bucket) -> None:
+    def sum_over_replicas(self, bucket: Bucket) -> None:
+        """Start the all-reduce of a bucket's gradients over ``dp``."""
         assert bucket.owned is not None
         if bucket.partial is None:
             self._reducing.append(self.replicas.all_reduce(bucket.owned))

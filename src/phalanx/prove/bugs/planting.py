@@ -1,22 +1,15 @@
-"""Planting a bug: what one is, and how a process gets it and is rid of it again."""
+"""What a planted bug is: a function that replaces right code at seams, and what a proof should say of it."""
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor
 
-from phalanx.errors import WrongUse, closest
-from phalanx.parallel.communication.communicator import Communicator
-from phalanx.parallel.communication.pending import Pending
-from phalanx.prove.replacing import Replace, replacing
+from phalanx.prove.bugs.seams import Replace
 from phalanx.task import Precision
-from phalanx.train import step
 
 
 @dataclass(frozen=True)
@@ -47,9 +40,8 @@ class Bug:
         return " ".join((self.plant.__doc__ or "").split())
 
 
-TOTAL, COUNT, NORM = 0, 1, 2
-"""What ranks agree on at the end of a step."""
 BUGS: dict[str, Bug] = {}
+"""Those of the files that were imported; `known` imports all."""
 
 
 def bug(
@@ -74,33 +66,3 @@ def bug(
 def rank() -> int:
     """Of this process, for bugs that only one rank has."""
     return dist.get_rank() if dist.is_initialized() else 0
-
-
-def agreeing(replace: Replace, change: Callable[[Tensor, Tensor], None]) -> None:
-    """Have ``change(own, agreed)`` spoil the one small sum in which ranks agree."""
-    plain = Communicator.all_reduce
-
-    def all_reduce(self: Any, numbers: Tensor) -> Pending:
-        own, pending = numbers.clone(), plain(self, numbers)
-        if not self.alone and numbers.shape == (4 + len(step.WISHES),):
-            pending.wait()
-            change(own, numbers)
-        return pending
-
-    replace(Communicator, "all_reduce", all_reduce)
-
-
-def find(name: str) -> Bug:
-    importlib.import_module("phalanx.prove.bugs.computing")  # which lists them
-    if name not in BUGS:
-        raise WrongUse(f"{name!r} is not a bug that is known; {closest(name, BUGS)}")
-    return BUGS[name]
-
-
-@contextmanager
-def planted(name: str | None) -> Iterator[None]:
-    """While this lasts, this process has the bug."""
-    with replacing() as replace:
-        if name is not None:
-            find(name).plant(replace)
-        yield

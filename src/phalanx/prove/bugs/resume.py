@@ -10,40 +10,38 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from phalanx.checkpoint import state
 from phalanx.checkpoint.manifest import Manifest
 from phalanx.checkpoint.state import Entry, State
-from phalanx.data.loader import Loader
-from phalanx.data.order import Order
-from phalanx.parallel.spread import Spread
-from phalanx.parallel.weights.boxes import Box, boxes
-from phalanx.prove.bugs.planting import Replace, bug, rank
-from phalanx.prove.replacing import replacing
+from phalanx.parallel.weights.boxes import Box
+from phalanx.prove.bugs import seams
+from phalanx.prove.bugs.planting import bug, rank
+from phalanx.prove.bugs.seams import Replace, replaced
 from phalanx.train.engine import Engine
 from phalanx.train.keeping import Keeper, Work
-from phalanx.train.scale import LossScale
 
 Wanted = dict[str, list[tuple[Box, Tensor]]]
 
 
 def _reading(replace: Replace, change: Callable[[State, Wanted], Wanted]) -> None:
     """Have ``change`` spoil where saved tensors go."""
-    plain = State.wanted
-    replace(State, "wanted", lambda self, manifest: change(self, plain(self, manifest)))
+    plain = seams.WANTED.plain
+    replace(seams.WANTED, lambda self, manifest: change(self, plain(self, manifest)))
 
 
 def _writing(replace: Replace, change: Callable[[State, Entry], Entry]) -> None:
     """Have ``change`` spoil what is saved."""
-    plain = State.entries
+    plain = seams.ENTRIES.plain
 
     def entries(self: State) -> Iterator[Entry]:
         return (change(self, entry) for entry in plain(self))
 
-    replace(State, "entries", entries)
+    replace(seams.ENTRIES, entries)
 
 
 def _other_part(axis: str) -> Callable[..., Iterator[tuple[Box, Tensor]]]:
     """Places of a weight's parts, each rank's exchanged with the next one's."""
+
+    boxes = seams.BOXES.plain
 
     def other(weight: Any, cut: Any, index: int, piece: Tensor) -> Iterator[tuple[Box, Tensor]]:
         if cut is not None and cut.axis == axis:
@@ -99,33 +97,34 @@ def rows_read_from_a_padded_place(replace: Replace) -> None:
 @bug(44, "tp=2", "resume: blocks|of blocks", "tp")
 def tp_parts_saved_in_each_others_place(replace: Replace) -> None:
     """Each rank of tp saves its part of a weight where the other's belongs."""
-    plain = State._parts
+    plain = seams.ENTRIES.plain
 
-    def parts(self: State, *args: Any, **options: Any) -> Iterator[Entry]:
-        with replacing() as swap:
-            swap(state, "boxes", _other_part("tp"))
-            yield from list(plain(self, *args, **options))
+    def entries(self: State) -> Iterator[Entry]:
+        with replaced() as swap:
+            swap(seams.BOXES, _other_part("tp"))
+            found = list(plain(self))
+        yield from found
 
-    replace(State, "_parts", parts)
+    replace(seams.ENTRIES, entries)
 
 
 @bug(44, "tp=2", "resume elsewhere: blocks|of blocks", "tp")
 def tp_parts_in_an_order_of_their_own(replace: Replace) -> None:
     """Parts are saved and read in the same wrong order: it shows when another layout reads them."""
-    replace(state, "boxes", _other_part("tp"))
+    replace(seams.BOXES, _other_part("tp"))
 
 
 @bug(43, "fsdp=2,ep=2", "resume: ", "ep", experts=8)
 def experts_read_into_each_others_place(replace: Replace) -> None:
     """Each rank of ep reads the experts that the other one has."""
-    plain = State.wanted
+    plain = seams.WANTED.plain
 
     def wanted(self: State, manifest: Manifest) -> Wanted:
-        with replacing() as swap:
-            swap(state, "boxes", _other_part("ep"))
+        with replaced() as swap:
+            swap(seams.BOXES, _other_part("ep"))
             return plain(self, manifest)
 
-    replace(State, "wanted", wanted)
+    replace(seams.WANTED, wanted)
 
 
 # What moment it is that is saved
@@ -134,20 +133,20 @@ def experts_read_into_each_others_place(replace: Replace) -> None:
 @bug(49, "dp=2", "resume: stem", "", task="shapes")
 def buffers_saved_from_before_the_update(replace: Replace) -> None:
     """Running statistics are saved as they were before the last step."""
-    plain, before = Engine.step, dict[str, Tensor]()
+    plain, before = seams.STEP.plain, dict[str, Tensor]()
 
     def step(self: Engine, batch: Any) -> Any:
         before.update((f"model/{name}", tensor.clone()) for name, tensor in self.spread.whole.replicated())
         return plain(self, batch)
 
-    replace(Engine, "step", step)
+    replace(seams.STEP, step)
     _writing(replace, lambda state, entry: changed(entry, value=before.get(entry.name, entry.value)))
 
 
 @bug(49, "dp=2", "resume: ", "")
 def copy_not_awaited(replace: Replace) -> None:
     """State is copied while the next step runs, and its update does not wait for the copy."""
-    plain = Keeper._copy
+    plain = seams.COPY.plain
 
     def copy(self: Keeper, work: Work) -> None:
         deadline = time.monotonic() + 5
@@ -155,8 +154,8 @@ def copy_not_awaited(replace: Replace) -> None:
             time.sleep(0.001)
         plain(self, work)
 
-    replace(Keeper, "_copy", copy)
-    replace(Keeper, "wait_for_copy", lambda self: None)
+    replace(seams.COPY, copy)
+    replace(seams.WAIT_FOR_COPY, lambda self: None)
 
 
 @bug(0, "fsdp=2", "resume: ", "")
@@ -176,44 +175,44 @@ def saved_in_bfloat16(replace: Replace) -> None:
 @bug(38, "dp=2", "ledger: steps", "")
 def data_a_step_ahead_after_resuming(replace: Replace) -> None:
     """The next batch is counted as done when a run is resumed, and is never trained on."""
-    plain = Loader.batches
-    replace(Loader, "batches", lambda self, start, stop: plain(self, start + (start > 0), stop))
+    plain = seams.BATCHES.plain
+    replace(seams.BATCHES, lambda self, start, stop: plain(self, start + (start > 0), stop))
 
 
 @bug(38, "dp=2", "ledger: hash", "")
 def resumed_with_the_next_epochs_order(replace: Replace) -> None:
     """A resumed run counts the epoch that it was in as over, and goes on in the order of the next."""
-    plain, epoch, resumed = Engine.resume, Order.epoch, [0]
+    plain, epoch, resumed = seams.RESUME.plain, seams.EPOCH.plain, [0]
 
     def resume(self: Engine, facts: Any) -> None:
         plain(self, facts)
         resumed[0] = 1
 
-    replace(Engine, "resume", resume)
-    replace(Order, "epoch", lambda self, step: epoch(self, step) + resumed[0])
+    replace(seams.RESUME, resume)
+    replace(seams.EPOCH, lambda self, step: epoch(self, step) + resumed[0])
 
 
 @bug(39, "dp=2", "resume: step number", "")
 def step_number_not_restored(replace: Replace) -> None:
     """A resumed run counts its steps from the beginning of the epoch that it resumes in."""
-    plain = Engine.resume
-    replace(Engine, "resume", lambda self, facts: plain(self, {**facts, "step": 0}))
+    plain = seams.RESUME.plain
+    replace(seams.RESUME, lambda self, facts: plain(self, {**facts, "step": 0}))
 
 
 @bug(0, "dp=2", "resume: loss scale", "", dtype="fp16")
 def loss_scale_forgotten(replace: Replace) -> None:
     """A resumed run in float16 begins with a loss scale of its own."""
-    replace(LossScale, "restore", lambda self, state: None)
+    replace(seams.LOSS_SCALE, lambda self, state: None)
 
 
 @bug(23, "fsdp=2,zero=1", "in use", "fsdp")
 def weights_in_use_not_refreshed(replace: Replace) -> None:
     """Each rank's rows are restored, and the whole weights that the model computes with stay as they were."""
-    plain = Engine.resume
+    plain = seams.RESUME.plain
 
     def resume(self: Engine, facts: Any) -> None:
-        with replacing() as without:
-            without(Spread, "updated", lambda self: None)
+        with replaced() as without:
+            without(seams.UPDATED, lambda self: None)
             plain(self, facts)
 
-    replace(Engine, "resume", resume)
+    replace(seams.RESUME, resume)

@@ -19,7 +19,7 @@ from phalanx.layout import Layout
 from phalanx.parallel.communication.traffic import Traffic
 from phalanx.parallel.randomness.answers import Answers
 from phalanx.precision import DTYPES
-from phalanx.prove.bugs.planting import planted
+from phalanx.prove.bugs.known import planted
 from phalanx.prove.ladder import Difference, Standard
 from phalanx.prove.layouts import One, as_proven
 from phalanx.prove.ranks.pieces import times_here

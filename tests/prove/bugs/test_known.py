@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from phalanx.prove.bugs.computing import BUGS
+from phalanx import WrongUse
+from phalanx.parallel.weights.holding import Holding
+from phalanx.prove.bugs import known
+from phalanx.prove.bugs.known import BUGS, find, planted
 from phalanx.prove.proof import prove
 from phalanx.references import find_task
 
@@ -48,8 +53,19 @@ def test_what_crosses_ranks_is_looked_for_where_it_does(name: str, file: str) ->
     assert file in finding.where, finding
 
 
-def test_every_bug_says_what_it_does() -> None:
-    assert len({bug.row for bug in BUGS.values()}) >= 35
-    for bug in BUGS.values():
-        assert bug.words.endswith("."), bug.name
-        assert bug.place
+def test_every_file_of_bugs_is_imported() -> None:
+    folder = Path(known.__file__).parent
+    own = {"__init__.py", "known.py", "planting.py", "seams.py"}
+    assert {Path(str(file.__file__)).name for file in known.FILES} == {p.name for p in folder.glob("*.py")} - own
+
+
+def test_nothing_is_left_of_a_bug() -> None:
+    before = Holding.counts
+    with planted("norm_counts_replicas_twice"):
+        assert Holding.counts is not before
+    assert Holding.counts is before
+
+
+def test_an_unknown_bug_is_refused_with_those_near() -> None:
+    with pytest.raises(WrongUse, match="norms_not_summed_over_tp"):
+        find("norms_not_sumed_over_tp")
