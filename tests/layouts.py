@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from phalanx import Layout, Task
-from phalanx.parallel.axes.schedules import CHUNKS
 from phalanx.prove.layouts import every
 from tests.parity import HostileLanguage, Mixture
 
@@ -27,6 +26,6 @@ def every_layout(world: int, *, experts: bool) -> Iterator[Layout]:
 def task_for(layout: Layout) -> Task:
     """With as many heads and blocks as the layout needs, and experts if it spreads them."""
     many = layout.tp > 2 or (layout.cp_kind == "ulysses" and layout.tp * layout.cp > 2)
-    layers = max(2, layout.pp * CHUNKS.get(layout.schedule if layout.pp > 1 else "", 1))
+    layers = max(2, layout.stages)
     kind = Mixture if layout.ep > 1 else HostileLanguage
     return kind(layers=layers, heads=8 if many else 2, kv_heads=2 if many else 1)

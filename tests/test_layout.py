@@ -128,3 +128,9 @@ def test_settings_without_effect_are_said() -> None:
     assert "no effect" in Layout(dp=2, zero=1).notes("cpu")[0]
     assert "offload" in Layout(offload="optimizer").notes("cpu")[0]
     assert not Layout(fsdp=2, zero=1).notes("cuda")
+
+
+def test_stages_of_a_pipeline() -> None:
+    assert Layout(dp=4, schedule="interleaved").stages == 1
+    assert Layout(pp=4).stages == 4
+    assert Layout(pp=4, schedule="interleaved").stages == 8

@@ -124,14 +124,15 @@ def train(
 ) -> None:
     """Train a task."""
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # until there is something to save
+    from phalanx.train import describing, running
     from phalanx.train.folders import taken_up
-    from phalanx.train.job import Job
     from phalanx.train.options import full_path
+    from phalanx.train.resolving import resolve
 
     if resume or config is not None:
         checkpoints, init_from = full_path(checkpoints), full_path(init_from)
         run, config, task = taken_up(run, config, task, resume)
-    job = Job.resolve(
+    job = resolve(
         task=task, layout=layout, on=on, assignments=set_, steps=steps, epochs=epochs, config=config, device=device,
         save_steps=save_steps, save_minutes=save_minutes, keep=keep, keep_every=keep_every, memory_steps=memory_steps,
         checkpoints=checkpoints, restarts=restarts, grace=grace, init_from=init_from, timeout=timeout,
@@ -139,9 +140,9 @@ def train(
         host=host, interface=interface, kill=kill, allow=allow, resume=resume, exact=exact, unchecked=unchecked or None,
     )  # fmt: skip
     if dry_run:
-        print(job.describe(), *job.check(), sep="\n")
+        print(describing.describe(job), *job.check(), sep="\n")
         return
-    verdict = job.train(run, resume)
+    verdict = running.train(job, run, resume)
     if sys.stdout.isatty():
         print("\r\x1b[K", end="", flush=True)  # over the live line, where the run was stopped in the middle of it
     print(verdict, file=sys.stdout if verdict.holds else sys.stderr, flush=True)

@@ -23,6 +23,8 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "offload": ("none", "optimizer", "params"),
     "compile": ("none", "blocks"),
 }
+CHUNKS = {"interleaved": 2}
+"""By pipeline schedule: stages a rank has, where they are more than one."""
 
 
 @dataclass(frozen=True)
@@ -107,6 +109,11 @@ class Layout:
     def batch_ranks(self) -> int:
         """Ranks that see different samples."""
         return self.dp * self.fsdp
+
+    @property
+    def stages(self) -> int:
+        """Stages of the pipeline: as many as ranks, or more where the schedule gives each rank several."""
+        return self.pp * CHUNKS.get(self.schedule, 1) if self.pp > 1 else 1
 
     def micro_batches(self, global_batch: int) -> int:
         """Micro-batches a step is cut into; the same number on every rank."""

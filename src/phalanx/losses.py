@@ -13,6 +13,7 @@ from torch import Tensor
 
 from phalanx.errors import WrongUse
 from phalanx.loss import Loss, sum
+from phalanx.trees import mapped
 
 __all__ = [
     "Logits", "Loss", "binary_cross_entropy", "cross_entropy", "mean_squared_error", "penalised",
@@ -88,7 +89,8 @@ class Logits:
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*_materialised(args), **_materialised(kwargs or {}))
+        args, kwargs = _materialised((args, kwargs or {}))
+        return func(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -97,13 +99,7 @@ class Logits:
 
 
 def _materialised(value: Any) -> Any:
-    if isinstance(value, Logits):
-        return value.tensor()
-    if isinstance(value, (list, tuple)):
-        return type(value)(_materialised(item) for item in value)
-    if isinstance(value, dict):
-        return {name: _materialised(item) for name, item in value.items()}
-    return value
+    return mapped(lambda logits: logits.tensor(), value, Logits)
 
 
 def _operator(name: str) -> Any:

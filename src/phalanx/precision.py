@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from phalanx.task import Precision
+from phalanx.trees import mapped
 
 
 @dataclass(frozen=True)
@@ -54,11 +54,4 @@ DTYPES: dict[Precision, Dtypes] = {
 
 def cast(value: Any, dtype: torch.dtype) -> Any:
     """Floating tensors in ``value``, however nested, in another dtype."""
-    if isinstance(value, Tensor):
-        return value.to(dtype) if value.is_floating_point() else value
-    if isinstance(value, (list, tuple)):
-        items = [cast(item, dtype) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    if isinstance(value, dict):
-        return {name: cast(item, dtype) for name, item in value.items()}
-    return value
+    return mapped(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, value)

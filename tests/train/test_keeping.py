@@ -18,16 +18,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from phalanx import Layout, WrongUse
+from phalanx import Layout
 from phalanx.checkpoint import store as store_of
 from phalanx.checkpoint import write
 from phalanx.checkpoint.slot import Slot
 from phalanx.errors import CannotHere
 from phalanx.train import keeping as keeping_of
 from phalanx.train.engine import Engine
-from phalanx.train.job import Job
 from phalanx.train.keeping import Keeper, Policy
-from tests import tasks
 from tests.checkpoints import contents, keeping, newest, shelf_at, trained
 from tests.forking import fork
 from tests.parity import HostileVision
@@ -252,21 +250,6 @@ def test_the_last_save_does_not_wait_for_one_that_failed(ranks: Ranks, tmp_path:
     ranks(2, short_of_room_at_the_end, tmp_path)
     assert shelf_at(tmp_path).steps() == [1]
     assert not list(newest(tmp_path).verify())
-
-
-def test_a_new_run_does_not_go_on_from_anothers_checkpoints(tmp_path: Path) -> None:
-    trained(Digits(), "dp=1", tmp_path / "checkpoints", None, 1)
-    job = Job.resolve(
-        task=f"{Path(tasks.__file__)}:Digits", layout=None, on="local:1", assignments=[], steps=None, config=None,
-        device="cpu", checkpoints=str(tmp_path / "checkpoints"),
-    )  # fmt: skip
-    with pytest.raises(WrongUse, match=r"holds checkpoints already, up to step 1\. Go on from them with --resume"):
-        job.train(tmp_path / "run")
-    with (
-        shelf_at(tmp_path / "checkpoints").store.held(),
-        pytest.raises(WrongUse, match="checkpoints is being trained by process"),
-    ):
-        job.train(tmp_path / "other", resume=True)
 
 
 # Ranks that are killed.

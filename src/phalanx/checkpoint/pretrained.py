@@ -14,7 +14,7 @@ from torch import Tensor
 from phalanx.checkpoint.weights import DTYPES
 from phalanx.errors import WrongUse, closest
 from phalanx.parallel.axes.cuts import Cut
-from phalanx.parallel.weights.blueprint import leaves
+from phalanx.trees import leaves
 
 STACKED = {"gate_up_proj": ("gate_proj|w1", "up_proj|w3"), "down_proj": ("down_proj|w2",)}
 """What experts' stacked weights are called, and the files' names for what one expert has of them."""

@@ -143,6 +143,11 @@ def _changes(starts: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return [change for number, change in enumerate(found) if change not in found[:number]]
 
 
+def certified(run: Run, task: Task, shelf: Shelf) -> str:
+    """What is certain about a run that is done, in one line; it is written down."""
+    return in_words(certify(run, task, shelf))
+
+
 def in_words(found: Mapping[str, Any]) -> str:
     """A certificate in one line."""
     again = ""

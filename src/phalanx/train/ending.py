@@ -5,17 +5,49 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 
+from phalanx.checkpoint.manifest import Damaged
 from phalanx.checkpoint.shelf import Shelf
 from phalanx.files import write_whole
-from phalanx.launch.local import Failure
+from phalanx.launch.local import Failure, Outcome
+from phalanx.launch.supervisor import Supervisor
 from phalanx.run import Run
 from phalanx.task import Task
+from phalanx.train.certificate import NotDone, certified
 from phalanx.train.loop import Summary
 from phalanx.verdict import Verdict
 from phalanx.words import many, sparkline
 
 
-def trained(run: Run, shelf: Shelf, task: Task, summary: Summary, certified: str) -> Verdict:
+def conclude(supervisor: Supervisor, outcome: Outcome, task: Task, run: Run, shelf: Shelf) -> Verdict:
+    """The verdict on what the ranks of this host, and those of others, came to."""
+    private = supervisor.shared is not None and supervisor.shared.private
+    if not supervisor.leads and not outcome.failures and (outcome.finished or not outcome.interrupted):
+        if run.certified_steps() != task.steps and not private:
+            return not_done(run, NotDone("there is no certificate"))
+        return Verdict(True, f"done: the first host says what came of it, in {run.path}")
+    verdict = _verdict(supervisor, outcome, task, run, shelf)
+    if supervisor.recoveries:
+        times = "once" if supervisor.recoveries == 1 else f"{supervisor.recoveries} times"
+        verdict.evidence.append(f"ranks were started again {times}")
+    return verdict
+
+
+def _verdict(supervisor: Supervisor, outcome: Outcome, task: Task, run: Run, shelf: Shelf) -> Verdict:
+    if outcome.interrupted and not outcome.finished:
+        if supervisor.meeting is not None:
+            return left(run, shelf, supervisor.done())
+        return stopped(run, shelf, outcome.failures or [], supervisor.stop.cut_short, supervisor.done())
+    if outcome.failures:
+        return failed(run, shelf, outcome.failures)
+    if outcome.result is None:
+        return Verdict(False, "a rank left before the end, by sys.exit perhaps", next="Take that out of the task.")
+    try:
+        return trained(run, shelf, task, outcome.result, certified(run, task, shelf))
+    except (NotDone, Damaged) as reason:
+        return not_done(run, reason)
+
+
+def trained(run: Run, shelf: Shelf, task: Task, summary: Summary, certainty: str) -> Verdict:
     """It came to its end."""
     steps = run.ledger().values()
     losses: dict[str, list[float]] = {}
@@ -32,7 +64,7 @@ def trained(run: Run, shelf: Shelf, task: Task, summary: Summary, certified: str
         evidence.append(
             f"{many(skipped, 'step')} {were} skipped: a number was bad, or nothing counted; the events say which"
         )
-    evidence += [certified, f"weights: {run.weights_path}"]
+    evidence += [certainty, f"weights: {run.weights_path}"]
     layout = shelf.open(summary.steps).manifest.facts["layout"]
     return Verdict(True, f"trained {type(task).__name__} for {many(summary.steps, 'step')} on {layout}", evidence)
 

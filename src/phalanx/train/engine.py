@@ -31,7 +31,7 @@ from phalanx.layout import Layout
 from phalanx.parallel.communication.mesh import BATCH, Mesh
 from phalanx.parallel.communication.traffic import Traffic
 from phalanx.parallel.spread import Spread
-from phalanx.parallel.weights.blueprint import Blueprint, mapped
+from phalanx.parallel.weights.blueprint import Blueprint
 from phalanx.parallel.weights.filling import Saved
 from phalanx.precision import DTYPES
 from phalanx.task import Batch, Task
@@ -47,6 +47,7 @@ from phalanx.train.scale import LossScale
 from phalanx.train.steady import in_one_way, steady
 from phalanx.train.step import Metrics
 from phalanx.train.turns import Turns
+from phalanx.trees import mapped
 
 Gradients = dict[str, Tensor | None]
 VERSIONS = {"python": platform.python_version(), "torch": torch.__version__}
@@ -312,7 +313,7 @@ class Engine:
                 value = value.double() if wide else value.float() if value.dtype == torch.float64 else value
             return value.to(self.device, non_blocking=True)
 
-        return Batch({name: mapped(value, place) for name, value in batch.items()})
+        return Batch({name: mapped(place, value) for name, value in batch.items()})
 
     def gathered(self, own: Tensor) -> Tensor:
         """What every rank brings, ``[ranks, *own]``. All ranks must call it."""

@@ -8,8 +8,6 @@ micro-batch's activations are held, and the gradient is that of the whole batch 
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -23,12 +21,13 @@ from phalanx.losses import Logits, Loss
 from phalanx.parallel.axes.samples import Answers, Asked, AtOnce
 from phalanx.parallel.axes.schedules import Action
 from phalanx.train.step import Metrics, call, compute, independent, micro_batch, task_loss, train_step
+from phalanx.trees import ends, mapped
 
 if TYPE_CHECKING:
     from phalanx.train.engine import Engine
 
 Buffers = list[tuple[Tensor, Tensor]]
-PLAIN = (bool, int, float, str, type(None), torch.Size, torch.dtype, torch.device)
+PLAIN = (Tensor, bool, int, float, str, type(None), torch.dtype, torch.device)
 
 
 def step(engine: Engine, batch: StepBatch) -> Metrics:
@@ -212,26 +211,14 @@ def _noted(found: list[Tensor], tensor: Tensor) -> Tensor:
 
 def rebuilt(output: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """A model's output with its tensors changed, whatever holds them; what cannot be looked into is refused."""
-    if isinstance(output, Tensor):
-        return change(output)
-    if isinstance(output, dict):
-        made = copy.copy(output)
-        for name, value in output.items():
-            made[name] = rebuilt(value, change)
-        return made
-    if isinstance(output, (list, tuple)):
-        items = [rebuilt(value, change) for value in output]
-        return type(output)(*items) if hasattr(output, "_fields") else type(output)(items)
-    if dataclasses.is_dataclass(output) and not isinstance(output, type):
-        fields = {f.name: rebuilt(getattr(output, f.name), change) for f in dataclasses.fields(output) if f.init}
-        return dataclasses.replace(output, **fields)
-    if isinstance(output, PLAIN):
-        return output
-    kind = "lazy logits" if isinstance(output, Logits) else f"a {type(output).__name__}"
-    raise WrongUse(
-        f"the loss needs all micro-batches at once, and the model gives {kind}, which cannot be kept from one to the "
-        "next. Return tensors, or tuples or dicts of them; or leave micro_batch out of the layout."
-    )
+    for end in ends(output):
+        if not isinstance(end, PLAIN):
+            kind = "lazy logits" if isinstance(end, Logits) else f"a {type(end).__name__}"
+            raise WrongUse(
+                f"the loss needs all micro-batches at once, and the model gives {kind}, which cannot be kept from one "
+                "to the next. Return tensors, or tuples or dicts of them; or leave micro_batch out of the layout."
+            )
+    return mapped(change, output)
 
 
 def copies(model: nn.Module) -> Buffers:

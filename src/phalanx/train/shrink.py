@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from phalanx.errors import WrongUse
 from phalanx.layout import Layout
-from phalanx.parallel.axes.schedules import CHUNKS
 from phalanx.parallel.weights.blueprint import Blueprint
 from phalanx.task import Task
 from phalanx.train.variant import Variant, variant
@@ -34,7 +33,7 @@ class Needs:
 
     @classmethod
     def of(cls, layouts: Sequence[Layout]) -> Needs:
-        blocks = [layout.pp * CHUNKS.get(layout.schedule if layout.pp > 1 else "", 1) for layout in layouts]
+        blocks = [layout.stages for layout in layouts]
         return cls(max([2, *blocks]), max([4, *(layout.tp * layout.cp for layout in layouts)]))
 
 

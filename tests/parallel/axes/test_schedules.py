@@ -7,7 +7,8 @@ import itertools
 import pytest
 
 from phalanx import Layout
-from phalanx.parallel.axes.schedules import CHUNKS, Action, forwards, receives, schedule
+from phalanx.layout import CHUNKS
+from phalanx.parallel.axes.schedules import Action, forwards, receives, schedule
 
 NAMES = ("gpipe", "1f1b", "interleaved", "zb")
 

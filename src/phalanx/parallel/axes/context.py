@@ -27,7 +27,7 @@ from phalanx.parallel.axes.calls import TIME, about_sizes, stream, with_stream
 from phalanx.parallel.communication.communicator import Communicator
 from phalanx.parallel.communication.differentiable import all_gather, all_reduce, all_to_all, run
 from phalanx.parallel.randomness.draws import Randomness, Region
-from phalanx.parallel.weights.blueprint import leaves, mapped
+from phalanx.trees import leaves, mapped
 
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None, bool], Any]
 """Attention over queries, keys and values ``[batch, heads, time, width]`` with a mask, or causal."""
@@ -103,7 +103,7 @@ class ContextParallel:
             hidden = stream(args, kwargs, name)
             self.begin(hidden.shape[TIME])
             args, kwargs = with_stream(args, kwargs, self._own(hidden, TIME))
-        args, kwargs = mapped((args, kwargs), partial(self._cut, stream(args, kwargs, name)))
+        args, kwargs = mapped(partial(self._cut, stream(args, kwargs, name)), (args, kwargs))
         self.inside = name
         try:
             output = forward(*args, **kwargs)

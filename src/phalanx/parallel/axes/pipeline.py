@@ -30,7 +30,7 @@ from phalanx.parallel.communication.communicator import Communicator
 from phalanx.parallel.communication.mesh import Mesh
 from phalanx.parallel.communication.pending import Pending
 from phalanx.parallel.randomness.draws import Moment
-from phalanx.parallel.weights.blueprint import leaves, mapped
+from phalanx.trees import leaves, mapped
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 HEADER = 16
@@ -153,8 +153,8 @@ class Pipeline:
                 f"{name} is used after the blocks and registered before them, so pp={self.stages.ranks} put it on the "
                 "first stage. Register it after the blocks."
             )
-        args, kwargs = mapped((args, kwargs), lambda t: t.to("meta"))
-        return mapped(shapes(*args, **kwargs), self._nothing)
+        args, kwargs = mapped(lambda t: t.to("meta"), (args, kwargs))
+        return mapped(self._nothing, shapes(*args, **kwargs))
 
     def _nothing(self, shape: Tensor) -> Tensor:
         """Stands for what another stage has: of the right shape, and not a number wherever it is used."""
@@ -200,7 +200,7 @@ class Pipeline:
 
     def _check_given(self, name: str, args: Any, kwargs: Any) -> None:
         """Of what this stage's blocks gave, only the stream may go on to the next."""
-        for other in leaves((args, kwargs), Tensor):
+        for other in leaves((args, kwargs)):
             if any(other is given for given in self._given):
                 raise WrongUse(
                     f"{name} is called with a tensor of shape {tuple(other.shape)} that blocks before it gave beside "
@@ -212,7 +212,7 @@ class Pipeline:
         if (self.active, self._signatures[self._part.micro]) in self._checked:
             return
         self._checked.add((self.active, self._signatures[self._part.micro]))
-        for other in leaves((args, kwargs), Tensor):
+        for other in leaves((args, kwargs)):
             if other is not entry and other.is_floating_point() and bool(other.isnan().any()):
                 raise WrongUse(
                     f"{name} is called with a tensor of shape {tuple(other.shape)} that depends on modules before the "
@@ -225,7 +225,7 @@ class Pipeline:
         """Before a step: what will be computed, and of what shapes. Nothing is left of one that failed."""
         self._posted.clear()
         self._deferred.clear()
-        self._signatures = [tuple(t.shape for t in leaves(micro.tensors, Tensor)) for micro in micro_batches]
+        self._signatures = [tuple(t.shape for t in leaves(micro.tensors)) for micro in micro_batches]
         training = any(action.kind != "forward" for action in actions)
         self._due = receives(self.name, self.stages.ranks, len(micro_batches), training)[self.rank]
         self._owed = []

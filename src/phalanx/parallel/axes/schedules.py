@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Literal
 
+from phalanx.layout import CHUNKS
+
 Kind = Literal["forward", "backward", "weights"]
-CHUNKS = {"interleaved": 2}
-"""Stages a rank has, where it is more than one."""
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from torch import nn
 
 from phalanx.anatomy import Anatomy
 from phalanx.errors import WrongUse
-from phalanx.parallel.axes.schedules import CHUNKS
+from phalanx.layout import CHUNKS
 
 
 @dataclass(frozen=True)

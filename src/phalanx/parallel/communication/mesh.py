@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 
 from phalanx.layout import Layout
-from phalanx.parallel.axes.schedules import CHUNKS
 from phalanx.parallel.communication.communicator import Communicator
 from phalanx.parallel.communication.traffic import Traffic
 from phalanx.parallel.torch_private import default_store, new_group
@@ -50,7 +49,7 @@ class Grid:
     def __init__(self, layout: Layout, rank: int) -> None:
         self.degrees = {axis: getattr(layout, axis) for axis in AXES}
         self.ep, self.rank = layout.ep, rank
-        self.rings = CHUNKS.get(layout.schedule, 1) > 1
+        self.rings = layout.stages > layout.pp
         self.coordinates: dict[str, int] = {}
         for axis in reversed(AXES):
             rank, self.coordinates[axis] = divmod(rank, self.degrees[axis])

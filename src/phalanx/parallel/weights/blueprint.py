@@ -28,6 +28,7 @@ from phalanx.parallel.torch_private import (
     storage_id,
 )
 from phalanx.parallel.weights import keras
+from phalanx.trees import leaves, mapped
 
 aten = torch.ops.aten
 FACTORIES = {
@@ -117,13 +118,13 @@ class Blueprint:
         random = torch.Tag.nondeterministic_seeded in func.tags
         if self._constants and mutates(func) and isinstance(_target(args, kwargs), Tensor):
             self._about_to_change(_target(args, kwargs))
-        if not any(self._described(t) for t in _tensors((args, kwargs))):
+        if not any(self._described(t) for t in leaves((args, kwargs))):
             if (func in FACTORIES and math.prod(args[0])) or (random and not mutates(func)):
                 return self._note(func, args, kwargs)
             return self._draw(func, args, kwargs, self._ad_hoc()) if random else func(*args, **kwargs)
         reads = NEEDS_VALUES.intersection(func.tags) or func is aten._local_scalar_dense.default
         if reads or (mutates(func) and not self._described(_target(args, kwargs))):
-            real = mapped((args, kwargs), lambda t: self._replay(t, "cpu") if self._described(t) else t)
+            real = mapped(lambda t: self._replay(t, "cpu") if self._described(t) else t, (args, kwargs))
             return func(*real[0], **real[1])
         return self._note(func, args, kwargs)
 
@@ -136,14 +137,14 @@ class Blueprint:
         else:
             with self._fake:
                 result = func(*args, **kwargs)
-        results = list(_tensors(result))
-        known = {storage_id(t) for t in _tensors((args, kwargs))}
+        results = list(leaves(result))
+        known = {storage_id(t) for t in leaves((args, kwargs))}
         if not mutates(func) and all(storage_id(t) in known for t in results):
             return result
         for tensor in results:
             self._alive.setdefault(storage_id(tensor), tensor)
         written = results or [_target(args, kwargs)]
-        noted_args, noted_kwargs = mapped((args, kwargs), lambda t: _ref(t) if self._described(t) else self._keep(t))
+        noted_args, noted_kwargs = mapped(lambda t: _ref(t) if self._described(t) else self._keep(t), (args, kwargs))
         for storage in {storage_id(t) for t in written}:
             self._writers.setdefault(storage, []).append(len(self._operations))
         random = torch.Tag.nondeterministic_seeded in func.tags
@@ -185,14 +186,14 @@ class Blueprint:
 
         with torch.no_grad():
             for operation in self._leading_to(storage_id(tensor)):
-                args, kwargs = mapped((operation.args, operation.kwargs), real, (Ref, Constant))
-                if "device" in kwargs or not any(True for _ in _tensors(args)):
+                args, kwargs = mapped(real, (operation.args, operation.kwargs), (Ref, Constant))
+                if "device" in kwargs or not any(True for _ in leaves(args)):
                     kwargs["device"] = torch.device(device)
                 if operation.draw:
                     result = self.draw(operation, operation.func, args, kwargs)
                 else:
                     result = operation.func(*args, **kwargs)
-                for ref, out in zip(operation.results, _tensors(result), strict=True):
+                for ref, out in zip(operation.results, leaves(result), strict=True):
                     if ref.storage not in made:
                         made[ref.storage] = _whole_storage(out, ref)
         return real(_ref(tensor))
@@ -247,14 +248,14 @@ class Blueprint:
 
 def _on_cpu(func: Any, args: Any, kwargs: Any) -> Any:
     """Call a function on the CPU, whatever device its tensors are on: another has a generator of its own."""
-    devices = [t.device for t in _tensors((args, kwargs))] + [torch.device(kwargs.get("device") or "cpu")]
+    devices = [t.device for t in leaves((args, kwargs))] + [torch.device(kwargs.get("device") or "cpu")]
     if all(device.type == "cpu" for device in devices):
         return func(*args, **kwargs)
-    there = mapped((args, kwargs | ({"device": torch.device("cpu")} if "device" in kwargs else {})), Tensor.cpu)
+    there = mapped(Tensor.cpu, (args, kwargs | ({"device": torch.device("cpu")} if "device" in kwargs else {})))
     result = func(*there[0], **there[1])
     if mutates(func):
         return _target(args, kwargs).copy_(_target(*there))
-    return mapped(result, lambda tensor: tensor.to(kwargs.get("device") or devices[0]))
+    return mapped(lambda tensor: tensor.to(kwargs.get("device") or devices[0]), result)
 
 
 def _two(args: Any, kwargs: Any, names: tuple[str, str], default: tuple[float, float]) -> tuple[float, float]:
@@ -278,27 +279,3 @@ def _whole_storage(tensor: Tensor, ref: Ref) -> Tensor:
         fitting = torch.empty_strided(ref.size, ref.stride, dtype=tensor.dtype, device=tensor.device)
         tensor = fitting.copy_(tensor)
     return tensor.as_strided((tensor.untyped_storage().nbytes() // tensor.element_size(),), (1,), 0)
-
-
-def leaves(value: Any, kind: Any) -> Iterator[Any]:
-    if isinstance(value, kind):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from leaves(item, kind)
-    elif isinstance(value, dict):
-        yield from leaves(list(value.values()), kind)
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    return leaves(value, Tensor)
-
-
-def mapped(value: Any, change: Callable[[Any], Any], kind: Any = Tensor) -> Any:
-    if isinstance(value, kind):
-        return change(value)
-    if isinstance(value, (list, tuple)):
-        return type(value)(mapped(item, change, kind) for item in value)
-    if isinstance(value, dict):
-        return {name: mapped(item, change, kind) for name, item in value.items()}
-    return value

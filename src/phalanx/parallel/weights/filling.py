@@ -13,11 +13,12 @@ from phalanx.errors import WrongUse
 from phalanx.parallel.axes.calls import shapeless
 from phalanx.parallel.axes.cuts import Cut
 from phalanx.parallel.torch_private import FakeTensor, has_hooks, install
-from phalanx.parallel.weights.blueprint import Blueprint, leaves, mapped
+from phalanx.parallel.weights.blueprint import Blueprint
 from phalanx.parallel.weights.boxes import boxes
 from phalanx.parallel.weights.bucket import Storage, Weight
 from phalanx.parallel.weights.holding import Holding
 from phalanx.parallel.weights.parts import parts
+from phalanx.trees import leaves, mapped
 
 Saved = Callable[[str, Cut | None, int], Tensor]
 """A rank's part of a weight, by name, from where it is kept."""
@@ -99,14 +100,14 @@ def fill(
             if saved is not None and full in kept:
                 setattr(module, name, widened(saved(full, None, 0).to(device)))
             else:
-                setattr(module, name, mapped(value, real))
+                setattr(module, name, mapped(real, value))
         _refuse_hidden(module, owner)
 
 
 def _plain_attributes(module: nn.Module) -> list[tuple[str, Any]]:
     """Tensors kept as plain attributes, alone or in lists and dicts, which a constructor may have made too."""
     plain = [(name, value) for name, value in vars(module).items() if not name.startswith("_")]
-    return [(name, value) for name, value in plain if any(True for _ in leaves(value, Tensor))]
+    return [(name, value) for name, value in plain if any(True for _ in leaves(value))]
 
 
 def _refuse_hidden(module: nn.Module, name: str) -> None:

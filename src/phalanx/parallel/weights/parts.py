@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from phalanx.parallel.weights.blueprint import DRAWS, FACTORIES, Blueprint, Constant, Operation, Ref, leaves, mapped
+from phalanx.parallel.weights.blueprint import DRAWS, FACTORIES, Blueprint, Constant, Operation, Ref
 from phalanx.parallel.weights.boxes import Box
+from phalanx.trees import leaves, mapped
 
 aten = torch.ops.aten
 OVERWRITES = {aten.uniform_.default, aten.normal_.default, aten.zero_.default, aten.fill_.Scalar}
@@ -97,7 +98,7 @@ class _Replay:
                 return value.tensor
             return self.made[value.storage][start - self.box.offsets[0] : stop - self.box.offsets[0]]
 
-        args, kwargs = mapped((operation.args, operation.kwargs), real, (Ref, Constant))
+        args, kwargs = mapped(real, (operation.args, operation.kwargs), (Ref, Constant))
         if func in FACTORIES:
             func, args = _sized(func, args, self.box.sizes)
         elif not refs:

@@ -7,7 +7,7 @@ runs what was recorded later first, so by then all of the bucket's own backward 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch.autograd.graph import register_multi_grad_hook
 
 from phalanx.anatomy import Unit
 from phalanx.parallel.weights.bucket import Bucket, Weight
+from phalanx.trees import mapped, reachable
 
 VALUES = {"data", "T", "mT", "H", "mH", "real", "imag"}
 """Attributes of a tensor that give its values; all others only describe it."""
@@ -33,19 +34,16 @@ class Resting(nn.Parameter):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         attribute = getattr(getattr(func, "__self__", None), "__name__", "") if func.__name__ == "__get__" else None
         wake = attribute in VALUES if attribute else func not in DESCRIBING
-        return func(*(_awake(a, wake) for a in args), **{n: _awake(a, wake) for n, a in (kwargs or {}).items()})
+        args, kwargs = mapped(partial(_awake, wake), (args, kwargs or {}), Resting)
+        return func(*args, **kwargs)
 
 
-def _awake(value: Any, wake: bool) -> Any:
-    if isinstance(value, Resting):
-        if wake:
-            value.gathered.need()
-            if torch.is_grad_enabled():
-                value.gathered.open_call()  # when its backward is over, only the end of all of it tells
-        return value.weight.full
-    if isinstance(value, (list, tuple)):
-        return type(value)(_awake(item, wake) for item in value)
-    return value
+def _awake(wake: bool, value: Resting) -> Tensor:
+    if wake:
+        value.gathered.need()
+        if torch.is_grad_enabled():
+            value.gathered.open_call()  # when its backward is over, only the end of all of it tells
+    return value.weight.full
 
 
 class Gathered:
@@ -133,7 +131,7 @@ class Gathering:
         if torch.is_grad_enabled() and not item.in_backward:
             call = item.open_call()  # until its inputs' gradients are there, or backward ends
             item.running.append(call)
-            inputs = [tensor for tensor in tensors((args, kwargs)) if tensor.grad_fn is not None]
+            inputs = [tensor for tensor in reachable((args, kwargs)) if tensor.grad_fn is not None]
             if inputs:
                 register_multi_grad_hook(inputs, partial(self._inputs_done, index, call), mode="all")
 
@@ -162,7 +160,7 @@ class Gathering:
 
     def _await_backward(self, index: int, call: object, output: Any) -> None:
         # on the nodes: their hooks come after those of whoever took the tensors, whose weights can go first
-        for node in {tensor.grad_fn for tensor in tensors(output) if tensor.grad_fn is not None}:
+        for node in {tensor.grad_fn for tensor in reachable(output) if tensor.grad_fn is not None}:
             node.register_prehook(partial(self._before_backward, index, call))
 
     def _before_backward(self, index: int, call: object, gradients: Any) -> None:
@@ -196,18 +194,3 @@ class Gathering:
         for item in self.gathered:
             item.calls.clear()
             item.finish()
-
-
-def tensors(value: Any, depth: int = 8) -> Iterator[Tensor]:
-    """The tensors in what a module takes or gives: nested lists, tuples, dicts and objects with attributes."""
-    if isinstance(value, Tensor):
-        yield value
-    elif depth and isinstance(value, (list, tuple)):
-        for item in value:
-            yield from tensors(item, depth - 1)
-    elif depth and isinstance(value, dict):
-        yield from tensors(list(value.values()), depth)
-    elif depth and not isinstance(value, (nn.Module, type)):
-        slots = [name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())]
-        held = [getattr(value, name, None) for name in [*slots, *getattr(value, "__dict__", ())]]
-        yield from tensors(held, depth - 1)

@@ -29,12 +29,12 @@ from phalanx.losses import Loss
 from phalanx.parallel import spread
 from phalanx.parallel.communication.communicator import Communicator
 from phalanx.parallel.randomness.draws import Moment
-from phalanx.parallel.weights.blueprint import mapped
 from phalanx.prove.replacing import replacing
 from phalanx.task import Batch, Task, as_loss
 from phalanx.train.shrink import FromConfig
 from phalanx.train.variant import Variant, variant
 from phalanx.train.widened import Widened
+from phalanx.trees import mapped
 
 BATCH = 17
 """Samples of a step, for up to 8 ranks: a prime, so that no number of ranks or micro-batches divides it."""
@@ -231,7 +231,7 @@ def wide_batch(task: Task, data: Any, epoch: int, ids: Iterable[int]) -> Batch:
         seed_globally(task.seed, "sample", epoch, int(index))
         samples.append(data[int(index)])
     tensors = task.collate(samples)
-    return Batch({n: mapped(v, lambda t: t.double() if t.is_floating_point() else t) for n, v in tensors.items()})
+    return Batch({n: mapped(lambda t: t.double() if t.is_floating_point() else t, v) for n, v in tensors.items()})
 
 
 @contextmanager

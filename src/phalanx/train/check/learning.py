@@ -19,6 +19,7 @@ from phalanx.train.check.misuse import Misuse
 from phalanx.train.check.subject import Ended, Fails, Given, Subject, moved, tensors_in, unless_said
 from phalanx.train.optimizers import untrainable
 from phalanx.train.step import independent
+from phalanx.trees import leaves
 from phalanx.words import listed
 
 SHOWN = 3
@@ -282,14 +283,9 @@ def _unregistered(model: nn.Module) -> Iterator[tuple[str, str]]:
                     break
 
 
-def _held(value: Any, depth: int = 3) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, nn.Module):
-        yield from value.parameters()
-    elif isinstance(value, (list, tuple, dict)) and depth:
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from _held(item, depth - 1)
+def _held(value: Any) -> Iterator[Tensor]:
+    for leaf in leaves(value, (Tensor, nn.Module)):
+        yield from leaf.parameters() if isinstance(leaf, nn.Module) else [leaf]
 
 
 def _check_again(subject: Subject, once: Given) -> None:

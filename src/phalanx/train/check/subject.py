@@ -7,7 +7,7 @@ import inspect
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, is_dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -22,13 +22,14 @@ from phalanx.parallel.axes import batchnorm, hugging_face
 from phalanx.parallel.randomness.answers import Answers, generator_state
 from phalanx.parallel.randomness.draws import Moment, Randomness
 from phalanx.parallel.weights import keras
-from phalanx.parallel.weights.blueprint import Blueprint, mapped
+from phalanx.parallel.weights.blueprint import Blueprint
 from phalanx.precision import cast
 from phalanx.task import Batch, Task, as_loss, called
 from phalanx.train.check import lines
 from phalanx.train.shrink import Needs, by_config
 from phalanx.train.step import silent
 from phalanx.train.widened import Widened
+from phalanx.trees import leaves, mapped
 
 SAMPLES, SOME_SAMPLES, FEW_SAMPLES, FEWEST_SAMPLES = 7, 4, 3, 2
 LARGE_WEIGHTS, TOO_MANY_WEIGHTS = 3_000_000, 100_000_000
@@ -194,7 +195,7 @@ class Subject:
         seed_globally(self.task.seed, "check collate")
         with raising(f"{self.name}.collate()"):
             tensors = self.task.collate(chosen)
-        made = Batch({name: mapped(value, self._placed) for name, value in tensors.items()})
+        made = Batch({name: mapped(self._placed, value) for name, value in tensors.items()})
         made.turn = self.turn
         return made
 
@@ -296,7 +297,7 @@ class Subject:
 
 def copied(sample: Any) -> Any:
     """A sample that shares nothing with another."""
-    return copy.deepcopy(mapped(sample, lambda tensor: tensor.detach()))
+    return copy.deepcopy(mapped(lambda tensor: tensor.detach(), sample))
 
 
 def _copied(tensors: list[Tensor]) -> list[Tensor]:
@@ -305,17 +306,7 @@ def _copied(tensors: list[Tensor]) -> list[Tensor]:
 
 def tensors_in(value: Any) -> list[Tensor]:
     """All tensors in a structure; of lazy logits what they are made of."""
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, Logits):
-        return [value.hidden]
-    if isinstance(value, Mapping):
-        return [tensor for item in value.values() for tensor in tensors_in(item)]
-    if isinstance(value, (list, tuple)):
-        return [tensor for item in value for tensor in tensors_in(item)]
-    if is_dataclass(value) and not isinstance(value, type):
-        return [tensor for item in vars(value).values() for tensor in tensors_in(item)]
-    return []
+    return [leaf.hidden if isinstance(leaf, Logits) else leaf for leaf in leaves(value, (Tensor, Logits))]
 
 
 def read(task: Task, data: Any, index: int) -> Any:

@@ -1,0 +1,121 @@
+"""What each rank of a job does: everything that a run needs made in order, then the loop."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass
+from datetime import timedelta
+
+from phalanx import streams
+from phalanx.checkpoint.shelf import Shelf
+from phalanx.checkpoint.slot import Slot
+from phalanx.events import EventLog, pause_of, writers
+from phalanx.launch.beats import ARRIVED, Beat
+from phalanx.launch.environment import Environment
+from phalanx.launch.supervisor import Host
+from phalanx.layout import Layout
+from phalanx.origin import kept_origin
+from phalanx.parallel.communication.traffic import Traffic
+from phalanx.run import Run
+from phalanx.train.check.beside import Check, settle
+from phalanx.train.engine import Engine
+from phalanx.train.guard import Guard
+from phalanx.train.job import Job
+from phalanx.train.keeping import Keeper
+from phalanx.train.loop import Listener, Loop, Summary
+from phalanx.train.placing import fitted
+from phalanx.train.restoring import Restorer
+from phalanx.watch.screen import Screen
+
+
+@dataclass
+class Rank:
+    """A rank of one generation of a job's."""
+
+    job: Job
+    run: Run
+    shelf: Shelf
+    resume: bool
+    host: Host
+
+    def __post_init__(self) -> None:
+        self.layout = self._layout()
+        self.environment = Environment.detect()
+        self.own, self.guests = (
+            [[Slot(memory) for memory in slots] for slots in by_rank]
+            for by_rank in (self.host.memory, self.host.guests)
+        )
+        """By rank of this host: its slots, and those for copies of the host before."""
+
+    def _layout(self) -> Layout:
+        """The job's, or the closest to it for as many ranks as there are now."""
+        task, layout = self.job.task, self.job.layout
+        if self.host.world == layout.world:
+            return layout
+        return fitted(layout, task.global_batch, self.host.world, task)
+
+    def train(self) -> Summary:
+        """From the newest whole state to the end."""
+        options, host, rank = self.job.options, self.host, self.environment.rank
+        with ExitStack() as undo:
+            log = undo.enter_context(self._log())
+            row = host.beats.row(self.environment.local_rank)
+            beat = Beat(row, options.timeout)
+            check = self._check()
+            if check is not None:
+                undo.enter_context(check)
+            engine = undo.enter_context(self._engine(Traffic(row[ARRIVED:])))
+            if rank == 0:
+                undo.enter_context(kept_origin(self.run, self.job.task))
+            restorer, keeper = self._restorer(engine, log), self._keeper(engine, log)
+            undo.push(lambda kind, *_: keeper.close(wait=kind is None))  # after an error there is nothing to wait for
+            listener = self._listener(engine) if rank == 0 else Listener()
+            settle(engine, check, log.write, listener.said)
+            drill = None if host.restarted else options.drill()
+            return Loop(
+                engine, self.run, log, keeper, restorer, beat, listener, options.compare_steps, drill, host.stopping
+            ).train()
+
+    def _log(self) -> EventLog:
+        rank, hosts = self.environment.rank, self.environment.hosts
+        return EventLog(self.run, rank, pause_of(rank, hosts), shared=rank in writers(hosts))
+
+    def _check(self) -> Check | None:
+        """Of the task, beside rank 0, unless an earlier generation had it done."""
+        if self.environment.rank != 0 or (self.host.restarted and any(self.run.events(0, "check"))):
+            return None
+        return self.job.start_check()
+
+    def _engine(self, traffic: Traffic) -> Engine:
+        options = self.job.options
+        return Engine(
+            self.job.task, self.layout, device=self.job.cluster.device, timeout=timedelta(seconds=options.timeout),
+            init_from=None if self.shelf.steps() else options.init_from, guard=Guard(options.bad, options.spike),
+            allow_changes=options.allow == "changes", traffic=traffic,
+        )  # fmt: skip
+
+    @property
+    def _taken_in(self) -> list[list[Slot]]:
+        """Slots for copies of the host before that this rank takes in."""
+        return self.guests[self.environment.local_rank :: self.job.cluster.world]
+
+    def _restorer(self, engine: Engine, log: EventLog) -> Restorer:
+        every = [slot for slots in (*self.own, *self.guests) for slot in slots]
+        mine = [*self.own[self.environment.local_rank], *(slot for slots in self._taken_in for slot in slots)]
+        return Restorer(engine, self.shelf, every, mine, generation=self.host.generation, note=log.write)
+
+    def _keeper(self, engine: Engine, log: EventLog) -> Keeper:
+        return Keeper(
+            engine, self.shelf, self.job.options.policy(), generation=self.host.generation,
+            slots=self.own[self.environment.local_rank],
+            guests=self._taken_in if len(set(self.environment.hosts)) > 1 else None, note=log.write,
+        )  # fmt: skip
+
+    def _listener(self, engine: Engine) -> Listener:
+        """Rank 0's screen, begun."""
+        screen = Screen(engine, streams.stdout())
+        if not self.host.restarted:
+            screen.start()
+            if self.resume and not self.shelf.steps() and self.job.options.meet is None:
+                screen.said(f"   note  {self.shelf.store.url} holds nothing to go on from: beginning at step 0")
+        return Listener(screen.step, screen.evaluation, screen.resumed, screen.said)

@@ -1,0 +1,138 @@
+"""From the words of a user, over those of a ``run.toml`` if one is given, to a job."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from phalanx.cluster import Cluster
+from phalanx.data.loader import seed_globally
+from phalanx.errors import WrongUse, closest
+from phalanx.layout import Layout
+from phalanx.references import find_task
+from phalanx.run import read_settings
+from phalanx.settings import make_task, over, parse_assignments, plain_settings, unwritten
+from phalanx.task import Task
+from phalanx.train.engine import length
+from phalanx.train.job import Job
+from phalanx.train.options import Options
+from phalanx.train.placing import fitted, hosts_used, place, ranks_of
+
+TEXTS = ("task", "layout", "on", "device", "folder")
+"""What a ``run.toml`` says of a run beside its options."""
+
+
+def resolve(
+    *,
+    task: str | None,
+    layout: str | None,
+    on: str | None,
+    assignments: Sequence[str],
+    steps: int | None,
+    epochs: float | None = None,
+    config: Path | None,
+    device: str | None,
+    resume: bool = False,
+    exact: bool = False,
+    **options: Any,
+) -> Job:
+    """The job that a command line asks for."""
+    torch.set_num_threads(1)  # a task file may compute while it is imported, and no thread may survive into a fork
+    saved = _saved(config, resume) if config else {}
+    ran: Mapping[str, Any] = saved.get("run", {})
+    _refuse_torchrun()
+    reference = task or ran.get("task")
+    if reference is None:
+        raise WrongUse("there is no task to train. Name one: phalanx train gpt, or phalanx train file.py")
+    kind = find_task(reference, ran.get("folder") if task is None else None)
+    short = {name: value for name, value in (("steps", steps), ("epochs", epochs)) if value is not None}
+    values = over(saved.get("settings", {}), parse_assignments(assignments) | short)
+    made = make_task(kind, values)
+    _plan_steps(made)
+    for note in _unsaid(made, values, config, resume) if config else ():
+        print(f"   note  {note}")
+    settled = Options.resolve(options, ran)
+    chosen, ranks = _place(layout, on, made, ran, settled, resume)
+    chosen = _exactly(chosen, ran, made) if exact else chosen
+    _check_ranks(chosen, ranks, made, settled)
+    return Job(reference, made, chosen, Cluster.here(ranks, device or ran.get("device")), settled)
+
+
+def _saved(config: Path, resume: bool) -> Mapping[str, Any]:
+    """What a ``run.toml`` says; what it cannot mean is refused."""
+    saved = read_settings(config)
+    ran: Mapping[str, Any] = saved.get("run", {})
+    known = (*TEXTS, *(field.name for field in fields(Options)))
+    wrong = [("table", name) for name in saved if name not in ("run", "settings")]
+    wrong += [("key", name) for name in ran if name not in known]
+    for what, name in wrong:
+        raise WrongUse(f"{config} has a {what} {name!r} that means nothing; {closest(name, known)}")
+    for name in TEXTS:
+        if not isinstance(ran.get(name, ""), str):
+            raise WrongUse(f"{name} = {ran[name]!r} in {config} is not text. Mend that line.")
+    if not ran.get("task") and (resume or not saved):
+        raise WrongUse(
+            f"{config} names no task: it is empty, or was cut short. Put back a copy of it, or remove it and give "
+            "the task and all its settings again."
+        )
+    return saved
+
+
+def _refuse_torchrun() -> None:
+    if os.environ.get("WORLD_SIZE", "") not in ("", "1") and "TORCHELASTIC_RUN_ID" in os.environ:
+        raise WrongUse(
+            "phalanx train starts its ranks itself, and torchrun would start one such job a process. Use --on "
+            "local:N without torchrun, or phalanx.Engine in a program of your own with it."
+        )
+
+
+def _plan_steps(task: Task) -> None:
+    """Where epochs are asked for, as many steps as they have."""
+    if task.epochs:
+        seed_globally(task.seed, "data")
+        task.plan_steps(length(task.data(), "data", task))
+
+
+def _unsaid(task: Task, values: Mapping[str, Any], config: Path, resume: bool) -> Iterator[str]:
+    """Settings that are not in a ``run.toml``, a line each."""
+    for name, value in plain_settings(task).items() if resume else ():
+        if name not in values:
+            yield f"{config} does not say what {name} is: it is {value} now"
+    for name in unwritten(task):
+        if name not in values:
+            yield f"{config} cannot say what {name} is: it is as in the code"
+
+
+def _place(
+    layout: str | None, on: str | None, task: Task, ran: Mapping[str, Any], options: Options, resume: bool
+) -> tuple[Layout, int]:
+    """The layout, and the number of ranks on each host."""
+    if resume and on and not layout and "layout" in ran:  # the same on another number of ranks: as close as can be
+        layout = str(fitted(Layout.parse(ran["layout"]), task.global_batch, ranks_of(on) * options.max_nodes))
+    return place(
+        layout or (None if on else ran.get("layout")), on or (None if layout else ran.get("on")), options.max_nodes
+    )
+
+
+def _exactly(layout: Layout, ran: Mapping[str, Any], task: Task) -> Layout:
+    """With sums as exact as those of the run that goes on."""
+    before = Layout.parse(ran["layout"]).exact if "layout" in ran else 0
+    return replace(layout, exact=layout.exact or before).exactly(task.global_batch)
+
+
+def _check_ranks(layout: Layout, ranks: int, task: Task, options: Options) -> None:
+    """Refuse a layout that so many ranks do not make, and a drill that would kill nobody."""
+    world = ranks * options.max_nodes
+    if options.meet is None or not hosts_used(layout, task.global_batch, [ranks] * options.max_nodes):
+        layout.check(task.global_batch, world)
+    drill = options.drill()
+    if drill and not (drill[0] < world and 0 < drill[1] <= task.steps):
+        raise WrongUse(
+            f"--kill {options.kill} would kill nobody: there are ranks 0 to {world - 1} and {task.steps} steps. "
+            "Choose a rank and a step of those."
+        )

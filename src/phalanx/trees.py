@@ -1,0 +1,126 @@
+"""Trees: lists, tuples, dicts and dataclasses, however nested, with tensors or other things at their ends.
+
+One walker for what tasks, models and modules take and give. It looks into subclasses too: namedtuples, Hugging Face's
+outputs, frozen dataclasses. What encloses itself is not followed a second time.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from typing import Any
+
+from torch import Tensor, nn
+
+DEPTH = 8
+"""How deep objects that nobody knows are looked into."""
+
+
+def mapped(change: Callable[[Any], Any], tree: Any, kind: Any = Tensor) -> Any:
+    """The same tree with every item of a kind changed.
+
+    Lists, tuples and dicts are made anew; other containers are copied if they hold such an item and kept if not.
+
+    >>> mapped(lambda number: -number, {"a": [1, (2, "b")]}, int)
+    {'a': [-1, (-2, 'b')]}
+    """
+    return _mapped(change, tree, kind, ())
+
+
+def leaves(tree: Any, kind: Any = Tensor) -> Iterator[Any]:
+    """Every item of a kind in a tree, in order.
+
+    >>> list(leaves({"a": [1, (2, "b")]}, int))
+    [1, 2]
+    """
+    return _leaves(tree, kind, ())
+
+
+def ends(tree: Any) -> Iterator[Any]:
+    """Everything in a tree that is no container."""
+    inside = branches(tree)
+    if inside is None:
+        yield tree
+    else:
+        for item in inside:
+            yield from ends(item)
+
+
+def reachable(value: Any, depth: int = DEPTH) -> Iterator[Tensor]:
+    """Tensors in a tree, and in attributes of objects in it, but for modules and classes."""
+    if isinstance(value, Tensor):
+        yield value
+    elif depth > 0 and isinstance(value, (list, tuple, Mapping)):
+        for item in branches(value) or ():
+            yield from reachable(item, depth - 1)
+    elif depth > 1 and not isinstance(value, (nn.Module, type)):
+        for item in _attributes(value):
+            yield from reachable(item, depth - 2)
+
+
+def branches(tree: Any) -> list[Any] | None:
+    """What a container holds; None: it is none."""
+    if isinstance(tree, (list, tuple)):
+        return list(tree)
+    if isinstance(tree, Mapping):
+        return list(tree.values())
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        return [getattr(tree, name) for name in _fields(tree)]
+    return None
+
+
+def _mapped(change: Callable[[Any], Any], tree: Any, kind: Any, above: tuple[int, ...]) -> Any:
+    if isinstance(tree, kind):
+        return change(tree)
+    inside = branches(tree)
+    if inside is None or id(tree) in above:
+        return tree
+    known = type(tree) in (list, tuple, dict)
+    if not known and next(_leaves(tree, kind, above), None) is None:
+        return tree
+    above = (*above, id(tree))
+    items = [_mapped(change, item, kind, above) for item in inside]
+    return _plain(tree, items) if known else _like(tree, items)
+
+
+def _leaves(tree: Any, kind: Any, above: tuple[int, ...]) -> Iterator[Any]:
+    if isinstance(tree, kind):
+        yield tree
+    elif (inside := branches(tree)) is not None and id(tree) not in above:
+        above = (*above, id(tree))
+        for item in inside:
+            yield from _leaves(item, kind, above)
+
+
+def _plain(tree: Any, items: list[Any]) -> Any:
+    if type(tree) is dict:
+        return dict(zip(tree, items, strict=True))
+    return items if type(tree) is list else tuple(items)
+
+
+def _like(tree: Any, items: list[Any]) -> Any:
+    """A container of the same class with other items; whatever else it has is as it was."""
+    if isinstance(tree, tuple):
+        return tree._make(items) if hasattr(tree, "_make") else type(tree)(items)
+    if isinstance(tree, Mapping) and not isinstance(tree, MutableMapping):
+        return type(tree)(dict(zip(tree, items, strict=True)))  # type: ignore[call-arg]
+    made = copy.copy(tree)
+    if isinstance(made, list):
+        made[:] = items
+    elif isinstance(made, MutableMapping):
+        for name, item in zip(tree, items, strict=True):  # Hugging Face's outputs refuse update()
+            made[name] = item
+    else:
+        for name, item in zip(_fields(tree), items, strict=True):
+            object.__setattr__(made, name, item)  # it may be frozen
+    return made
+
+
+def _fields(tree: Any) -> list[str]:
+    return [field.name for field in dataclasses.fields(tree) if hasattr(tree, field.name)]
+
+
+def _attributes(value: Any) -> list[Any]:
+    slots = [name for kind in type(value).__mro__ for name in vars(kind).get("__slots__", ())]
+    return [getattr(value, name, None) for name in [*slots, *getattr(value, "__dict__", ())]]

@@ -1,0 +1,32 @@
+"""A dry run in words: what would run, by arithmetic alone."""
+
+from __future__ import annotations
+
+import pytest
+
+from phalanx import Layout, WrongUse
+from phalanx.cluster import Cluster
+from phalanx.train.describing import describe
+from phalanx.train.job import Job
+from phalanx.train.options import Options
+from tests.tasks import Digits
+
+
+def described(layout: Layout) -> dict[str, str]:
+    job = Job("digits.py", Digits(), layout, Cluster.here(layout.world, "cpu"), Options())
+    return {line.split()[0]: line.split(maxsplit=1)[1] for line in describe(job).splitlines() if line.strip()}
+
+
+def test_what_would_run() -> None:
+    told = described(Layout(dp=2, micro_batch=2))
+    assert told["task"] == "digits.py (Digits)"
+    assert "global_batch=8" in told["set"]
+    assert told["layout"].startswith("dp=2,micro_batch=2 on ")
+    assert told["micro"] == "2 micro-batches a step"
+    assert told["dtypes"].startswith("parameter float32")
+    assert "zero=2 has no effect" in described(Layout(zero=2))["note"]
+
+
+def test_a_layout_that_the_model_cannot_have_is_refused() -> None:
+    with pytest.raises(WrongUse):
+        described(Layout(pp=8))
