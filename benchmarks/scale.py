@@ -39,9 +39,9 @@ from phalanx.launch.environment import Environment
 from phalanx.layout import Layout
 from phalanx.models.transformer import Transformer, TransformerConfig
 from phalanx.parallel.communication.mesh import Mesh
-from phalanx.parallel.spread import check_model
 from phalanx.parallel.weights.blueprint import Blueprint
 from phalanx.parallel.weights.boxes import Box
+from phalanx.parallel.weights.placement import Placement
 from phalanx.train.agreement import check_agreement
 from phalanx.train.neighbours import Neighbours, guests_of, keeper_of
 from phalanx.train.placing import hosts_used
@@ -200,7 +200,7 @@ def start(quick: bool) -> Iterator[Figure]:
 
 def _described(task: Model) -> None:
     model = Blueprint(task.model, 0).model
-    check_model(Layout.parse("fsdp=16,tp=8,pp=8"), model, Anatomy.of(model))
+    Placement.of(model, Anatomy.of(model), Layout.parse("fsdp=16,tp=8,pp=8"))
 
 
 def _engine(task: Model, layout: Layout) -> phalanx.Engine:

@@ -21,6 +21,7 @@ from phalanx import __version__ as version
 from phalanx.errors import CannotHere, WrongUse
 from phalanx.launch.stopping import ENDING
 from phalanx.redact import redact
+from phalanx.verdict import Verdict
 
 TASK = "file.py, package.module, one of these with :Class, or a recipe's name"
 app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False)
@@ -121,6 +122,7 @@ def train(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="describe the model, check the task, say what would run, and stop")
     ] = False,
+    weights: Annotated[bool, typer.Option("--weights", help="the same, with a line for every weight")] = False,
 ) -> None:
     """Train a task."""
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # until there is something to save
@@ -139,10 +141,13 @@ def train(
         bad=bad, spike=spike, compare_steps=compare_steps, min_nodes=min_nodes, max_nodes=max_nodes, meet=meet,
         host=host, interface=interface, kill=kill, allow=allow, resume=resume, exact=exact, unchecked=unchecked or None,
     )  # fmt: skip
-    if dry_run:
-        print(describing.describe(job), *job.check(), sep="\n")
+    if dry_run or weights:
+        print(describing.describe(job, weights), *job.check(), sep="\n")
         return
-    verdict = running.train(job, run, resume)
+    _conclude(running.train(job, run, resume))
+
+
+def _conclude(verdict: Verdict) -> None:
     if sys.stdout.isatty():
         print("\r\x1b[K", end="", flush=True)  # over the live line, where the run was stopped in the middle of it
     print(verdict, file=sys.stdout if verdict.holds else sys.stderr, flush=True)

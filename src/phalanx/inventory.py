@@ -14,7 +14,7 @@ from phalanx.anatomy import Anatomy
 from phalanx.layout import Layout
 from phalanx.precision import Dtypes
 from phalanx.task import Task
-from phalanx.words import in_bytes
+from phalanx.words import columns, in_bytes
 
 STATE = {optim.SGD: 0, optim.Adagrad: 1, optim.RMSprop: 1, optim.Rprop: 2, optim.ASGD: 2}
 """Numbers that an optimizer keeps for each weight, where they are not two, as Adam's are."""
@@ -137,8 +137,4 @@ def table(found: Sequence[Part]) -> list[str]:
     total = Part("all", "", sum(p.weights for p in found), sum(p.trainable for p in found))
     rows = [("part", "kind", "weights", "trainable")]
     rows += [(p.name, p.kind, f"{p.weights:,}", f"{p.trainable:,}") for p in (*found, total)]
-    widths = [max(len(row[column]) for row in rows) for column in range(4)]
-    return [
-        f"{name:<{widths[0]}}  {kind:<{widths[1]}}  {weights:>{widths[2]}}  {learned:>{widths[3]}}".rstrip()
-        for name, kind, weights, learned in rows
-    ]
+    return columns(rows, right=(2, 3))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 
@@ -16,6 +16,17 @@ def listed(names: Sequence[str], most: int) -> str:
     """``a, b``, ``a, b and 3 more``."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
+
+
+def columns(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[str]:
+    """A table's lines: columns side by side, those in ``right`` flush right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            f"{c:>{w}}" if n in right else f"{c:<{w}}" for n, (c, w) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
 
 
 def in_bytes(number: float) -> str:

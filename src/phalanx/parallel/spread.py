@@ -11,31 +11,28 @@ What comes out is a `Spread`: the model to call, and the few operations a traini
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from phalanx.anatomy import Anatomy
-from phalanx.errors import WrongUse
 from phalanx.layout import Layout
 from phalanx.losses import penalty_factor
-from phalanx.parallel.axes import batchnorm, hugging_face
+from phalanx.parallel.axes import hugging_face
 from phalanx.parallel.axes.batchnorm import spread_batchnorm
-from phalanx.parallel.axes.context import ContextParallel, check_context
-from phalanx.parallel.axes.cuts import Plan, make_plan
-from phalanx.parallel.axes.expert import ExpertParallel, cut_experts
+from phalanx.parallel.axes.context import ContextParallel
+from phalanx.parallel.axes.expert import ExpertParallel
 from phalanx.parallel.axes.pipeline import Part, Pipeline, weight_gradient
 from phalanx.parallel.axes.samples import Samples
 from phalanx.parallel.axes.schedules import Action, alone
-from phalanx.parallel.axes.stages import divide
 from phalanx.parallel.axes.tensor import TensorParallel
 from phalanx.parallel.blocks.probe import Probe
 from phalanx.parallel.blocks.recompute import recomputed
 from phalanx.parallel.communication import exact
 from phalanx.parallel.communication.memory import Buffers
-from phalanx.parallel.communication.mesh import BATCH, EXPERT_SHARD, EXPERTS, SHARD, Mesh
+from phalanx.parallel.communication.mesh import BATCH, EXPERTS, Mesh
 from phalanx.parallel.randomness.answers import Answers, key_dropout_modules
 from phalanx.parallel.randomness.draws import Moment, Randomness
 from phalanx.parallel.weights import keras
@@ -43,6 +40,7 @@ from phalanx.parallel.weights.blueprint import Blueprint
 from phalanx.parallel.weights.bucket import Bucket, Storage, Weight
 from phalanx.parallel.weights.filling import Saved, describe, fill
 from phalanx.parallel.weights.holding import Holding
+from phalanx.parallel.weights.placement import Placement, Policy
 from phalanx.parallel.weights.replicate import Reduction
 from phalanx.parallel.weights.shard import Gathered, Gathering
 from phalanx.parallel.weights.whole import Whole
@@ -57,8 +55,7 @@ class Spread:
     def __init__(
         self,
         blueprint: Blueprint,
-        anatomy: Anatomy,
-        layout: Layout,
+        placement: Placement,
         mesh: Mesh,
         dtypes: Dtypes,
         device: torch.device,
@@ -66,30 +63,29 @@ class Spread:
         saved: Saved | None = None,
     ) -> None:
         """Weights begin as ``saved``, or as the model's constructor made them."""
+        anatomy, layout = placement.anatomy, placement.layout
         self.model, self.anatomy, self.layout, self.mesh, self.dtypes, self.device = (
             blueprint.model, anatomy, layout, mesh, dtypes, device,
         )  # fmt: skip
-        check_exact(layout, self.model)
         self.moment = Moment()
         self.randomness = Randomness(seed, self.moment, device)
         self.state_names = set(self.model.state_dict())
         buffers = Buffers(device)
-        self.storage = _storage(SHARD, layout, mesh, dtypes, device, buffers)
-        self.expert_storage = _storage(EXPERT_SHARD, layout, mesh, dtypes, device, buffers)
-        self.plan = make_plan(self.model, anatomy, layout.tp) if layout.tp > 1 else Plan()
-        if layout.ep > 1:
-            cut_experts(self.plan, self.model, anatomy, layout.ep)
-        shapes = {name: weight.shape for name, weight in self.model.named_parameters()}
-        self.trainable = {n: w.requires_grad for n, w in self.model.named_parameters() if w.is_floating_point()}
+        self.storages = {
+            policy: _storage(policy, layout, mesh, dtypes, device, buffers)
+            for policy in dict.fromkeys(kept(one.policy) for one in placement.weights.values() if one.policy.axes)
+        }
+        """By policy. Frozen weights that are kept like those that are trained travel with them."""
+        self.placement, self.plan = placement, placement.plan
+        self.trainable = {name: one.policy.trainable for name, one in placement.weights.items() if one.policy.axes}
         """Every weight of the model, on any stage, and whether it is trained."""
-        stages = divide(self.model, anatomy, layout.pp, layout.schedule) if layout.pp > 1 else None
-        self.holding = Holding(self.plan, stages, mesh, shapes)
+        self.holding = Holding(placement, mesh)
         self.parts: dict[tuple[int, int], Part] = {}
         """By stage and micro-batch: forwards that a backward will follow."""
         self._reach: dict[int, set[str]] = {}
         self.pipeline: Pipeline | None = None
-        if stages is not None:
-            self.pipeline = Pipeline(stages, mesh, layout.schedule, self.moment, self.parts, device)
+        if placement.stages is not None:
+            self.pipeline = Pipeline(placement.stages, mesh, layout.schedule, self.moment, self.parts, device)
             self.pipeline.shadows(self.model, dtypes.compute)
         self.probe = Probe(self.model, anatomy, layout, dtypes.compute)
         keras.lead(self.model)
@@ -119,12 +115,10 @@ class Spread:
                 self.gathering.passes = self.pipeline.passes
 
     def _storage_of(self, name: str) -> Storage:
-        cut = self.holding.cut(name)
-        return self.expert_storage if cut is not None and cut.axis == "ep" else self.storage
+        return self.storages[kept(self.placement.weights[name].policy)]
 
     def _prepare_blocks(self) -> None:
         layout, anatomy = self.layout, self.anatomy
-        check_blocks(layout, anatomy)
         compiled = layout.compile == "blocks"
         if compiled:
             key_dropout_modules(self.model, self.randomness)
@@ -154,7 +148,7 @@ class Spread:
     def _shard_and_replicate(self) -> None:
         self.gathering: Gathering | None = None
         self.buckets: list[Bucket] = []
-        gathered, kinds = [], (self.storage, self.expert_storage)
+        gathered, kinds = [], self.storages.values()
         for unit in self.anatomy.units:
             for storage in kinds:
                 members = [w for name in unit.weights if (w := self.weights.get(name)) and w.storage is storage]
@@ -167,7 +161,7 @@ class Spread:
             whole = [weight for weight in self.weights.values() if weight.storage is storage and storage.always_whole]
             self.buckets += [Bucket(f"bucket {i}", part, storage) for i, part in enumerate(_by_size(whole)) if part]
         self.whole = Whole(
-            self.model, self.buckets, self.holding, self.trainable, self.dtypes, self.device, self.state_names
+            self.model, self.buckets, self.holding, self.trainable, self.dtypes.reduce, self.device, self.state_names
         )
         self.reduction = Reduction(self.buckets, self.mesh.group("dp"), self.gathering)
         self._gather_whole()
@@ -299,7 +293,7 @@ class Spread:
         """Scale the summed gradients and hand each piece its own; those in ``without`` get none."""
         for bucket in self._reduced():
             assert bucket.owned is not None
-            scaled = bucket.owned.mul_(factor).to(self.storage.home)
+            scaled = bucket.owned.mul_(factor).to(bucket.storage.home)
             for weight in bucket.trainable:
                 own = None if weight.name in without else bucket.gradient_packing.own(weight, scaled)
                 weight.piece.grad = own
@@ -330,55 +324,26 @@ class Spread:
             self.gathering.rest()
 
 
-def check_model(layout: Layout, model: nn.Module, anatomy: Anatomy) -> None:
-    """Refuse a model that cannot be cut as a layout says, before any rank is there."""
-    check_blocks(layout, anatomy)
-    check_exact(layout, model)
-    plan = make_plan(model, anatomy, layout.tp) if layout.tp > 1 else Plan()
-    if layout.ep > 1:
-        cut_experts(plan, model, anatomy, layout.ep)
-    if layout.cp > 1:
-        check_context(model, anatomy, layout.cp)
-        hugging_face.check_attention(model, layout.cp)
-    if layout.pp > 1:
-        divide(model, anatomy, layout.pp, layout.schedule)
-
-
-def check_blocks(layout: Layout, anatomy: Anatomy) -> None:
-    """Refuse what works on blocks where there are none."""
-    for name, wanted in (("recompute", layout.recompute), ("compile", layout.compile)):
-        if wanted != "none" and not anatomy.blocks:
-            raise WrongUse(
-                f"{name}={wanted} works block by block, and no repeated blocks were found in the model. "
-                f"Name them in Task.anatomy, e.g. Anatomy.of(model, blocks='trunk.*'), or leave {name} out."
-            )
-
-
-def check_exact(layout: Layout, model: nn.Module) -> None:
-    """Refuse what mixes samples that other ranks have."""
-    for name, module in model.named_modules():
-        if layout.exact and isinstance(module, batchnorm.KINDS):
-            raise WrongUse(
-                f"exact={layout.exact} computes each virtual micro-batch by itself, and {name} "
-                f"({type(module).__name__}) needs all ranks' samples. Use a norm without the batch, or leave exact out."
-            )
+def kept(policy: Policy) -> Policy:
+    """The same whether what is kept so is trained or not."""
+    return replace(policy, trainable=False)
 
 
 def _storage(
-    axes: tuple[str, ...], layout: Layout, mesh: Mesh, dtypes: Dtypes, device: torch.device, buffers: Buffers
+    policy: Policy, layout: Layout, mesh: Mesh, dtypes: Dtypes, device: torch.device, buffers: Buffers
 ) -> Storage:
-    ranks = mesh.size(*axes)
+    ranks = mesh.size(*policy.axes)
     return Storage(
         ranks=ranks,
-        rank=mesh.index(*axes),
-        group=mesh.group(*axes),
-        parameter=dtypes.parameter,
-        compute=dtypes.compute,
+        rank=mesh.index(*policy.axes),
+        group=mesh.group(*policy.axes),
+        parameter=policy.dtype,
+        compute=policy.compute,
         reduce=dtypes.reduce,
         device=device,
-        home=device if layout.offload == "none" else torch.device("cpu"),
+        home=torch.device("cpu") if policy.offloaded else device,
         buffers=buffers,
-        always_whole=layout.offload != "params" and (layout.zero < 3 or ranks == 1),
+        always_whole=policy.always_whole,
         whole_gradients=layout.zero < 2 or ranks == 1,
         leaves=layout.exact // layout.batch_ranks,
     )

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from phalanx.errors import WrongUse
 from phalanx.layout import Layout
-from phalanx.parallel.spread import check_model
+from phalanx.parallel.weights.placement import Placement
 from phalanx.precision import DTYPES
 from phalanx.prove.explanation.sites import location
 from phalanx.prove.ladder import MOST_BAR, Standard, off, size
@@ -292,7 +292,7 @@ def applicable(task: Task, layout: Layout, model: Any, anatomy: Any) -> str | No
     """Why a layout cannot work for a task, or None."""
     try:
         layout.check(task.global_batch, layout.world)
-        check_model(layout, model, anatomy)
+        Placement.of(model, anatomy, layout)
     except WrongUse as refusal:
         return str(refusal)
     return None

@@ -5,21 +5,22 @@ from __future__ import annotations
 from phalanx import inventory
 from phalanx.data.loader import seed_globally
 from phalanx.data.order import Order
-from phalanx.parallel.spread import check_model
 from phalanx.parallel.weights.blueprint import Blueprint
+from phalanx.parallel.weights.placement import Placement
 from phalanx.precision import DTYPES
 from phalanx.settings import plain_settings
 from phalanx.train.engine import length
 from phalanx.train.job import Job
+from phalanx.train.listing import listed
 from phalanx.words import many
 
 
-def describe(job: Job) -> str:
-    """What would run."""
+def describe(job: Job, every_weight: bool = False) -> str:
+    """What would run; weights of blocks that are alike in one line, or each in its own."""
     task, layout = job.task, job.layout
     model = Blueprint(task.model, task.seed).model
     anatomy = task.anatomy(model)
-    check_model(layout, model, anatomy)
+    placement = Placement.of(model, anatomy, layout, DTYPES[task.precision])
     seed_globally(task.seed, "data")
     order = Order(length(task.data(), "data", task), task.global_batch, task.seed)
     settings = ", ".join(f"{name}={value}" for name, value in plain_settings(task).items())
@@ -35,7 +36,8 @@ def describe(job: Job) -> str:
         "dtypes": dtypes.table(),
     }
     told = [f"{name:>7}  {text}" for name, text in lines.items()]
-    told += ["", *(f"         {line}" for line in inventory.table(inventory.parts(model, anatomy)))]
+    for table in (inventory.table(inventory.parts(model, anatomy)), listed(placement, every_weight)):
+        told += ["", *(f"         {line}" for line in table)]
     device = job.cluster.device
     notes = layout.notes(device, micro_batches) + dtypes.notes(device)
     return "\n".join([*told, *(f"   note  {note}" for note in notes)])

@@ -33,6 +33,7 @@ from phalanx.parallel.communication.traffic import Traffic
 from phalanx.parallel.spread import Spread
 from phalanx.parallel.weights.blueprint import Blueprint
 from phalanx.parallel.weights.filling import Saved
+from phalanx.parallel.weights.placement import Placement
 from phalanx.precision import DTYPES
 from phalanx.task import Batch, Task
 from phalanx.traces import explain
@@ -127,8 +128,9 @@ class Engine:
         undo.callback(self.mesh.close)
         blueprint = Blueprint(task.model, task.seed)
         self.anatomy = task.anatomy(blueprint.model)
+        placement = Placement.of(blueprint.model, self.anatomy, self.layout, self.dtypes)
         self.spread = Spread(
-            blueprint, self.anatomy, self.layout, self.mesh, self.dtypes, self.device, task.seed,
+            blueprint, placement, self.mesh, self.dtypes, self.device, task.seed,
             self._saved(blueprint.model),
         )  # fmt: skip
         undo.callback(self.spread.reduction.close)

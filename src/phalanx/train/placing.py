@@ -8,8 +8,8 @@ from itertools import accumulate
 
 from phalanx.errors import WrongUse
 from phalanx.layout import Layout
-from phalanx.parallel.spread import check_model
 from phalanx.parallel.weights.blueprint import Blueprint
+from phalanx.parallel.weights.placement import Placement
 from phalanx.settings import digits
 from phalanx.task import Task
 
@@ -27,7 +27,7 @@ def fitted(layout: Layout, global_batch: int, world: int, task: Task | None = No
     anatomy = task.anatomy(model)
     for option in options:
         with suppress(WrongUse):
-            check_model(option, model, anatomy)
+            Placement.of(model, anatomy, option)
             return option
     raise WrongUse(f"the model cannot be cut by any layout near {layout} on {world} ranks. Give --layout.")
 

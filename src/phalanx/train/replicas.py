@@ -35,7 +35,7 @@ def comparable(engine: Engine) -> bool:
 
 
 def _axes(engine: Engine) -> list[str]:
-    whole = engine.spread.storage.always_whole and engine.mesh.size("fsdp", "cp") > 1
+    whole = any(w.storage.always_whole for w in engine.spread.weights.values()) and engine.mesh.size("fsdp", "cp") > 1
     return ["dp", *(["fsdp"] if whole else [])]
 
 

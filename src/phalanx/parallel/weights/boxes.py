@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from phalanx.parallel.axes.cuts import Cut
@@ -27,32 +28,49 @@ class Box:
         return Box((self.offsets[0] + start, *self.offsets[1:]), (stop - start, *self.sizes[1:]))
 
 
-def boxes(weight: Weight, cut: Cut | None, index: int, piece: Tensor) -> Iterator[tuple[Box, Tensor]]:
-    """The boxes that ``piece``, a rank's rows of a weight or of its moments, consists of, each with its view.
+@dataclass(frozen=True)
+class Place:
+    """A box of the whole weight, and where it begins in a rank's piece."""
 
-    ``cut`` is how ``tp`` or ``ep`` has divided the weight, and ``index`` this rank's place there.
+    box: Box
+    dim: int
+    start: int
+
+    def view(self, piece: Tensor) -> Tensor:
+        """Of a rank's rows of the weight, or of its moments."""
+        return piece.narrow(self.dim, self.start, self.box.sizes[self.dim]) if self.box.sizes else piece.view(())
+
+
+def boxes_of(part: torch.Size, cut: Cut | None, index: int, first: int, last: int) -> Iterator[Place]:
+    """The boxes that rows ``first`` to ``last`` of a rank's part of a weight consist of.
+
+    ``part`` is the shape of what the rank computes with, ``cut`` how ``tp`` or ``ep`` has divided the weight, and
+    ``index`` the rank's place there.
     """
-    if not piece.numel():
+    if first == last or not part.numel():
         return
-    if not weight.shape:
-        yield Box((), ()), piece.view(())
+    if not part:
+        yield Place(Box((), ()), 0, 0)
         return
-    rest = (0,) * (len(weight.shape) - 1)
+    rest, sizes = (0,) * (len(part) - 1), (last - first, *part[1:])
     if cut is None:
-        yield Box((weight.first, *rest), tuple(piece.shape)), piece
+        yield Place(Box((first, *rest), sizes), 0, 0)
         return
     local = 0  # where the next span begins in what this rank has of the cut dim
     for start, stop in cut.spans[index]:
         length = stop - start
         if cut.dim == 0:
-            a, b = max(local, weight.first), min(local + length, weight.last)
+            a, b = max(local, first), min(local + length, last)
             if a < b:
-                view = piece[a - weight.first : b - weight.first]
-                yield Box((start + a - local, *rest), tuple(view.shape)), view
-        else:
-            view = piece.narrow(cut.dim, local, length)
-            offsets = [weight.first, *rest]
-            offsets[cut.dim] = start
-            if view.numel():
-                yield Box(tuple(offsets), tuple(view.shape)), view
+                yield Place(Box((start + a - local, *rest), (b - a, *part[1:])), 0, a - first)
+        elif length:
+            offsets, own = [first, *rest], list(sizes)
+            offsets[cut.dim], own[cut.dim] = start, length
+            yield Place(Box(tuple(offsets), tuple(own)), cut.dim, local)
         local += length
+
+
+def boxes(weight: Weight, cut: Cut | None, index: int, piece: Tensor) -> Iterator[tuple[Box, Tensor]]:
+    """The boxes that ``piece``, a rank's rows of a weight or of its moments, consists of, each with its view."""
+    for place in boxes_of(weight.shape, cut, index, weight.first, weight.last):
+        yield place.box, place.view(piece)

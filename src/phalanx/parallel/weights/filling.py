@@ -49,7 +49,7 @@ def describe(
         name: Weight(name, described[name], holding.shape(name), places[name], storage(name))
         for unit in anatomy.units
         for name in unit.weights
-        if described[name].is_floating_point() and holding.here(name)
+        if holding.placement.weights[name].policy.axes and holding.here(name)
     }
 
 
@@ -75,8 +75,8 @@ def fill(
         drawn = parts(blueprint, described_one, [box for box, _ in places], device)
         for (_, view), part in zip(places, drawn, strict=True):
             view.copy_(part)
-    for name, parameter in described.items():  # whole numbers, as of a quantised weight: every rank keeps them
-        if parameter.is_floating_point():
+    for name, parameter in described.items():  # what every rank keeps, as truth values
+        if holding.placement.weights[name].policy.axes:
             continue  # another stage's
         if parameter.requires_grad:
             raise WrongUse(f"{name} is {parameter.dtype}, which is not trained here. Keep its parts as real weights.")

@@ -6,22 +6,24 @@ one order, so that the holders go on alike.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from phalanx.parallel.axes.cuts import Cut, Plan
-from phalanx.parallel.axes.stages import Stages
+from phalanx.parallel.axes.cuts import Cut
 from phalanx.parallel.communication.communicator import Communicator
 from phalanx.parallel.communication.mesh import Mesh
+from phalanx.parallel.weights.placement import Placement
 
 
 class Holding:
     """The ranks that hold each weight of a model."""
 
-    def __init__(self, plan: Plan, stages: Stages | None, mesh: Mesh, shapes: dict[str, torch.Size]) -> None:
-        self.plan, self.stages, self.mesh, self.shapes = plan, stages, mesh, shapes
+    def __init__(self, placement: Placement, mesh: Mesh) -> None:
+        self.placement, self.mesh = placement, mesh
+        self.plan, self.stages = placement.plan, placement.stages
+        self.shapes = {name: one.shape for name, one in placement.weights.items()}
         self._stage_ranks: dict[str, list[int]] = {}
 
     def stage_ranks(self, name: str) -> list[int]:
@@ -90,7 +92,7 @@ class Holding:
         self,
         own: Iterator[tuple[str, Tensor]],
         order: Sequence[Sequence[str]],
-        dtype: torch.dtype,
+        dtype: Callable[[str], torch.dtype],
         device: torch.device,
     ) -> Iterator[tuple[str, Tensor]]:
         """What all stages have, each weight once; ``order`` says by stage in which order it gives them."""
@@ -103,7 +105,7 @@ class Holding:
             given = (
                 own
                 if rank == index
-                else ((name, torch.empty(self.shapes[name], dtype=dtype, device=device)) for name in first)
+                else ((name, torch.empty(self.shapes[name], dtype=dtype(name), device=device)) for name in first)
             )
             for name, tensor in given:
                 if name in first:

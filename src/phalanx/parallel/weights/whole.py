@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from phalanx.parallel.weights.bucket import Bucket
 from phalanx.parallel.weights.holding import Holding
-from phalanx.precision import Dtypes
 
 
 class Whole:
@@ -21,19 +20,19 @@ class Whole:
         buckets: Sequence[Bucket],
         holding: Holding,
         trainable: Mapping[str, bool],
-        dtypes: Dtypes,
+        reduce: torch.dtype,
         device: torch.device,
         state_names: Collection[str],
     ) -> None:
         self.model, self.buckets, self.holding, self.trainable = model, buckets, holding, trainable
-        self.dtypes, self.device = dtypes, device
+        self.reduce, self.device = reduce, device
         self.state_names = state_names
         self._orders: list[list[str]] | None = None
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
         """The summed gradients, whole, a bucket at a time. All ranks must go through it."""
         order = [[name for name in names if self.trainable[name]] for names in self._order()]
-        yield from self.holding.from_stages(self._own_gradients(), order, self.dtypes.reduce, self.device)
+        yield from self.holding.from_stages(self._own_gradients(), order, lambda name: self.reduce, self.device)
 
     def _own_gradients(self) -> Iterator[tuple[str, Tensor]]:
         for bucket in self.buckets:
@@ -50,7 +49,7 @@ class Whole:
             for name in names
             if self.holding.stage_ranks(name)[0] == rank
         ]
-        weights = [(name, self.dtypes.parameter, self.holding.shapes[name]) for name in names]
+        weights = [(name, self._dtype(name), self.holding.shapes[name]) for name in names]
         return weights + [(name, tensor.dtype, tensor.shape) for name, tensor in self.replicated()]
 
     def _order(self) -> list[list[str]]:
@@ -70,6 +69,9 @@ class Whole:
                 self._orders = [[names[index] for index in numbers if index >= 0] for numbers in every.tolist()]
         return self._orders
 
+    def _dtype(self, name: str) -> torch.dtype:
+        return self.holding.placement.weights[name].policy.dtype
+
     def replicated(self) -> list[tuple[str, Tensor]]:
         """What a stage has whole: buffers, and parameters that are no weights."""
         tensors = [*self.model.named_parameters(), *self.model.named_buffers()]
@@ -80,7 +82,7 @@ class Whole:
 
         All ranks must go through it.
         """
-        yield from self.holding.from_stages(self._own_state(), self._order(), self.dtypes.parameter, self.device)
+        yield from self.holding.from_stages(self._own_state(), self._order(), self._dtype, self.device)
         group = self.holding.mesh.group("pp")
         for name, tensor in self.replicated():
             if not group.alone:
@@ -90,7 +92,7 @@ class Whole:
 
     def _own_state(self) -> Iterator[tuple[str, Tensor]]:
         for bucket in self.buckets:
-            row = torch.zeros(bucket.packing.length, dtype=self.dtypes.parameter, device=self.device)
+            row = torch.zeros(bucket.packing.length, dtype=bucket.storage.parameter, device=self.device)
             for weight in bucket.weights:
                 bucket.packing.own(weight, row).copy_(weight.piece.data)
             yield from self.holding.joined(bucket.assemble(bucket.packing, row))
