@@ -1,4 +1,4 @@
-"""Each weight under a layout, a line each: what a rank has of it, what cuts it, over which axes its gradient is summed."""
+"""Each weight under a layout, a line each: what a rank has of it, what cuts it, over which axes gradients add up."""
 
 from __future__ import annotations
 
