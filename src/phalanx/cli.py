@@ -166,7 +166,7 @@ def prove(
     ] = False,
 ) -> None:
     """Show that a task trains under a layout as on one device, or say where and why it does not."""
-    from phalanx.prove.job import Job, listed
+    from phalanx.prove.job import ProofJob, listed
     from phalanx.streams import led_elsewhere
 
     if inject == "list":
@@ -174,7 +174,7 @@ def prove(
         return
     if json:
         led_elsewhere(os.dup(2), os.dup(2))  # what the task prints is not the object
-    job = Job.resolve(
+    job = ProofJob.resolve(
         task=task, layouts=[*layouts, *(more or [])], assignments=set_, ranks=ranks, steps=steps, dtype=dtype,
         inject=inject, unchecked=unchecked,
     )  # fmt: skip

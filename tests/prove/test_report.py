@@ -8,8 +8,9 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 from phalanx.prove.explanation.finding import Finding
-from phalanx.prove.proof import Proof, Result, prove
+from phalanx.prove.proof import prove
 from phalanx.prove.report import Table, write
+from phalanx.prove.results import Proof, Result
 from tests.prove.tasks import Normed, Plain
 
 FINDING = Finding("gradients", "0.weight", 0, float("inf"), [0, 1], ["dp"], "ratio", 2.0, "twice what it should be.")

@@ -28,7 +28,7 @@ RANKS = 4
 
 
 @dataclass
-class Job:
+class ProofJob:
     """A task, layouts, and how to prove them."""
 
     reference: str
@@ -53,7 +53,7 @@ class Job:
         dtype: str | None,
         inject: str | None,
         unchecked: bool = False,
-    ) -> Job:
+    ) -> ProofJob:
         torch.set_num_threads(1)  # a task file may compute while it is imported, and no thread may survive into a fork
         bug = None if inject is None else find(inject)
         reference = task or (bug.task if bug else None)

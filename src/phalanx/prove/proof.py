@@ -5,9 +5,7 @@ from __future__ import annotations
 import copy
 import re
 import time
-import traceback
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,71 +14,24 @@ from phalanx import user_code
 from phalanx.errors import CannotHere, WrongUse, closest
 from phalanx.launch import blame, forkserver
 from phalanx.launch.forkserver import ForkServer
-from phalanx.layout import CHOICES, DEGREES, Layout
+from phalanx.layout import Layout
 from phalanx.parallel.weights.blueprint import Blueprint
 from phalanx.prove.bugs import known
 from phalanx.prove.cases import Docket, applicable
-from phalanx.prove.explanation.explain import Inquiry, explain_evaluation, explain_interruption, explain_resume
-from phalanx.prove.explanation.finding import Finding
-from phalanx.prove.explanation.stopped import explain_stop
-from phalanx.prove.ladder import NARROW_MARGIN, RESUMING, first
+from phalanx.prove.findings import Findings
 from phalanx.prove.layouts import covering, every
 from phalanx.prove.ranks import trial
-from phalanx.prove.ranks.outcome import Outcome, ProofRanks
-from phalanx.prove.ranks.record import Whole
+from phalanx.prove.ranks.outcome import ProofRanks
 from phalanx.prove.reference.failing import Unprovable
+from phalanx.prove.results import DIFFERS, EQUAL, NOT_APPLICABLE, Proof, Result, concluded
 from phalanx.task import Precision, Task
 from phalanx.traces import folded
 from phalanx.train.check.beside import Checked, checked
 from phalanx.verdict import Verdict
 
 NARROW: tuple[Precision, ...] = ("bf16", "fp16", "fp32")
-EQUAL, DIFFERS, NOT_APPLICABLE = "equal", "differs", "not applicable"
-
-
-@dataclass
-class Result:
-    """What became of one layout."""
-
-    layout: str
-    verdict: str
-    reason: str = ""
-    """Why it is not applicable."""
-    worst: str = ""
-    """The tensor that is furthest off."""
-    error: float = 0.0
-    seconds: float = 0.0
-    finding: Finding | None = None
-
-
-@dataclass
-class Proof(Verdict):
-    """A verdict with the result of every layout."""
-
-    task: str = ""
-    steps: int = 0
-    sensitivity: float = 0.0
-    """What one rounding at the beginning becomes on one device."""
-    bar: float = 0.0
-    """What follows from it: a difference above this is a finding."""
-    buffer_bar: float = 0.0
-    """The same for buffers."""
-    shrunk: list[str] = field(default_factory=list)
-    inject: str | None = None
-    dtype: str | None = None
-    """The precision that was proven beside float64."""
-    results: list[Result] = field(default_factory=list)
-    files: dict[str, str] = field(default_factory=dict)
-    """The user's files that were imported, here or on a rank, with hashes: what it is a proof of."""
-    unchecked: str = ""
-    """Why the task was not checked on one device first, if it was not."""
-
-
-OPTIONS = ("zero", "exact", *CHOICES)
-OnResult = Callable[[Result], None]
-
-
 MOST_STEPS = 10_000
+OnResult = Callable[[Result], None]
 
 
 def prove(
@@ -100,17 +51,7 @@ def prove(
 
     ``check``: what is certainly wrong with the task on one device is refused first.
     """
-    if not isinstance(task, Task):
-        raise WrongUse(f"{task!r} is no task. Give an instance of a phalanx.Task, e.g. MyTask().")
-    task.check()
-    if steps < 1:
-        raise WrongUse(f"--steps {steps} proves nothing. Give 1 or more; from 3 on an epoch's end is among them.")
-    if steps > MOST_STEPS:
-        raise WrongUse(f"--steps {steps} are more than a proof holds in memory. Give at most {MOST_STEPS:,}.")
-    if ranks < 1:
-        raise WrongUse(f"--ranks {ranks} is not a number of ranks. Give 1 or more.")
-    if dtype is not None and dtype not in NARROW:
-        raise WrongUse(f"--dtype {dtype} is not one that can be proven; {closest(dtype, NARROW)}")
+    _check(task, ranks, steps, dtype)
     if inject is not None:
         known.find(inject)
     threads = torch.get_num_threads()
@@ -127,6 +68,21 @@ def prove(
             server.close()
         torch.set_num_threads(threads)
         trial.CASES.clear()
+
+
+def _check(task: Any, ranks: int, steps: int, dtype: Precision | None) -> None:
+    """Refuse what cannot be proven."""
+    if not isinstance(task, Task):
+        raise WrongUse(f"{task!r} is no task. Give an instance of a phalanx.Task, e.g. MyTask().")
+    task.check()
+    if steps < 1:
+        raise WrongUse(f"--steps {steps} proves nothing. Give 1 or more; from 3 on an epoch's end is among them.")
+    if steps > MOST_STEPS:
+        raise WrongUse(f"--steps {steps} are more than a proof holds in memory. Give at most {MOST_STEPS:,}.")
+    if ranks < 1:
+        raise WrongUse(f"--ranks {ranks} is not a number of ranks. Give 1 or more.")
+    if dtype is not None and dtype not in NARROW:
+        raise WrongUse(f"--dtype {dtype} is not one that can be proven; {closest(dtype, NARROW)}")
 
 
 def _without_copying(task: Task) -> dict[str, Any]:
@@ -184,7 +140,7 @@ class _Prover:
                 self._timed(layout, numbers.get(layout), reasons[layout])
             if layouts == "all":
                 self._cover_the_rest()
-        return self._proof(self._verdict())
+        return self._proof(concluded(type(self.task).__name__, self.results))
 
     def _timed(self, layout: Layout, number: int | None, reason: str | None) -> Result:
         started = time.perf_counter()
@@ -243,121 +199,9 @@ class _Prover:
             found = self.ranks.attest(number, run, keep=True)
             result.verdict = DIFFERS if found.fails else EQUAL
         if found.fails:
-            result.finding = self._told(layout, number, found)
+            result.finding = Findings(self.docket, self.ranks, self.dtype).of(layout, number, found)
             result.error, result.worst = result.finding.error, f"{result.finding.rung}: {result.finding.name}"
         return result
-
-    def _told(self, layout: Layout, number: int, found: Outcome) -> Finding:
-        """A finding, explained if that can be done: what was found is not lost over it."""
-        try:
-            return self._explained(layout, number, found)
-        except Exception:
-            lead = first(found.differences)[0]
-            told = f"it could not be explained further: {traceback.format_exc(limit=-2)}"
-            return Finding(lead.rung, lead.name, lead.step, lead.error, [lead.rank], [], "unexplained", cause=told)
-
-    def _explained(self, layout: Layout, number: int, found: Outcome) -> Finding:
-        case = self.docket.cases[number]
-        if found.unfinished:
-            run = case.as_run(layout)
-            finding = explain_stop(run, found.unfinished, found.stopped, found.seen_before_stopping)
-        else:
-            layout, found = self._minimal(layout, number, found)
-            interrupted = self._explained_resume(layout, number, found)
-            if interrupted is not None:
-                return interrupted
-            if case.standard.limits is not None:
-                return self._explained_narrow(layout, number, found)
-            if first(found.differences)[0].rung == "evaluation":
-                return explain_evaluation(case.task, found.differences, self._axes(layout, number), str(layout))
-            step = first(found.differences)[0].step
-            records = self.ranks.record(number, layout, step)
-            whole = Whole.of(case.task, case.micro_batches, step)
-            axes = self._axes(layout, number)
-            finding = Inquiry(case.task, layout, case.standard, found.differences, records, whole, axes).finding()
-        finding.next = finding.next or "Mend it, then prove this layout again."
-        return finding
-
-    def _explained_resume(self, layout: Layout, number: int, found: Outcome) -> Finding | None:
-        """A finding, if it is that the run was interrupted which made the difference."""
-        rung = first(found.differences)
-        lead, half = rung[0], self.docket.half
-        finding = None
-        if lead.rung in RESUMING and lead.step == half - 1:
-            axes, saver = self._axes(layout, number), self.ranks.saved_by(number)
-            finding = explain_resume(found.differences, axes, str(layout), half, saver)
-        elif lead.step >= half and not self.ranks.attest(number, layout, interrupted=False).fails:
-            names = [name for name in dict.fromkeys(d.name for d in rung) if name != lead.name]
-            finding = explain_interruption(lead, names, self._axes(layout, number), str(layout), half)
-        if finding is not None:
-            finding.next = "Mend it, then prove this layout again."
-        return finding
-
-    def _explained_narrow(self, layout: Layout, number: int, found: Outcome) -> Finding:
-        """What float64 does not show can only lie in what is done to dtypes."""
-        rung = first(found.differences)
-        lead, names = rung[0], list(dict.fromkeys(d.name for d in rung))
-        limit = self.docket.cases[number].standard.limit(lead.step, lead.rung)
-        return Finding(
-            lead.rung, lead.name, lead.step, lead.error, sorted({d.rank for d in rung}), self._axes(layout, number),
-            "precision", affected=names[1:], minimal=str(layout), next="Mend it, then prove this layout again.",
-            cause=f"in float64 this layout trains like one device, and in {self.dtype} it does not: one device itself "
-            f"is off by {limit / NARROW_MARGIN:.1e} at most there. {lead.found} Look at what is cast and where: the "
-            "dtype in which messages travel and sums are kept, the loss scale, what is kept narrow between steps.",
-        )  # fmt: skip
-
-    def _minimal(self, layout: Layout, number: int, found: Outcome) -> tuple[Layout, Outcome]:
-        """The smallest layout that still fails, as it is run."""
-        tried = set()
-        while True:
-            for smaller in _smaller(layout):
-                run = self.docket.cases[number].as_run(smaller)
-                if run in tried or not self._comparable(run, number):
-                    continue
-                tried.add(run)
-                again = self.ranks.attest(number, run)
-                if not again.unfinished and again.differences and _like(again, found):
-                    layout, found = smaller, again
-                    break
-            else:
-                return self.docket.cases[number].as_run(layout), found
-
-    def _comparable(self, layout: Layout, number: int) -> bool:
-        """Whether a case's reference has the micro-batches that a layout has, where that matters."""
-        case = self.docket.cases[number]
-        return case.micro_batches == 1 or layout.micro_batches(case.task.global_batch) == case.micro_batches
-
-    def _axes(self, layout: Layout, number: int) -> list[str]:
-        """What a minimal layout cannot do without."""
-        axes = [axis for axis in DEGREES if getattr(layout, axis) > 1]
-        if layout.ep > 1 and layout.fsdp * layout.cp == layout.ep:
-            axes = [axis for axis in axes if axis not in ("fsdp", "cp")]  # which only hold the experts' ranks
-        plain = Layout()
-        axes += [f"{name}={getattr(layout, name)}" for name in OPTIONS if getattr(layout, name) != getattr(plain, name)]
-        whole = replace(layout, micro_batch=None)
-        if self._comparable(whole, number) and self.docket.cases[number].micro_batches == 1:
-            again = self.ranks.attest(number, whole)
-            if not again.fails:
-                axes.append("micro-batches")
-        return axes
-
-    def _verdict(self) -> Verdict:
-        by = {kind: [r for r in self.results if r.verdict == kind] for kind in (EQUAL, DIFFERS, NOT_APPLICABLE)}
-        name = type(self.task).__name__
-        if by[DIFFERS]:
-            summary = f"{name} does not train like one device under {len(by[DIFFERS])} of {len(self.results)} layouts"
-            first_finding = by[DIFFERS][0].finding
-            assert first_finding is not None
-            return Verdict(False, summary, [f"{r.layout}\n{r.finding}" for r in by[DIFFERS]], first_finding.next)
-        if not by[EQUAL]:
-            return Verdict(
-                False, f"nothing was proven: none of {len(self.results)} layouts is applicable to {name}",
-                [f"{r.layout}: {r.reason}" for r in by[NOT_APPLICABLE]],
-                "Choose layouts that the model and the batch allow.", code=2,
-            )  # fmt: skip
-        rest = f"; {len(by[NOT_APPLICABLE])} not applicable" if by[NOT_APPLICABLE] else ""
-        layouts = "1 layout" if len(by[EQUAL]) == 1 else f"{len(by[EQUAL])} layouts"
-        return Verdict(True, f"{name} trains like one device under {layouts}{rest}")
 
     def _proof(self, verdict: Verdict) -> Proof:
         standards = [case.standard for case in self.docket.cases]
@@ -373,26 +217,3 @@ class _Prover:
 
 def _without_numbers(reason: str) -> str:
     return re.sub(r"\d+", "", reason.partition(". ")[0])
-
-
-def _smaller(layout: Layout) -> Iterator[Layout]:
-    """Layouts with one part less than this."""
-    for axis in ("ep", "tp", "cp", "pp", "fsdp", "dp"):
-        if getattr(layout, axis) > 1:
-            without = _with(layout, axis, 1)
-            yield without if not (without.fsdp * without.cp) % without.ep else replace(without, ep=1)
-    for axis in ("ep", "tp", "cp", "pp", "fsdp", "dp"):
-        if getattr(layout, axis) > 2:
-            yield _with(layout, axis, 2)
-    for option in OPTIONS:
-        if getattr(layout, option) != getattr(Layout(), option):
-            yield _with(layout, option, getattr(Layout(), option))
-
-
-def _like(one: Outcome, other: Outcome) -> bool:
-    """Whether two runs fail at the same rung: otherwise it may be for another reason."""
-    return first(one.differences)[0].rung == first(other.differences)[0].rung
-
-
-def _with(layout: Layout, name: str, value: Any) -> Layout:
-    return replace(layout, **{name: value})

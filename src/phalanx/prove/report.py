@@ -19,7 +19,7 @@ from phalanx.events import plain
 from phalanx.proofs import record
 from phalanx.prove.cases import Docket
 from phalanx.prove.ladder import RUNGS
-from phalanx.prove.proof import DIFFERS, EQUAL, NOT_APPLICABLE, Proof, Result
+from phalanx.prove.results import DIFFERS, EQUAL, NOT_APPLICABLE, Proof, Result
 from phalanx.task import Task
 
 QUIET_SECONDS = 10.0

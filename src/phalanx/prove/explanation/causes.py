@@ -16,7 +16,7 @@ from phalanx.prove.explanation.scene import SUMS, Scene, own_rows
 from phalanx.prove.explanation.sites import BACKWARD, location, loss_site
 from phalanx.prove.ladder import Difference, off, size
 from phalanx.prove.ranks.pieces import Piece
-from phalanx.prove.ranks.record import WHOLE, Record, Whole, bare, by_axis, module_named
+from phalanx.prove.ranks.record import WHOLE, Record, WholeStep, bare, by_axis, module_named
 
 
 class Causes(Scene):
@@ -102,7 +102,7 @@ class Causes(Scene):
             return None
         weights = self.standard.initial if self.step == 1 else self.standard.steps[self.step - 2].weights
         known = {name: weight for name, weight in weights.items() if name in self.whole.reference.parameters}
-        before = Whole.of(self.task, self.whole.reference.micro_batches, self.step, known)
+        before = WholeStep.of(self.task, self.whole.reference.micro_batches, self.step, known)
         pair = piece.beside(before.activations[name], self.whole.batch)
         return pair[1] if pair else None
 
@@ -165,7 +165,7 @@ class Causes(Scene):
 
     def _penalties(self, finding: Finding, name: str, pieces: Sequence[Piece]) -> None:
         """Whether what is bound to the stream by `losses.penalised` counts more or less than once."""
-        double = Whole.of(self.task, self.whole.reference.micro_batches, self.step, penalties=2.0).backward[name]
+        double = WholeStep.of(self.task, self.whole.reference.micro_batches, self.step, penalties=2.0).backward[name]
         for piece in pieces:
             pair = piece.beside(self.whole.backward[name], self.whole.batch)
             other = piece.beside(double, self.whole.batch)

@@ -15,7 +15,7 @@ from phalanx.layout import Layout
 from phalanx.prove.explanation import algebra
 from phalanx.prove.ladder import Difference, Standard, first, off, size
 from phalanx.prove.ranks.pieces import Piece
-from phalanx.prove.ranks.record import Record, Whole, by_axis
+from phalanx.prove.ranks.record import Record, WholeStep, by_axis
 from phalanx.task import Task
 
 SUMS: tuple[tuple[str, ...], ...] = ((), ("cp",), ("tp",), ("cp", "tp"))
@@ -32,7 +32,7 @@ class Scene:
         standard: Standard,
         differences: Sequence[Difference],
         records: Sequence[Record],
-        whole: Whole,
+        whole: WholeStep,
         axes: Sequence[str],
     ) -> None:
         self.task, self.layout, self.standard, self.differences = task, layout, standard, list(differences)

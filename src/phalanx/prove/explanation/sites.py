@@ -55,11 +55,11 @@ RUNGS: dict[str, Any] = {
 }
 
 BACKWARD: dict[str, Any] = {
-    "tp": differentiable._Share,
-    "tp by time": differentiable._Gather,
-    "cp gather": differentiable._Gather,
-    "cp ulysses": differentiable._Exchange,
-    "ep": differentiable._ExchangeRows,
+    "tp": differentiable.share,
+    "tp by time": differentiable.gather,
+    "cp gather": differentiable.gather,
+    "cp ulysses": differentiable.exchange,
+    "ep": differentiable.exchange_rows,
     "pp": Pipeline.backward,
 }
 """By axis, and how it is used, the collective behind a block's modules whose backward sums or sends."""

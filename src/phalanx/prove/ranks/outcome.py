@@ -28,7 +28,7 @@ ONE_DEVICE = "one device"
 
 
 @dataclass
-class Outcome:
+class TrialOutcome:
     """One run of one layout."""
 
     told: list[Testimony] = field(default_factory=list)
@@ -38,7 +38,7 @@ class Outcome:
     stopped: dict[int, trial.Stopped] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, answers: Sequence[Answer], stages: int) -> Outcome:
+    def of(cls, answers: Sequence[Answer], stages: int) -> TrialOutcome:
         """With several ``stages``, one may be what a layout cannot do; otherwise all ranks must have refused it."""
         failed = [answer for answer in answers if answer.failed]
         refused = [a for a in failed if isinstance(a.error, WrongUse) and not isinstance(a.error, Disagreement)]
@@ -126,21 +126,24 @@ class ProofRanks:
             os.close(memory)
         self._folder.cleanup()
 
-    def attest(self, case: int, layout: Layout, *, interrupted: bool = True, keep: bool = False) -> Outcome:
+    def attest(self, case: int, layout: Layout, *, interrupted: bool = True, keep: bool = False) -> TrialOutcome:
         """One run. Interrupted half way, it must also take up what the last layout that was kept has saved.
 
         ``keep``: if this one is right, the next takes up what it saves, and need not be as thorough.
         """
         if not interrupted:
-            return Outcome.of(self.pool.ask(layout.world, trial.attest, case, layout, self.inject), layout.pp)
+            return self._run(case, layout)
         elsewhere, saver = self._elsewhere(case)
         resume = Resume(tempfile.mkdtemp(dir=self._folder.name), elsewhere, not keep or saver == ONE_DEVICE)
-        outcome = Outcome.of(self.pool.ask(layout.world, trial.attest, case, layout, self.inject, resume), layout.pp)
+        outcome = self._run(case, layout, resume)
         done = resume.folder
         if keep and not outcome.fails and outcome.refusal is None:
             done, self._saved[case] = elsewhere, (resume.folder, str(layout))
         shutil.rmtree(done)
         return outcome
+
+    def _run(self, case: int, layout: Layout, *resume: Resume) -> TrialOutcome:
+        return TrialOutcome.of(self.pool.ask(layout.world, trial.attest, case, layout, self.inject, *resume), layout.pp)
 
     def saved_by(self, case: int) -> str:
         """The layout whose checkpoint the next run takes up."""

@@ -223,7 +223,7 @@ class Recorder:
 
 
 @dataclass
-class Whole:
+class WholeStep:
     """One step of one device, and the reference as it was before it."""
 
     reference: Reference
@@ -243,7 +243,7 @@ class Whole:
         step: int,
         weights: Mapping[str, Tensor] | None = None,
         penalties: float = 1.0,
-    ) -> Whole:
+    ) -> WholeStep:
         """Step number ``step``, with other ``weights`` if they are given, and penalties so many times."""
         assert isinstance(task, Hostile)
         recording = False

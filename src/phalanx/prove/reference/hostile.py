@@ -94,7 +94,7 @@ class Trial:
         return (self.steps + 1) // 2
 
 
-class Samples:
+class TrialSamples:
     """Some of a task's samples, which notes what is read."""
 
     def __init__(self, data: Any, trial: Trial, most: int, ignoring: bool = True) -> None:
@@ -181,15 +181,15 @@ class Hostile(Variant):
     def pretrained(self) -> None:
         return None
 
-    def data(self) -> Samples:
+    def data(self) -> TrialSamples:
         trial, here = self.proof_trial, os.getpid()
         if trial.source is None or trial.source[0] != here:  # a rank may make something else of it
             trial.source = here, super().data()
-        samples = Samples(trial.source[1], trial, 2 * trial.batch - 5)
+        samples = TrialSamples(trial.source[1], trial, 2 * trial.batch - 5)
         trial.size = len(samples)
         return samples
 
-    def held_out(self) -> Samples | None:
+    def held_out(self) -> TrialSamples | None:
         trial, here = self.proof_trial, os.getpid()
         if trial.held is None or trial.held[0] != here:
             trial.held = here, super().held_out()
@@ -197,7 +197,7 @@ class Hostile(Variant):
         if held is None:
             return None
         count_samples(held, f"{type(self).__name__}.held_out")
-        return Samples(held, trial, trial.batch + 3, ignoring=False)
+        return TrialSamples(held, trial, trial.batch + 3, ignoring=False)
 
     def evaluate(self, output: Any, batch: dict[str, Any]) -> Any:
         with Widened():
