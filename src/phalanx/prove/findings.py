@@ -7,8 +7,10 @@ from dataclasses import dataclass
 
 from phalanx.layout import Layout
 from phalanx.prove.cases import Docket
-from phalanx.prove.explanation.explain import Inquiry, explain_evaluation, explain_interruption, explain_resume
+from phalanx.prove.explanation.evaluated import explain_evaluation
+from phalanx.prove.explanation.explain import Inquiry
 from phalanx.prove.explanation.finding import Finding
+from phalanx.prove.explanation.interrupted import explain_interruption, explain_resume
 from phalanx.prove.explanation.stopped import explain_stop
 from phalanx.prove.ladder import NARROW_MARGIN, RESUMING, first
 from phalanx.prove.ranks.outcome import ProofRanks, TrialOutcome

@@ -12,6 +12,7 @@ from phalanx.parallel.axes import batchnorm
 from phalanx.parallel.axes.cuts import make_plan
 from phalanx.prove.explanation import algebra
 from phalanx.prove.explanation.finding import Finding
+from phalanx.prove.explanation.rungs import explains
 from phalanx.prove.explanation.scene import SUMS, Scene, own_rows
 from phalanx.prove.explanation.sites import BACKWARD, location, loss_site
 from phalanx.prove.ladder import Difference, off, size
@@ -22,6 +23,7 @@ from phalanx.prove.ranks.record import WHOLE, Record, WholeStep, bare, by_axis, 
 class Causes(Scene):
     """Holds hypotheses against tensors."""
 
+    @explains("activations")
     def _activations(self, finding: Finding, lead: Difference) -> None:
         module = module_named(self.whole.reference.model, lead.name)
         record = self.record_of(lead.rank)
@@ -39,7 +41,7 @@ class Causes(Scene):
             finding.shape = "batch statistics"
             finding.cause = f"{before} It must normalise by the samples of all ranks, and has those of its own."
             return
-        self._shapes(finding, found, want, "its output", self._stale(lead.name, pieces[index]))
+        self.say_shape(finding, found, want, "its output", self._stale(lead.name, pieces[index]))
         for name, parameter in self._parameters(lead.name) if not finding.cause else ():
             added = (found - want).reshape(-1, found.shape[-1])
             times = algebra.ratio(added[0] + parameter, parameter) if added[0].shape == parameter.shape else None
@@ -69,7 +71,7 @@ class Causes(Scene):
             if off(found, want, size(want), 0.0) > self.bar:
                 older = self.standard.initial if self.step < 2 else self.standard.steps[self.step - 2].weights
                 stale = self.part(record, weight, older[weight]) if self.step else None
-                self._shapes(finding, found, want, f"{weight}, with which it was called,", stale)
+                self.say_shape(finding, found, want, f"{weight}, with which it was called,", stale)
                 finding.shape = finding.shape or "other weights"
                 finding.cause = finding.cause or f"{weight}, with which it was called, is not what it should be."
                 finding.affected = [weight, *finding.affected]
@@ -106,6 +108,7 @@ class Causes(Scene):
         pair = piece.beside(before.activations[name], self.whole.batch)
         return pair[1] if pair else None
 
+    @explains("gradients of activations")
     def _gradients_of_activations(self, finding: Finding, lead: Difference) -> None:
         module = module_named(self.whole.reference.model, lead.name)
         record = self.record_of(lead.rank)
@@ -115,7 +118,7 @@ class Causes(Scene):
             pairs = [pair for piece in sums if (pair := piece.beside(whole, self.whole.batch))]
             found, want = max(pairs, key=lambda p: off(p[0], p[1], size(whole), 0.0))
             if not finding.shape:
-                self._shapes(finding, found, want, "the gradient")
+                self.say_shape(finding, found, want, "the gradient")
             if finding.shape == "ratio":
                 self._ratios(finding, sums, pairs)
         if not finding.shape:
@@ -181,6 +184,7 @@ class Causes(Scene):
                 finding.cause = f"penalties count {algebra.number(times)} times{f', which is {word}' if word else ''}."
                 return
 
+    @explains("gradients before reduction")
     def _gradients_before_reduction(self, finding: Finding, lead: Difference) -> None:
         whole = self.standard.steps[self.step].gradients[lead.name]
         assert whole is not None
@@ -189,11 +193,12 @@ class Causes(Scene):
         total = self.sum_of_own(record, lead.name, axes)
         want = self.part(record, lead.name, whole) * self.standard.steps[self.step].count
         if total is not None:
-            self._shapes(finding, total, want, "what ranks' backwards made, added up,")
+            self.say_shape(finding, total, want, "what ranks' backwards made, added up,")
             self._by_sample(finding, record, lead.name, own_rows(total, record.rows[lead.name][2:]))
         if not finding.cause:
             finding.cause = f"what backward makes of {lead.name} is wrong before ranks add it up."
 
+    @explains("gradients")
     def _gradients(self, finding: Finding, lead: Difference) -> None:
         whole = self.standard.steps[self.step].gradients[lead.name]
         record = self.record_of(lead.rank)
@@ -217,7 +222,7 @@ class Causes(Scene):
                     f"{' and '.join(missing)}: a sum over {' and '.join(missing)} is missing."
                 )
                 return
-        self._shapes(finding, found, self.rows(record, lead.name, whole), "the gradient")
+        self.say_shape(finding, found, self.rows(record, lead.name, whole), "the gradient")
         if finding.shape == "ratio" and needed is not None:
             finding.cause += " What each rank made is right: it is scaled, or summed once too often, afterwards."
         self._by_sample(finding, record, lead.name, found * count)
@@ -272,7 +277,7 @@ class Causes(Scene):
             told = ", ".join(f"{n} of rank {r}: {algebra.number(t)}" for (r, n), t in sorted(counted.items()))
             finding.cause = f"micro-batches count unequally ({told}), where each must count once."
 
-    def _shapes(self, finding: Finding, found: Tensor, want: Tensor, what: str, stale: Tensor | None = None) -> None:
+    def say_shape(self, finding: Finding, found: Tensor, want: Tensor, what: str, stale: Tensor | None = None) -> None:
         """The simplest hypothesis that explains a tensor."""
         times = algebra.ratio(found, want)
         dim = algebra.reordered(found, want) if times is None and found.numel() < 1 << 20 else None

@@ -7,22 +7,23 @@ difference stays. And what was done instead: each hypothesis says exactly what w
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 from torch import Tensor
 
+from phalanx.parallel.axes.batchnorm import GlobalBatchNorm
+from phalanx.parallel.randomness.draws import Randomness
+from phalanx.parallel.spread import Spread
+from phalanx.parallel.weights.bucket import Bucket
+from phalanx.parallel.weights.filling import fill
 from phalanx.prove.explanation import algebra
 from phalanx.prove.explanation.causes import Causes
 from phalanx.prove.explanation.finding import Finding
-from phalanx.prove.explanation.sites import RESUMING, location, site
+from phalanx.prove.explanation.rungs import EXPLANATIONS, explains
+from phalanx.prove.explanation.sites import location, site
 from phalanx.prove.ladder import RUNGS, Difference, first
-from phalanx.prove.ranks.restored import KEPT, READ, RESUMED, WRITTEN
-from phalanx.prove.reference.evaluation import SEEN, measured, off_by
 from phalanx.prove.reference.hostile import Hostile
-from phalanx.prove.reference.loop import Reference
-from phalanx.task import Task
 from phalanx.train.engine import Engine
-from phalanx.train.evaluate import evaluate
+from phalanx.train.step import train_step
 
 FOLLOWED = RUNGS[RUNGS.index("random draws") :]
 """Rungs that may fail because of one that only a record shows."""
@@ -30,12 +31,6 @@ TRIED = 6
 """Tensors of a rung that are looked at, until the shape of one says something."""
 VAGUE = ("", "unstructured")
 STATES = ("given gradients", "moments", "weights", "buffers")
-FAULTS = {
-    WRITTEN: " The checkpoint itself has it so: it was written wrongly, or from another moment's state.",
-    READ: " The checkpoint has it right: it was read wrongly.",
-    KEPT: " The copy is made while the next step runs, whose update must wait for it.",
-}
-"""By where a saved state went wrong."""
 
 
 class Inquiry(Causes):
@@ -62,12 +57,14 @@ class Inquiry(Causes):
         others = [name for name in names if name != lead.name]
         finding = Finding(lead.rung, lead.name, lead.step, lead.error, ranks, list(self.axes), affected=others)
         finding.minimal = str(self.layout)
-        explain = getattr(self, "_" + lead.rung.replace(" ", "_"), None)
-        if explain is not None:
-            explain(finding, lead)
+        explanation = EXPLANATIONS.get(lead.rung)
+        if explanation is not None:
+            explanation.method(self, finding, lead)
         finding.shape = finding.shape or "unstructured"
         finding.cause = finding.cause or self.nothing_simple(finding)
-        finding.where = finding.where or site(finding, self.whole.reference.model, self.task)
+        finding.where = finding.where or site(
+            finding, self.whole.reference.model, self.task, explanation.at if explanation else None
+        )
         return finding
 
     def _in_order(self, names: list[str]) -> list[str]:
@@ -75,6 +72,7 @@ class Inquiry(Causes):
         order = {name: index for index, name in enumerate(self.standard.initial)}
         return sorted(names, key=lambda name: order.get(name.split(" ")[0], len(order)))
 
+    @explains("communication")
     def _communication(self, finding: Finding, lead: Difference) -> None:
         finding.shape = "missing message"
         finding.cause = f"{lead.found}."
@@ -83,6 +81,7 @@ class Inquiry(Causes):
             finding.cause += f" What comes of it: {rest[0].rung} of {rest[0].name} differ."
             finding.affected += [name for name in dict.fromkeys(d.name for d in rest) if name not in finding.affected]
 
+    @explains("settings")
     def _settings(self, finding: Finding, lead: Difference) -> None:
         finding.shape = "setting"
         finding.cause = f"{lead.name} is {lead.found} where one device has {lead.expected}."
@@ -99,6 +98,7 @@ class Inquiry(Causes):
         if len(finding.ranks) < len(self.records):
             finding.cause += " Ranks do not have it alike."
 
+    @explains("samples")
     def _samples(self, finding: Finding, lead: Difference) -> None:
         finding.shape = "wrong samples"
         want = self.standard.steps[self.step]
@@ -126,6 +126,7 @@ class Inquiry(Causes):
                 f"the ids of the global batch are not those of (seed, step, slot): {lead.found}, not {lead.expected}."
             )
 
+    @explains("loss")
     def _loss(self, finding: Finding, lead: Difference) -> None:
         found, want = float(lead.found), float(lead.expected)
         self._number(finding, found, want, f"the {lead.name} of the loss")
@@ -136,6 +137,7 @@ class Inquiry(Causes):
             )
             finding.where = finding.where or location(super(Hostile, self.task).loss)  # type: ignore[misc]
 
+    @explains("gradient norm", at=Spread.gradient_norm_squared)
     def _gradient_norm(self, finding: Finding, lead: Difference) -> None:
         found, want = float(lead.found), float(lead.expected)
         self._number(finding, found, want, "the norm of the gradient, whose tensors are right,")
@@ -145,6 +147,7 @@ class Inquiry(Causes):
                 f" Its square is {share:.3g} of what it should be: it is not taken over all tensors of all ranks once."
             )
 
+    @explains("clip factor", at=train_step)
     def _clip_factor(self, finding: Finding, lead: Difference) -> None:
         self._number(finding, float(lead.found), float(lead.expected), "the factor that clipping gives")
 
@@ -161,6 +164,7 @@ class Inquiry(Causes):
         if square and not itself:
             finding.cause += f" Its square is off by {square}."
 
+    @explains("skipping", at=train_step)
     def _skipping(self, finding: Finding, lead: Difference) -> None:
         finding.shape = "decision"
         finding.cause = (
@@ -168,6 +172,7 @@ class Inquiry(Causes):
             f"step, and {len(finding.ranks)} of {len(self.records)} did not. The decision is not shared."
         )
 
+    @explains("random draws", at=Randomness.draw)
     def _random_draws(self, finding: Finding, lead: Difference) -> None:
         finding.shape = "random draws"
         record = self.record_of(lead.rank)
@@ -185,6 +190,7 @@ class Inquiry(Causes):
 
     # State: what a rank held, against its part of what one device had
 
+    @explains("initial weights", at=fill)
     def _initial_weights(self, finding: Finding, lead: Difference) -> None:
         self._held(finding, lead, self.standard.initial[lead.name], everywhere=True)
         begins = f"{lead.name} does not begin with the values that one device draws for it."
@@ -195,6 +201,7 @@ class Inquiry(Causes):
             if cut is not None:
                 finding.cause += f"It is cut over {cut.axis}; its parts must be parts of one whole, not drawn alike."
 
+    @explains("given gradients", at=Spread.give_gradients)
     def _given_gradients(self, finding: Finding, lead: Difference) -> None:
         want = self.standard.expected(self.step, "given gradients", lead.name)
         self._held(finding, lead, want)
@@ -202,12 +209,14 @@ class Inquiry(Causes):
         if finding.shape in VAGUE:
             finding.shape = "update"
 
+    @explains("moments", at=Engine.step)
     def _moments(self, finding: Finding, lead: Difference) -> None:
         self._held(finding, lead, self.standard.expected(self.step, "moments", lead.name))
         finding.cause = f"the optimizer is given the right gradients, and keeps something else of them. {finding.cause}"
         if finding.shape in VAGUE:
             finding.shape = "update"
 
+    @explains("weights", at=Spread.updated)
     def _weights(self, finding: Finding, lead: Difference) -> None:
         self._held(finding, lead, self.standard.steps[self.step].weights[lead.name])
         if not self.whole.reference.parameters[lead.name].requires_grad:
@@ -217,6 +226,7 @@ class Inquiry(Causes):
         if finding.shape in VAGUE:
             finding.shape = "update"
 
+    @explains("buffers", at=GlobalBatchNorm)
     def _buffers(self, finding: Finding, lead: Difference) -> None:
         want = self.standard.steps[self.step].buffers[lead.name]
         self._held(finding, lead, want, everywhere=True)
@@ -226,6 +236,7 @@ class Inquiry(Causes):
             finding.shape = "buffer"
             finding.cause = "a buffer that one device updates over all samples was updated over others, a rank's own."
 
+    @explains("weights in use", at=Bucket.finish_gather)
     def _weights_in_use(self, finding: Finding, lead: Difference) -> None:
         self._held(finding, lead, self.standard.steps[self.step].weights[lead.name])
         finding.cause = f"it is updated rightly, and the model computes with something else. {finding.cause}"
@@ -251,75 +262,5 @@ class Inquiry(Causes):
         )  # fmt: skip
         want, stale = cut(whole), None if before is None else cut(before)
         if want.shape == found.shape:
-            self._shapes(finding, found.double(), want.double(), "it", None if stale is None else stale.double())
+            self.say_shape(finding, found.double(), want.double(), "it", None if stale is None else stale.double())
             finding.cause = f"{finding.cause[:1].upper()}{finding.cause[1:]} " if finding.cause else ""
-
-
-def explain_resume(found: Sequence[Difference], axes: Sequence[str], minimal: str, half: int, saver: str) -> Finding:
-    """A state that is not what was saved. ``saver`` is the layout whose checkpoint was taken up for a try."""
-    rung = first(found)
-    lead, names = rung[0], list(dict.fromkeys(d.name for d in rung))
-    ranks, fault = sorted({d.rank for d in rung if d.name == lead.name}), lead.expected
-    finding = Finding(lead.rung, lead.name, lead.step, lead.error, ranks, list(axes), fault, affected=names[1:])
-    finding.minimal, finding.where = minimal, location(RESUMING[fault])
-    told = f"{lead.found}.{FAULTS.get(fault, '')}"
-    if lead.rung == "resume":
-        finding.cause = f"the run was interrupted before step {half}, and when it was resumed, {told}"
-    elif lead.rung == "ledger":
-        finding.where = location(Engine.batches)
-        finding.cause = f"the run was interrupted before step {half}, and does not go on there: {told}"
-    else:
-        finding.cause = f"what {saver} saved before step {half} was taken up under this layout, and {told}"
-    return finding
-
-
-def explain_interruption(
-    lead: Difference, names: Sequence[str], axes: Sequence[str], minimal: str, half: int
-) -> Finding:
-    """What differs after an interruption alone, though all state was restored rightly."""
-    rung = "ledger" if lead.rung == "samples" else "resume"
-    finding = Finding(rung, lead.name, lead.step, lead.error, [lead.rank], list(axes), RESUMED, affected=list(names))
-    finding.minimal, finding.where = minimal, location(Engine.batches if rung == "ledger" else Engine.resume)
-    told = f" ({lead.found} where one device has {lead.expected})" if lead.found else ""
-    finding.cause = (
-        f"without an interruption this layout trains like one device. Interrupted before step {half} and resumed, with "
-        f"all its tensors and counters as they were saved, it differs from step {lead.step} on: {lead.rung}, "
-        f"{lead.name}{told}. Something that training depends on is not in what is saved."
-    )
-    return finding
-
-
-def explain_evaluation(task: Task, found: Sequence[Difference], axes: Sequence[str], minimal: str) -> Finding:
-    """What held-out data gives, though all that was trained is right."""
-    rung = first(found)
-    lead, names = rung[0], list(dict.fromkeys(d.name for d in rung))
-    count = next((d for d in rung if d.name.startswith("count of ")), None)
-    lead = count or lead
-    others = [name for name in names if name != lead.name]
-    ranks = sorted({d.rank for d in rung if d.name == lead.name})
-    finding = Finding(lead.rung, lead.name, lead.step, lead.error, ranks, list(axes), "measures", affected=others)
-    finding.minimal, finding.where = minimal, location(evaluate)
-    finding.next = "Mend it, then prove this layout again."
-    finding.cause = f"weights are right, and on held-out data {lead.name} is {lead.found}, not {lead.expected}."
-    mixed = mixing(task)
-    if mixed:
-        own = super(Hostile, task).evaluate  # type: ignore[misc]
-        finding.shape, finding.where = "mixes samples", location(own)
-        finding.cause += (
-            f" On one device, too, {mixed} depends on which samples are computed together: evaluate() must give sums "
-            "over samples and their counts, Loss(total, count), or rows of single samples."
-        )
-    elif count is not None:
-        finding.shape, finding.factor = "ratio", float(lead.found) / float(lead.expected or 1)
-        finding.cause += " Some samples count more than once, not at all, or only stand in for a rank that has none."
-    return finding
-
-
-def mixing(task: Task) -> str:
-    """The first measure that is something else on one device if samples are computed one by one; empty if none is."""
-    reference = Reference(task)
-    together, alone = measured(reference), measured(reference, together=1)
-    assert together is not None
-    assert alone is not None
-    one_by_one = dict(alone.items())
-    return next((n for n, value in together.items() if off_by(one_by_one.get(n), value) > SEEN), "")

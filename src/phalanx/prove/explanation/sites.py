@@ -9,25 +9,19 @@ from typing import Any
 
 from torch import nn
 
-from phalanx.checkpoint.state import State
 from phalanx.data.loader import Loader
 from phalanx.data.order import Order
 from phalanx.losses import cross_entropy
-from phalanx.parallel.axes.batchnorm import KINDS, GlobalBatchNorm
+from phalanx.parallel.axes.batchnorm import KINDS
 from phalanx.parallel.axes.pipeline import Pipeline
 from phalanx.parallel.communication import differentiable
-from phalanx.parallel.randomness.draws import Randomness
-from phalanx.parallel.spread import Spread
 from phalanx.parallel.weights.bucket import Bucket
-from phalanx.parallel.weights.filling import fill
 from phalanx.parallel.weights.holding import Holding
 from phalanx.parallel.weights.replicate import Reduction
 from phalanx.prove.explanation.finding import Finding
 from phalanx.prove.ranks.record import WHOLE, bare
-from phalanx.prove.ranks.restored import KEPT, READ, RESUMED, WRITTEN
 from phalanx.task import Task
 from phalanx.train.engine import Engine
-from phalanx.train.keeping import Keeper
 from phalanx.train.step import train_step
 from phalanx.train.variant import Variant
 
@@ -41,19 +35,6 @@ SUMS = {
     "micro-batches": Bucket.collect,
 }
 """By axis, where gradients are added up."""
-RUNGS: dict[str, Any] = {
-    "initial weights": fill,
-    "given gradients": Spread.give_gradients,
-    "random draws": Randomness.draw,
-    "gradient norm": Spread.gradient_norm_squared,
-    "clip factor": train_step,
-    "skipping": train_step,
-    "moments": Engine.step,
-    "weights": Spread.updated,
-    "weights in use": Bucket.finish_gather,
-    "buffers": GlobalBatchNorm,
-}
-
 BACKWARD: dict[str, Any] = {
     "tp": differentiable.share,
     "tp by time": differentiable.gather,
@@ -63,9 +44,6 @@ BACKWARD: dict[str, Any] = {
     "pp": Pipeline.backward,
 }
 """By axis, and how it is used, the collective behind a block's modules whose backward sums or sends."""
-
-RESUMING: dict[str, Any] = {WRITTEN: State.entries, READ: State.wanted, KEPT: Keeper.stage, RESUMED: Engine.resume}
-"""By where a saved state went wrong."""
 
 
 def loss_site(axes: Sequence[str], task: Task) -> str:
@@ -81,8 +59,8 @@ def method_site(task: Task, method: str) -> str:
     return ""
 
 
-def site(finding: Finding, model: nn.Module, task: Task) -> str:
-    """File and line, or nothing where they cannot be known."""
+def site(finding: Finding, model: nn.Module, task: Task, at: Any = None) -> str:
+    """File and line, or nothing where they cannot be known; ``at`` is what is responsible for all of its rung."""
     name = finding.name
     if finding.rung == "loss":
         return loss_site(finding.axes, task)
@@ -99,7 +77,7 @@ def site(finding: Finding, model: nn.Module, task: Task) -> str:
         return location(SUMS[finding.axes[0]]) if finding.axes and finding.axes[0] in SUMS else location(train_step)
     if finding.rung == "buffers" and not isinstance(owner := model.get_submodule(name.rpartition(".")[0]), KINDS):
         return location(type(owner))
-    return location(RUNGS[finding.rung]) if finding.rung in RUNGS else ""
+    return "" if at is None else location(at)
 
 
 def _own_class(model: nn.Module, name: str) -> type[nn.Module]:
