@@ -61,25 +61,11 @@ class ProofJob:
             raise WrongUse("there is no task to prove. Name one: phalanx prove gpt, or phalanx prove file.py")
         kind = find_task(reference)
         values: dict[str, Any] = parse_assignments(assignments)
-        notes = []
-        known = {f.name for f in fields(kind)}
-        for name, value in (bug.settings if bug else {}).items():
-            if name in known and name not in values:
-                values[name] = str(value)
-                notes.append(f"{name}={value} was set, without which {inject} cannot happen")
+        notes = [] if bug is None else _set_for(bug, {f.name for f in fields(kind)}, values)
         if bug is not None and bug.dtype is not None and dtype is None:
             dtype = bug.dtype
             notes.append(f"--dtype {dtype} was set, without which {inject} does not show")
-        words = [word for given in layouts for word in given.replace(";", " ").split()]
-        if not words and bug is not None:
-            words = [bug.layout]
-        chosen = "all" if not words or words == ["all"] else [Layout.parse(word) for word in words]
-        wrong = [layout for layout in chosen if isinstance(layout, Layout) and layout.world != ranks]
-        if wrong and ranks is not None:
-            raise WrongUse(
-                f"--ranks {ranks} and the layout {wrong[0]}, which has {wrong[0].world}, do not go together. Leave "
-                "--ranks out: every layout says how many it needs."
-            )
+        chosen = _chosen(layouts, bug, ranks)
         ranks = RANKS if ranks is None else ranks
         worlds = [layout.world for layout in chosen if isinstance(layout, Layout)]
         Cluster("cpu", max(worlds, default=ranks)).check_room()
@@ -119,6 +105,33 @@ class ProofJob:
             )
         print(f"proof: {run.path / 'proof.json'}", flush=True)
         return proof.exit_code
+
+
+def _set_for(bug: Bug, known: set[str], values: dict[str, Any]) -> list[str]:
+    """Give a task's fields the values without which a bug cannot happen; returns what to say of it."""
+    notes = []
+    for name, value in bug.settings.items():
+        if name in known and name not in values:
+            values[name] = str(value)
+            notes.append(f"{name}={value} was set, without which {bug.name} cannot happen")
+    return notes
+
+
+def _chosen(layouts: Sequence[str], bug: Bug | None, ranks: int | None) -> list[Layout] | str:
+    """The layouts that were named, the one that shows a bug, or all."""
+    words = [word for given in layouts for word in given.replace(";", " ").split()]
+    if not words and bug is not None:
+        words = [bug.layout]
+    if not words or words == ["all"]:
+        return "all"
+    chosen = [Layout.parse(word) for word in words]
+    wrong = [layout for layout in chosen if layout.world != ranks]
+    if wrong and ranks is not None:
+        raise WrongUse(
+            f"--ranks {ranks} and the layout {wrong[0]}, which has {wrong[0].world}, do not go together. Leave "
+            "--ranks out: every layout says how many it needs."
+        )
+    return chosen
 
 
 def listed() -> str:

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from phalanx.losses import LOGIT_ELEMENTS
-from phalanx.prove.reference.hostile import Samples, Trial, cramped, hostile, ignorable
+from phalanx.prove.reference.hostile import Trial, TrialSamples, cramped, hostile, ignorable
 from phalanx.recipes.gpt import GPT
 from tests.prove.tasks import Plain
 
@@ -23,7 +23,7 @@ def test_it_stays_an_instance_of_its_class_and_leaves_the_users_alone() -> None:
 
 
 def test_samples_note_what_is_read_and_drawn() -> None:
-    samples = Samples(Plain().data(), Trial(3, ignorable=("y",)), 29)
+    samples = TrialSamples(Plain().data(), Trial(3, ignorable=("y",)), 29)
     torch.manual_seed(0)
     np.random.seed(0)
     assert [int(samples[i]["y"]) for i in (3, 4)] == [-100, samples.places[4] % 3]
@@ -33,7 +33,7 @@ def test_samples_note_what_is_read_and_drawn() -> None:
 
 def test_sequences_are_cut_and_ids_folded() -> None:
     data = [{"tokens": torch.arange(50)}]
-    sample = Samples(data, Trial(3, length=8, vocabulary=5), 29)[0]
+    sample = TrialSamples(data, Trial(3, length=8, vocabulary=5), 29)[0]
     assert sample["tokens"].tolist() == [0, 1, 2, 3, 4, 0, 1, 2]
 
 

@@ -26,37 +26,51 @@ def explain_stop(
     axes = [axis for axis in AXES if getattr(layout, axis) > 1]
     rung = next((stop.rung for stop in stopped.values()), "running")
     finding = Finding(rung, "the run", -1, float("inf"), list(ranks), axes, minimal=str(layout))
-    own = {rank: stop for rank, stop in stopped.items() if not any(word in stop.reason for word in WAITING)}
-    gone = [rank for rank in ranks if rank not in stopped]
     finding.step = max((stop.step for stop in stopped.values()), default=-1)
+    own = {rank: stop for rank, stop in stopped.items() if not any(word in stop.reason for word in WAITING)}
     if own:
-        rank, stop = next(iter(own.items()))
-        finding.shape, finding.ranks, finding.name = "error", sorted(own), stop.reason.splitlines()[0][:120]
-        finding.step, finding.where = stop.step, _last_line(stop.trace)
-        finding.cause = f"rank {rank} stopped with an error, and the others with it: {stop.reason.splitlines()[0]}"
+        _say_error(finding, own)
         return finding
-    if gone and len(gone) < len(ranks):
-        finding.shape, finding.ranks, finding.name = "gone", gone, "a rank ended"
-        finding.cause = (
-            f"rank {', '.join(map(str, gone))} died, or gave no answer, while the others waited for it. A rank ends so "
-            "when messages of one collective do not have one size, or when memory runs out."
-        )
-    else:
-        finding.shape, finding.name, finding.cause = "hang", "a collective", "ranks waited for each other in vain."
-        left = [rank for rank in range(layout.world) if rank not in ranks]
-        if left:
-            finding.cause = f"ranks waited for rank {', '.join(map(str, left))}, which had come to its end before them."
+    _say_waiting(finding, layout, ranks, [rank for rank in ranks if rank not in stopped])
     for axis, odd, words in _disorder({rank: stop.calls for rank, stop in stopped.items()}):
         finding.axes, finding.name, finding.cause = [axis], words, f"{finding.cause} {words}."
         finding.ranks = odd or finding.ranks
         break
     if seen:
-        lead = first(seen)[0]
-        told = f"{lead.found} where one device has {lead.expected}" if lead.found else f"off by {lead.error:.1e}"
-        finding.rung, finding.name, finding.step, finding.ranks = lead.rung, lead.name, lead.step, [lead.rank]
-        finding.shape = "stopped"
-        finding.cause = f"{lead.name} differs on rank {lead.rank} ({told}), and then {finding.cause}"
+        _say_seen(finding, first(seen)[0])
     return finding
+
+
+def _say_error(finding: Finding, own: Mapping[int, Stopped]) -> None:
+    """Some ranks stopped by themselves."""
+    rank, stop = next(iter(own.items()))
+    told = stop.reason.splitlines()[0]
+    finding.shape, finding.ranks, finding.name = "error", sorted(own), told[:120]
+    finding.step, finding.where = stop.step, _last_line(stop.trace)
+    finding.cause = f"rank {rank} stopped with an error, and the others with it: {told}"
+
+
+def _say_waiting(finding: Finding, layout: Layout, ranks: Sequence[int], gone: Sequence[int]) -> None:
+    """Ranks waited for one that is ``gone``, or for each other."""
+    if gone and len(gone) < len(ranks):
+        finding.shape, finding.ranks, finding.name = "gone", list(gone), "a rank ended"
+        finding.cause = (
+            f"rank {', '.join(map(str, gone))} died, or gave no answer, while the others waited for it. A rank ends so "
+            "when messages of one collective do not have one size, or when memory runs out."
+        )
+        return
+    finding.shape, finding.name, finding.cause = "hang", "a collective", "ranks waited for each other in vain."
+    left = [rank for rank in range(layout.world) if rank not in ranks]
+    if left:
+        finding.cause = f"ranks waited for rank {', '.join(map(str, left))}, which had come to its end before them."
+
+
+def _say_seen(finding: Finding, lead: Difference) -> None:
+    """Something differed before ranks stopped."""
+    told = f"{lead.found} where one device has {lead.expected}" if lead.found else f"off by {lead.error:.1e}"
+    finding.rung, finding.name, finding.step, finding.ranks = lead.rung, lead.name, lead.step, [lead.rank]
+    finding.shape = "stopped"
+    finding.cause = f"{lead.name} differs on rank {lead.rank} ({told}), and then {finding.cause}"
 
 
 def _disorder(calls: Mapping[int, Sequence[Call]]) -> list[tuple[str, list[int], str]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from phalanx import user_code
 from phalanx.checkpoint.slot import Slot
@@ -111,62 +112,81 @@ def _run(
     case: int, layout: Layout, bug: str | None, watch: Callable[[Engine], Any], resume: Resume | None = None
 ) -> Any:
     """Train to the trial's end under the eyes of what ``watch`` makes, and return what it says."""
-    task, standard = CASES[case].task, CASES[case].standard
-    assert isinstance(task, Hostile)
-    calls: list[Call] = []
-    step, rung, watching = -1, "running", None
-    traffic = Traffic()
-    traffic.watchers.append(lambda axis, kind, tensor: calls.append((axis, kind, tensor.numel())))
+    run = TrialRun(CASES[case], layout, resume)
     try:
-        with ExitStack() as stack:
-            stack.enter_context(cramped())
-            stack.enter_context(planted(bug))
-            until_half = stack.enter_context(ExitStack())
-            engine = until_half.enter_context(_engine(task, layout, standard, traffic))
-            watching = watch(engine)
-            interruption = None
-            if resume is not None:
-                interruption = Interruption(resume, watching, task.proof_trial.half, _slots(engine.environment.world))
-                until_half.callback(interruption.close)
-            for batch in engine.batches():
-                step = batch.step
-                watching.before(batch)
-                watching.after(batch, engine.step(batch))
-                if interruption is not None:
-                    rung = "resume"
-                    if interruption.after_step():
-                        break
-                    rung = "running"
-            if interruption is not None:
-                if interruption.resume.thorough:
-                    until_half.close()
-                    engine = stack.enter_context(_engine(task, layout, standard, traffic))
-                interruption.go_on(emptied(engine))
-                rung = "running"
-                for batch in engine.batches():
-                    step = batch.step
-                    watching.before(batch)
-                    if watching.astray:
-                        break
-                    watching.after(batch, engine.step(batch))
-            return watching.finish()
+        with cramped(), planted(bug):
+            return run.watched(watch)
     except WrongUse as refusal:
-        if step > 0:  # what cannot work does not work from the beginning
-            raise Stopped(f"refused in step {step}: {refusal}", traceback.format_exc(), step, calls, [], rung) from None
+        if run.step > 0:  # what cannot work does not work from the beginning
+            raise run.stopped(f"refused in step {run.step}: {refusal}", []) from None
         raise
     except Exception as error:
-        seen = watching.told.differences if isinstance(watching, Witness) else []
-        raise Stopped(f"{type(error).__name__}: {error}", traceback.format_exc(), step, calls, seen, rung) from None
+        seen = run.watching.told.differences if isinstance(run.watching, Witness) else []
+        raise run.stopped(f"{type(error).__name__}: {error}", seen) from None
 
 
-def _engine(task: Hostile, layout: Layout, standard: Standard, traffic: Traffic) -> Engine:
-    engine = Engine(task, layout, device="cpu", timeout=TIMEOUT, traffic=traffic)
-    engine.spread.probe.compares = False  # the proof itself will tell, and where
-    if layout.tp == 1:
-        engine.spread.probe.untried.clear()
-    task.proof_trial.moment = engine.spread.moment
-    _steady(engine, standard)
-    return engine
+class TrialRun:
+    """One rank's run of a case under a layout, as far as it has come."""
+
+    def __init__(self, case: Case, layout: Layout, resume: Resume | None) -> None:
+        assert isinstance(case.task, Hostile)
+        self.task, self.standard, self.layout, self.resume = case.task, case.standard, layout, resume
+        self.calls: list[Call] = []
+        self.traffic = Traffic()
+        self.traffic.watchers.append(self.launched)
+        self.watching: Any = None
+        self.step, self.rung, self.resumed = -1, "running", False
+
+    def launched(self, axis: str, kind: str, tensor: Tensor) -> None:
+        """Note a collective."""
+        self.calls.append((axis, kind, tensor.numel()))
+
+    def stopped(self, reason: str, seen: list[Difference]) -> Stopped:
+        return Stopped(reason, traceback.format_exc(), self.step, self.calls, seen, self.rung)
+
+    def watched(self, watch: Callable[[Engine], Any]) -> Any:
+        """Train to the end; with ``resume``, interrupted half way."""
+        with ExitStack() as after_half, ExitStack() as until_half:
+            engine = until_half.enter_context(self._engine())
+            self.watching = watch(engine)
+            if self.resume is not None:
+                slots = _slots(engine.environment.world)
+                interruption = Interruption(self.resume, self.watching, self.task.proof_trial.half, slots)
+                until_half.callback(interruption.close)
+                self._until_half(engine, interruption)
+                if self.resume.thorough:
+                    until_half.close()
+                    engine = after_half.enter_context(self._engine())
+                interruption.go_on(emptied(engine))
+                self.rung, self.resumed = "running", True
+            for _ in self._steps(engine):
+                pass
+            return self.watching.finish()
+
+    def _until_half(self, engine: Engine, interruption: Interruption) -> None:
+        for _ in self._steps(engine):
+            self.rung = "resume"
+            if interruption.after_step():
+                break
+            self.rung = "running"
+
+    def _steps(self, engine: Engine) -> Iterator[int]:
+        for batch in engine.batches():
+            self.step = batch.step
+            self.watching.before(batch)
+            if self.resumed and self.watching.astray:
+                break
+            self.watching.after(batch, engine.step(batch))
+            yield batch.step
+
+    def _engine(self) -> Engine:
+        engine = Engine(self.task, self.layout, device="cpu", timeout=TIMEOUT, traffic=self.traffic)
+        engine.spread.probe.compares = False  # the proof itself will tell, and where
+        if self.layout.tp == 1:
+            engine.spread.probe.untried.clear()
+        self.task.proof_trial.moment = engine.spread.moment
+        _steady(engine, self.standard)
+        return engine
 
 
 def _slots(world: int) -> list[list[Slot]]:

@@ -98,6 +98,27 @@ class Reference:
         """
         assert isinstance(task, Hostile)
         self.task, self.micro_batches = task, micro_batches
+        self._make_model(task, nudge)
+        self.moment = task.proof_trial.moment = Moment()
+        self.randomness = Randomness(task.seed, self.moment, torch.device("cpu"))
+        self._key_randomness(task, decisions)
+        self.trained = {n: p for n, p in self.parameters.items() if p.requires_grad}
+        self.optimizer = make_optimizer(task, list(self.trained.values()), bool(self.trained), sharded=False)
+        self.schedule = rates(task)
+        self.turns = Turns(task, dict.fromkeys(self.trained, True))
+        seed_globally(task.seed, "data")
+        self.data = task.data()
+        self.order = Order(len(self.data), task.global_batch, task.seed)
+        self.steps: list[Step] = []
+        self.gathers, self.uneven = False, False
+        """Whether the loss has gathered samples; whether it was a sum of losses with different counts."""
+        self.evaluation: Measures | None = None
+        """Before the last step, of held-out data."""
+        if observe is not None:
+            observe(self.model, self.randomness)
+
+    def _make_model(self, task: Hostile, nudge: int) -> None:
+        """The model in float64, with the weights and buffers that every run begins with."""
         beginning = task.proof_trial.beginning = task.proof_trial.beginning or Beginning.of(task)
         self.model, self.anatomy = _made(task, "reference"), beginning.anatomy
         for name, buffer in self.model.named_buffers():
@@ -115,8 +136,9 @@ class Reference:
         tied = {n for n, _ in self.model.named_parameters(remove_duplicate=False)} - set(self.parameters)
         self.saved = frozenset(self.model.state_dict()) - tied
         self.initial_buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
-        self.moment = task.proof_trial.moment = Moment()
-        self.randomness = Randomness(task.seed, self.moment, torch.device("cpu"))
+
+    def _key_randomness(self, task: Hostile, decisions: Decisions | None) -> None:
+        """Have draws follow from their keys, and choices from ``decisions``, if there are any."""
         idle = Idle.of(task.proof_trial.idle, self.model, self.anatomy.experts)
         self.decisions = Decisions(idle=idle) if decisions is None else decisions
         times = None if decisions is None else list[Tensor]
@@ -126,20 +148,6 @@ class Reference:
         for name in self.anatomy.blocks:
             block = self.model.get_submodule(name)
             block.forward = self.randomness.counted(name, self.randomness.scoped(name, block.forward))
-        self.trained = {n: p for n, p in self.parameters.items() if p.requires_grad}
-        self.optimizer = make_optimizer(task, list(self.trained.values()), bool(self.trained), sharded=False)
-        self.schedule = rates(task)
-        self.turns = Turns(task, dict.fromkeys(self.trained, True))
-        seed_globally(task.seed, "data")
-        self.data = task.data()
-        self.order = Order(len(self.data), task.global_batch, task.seed)
-        self.steps: list[Step] = []
-        self.gathers, self.uneven = False, False
-        """Whether the loss has gathered samples; whether it was a sum of losses with different counts."""
-        self.evaluation: Measures | None = None
-        """Before the last step, of held-out data."""
-        if observe is not None:
-            observe(self.model, self.randomness)
 
     @property
     def couples_samples(self) -> bool:
