@@ -40,7 +40,7 @@ EVERY_STEP = Policy(steps=1, minutes=0, memory_steps=0, keep=100)
 def step_on(engine: Engine, keeper: Keeper, steps: int, after: Callable[[], None] = lambda: None) -> None:
     for batch in islice(engine.batches(), steps):
         keeper.before_step()
-        keeper.after_step(engine.step(batch).wishes, last=False)
+        keeper.after_step(engine.step(batch).signals, last=False)
         after()
 
 

@@ -44,6 +44,7 @@ from phalanx.train.evaluate import evaluate
 from phalanx.train.guard import Guard
 from phalanx.train.optimizers import attributes, make_optimizer, make_schedule, set_attribute
 from phalanx.train.scale import LossScale
+from phalanx.train.signals import Signals
 from phalanx.train.steady import in_one_way, steady
 from phalanx.train.step import Metrics
 from phalanx.train.turns import Turns
@@ -98,8 +99,8 @@ class Engine:
         weights that no rank has a gradient of: just what `whole_gradients` takes."""
         self.before_update: Callable[[], None] | None = None
         """Called in every step just before weights and moments change."""
-        self.wishes: set[str] = set()
-        """What this rank wants all ranks to know with the next step's sum; its metrics say what any of them wanted."""
+        self.signals = Signals()
+        """What this rank tells all ranks with the next step's sum; its metrics have those of any rank."""
         self.timeout, self.init_from = timeout, init_from
         self.versions, self.allow_changes = VERSIONS, allow_changes
         self.changes: list[str] = []

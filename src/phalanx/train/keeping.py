@@ -33,6 +33,7 @@ from phalanx.train.engine import Engine
 from phalanx.train.guard import BadNumbers, first_not_finite
 from phalanx.train.neighbours import Neighbours
 from phalanx.train.restoring import steps_seen
+from phalanx.train.signals import Signals
 from phalanx.train.writing import Writer
 
 Note = Callable[..., None]
@@ -153,31 +154,30 @@ class Keeper:
         if not self._begun:
             self.state.note_versions()
             self._begun = True
-        wishes = self.engine.wishes
+        signals = self.engine.signals
         waited = time.monotonic() - self._saved_at
         due = (self.policy.minutes and waited > 60 * self.policy.minutes) or self.writer.due_again
         if due and self.engine.environment.rank == 0:
-            wishes.add("save")
-        (wishes.add if self.busy else wishes.discard)("busy")
-        (wishes.add if time.monotonic() < self._rest_until else wishes.discard)("resting")
-        failed = self._work is not None and self._work.error is not None
-        (wishes.add if failed else wishes.discard)("failed")
+            signals.save = True
+        signals.busy = self.busy
+        signals.resting = time.monotonic() < self._rest_until
+        signals.failed = self._work is not None and self._work.error is not None
 
-    def after_step(self, wishes: set[str], last: bool) -> None:
+    def after_step(self, signals: Signals, last: bool) -> None:
         """Keep what is due."""
         step, policy = self.engine.step_number, self.policy
-        self._given_up = "failed" in wishes
+        self._given_up = signals.failed
         # this step and no other: the file before it is waited for
         due = bool(policy.steps and step % policy.steps == 0)
-        save = due or "save" in wishes or self._owed
+        save = due or signals.save or self._owed
         stage = save or bool(policy.memory_steps and step % policy.memory_steps == 0)
-        if last or "stop" in wishes:
+        if last or signals.stop:
             self.save_now()
-        elif stage and not due and ("busy" in wishes or ("resting" in wishes and not save)):
+        elif stage and not due and (signals.busy or (signals.resting and not save)):
             self._owed = save
         elif stage:
             self._owed = False
-            if "busy" in wishes:
+            if signals.busy:
                 self.unhurried()
                 self.settled()
             self.stage(save)
@@ -259,7 +259,7 @@ class Keeper:
             after.record()
         if save:
             self._saved_at = time.monotonic()
-            engine.wishes.discard("save")
+            engine.signals.save = False
         facts = {**engine.facts(), "generation": self.generation, "rank": engine.environment.rank}
         self._given_up = False  # that was about the one before
         self._work = Work(slot, save, facts, self.state.numbers(), copies, after)

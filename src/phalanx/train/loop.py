@@ -18,7 +18,7 @@ from phalanx.errors import CannotHere
 from phalanx.events import EventLog
 from phalanx.files import no_room, pauses
 from phalanx.launch.beats import STEPS, Beat
-from phalanx.launch.stopping import give_wishes
+from phalanx.launch.stopping import give_requests
 from phalanx.parallel.communication import collectives
 from phalanx.run import Run
 from phalanx.train.collecting import CannotSummarise
@@ -86,7 +86,7 @@ class Loop:
         engine, task = self.engine, self.engine.task
         self.summary = Summary()
         self.keeper.unhurried = partial(self.beat.unhurried, for_ever=True)
-        give_wishes(engine.wishes)
+        give_requests(engine.signals)
         fresh = not self._resume()
         if self.stopping and not fresh and engine.step_number < task.steps:
             self.keeper.before_step()
@@ -195,7 +195,7 @@ class Loop:
             return True
         self.keeper.before_step()
         metrics = engine.step(batch)
-        self.log.write("step", **asdict(metrics))
+        self.log.write("step", **asdict(metrics) | {"signals": metrics.signals.names()})
         self.beat.stepped(engine.step_number)
         if self.drill == (engine.environment.rank, engine.step_number):
             os.kill(os.getpid(), signal.SIGKILL)
@@ -216,10 +216,10 @@ class Loop:
         if self.compare_steps and (last or engine.step_number % self.compare_steps == 0):
             self.beat.unhurried()
             self._compare()
-        if last or "stop" in metrics.wishes:
+        if last or metrics.signals.stop:
             self.beat.unhurried(for_ever=True)
-        self.keeper.after_step(metrics.wishes, last)
-        if "stop" in metrics.wishes and not last:
+        self.keeper.after_step(metrics.signals, last)
+        if metrics.signals.stop and not last:
             self.summary.stopped = True
             return False
         due = task.evaluate_every and engine.step_number % task.evaluate_every == 0

@@ -83,7 +83,7 @@ def agreeing(replace: Replace, change: Callable[[Tensor, Tensor], None]) -> None
     def all_reduce(numbers: Tensor, group: Any) -> Pending:
         own = numbers.clone()
         collectives.all_reduce(numbers, group).wait()
-        if group is not None and numbers.ndim and len(numbers) == 4 + len(step.WISHES):
+        if group is not None and numbers.ndim and len(numbers) == 4 + len(step.NAMES):
             change(own, numbers)
         return Pending(())
 
