@@ -34,7 +34,9 @@ def trained(run: Run, shelf: Shelf, task: Task, summary: Summary, certified: str
         )
     evidence += [certified, f"weights: {run.weights_path}"]
     layout = shelf.open(summary.steps).manifest.facts["layout"]
-    return Verdict(True, f"trained {type(task).__name__} for {many(summary.steps, 'step')} on {layout}", evidence)
+    of, why = (f" of the {task.steps} planned", f": {summary.ended.why}") if summary.ended else ("", "")
+    told = f"trained {type(task).__name__} for {many(summary.steps, 'step')}{of} on {layout}{why}"
+    return Verdict(True, told, evidence)
 
 
 def stopped(run: Run, shelf: Shelf, failures: Sequence[Failure], cut_short: str, done: int) -> Verdict:

@@ -227,10 +227,11 @@ class Job:
                 f"{shelf.store.url} holds checkpoints already, up to step {max(shelf.steps())}. Go on from them with "
                 "--resume, or give another folder with --checkpoints."
             )
-        done = run.certified_steps()
+        done = run.certified_plan()
         if resume and done is not None and done >= self.task.steps and not self._final_differs(run, shelf):
             if done > self.task.steps:
-                raise WrongUse(f"{run.path} is finished at step {done}. Give more --steps to go on, or leave them out.")
+                at = run.certified_steps()
+                raise WrongUse(f"{run.path} is finished at step {at}. Give more --steps to go on, or leave them out.")
             try:
                 known = [f"weights: {run.weights_path}", self._certified(run, shelf)]
                 return Verdict(True, f"{run.path} is finished", known)
@@ -281,7 +282,7 @@ class Job:
             if supervisor.meeting is not None:
                 supervisor.meeting.close()
         if not supervisor.leads and not outcome.failures and (outcome.finished or not outcome.interrupted):
-            if run.certified_steps() != self.task.steps and not (shared and shared.private):
+            if run.certified_plan() != self.task.steps and not (shared and shared.private):
                 return not_done(run, NotDone("there is no certificate"))
             return Verdict(True, f"done: the first host says what came of it, in {run.path}")
         verdict = self._verdict(run, shelf, outcome, supervisor.stop, supervisor.done())

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from phalanx.callbacks import Callback
 from phalanx.checkpoint.shelf import Shelf
 from phalanx.checkpoint.slot import Slot, free_memory
 from phalanx.checkpoint.state import Entry, State
@@ -74,6 +75,13 @@ class Work:
     written: threading.Event = field(default_factory=threading.Event)
     done: threading.Event = field(default_factory=threading.Event)
     error: BaseException | None = None
+    told: bool = False
+    """Callbacks know that it is on disk."""
+
+    @property
+    def saved(self) -> bool:
+        """Whether it is in files now, and callbacks do not know yet."""
+        return self.save and self.done.is_set() and self.error is None and not self.told
 
 
 def save(engine: Engine, folder: str | Path) -> str:
@@ -89,7 +97,7 @@ def save(engine: Engine, folder: str | Path) -> str:
         keeper.close()
 
 
-class Keeper:
+class Keeper(Callback):
     """A rank's keeper of state. Everything it decides, all ranks decide alike."""
 
     def __init__(
@@ -112,7 +120,7 @@ class Keeper:
         self.neighbours = None if guests is None else Neighbours(engine, guests)
         nobody: Note = lambda kind, **fields: None  # noqa: E731
         self.writer = Writer(engine, shelf, generation, policy.keep, policy.keep_every, note or nobody)
-        self.state = State(engine.spread, engine.optimizer, engine.environment.hosts)
+        self.state = State(engine.spread, engine.optimizer, engine.environment.hosts, engine.callbacks.tensors())
         if engine.environment.rank == 0:
             self._begin()
         self._saved_at = time.monotonic()
@@ -131,7 +139,7 @@ class Keeper:
         self._thread = threading.Thread(target=self._background, name="keeper", daemon=True)
         self._thread.start()
         self._files = ThreadPoolExecutor(1, "files", initializer=_behind_the_steps)
-        engine.before_update = self.wait_for_copy
+        engine.callbacks.add(self)
 
     def _begin(self) -> None:
         try:
@@ -162,10 +170,13 @@ class Keeper:
         signals.busy = self.busy
         signals.resting = time.monotonic() < self._rest_until
         signals.failed = self._work is not None and self._work.error is not None
+        signals.saved = self.engine.environment.rank == 0 and self._work is not None and self._work.saved
 
     def after_step(self, signals: Signals, last: bool) -> None:
         """Keep what is due."""
         step, policy = self.engine.step_number, self.policy
+        if signals.saved:
+            self._tell()
         self._given_up = signals.failed
         # this step and no other: the file before it is waited for
         due = bool(policy.steps and step % policy.steps == 0)
@@ -227,7 +238,18 @@ class Keeper:
         work.written.wait()
         self._given_up = bool(self._reasons(work))
         work.done.wait()
-        return self._reasons(work)
+        reasons = self._reasons(work)
+        if work.save and not reasons:
+            self._tell()
+        return reasons
+
+    def _tell(self) -> None:
+        """The last save is on disk, as all ranks know: tell callbacks, once."""
+        work = self._work
+        if work is not None and not work.told:
+            work.told, step = True, work.facts["step"]
+            where = f"{self.shelf.store.url}/{self.shelf.name(step)}"
+            self.engine.callbacks.call("on_checkpoint", self.engine, step, where)
 
     def _reasons(self, work: Work) -> list[list[str]]:
         """Why ranks could not save; rank 0, which misses the parts of others then, comes first."""
@@ -293,6 +315,9 @@ class Keeper:
             slot.void()
         collectives.everybodys([], self.engine.mesh.world)  # nobody leaves before all of it is done
 
+    def before_update(self, engine: Engine) -> None:
+        self.wait_for_copy()
+
     def wait_for_copy(self) -> None:
         """Before an update: the copy of what it will change must be whole."""
         if self._work is not None and not self._work.staged.is_set():
@@ -307,7 +332,7 @@ class Keeper:
 
     def close(self, wait: bool = True) -> None:
         """End; without ``wait`` what is under way is left to end with the process."""
-        self.engine.before_update = None
+        self.engine.callbacks.remove(self)
         self._queue.put(None)
         if not wait:
             return

@@ -18,6 +18,10 @@ from phalanx.launch.stopping import Requests
 class Signals(Requests):
     """Each is set by one place and read by one: no rank acts on its own before all have agreed."""
 
+    finish: bool = False
+    """A callback has ended the run."""
+    saved: bool = False
+    """The last save is whole on disk, of which only rank 0 can know."""
     busy: bool = False
     """A save, or a copy for another host, is still under way."""
     resting: bool = False

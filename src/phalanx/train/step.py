@@ -113,13 +113,11 @@ def train_step(engine: Engine, batch: StepBatch, rounds: Rounds | None = None) -
     finite = math.isfinite(norm) and math.isfinite(total)
     overflow = scale.dynamic and scale.value > 1 and math.isfinite(total) and not finite  # the scale will mend that
     bad = engine.guard.judge(mean, norm) if count > 0 and not overflow else ""
-    if engine.on_gradients is not None:
-        engine.on_gradients(divisor, without)
+    engine.callbacks.call("on_gradients", engine, divisor, without)
 
     lr = engine.set_learning_rate(batch.step)
     clip_factor = min(1.0, task.clip / (norm + 1e-6))
-    if engine.before_update is not None:
-        engine.before_update()
+    engine.callbacks.call("before_update", engine)
     if finite and not bad and count > 0:
         spread.give_gradients(clip_factor / divisor, without)
         engine.optimizer.step()
