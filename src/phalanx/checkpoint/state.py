@@ -181,7 +181,7 @@ class State:
 
     def note_versions(self) -> None:
         """Before the first step: a frozen weight that is written to later is changed by the model's own forward."""
-        self._versions = {name: version(weight.piece) for name, weight in self.spread.weights.items()}
+        self._versions = self._versions or {name: version(weight.piece) for name, weight in self.spread.weights.items()}
 
     def _parts(self, name: str, weight: Weight, piece: Tensor, restless: bool = False) -> Iterator[Entry]:
         kept, written = self._role(weight)

@@ -20,7 +20,8 @@ from phalanx.parallel.weights.boxes import Box, boxes
 from phalanx.prove.bugs.planting import Replace, bug, rank
 from phalanx.prove.replacing import replacing
 from phalanx.train.engine import Engine
-from phalanx.train.keeping import Keeper, Work
+from phalanx.train.keeping import Keeper
+from phalanx.train.saves import Save
 from phalanx.train.scale import LossScale
 
 Wanted = dict[str, list[tuple[Box, Tensor]]]
@@ -149,14 +150,14 @@ def copy_not_awaited(replace: Replace) -> None:
     """State is copied while the next step runs, and its update does not wait for the copy."""
     plain = Keeper._copy
 
-    def copy(self: Keeper, work: Work) -> None:
+    def copy(self: Keeper, save: Save) -> None:
         deadline = time.monotonic() + 5
-        while not work.save and self.engine.step_number == work.facts["step"] and time.monotonic() < deadline:
+        while not save.to_file and self.engine.step_number == save.step and time.monotonic() < deadline:
             time.sleep(0.001)
-        plain(self, work)
+        plain(self, save)
 
     replace(Keeper, "_copy", copy)
-    replace(Keeper, "wait_for_copy", lambda self: None)
+    replace(Keeper, "before_update", lambda self, engine: None)
 
 
 @bug(0, "fsdp=2", "resume: ", "")
