@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -202,12 +203,20 @@ class Trace:
     gradients: list[dict[str, Tensor | None]] = field(default_factory=list)
     weights: list[dict[str, Tensor]] = field(default_factory=list)
     """One entry, after the last step: an error in an earlier update shows in the gradients that follow it."""
+    averages: dict[str, Tensor] = field(default_factory=dict)
+    """Of the weights that are trained, where a task has an EMA."""
     ready: float = 0.0
     """Seconds until the first step could begin."""
 
 
-def reference(task: phalanx.Task, micro_batches: int = 1, device: str = "cpu") -> Trace:
-    """The task on one device, by hand."""
+def reference(
+    task: phalanx.Task,
+    micro_batches: int = 1,
+    device: str = "cpu",
+    trains: Callable[[int, str], bool] = lambda step, name: True,
+    decay: float = 0.0,
+) -> Trace:
+    """The task on one device, by hand. ``trains``: whether a step updates a weight; ``decay``: of its average."""
     blueprint = Blueprint(task.model, task.seed)
     values = {name: blueprint.value(p, "cpu").double() for name, p in blueprint.model.named_parameters()}
     model = task.model().double().to(device)
@@ -224,8 +233,12 @@ def reference(task: phalanx.Task, micro_batches: int = 1, device: str = "cpu") -
     rates = [group["lr"] for group in optimizer.param_groups]
     data = task.data()
     order, trace = Order(len(data), task.global_batch, task.seed), Trace()
+    named = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    trace.averages = {name: weight.detach().clone() for name, weight in named.items()}
     for step in range(task.steps):
         total, count = 0.0, 0
+        for name, weight in named.items():
+            weight.requires_grad_(trains(step, name))
         for start, stop in share(order.slots(step), micro_batches, 1, 0):
             ids = order.ids(step, start, stop)
             batch = task.collate([data[int(i)] for i in ids])
@@ -240,7 +253,6 @@ def reference(task: phalanx.Task, micro_batches: int = 1, device: str = "cpu") -
         for weight in trainable:
             if weight.grad is not None:
                 weight.grad.div_(count)
-        named = {n: p for n, p in model.named_parameters() if p.requires_grad}
         trace.gradients.append(_kept({n: p.grad for n, p in named.items()}))
         trace.norms.append(float(nn.utils.clip_grad_norm_(trainable, task.clip)))
         trace.losses.append(total / count)
@@ -248,6 +260,8 @@ def reference(task: phalanx.Task, micro_batches: int = 1, device: str = "cpu") -
             group["lr"] = rate * task.schedule()(step)
         optimizer.step()
         optimizer.zero_grad()
+        for name, weight in named.items():
+            trace.averages[name] = decay * trace.averages[name] + (1 - decay) * weight.detach()
     tied = {n for n, _ in model.named_parameters(remove_duplicate=False)} - {n for n, _ in model.named_parameters()}
     trace.weights.append(_kept({n: t for n, t in model.state_dict().items() if n not in tied}))
     return trace
@@ -257,18 +271,31 @@ def _kept(tensors: dict[str, Any]) -> dict[str, Any]:
     return {name: None if tensor is None else tensor.detach().cpu().clone() for name, tensor in tensors.items()}
 
 
+class Summed(phalanx.Callback):
+    """Tells the summed gradients, whole, in every step."""
+
+    def __init__(self, tell: Callable[[dict[str, Any]], object]) -> None:
+        self.tell = tell
+
+    def on_gradients(self, engine: phalanx.Engine, divisor: float, without: set[str]) -> None:
+        self.tell(engine.whole_gradients(divisor, without))
+
+
 def spread_run(task: phalanx.Task, layout: phalanx.Layout, device: str = "cpu") -> Trace:
     """The task under a layout, on the ranks of this process group."""
     trace, started = Trace(), time.monotonic()
     with phalanx.Engine(task, layout, device=device) as engine:
         trace.ready = time.monotonic() - started
-        engine.on_gradients = lambda *summed: trace.gradients.append(_kept(engine.whole_gradients(*summed)))
+        engine.callbacks.add(Summed(lambda whole: trace.gradients.append(_kept(whole))))
         for batch in engine.batches():
             metrics = engine.step(batch)
             assert not metrics.skipped
             trace.losses.append(metrics.loss)
             trace.norms.append(metrics.grad_norm)
         trace.weights.append(_kept(engine.whole_weights()))
+        for tensors in engine.callbacks.tensors().values():
+            trained = [name for name, trainable in engine.spread.trainable.items() if trainable]
+            trace.averages = _kept({n: t for n, t in engine.spread.whole.state(tensors) if n in trained})
     return trace
 
 

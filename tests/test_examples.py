@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from examples.callbacks import Rings
 from examples.detector import Detector
 from examples.gan import GAN
 
@@ -28,6 +29,11 @@ def test_auc_and_f1_are_the_same_at_1_2_and_4_ranks(ranks: Ranks) -> None:
         for found in ranks(Layout.parse(layout).world, detected, layout):
             assert (found["auc"], found["f1"]) == (one["auc"], one["f1"])
             assert found["loss"] == pytest.approx(one["loss"], rel=1e-9)
+
+
+def test_rings_with_callbacks_are_proven() -> None:
+    proof = prove(Rings(), ["dp=2", "fsdp=2"])
+    assert proof.holds, proof
 
 
 def test_the_detector_is_proven() -> None:

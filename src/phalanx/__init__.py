@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from phalanx import data, losses, prove
     from phalanx.anatomy import Anatomy
+    from phalanx.callbacks import EMA, Callback, EarlyStopping, Freeze
     from phalanx.cluster import Cluster
     from phalanx.errors import CannotHere, WrongUse
     from phalanx.layout import Layout
@@ -21,12 +22,14 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
-    "Anatomy", "CannotHere", "Cluster", "Engine", "Layout", "Logits", "Loss", "Run", "Task", "Verdict", "WrongUse",
+    "EMA", "Anatomy", "Callback", "CannotHere", "Cluster", "EarlyStopping", "Engine", "Freeze", "Layout", "Logits",
+    "Loss", "Run", "Task", "Verdict", "WrongUse",
     "check", "data", "gather", "load", "losses", "prove", "rows", "save",
 ]  # fmt: skip
 
 _HOMES = {
-    "Anatomy": "anatomy", "CannotHere": "errors", "Cluster": "cluster", "Engine": "train.engine", "Layout": "layout",
+    "Anatomy": "anatomy", "Callback": "callbacks", "CannotHere": "errors", "Cluster": "cluster", "EMA": "callbacks",
+    "EarlyStopping": "callbacks", "Engine": "train.engine", "Freeze": "callbacks", "Layout": "layout",
     "Logits": "losses", "Loss": "losses", "Run": "run", "Task": "task", "Verdict": "verdict", "WrongUse": "errors",
     "check": "train.check.checking", "gather": "parallel.axes.samples", "load": "train.restoring",
     "rows": "parallel.axes.samples", "save": "train.keeping",

@@ -86,6 +86,14 @@ class Run:
         except (OSError, ValueError, KeyError):
             return None
 
+    def certified_plan(self) -> int | None:
+        """How many steps were planned, if the run is finished; a callback may have ended it before the last."""
+        try:
+            found = json.loads(self.certificate_path.read_text())
+            return int(found.get("planned", found["steps"]))
+        except (OSError, ValueError, KeyError):
+            return None
+
     def held(self, patience: float = 0.0, what: str = "") -> AbstractContextManager[None]:
         """While this process runs the run: nobody else may."""
         return held(self.path, patience, what)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from numbers import Real
 from pathlib import Path
-from typing import Any, ClassVar, Literal, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,9 @@ from torch import Tensor, nn
 from phalanx.anatomy import Anatomy
 from phalanx.errors import WrongUse, closest
 from phalanx.losses import Loss
+
+if TYPE_CHECKING:
+    from phalanx.callbacks import Callback
 
 Precision = Literal["fp32", "bf16", "fp16", "float64"]
 
@@ -164,6 +167,10 @@ class Task:
                 f"{each:,} steps, which makes {steps:,}. Give one of the two."
             )
         self.steps = steps
+
+    def callbacks(self) -> list[Callback]:
+        """What is done beside training: a list of `phalanx.Callback`, called on every rank in this order."""
+        return []
 
     def tiny(self) -> Task:
         """The same task with small sizes, for `phalanx prove`: structure kept, a second to train on one core."""

@@ -20,7 +20,7 @@ from phalanx.words import many
 
 OWN = Path(__file__).parent
 INSTALLED = ("site-packages", "dist-packages")
-METHODS = ("inputs", "loss", "evaluate", "collate", "optimizer", "schedule", "model", "data", "held_out")
+METHODS = ("inputs", "loss", "evaluate", "collate", "optimizer", "schedule", "model", "data", "held_out", "callbacks")
 SHOWN = 6
 """So many of several things are named."""
 

@@ -10,28 +10,28 @@ import pytest
 
 from phalanx.launch import stopping
 from phalanx.launch.local import run_ranks
-from phalanx.launch.stopping import ENDING, Stop, give_wishes, handled
+from phalanx.launch.stopping import ENDING, Requests, Stop, give_requests, handled
 
 
 def saving() -> str:
     """A rank that needs a while after it was asked to stop, whatever else it is asked for."""
-    wishes: set[str] = set()
-    give_wishes(wishes)
+    requests = Requests()
+    give_requests(requests)
     os.kill(os.getppid(), signal.SIGUSR1)
     os.kill(os.getppid(), signal.SIGTERM)
-    while "stop" not in wishes:
+    while not requests.stop:
         time.sleep(0.01)
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
         os.kill(os.getppid(), number)
         time.sleep(0.02)
     time.sleep(0.2)
-    return f"saved, asked for {sorted(wishes)}"
+    return f"saved, asked to stop: {requests.stop}, to save: {requests.save}"
 
 
 def test_signals_that_follow_the_first_change_nothing() -> None:
     stop = Stop(grace=30)
     outcome = run_ranks(saving, 1, stop=stop)
-    assert (outcome.result, outcome.interrupted) == ("saved, asked for ['save', 'stop']", True)
+    assert (outcome.result, outcome.interrupted) == ("saved, asked to stop: True, to save: True", True)
     assert not stop.cut_short
 
 
@@ -39,13 +39,13 @@ def early() -> str:
     """A rank that is asked before it has anything to tell of it."""
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(0.05)
-    wishes: set[str] = set()
-    give_wishes(wishes)
-    return ",".join(wishes)
+    requests = Requests()
+    give_requests(requests)
+    return repr(requests)
 
 
 def test_a_rank_notes_them_from_its_first_moment() -> None:
-    assert run_ranks(early, 1).result == "stop"
+    assert run_ranks(early, 1).result == "Requests(stop=True, save=False)"
 
 
 def test_grace_ends_and_nothing_at_stake_needs_none() -> None:

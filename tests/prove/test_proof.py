@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass
 from typing import Any
@@ -120,6 +121,61 @@ def test_a_model_that_is_no_function_of_a_sample_is_named(task: phalanx.Task, wo
 def test_weights_in_no_group_of_the_optimizer_stay_as_they_are() -> None:
     proof = prove(tasks.MatricesAlone(), ["dp=1", "dp=2", "fsdp=2"])
     assert proof.holds, proof
+
+
+class Quits(phalanx.Callback):
+    """Wants to stop after the first step, and averages what it is told."""
+
+    mean = 0.0
+
+    def on_step(self, engine: phalanx.Engine, metrics: Any) -> None:
+        self.mean += 0.0 if metrics.skipped else 0.5 * (metrics.loss - self.mean)
+        engine.stop("enough")
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"mean": self.mean}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.mean = state["mean"]
+
+
+class Forgets(Quits):
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class Loses(phalanx.EMA):
+    """What is restored goes nowhere."""
+
+    def tensors(self) -> dict[str, Any]:
+        return dict(self.averages)
+
+
+class Partial(phalanx.Callback):
+    """Another rank trains what one device does not."""
+
+    def trains(self, step: int, weight: str) -> bool:
+        return weight != "blocks.1.feed_forward.up_proj.weight" or os.environ.get("RANK") == "1"
+
+
+@dataclass
+class Called(GPT):
+    last: str = "Quits"
+
+    def callbacks(self) -> list[phalanx.Callback]:
+        last = {"Quits": Quits, "Forgets": Forgets, "Partial": Partial, "Loses": Loses}[self.last]
+        freezes = [phalanx.Freeze("blocks.0.*", until=2), phalanx.Freeze("*norm*", since=3)]
+        return [*freezes, phalanx.EMA(0.9, evaluate=True), phalanx.EarlyStopping(patience=1), last()]
+
+
+def test_tasks_with_callbacks_are_proven() -> None:
+    proof = prove(Called(), ["dp=2", "fsdp=2", "tp=2", "pp=2"])
+    assert proof.holds, proof
+
+
+def test_callbacks_that_differ_between_ranks_or_forget_are_found() -> None:
+    assert "blocks.1.feed_forward.up_proj.weight" in str(prove(Called(last="Partial"), ["dp=2"]))
+    assert "callbacks' state was not restored" in str(prove(Called(last="Forgets"), ["dp=2"]))
+    assert "Loses of embedding.weight was not restored" in str(prove(Called(last="Loses"), ["dp=2"]))
 
 
 def test_what_makes_much_of_rounding_cannot_be_certified() -> None:

@@ -38,7 +38,7 @@ EVERY_STEP = Policy(steps=1, minutes=0, memory_steps=0, keep=100)
 def step_on(engine: Engine, keeper: Keeper, steps: int, after: Callable[[], None] = lambda: None) -> None:
     for batch in islice(engine.batches(), steps):
         keeper.before_step()
-        keeper.after_step(engine.step(batch).wishes, last=False)
+        keeper.after_step(engine.step(batch).signals, last=False)
         after()
 
 
@@ -48,13 +48,13 @@ def state(keeper: Keeper) -> dict[str, Tensor]:
 
 def test_what_is_written_is_the_state_of_its_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Training goes on while it is copied, slowly; batch-norm's averages change in the forward already."""
-    real = Keeper._copy
+    real = Keeper.copy
 
     def slow(keeper: Keeper, work: Any) -> None:
         time.sleep(0.3)
         real(keeper, work)
 
-    monkeypatch.setattr(Keeper, "_copy", slow)
+    monkeypatch.setattr(Keeper, "copy", slow)
     with Engine(HostileVision(), device="cpu") as engine, keeping(engine, tmp_path) as keeper:
         step_on(engine, keeper, 1)
         expected = state(keeper)

@@ -65,7 +65,7 @@ def exchanged(layout: str, hosts: str, folder: str) -> list[tuple[int, int]]:
             assert all(group.size == 2 for group in keeper.neighbours._groups.values())
             for batch in engine.batches():
                 keeper.before_step()
-                keeper.after_step(engine.step(batch).wishes, last=False)
+                keeper.after_step(engine.step(batch).signals, last=False)
                 keeper.drain()
                 every: list[Any] = [None] * dist.get_world_size()
                 own = {slot.step(): slot.content().clone() for slot in keeper.slots if slot.step() is not None}
@@ -102,7 +102,7 @@ def lost_and_found(folder: str) -> tuple[str | None, int, bool]:
             keeper = Keeper(engine, shelf, Policy(minutes=0, memory_steps=2), generation=1, slots=own, guests=guests)
             for batch in engine.batches():
                 keeper.before_step()
-                keeper.after_step(engine.step(batch).wishes, last=False)
+                keeper.after_step(engine.step(batch).signals, last=False)
                 keeper.drain()
             keeper.close()
             weights = engine.whole_weights()

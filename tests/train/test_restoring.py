@@ -251,7 +251,7 @@ def staged(task: phalanx.Task, layout: str, hosts: str, folder: Path) -> dict[st
         with keeping(engine, folder / "checkpoints", policy, **options) as keeper:
             for batch in islice(engine.batches(), 2):
                 keeper.before_step()
-                keeper.after_step(engine.step(batch).wishes, last=False)
+                keeper.after_step(engine.step(batch).signals, last=False)
                 keeper.drain()
         return dict(engine.whole_weights())
 

@@ -66,12 +66,12 @@ def test_a_save_that_failed_is_tried_again_before_the_next_is_due(
 
         def step() -> None:
             keeper.before_step()
-            keeper.after_step(engine.step(next(batches)).wishes, last=False)
+            keeper.after_step(engine.step(next(batches)).signals, last=False)
             keeper.drain()
 
         with monkeypatch.context() as patch:
             patch.setattr(type(keeper.shelf.store), "free", lambda store: 0)
-            engine.wishes.add("save")
+            engine.signals.save = True
             step()
         step()
         assert shelf_at(tmp_path).steps() == []

@@ -31,6 +31,8 @@ FACTS = {
     "compared": (int, type(None)), "code": str,
 }  # fmt: skip
 """What kinds of facts a run is taken up by."""
+OPTIONAL = {"callbacks": dict, "ended": (dict, type(None))}
+ENDED = {"step": int, "of": int, "why": str}
 
 
 class Damaged(Exception):
@@ -241,9 +243,11 @@ def counts(found: Any) -> tuple[int, ...]:
 
 def _facts(found: dict[str, Any]) -> dict[str, Any]:
     _of_kind("step", found["step"], int)
-    for name, kind in FACTS.items():
+    for name, kind in (FACTS | OPTIONAL).items():
         if name in found:
             _of_kind(name, found[name], kind)
+    for name in {*ENDED, *found["ended"]} if found.get("ended") else ():
+        _of_kind(name, found["ended"][name], ENDED[name])
     guard, known = found.get("guard", {}), {"losses": list, "bad_in_a_row": int, "left_out": list}
     for name, kind in known.items() if guard else ():
         _of_kind(name, guard[name], kind)

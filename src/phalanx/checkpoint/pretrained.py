@@ -51,6 +51,8 @@ class Pretrained:
         if (self.path / "final" / "model.safetensors").is_file():
             self.path /= "final"  # a run's folder
         files = [self.path] if self.path.is_file() else sorted(self.path.glob("*.safetensors"))
+        if self.path.name == "final" and self.path / "model.safetensors" in files:
+            files = [self.path / "model.safetensors"]  # an average of its weights may lie beside it
         if not files:
             raise WrongUse(f"there is no .safetensors file in {path}. Give the folder of a saved model, or its file.")
         self._files: dict[str, Path] = {}

@@ -3,12 +3,13 @@
 model/<weight or buffer>        its value
 optimizer/<key>/<weight>        what the optimizer keeps for each element
 counters/<key>/<weight>         what it keeps once for a weight, as how many updates it has had
+callbacks/<name>/<weight>       what a callback keeps for each element, as an average
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,8 +47,18 @@ class Entry:
 class State:
     """What must be saved of a rank for training to go on as if nothing had happened."""
 
-    def __init__(self, spread: Spread, optimizer: optim.Optimizer, hosts: Sequence[int] | None = None) -> None:
-        """``hosts``: on which host each rank is; by default all are on one."""
+    def __init__(
+        self,
+        spread: Spread,
+        optimizer: optim.Optimizer,
+        hosts: Sequence[int] | None = None,
+        beside: Mapping[str, dict[str, Tensor]] | None = None,
+    ) -> None:
+        """``hosts``: on which host each rank is; by default all are on one.
+
+        ``beside``: by callback and weight, tensors in the shape of the weight's piece.
+        """
+        self.beside = beside or {}
         self.spread, self.optimizer = spread, optimizer
         self.mesh, self.holding = spread.mesh, spread.holding
         self.hosts = hosts or [0] * self.mesh.size(*AXES)
@@ -71,6 +82,9 @@ class State:
                         yield Entry(f"counters/{key}/{name}", Box((), ()), (), value.view(()), kept, written)
                 else:
                     check_keepable(self.optimizer, name, weight.piece, key, value)
+            for label, tensors in self.beside.items():
+                if name in tensors and self.holding.shapes[name].numel():
+                    yield from self._parts(f"callbacks/{label}/{name}", weight, tensors[name])
         for name, tensor in self._replicated():
             places = {"pp": self.holding.stage_ranks(name), "dp": ALL, "fsdp": ALL, "cp": ALL, "tp": ALL}
             kept, written = self._keeper(name, places)
@@ -87,15 +101,15 @@ class State:
         }
 
     def wanted(self, manifest: Manifest) -> dict[str, list[tuple[Box, Tensor]]]:
-        """Where each saved tensor goes on this rank; makes room for the optimizer's."""
+        """Where each saved tensor goes on this rank; makes room for the optimizer's and the callbacks'."""
         keys: dict[str, list[tuple[str, str]]] = {}
         for name in [*manifest.tensors, *manifest.numbers]:
             kind, _, rest = name.partition("/")
-            if kind != "model":
+            if kind in ("optimizer", "counters"):
                 key, _, owner = rest.partition("/")
                 keys.setdefault(owner, []).append((kind, key))
         self.optimizer.state.clear()
-        found: dict[str, list[tuple[Box, Tensor]]] = {}
+        found = self._wanted_beside(manifest)
         for name, weight in self.spread.weights.items():
             found[f"model/{name}"] = [(box, view) for box, view in self._boxes(weight, weight.piece.data)]
             for kind, key in keys.get(name, ()) if weight.trainable else ():
@@ -109,6 +123,19 @@ class State:
         for name, tensor in self._replicated():
             found[f"model/{name}"] = [(Box.whole(tensor), tensor.detach())]
         return {name: parts for name, parts in found.items() if parts}
+
+    def _wanted_beside(self, manifest: Manifest) -> dict[str, list[tuple[Box, Tensor]]]:
+        """Likewise, of what callbacks keep."""
+        found = {}
+        for label, tensors in self.beside.items():
+            tensors.clear()
+            for name, weight in self.spread.weights.items():
+                full = f"callbacks/{label}/{name}"
+                if full in manifest.tensors:
+                    dtype = getattr(torch, manifest.tensors[full].dtype)
+                    tensors[name] = torch.zeros_like(weight.piece.data, dtype=dtype)
+                    found[full] = list(self._boxes(weight, tensors[name]))
+        return found
 
     def _replicated(self) -> list[tuple[str, Tensor]]:
         """What this rank has whole: buffers, and parameters that are no weights."""
@@ -139,8 +166,9 @@ class State:
         for name, held in manifest.tensors.items():
             kind, _, rest = name.partition("/")
             owner = rest.partition("/")[2]
-            if kind != "model" and held.shape != (saved[owner].shape if kind == "optimizer" and owner in saved else ()):
-                raise Damaged("a checkpoint", f"has {name} with shape {held.shape}, which no optimizer keeps")
+            shaped = kind in ("optimizer", "callbacks") and owner in saved
+            if kind != "model" and held.shape != (saved[owner].shape if shaped else ()):
+                raise Damaged("a checkpoint", f"has {name} with shape {held.shape}, which nothing keeps")
 
     def _moments(self, weight: Weight) -> list[tuple[str, Any]]:
         if not weight.trainable or not self.holding.shapes[weight.name].numel():
@@ -153,7 +181,7 @@ class State:
 
     def note_versions(self) -> None:
         """Before the first step: a frozen weight that is written to later is changed by the model's own forward."""
-        self._versions = {name: version(weight.piece) for name, weight in self.spread.weights.items()}
+        self._versions = self._versions or {name: version(weight.piece) for name, weight in self.spread.weights.items()}
 
     def _parts(self, name: str, weight: Weight, piece: Tensor, restless: bool = False) -> Iterator[Entry]:
         kept, written = self._role(weight)

@@ -33,13 +33,15 @@ def check_writable(spread: Spread) -> None:
             )
 
 
-def write_weights(spread: Spread, path: Path, writer: bool) -> None:
+def write_weights(spread: Spread, path: Path, writer: bool, values: Mapping[str, Tensor] | None = None) -> None:
     """Write the model's weights and buffers under its own names. All ranks must call it; ``writer`` is one of them.
+
+    ``values``: by weight, what to write in place of this rank's part of it.
 
     A shared weight stands once, under its first name; its other names are in the metadata under ``tied``. Tensors
     lie in one order, whatever order the ranks have them in: the same weights are the same bytes in any layout.
     """
-    state = spread.whole.state()
+    state = spread.whole.state(values)
     try:
         if writer:
             _write(spread, state, path)

@@ -33,7 +33,7 @@ from phalanx.launch.key import Key
 from phalanx.launch.lines import not_for_children
 from phalanx.launch.printing import Printing
 from phalanx.launch.rank_store import RankStore, StoreServer
-from phalanx.launch.stopping import ENDING, HANDED_ON, Stop, handled, note_wishes
+from phalanx.launch.stopping import ENDING, HANDED_ON, Stop, handled, note_requests
 from phalanx.parallel.torch_private import preload
 from phalanx.processes import die_with_parent
 
@@ -272,7 +272,7 @@ def _end(processes: list[BaseProcess]) -> None:
 def _rank(program: Callable[[], Any], local: int, world: World, pipe: Connection, printing: Printing | None) -> None:
     """A rank's whole life."""
     die_with_parent()
-    note_wishes()
+    note_requests()
     if printing is not None:
         printing.in_rank(local)
     rank, ranks = world.first + local, world.ranks

@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
@@ -94,21 +95,30 @@ def at_a_terminal() -> bool:
 
 # On a rank.
 
-_wishes: set[str] = set()
-"""What signals have asked this rank for: to ``stop`` after a step, or to ``save`` after it."""
+
+@dataclass
+class Requests:
+    """What signals have asked a rank for, to be done after a step."""
+
+    stop: bool = False
+    """Save and stop."""
+    save: bool = False
 
 
-def note_wishes() -> None:
-    """From a rank's first moment on: SIGTERM is a wish to save and stop, SIGUSR1 one to save."""
+_requests = Requests()
+
+
+def note_requests() -> None:
+    """From a rank's first moment on: SIGTERM asks it to save and stop, SIGUSR1 to save."""
     for number in (signal.SIGINT, signal.SIGHUP):  # they reach the whole terminal; the warm process decides
         signal.signal(number, signal.SIG_IGN)
-    names = {signal.SIGTERM: "stop", signal.SIGUSR1: "save"}
-    for known in names:
-        signal.signal(known, lambda number, frame: _wishes.add(names[signal.Signals(number)]))
+    signal.signal(signal.SIGTERM, lambda number, frame: setattr(_requests, "stop", True))
+    signal.signal(signal.SIGUSR1, lambda number, frame: setattr(_requests, "save", True))
 
 
-def give_wishes(to: set[str]) -> None:
-    """From now on they go into this set, those that were noted before too."""
-    global _wishes
-    before, _wishes = _wishes, to
-    to |= before
+def give_requests(to: Requests) -> None:
+    """From now on they are noted here, those that were noted before too."""
+    global _requests
+    before, _requests = _requests, to
+    to.stop |= before.stop
+    to.save |= before.save

@@ -26,6 +26,7 @@ ADVICE = {
     "settings": "Start every rank with the same task and settings.",
     "layout": "Start every rank with the same layout.",
     "kernels": "Exact sums need the same torch, processor and OMP_NUM_THREADS everywhere; leave exact out otherwise.",
+    "callbacks": "Task.callbacks must give every rank the same ones, in the same order.",
     "data": "Task.data must give every rank the same samples under the same indices: seed what is random in it.",
     "model": "Task.model must build the same weights on every rank: nothing in it may depend on the rank.",
 }
@@ -63,6 +64,10 @@ def _layout(engine: Engine) -> str:
     return str(engine.layout)
 
 
+def _callbacks(engine: Engine) -> str:
+    return ", ".join(engine.callbacks.named) or "none"
+
+
 def _kernels(engine: Engine) -> str:
     """What the bits of a result hang on, where they must be the same."""
     if not engine.layout.exact:
@@ -88,6 +93,7 @@ FACTS: dict[str, Callable[[Engine], str]] = {
     "settings": _settings,
     "layout": _layout,
     "kernels": _kernels,
+    "callbacks": _callbacks,
     "data": _data,
     "model": _model,
 }

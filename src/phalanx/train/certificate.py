@@ -14,6 +14,7 @@ from phalanx.data.order import Order, digest
 from phalanx.files import when_there_is_room, write_whole
 from phalanx.run import Run
 from phalanx.task import Task
+from phalanx.train.calling import Ended
 from phalanx.words import listed, many
 
 CHECKED = 1000
@@ -83,33 +84,37 @@ def certify(run: Run, task: Task, shelf: Shelf) -> dict[str, Any]:
     """Read it off the run's events and its last checkpoint, and write it down."""
     starts = list(run.events(0, "start"))
     taken_up = int(starts[0]["step"]) if starts else 0  # by another folder's run, for whose steps its checkpoint speaks
-    steps = range(taken_up, task.steps)
+    ended = _ended(task, shelf)
+    last = task.steps if ended is None else ended.step
+    steps = range(taken_up, last)
     ledger = _whole_ledger(run, steps)
     missing = [step for step in steps if step not in ledger]
     if missing:
-        raise NotDone(f"{len(missing)} of {task.steps} planned steps were not done, step {missing[0] + 1} among them")
+        raise NotDone(f"{len(missing)} of {last} planned steps were not done, step {missing[0] + 1} among them")
     orders = [(start["step"], _order(start, task)) for start in starts]
 
     def order(step: int) -> Order:
         """As the last of those that did this step, or one before it, planned it."""
         return next((known for first, known in reversed(orders) if first <= step), orders[-1][1])
 
-    for step in steps[:: max(1, task.steps // CHECKED)]:
+    for step in steps[:: max(1, last // CHECKED)]:
         if ledger[step]["samples"] != digest(order(step).ids(step)):
             raise NotDone(f"step {step + 1} trained on other samples than those planned for it")
     _check_numbers(run, task, [ledger[step] for step in steps if ledger[step]["kind"] == "step"])
-    if task.steps not in shelf.steps():
-        raise NotDone(f"the state after step {task.steps} was not saved")
-    manifest = shelf.open(task.steps).manifest
+    if last not in shelf.steps():
+        raise NotDone(f"the state after step {last} was not saved")
+    manifest = shelf.open(last).manifest
     differences = list(_again(run))
     found = {
         "task": type(task).__name__,
         "finished": _when(ledger[steps[-1]]) if steps else None,
         "loss": ledger[steps[-1]].get("loss") if steps else None,
         "held_out": next((event["held_out"] for event in reversed(list(run.events(0, "evaluation")))), None),
-        "steps": task.steps,
+        "steps": last,
+        "planned": task.steps,
+        "ended": None if ended is None else ended.why,
         "taken_up": taken_up,
-        "samples": sum(order(step).slots(step) for step in range(task.steps)),
+        "samples": sum(order(step).slots(step) for step in range(last)),
         "changes": _changes(starts),
         "hash": manifest.hash(),
         "state": manifest.hash(""),
@@ -126,6 +131,14 @@ def certify(run: Run, task: Task, shelf: Shelf) -> dict[str, Any]:
     text = json.dumps(found, indent=1) + "\n"
     when_there_is_room(run.certificate_path, lambda: write_whole(run.certificate_path, text))
     return found
+
+
+def _ended(task: Task, shelf: Shelf) -> Ended | None:
+    """Where and why a callback has ended the run, by its newest state, if one has and no more steps are planned now."""
+    newest = max(shelf.steps(), default=0)
+    facts = shelf.open(newest).manifest.facts.get("ended") if newest else None
+    found = Ended(**facts) if facts else None
+    return found if found and found.step == newest < task.steps <= found.of else None
 
 
 def _when(event: Mapping[str, Any]) -> str:
@@ -168,4 +181,5 @@ def in_words(found: Mapping[str, Any]) -> str:
     others = any(change["other_samples"] for change in found.get("changes", ()))
     sure = "some perhaps twice and some never" if others else "none lost and none counted twice"
     samples = f"{found['samples']:,} samples, {sure}"
-    return f"certificate: {found['steps']} steps, {samples}{left}{again}; weights {found['hash'][:16]}"
+    early = f" of {found['planned']} planned, ended by the task ({found['ended']})" if found.get("ended") else ""
+    return f"certificate: {found['steps']} steps{early}, {samples}{left}{again}; weights {found['hash'][:16]}"

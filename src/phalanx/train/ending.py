@@ -22,7 +22,7 @@ def conclude(supervisor: Supervisor, outcome: Outcome, task: Task, run: Run, she
     """The verdict on what the ranks of this host, and those of others, came to."""
     private = supervisor.shared is not None and supervisor.shared.private
     if not supervisor.leads and not outcome.failures and (outcome.finished or not outcome.interrupted):
-        if run.certified_steps() != task.steps and not private:
+        if run.certified_plan() != task.steps and not private:
             return not_done(run, NotDone("there is no certificate"))
         return Verdict(True, f"done: the first host says what came of it, in {run.path}")
     verdict = _verdict(supervisor, outcome, task, run, shelf)
@@ -66,7 +66,9 @@ def trained(run: Run, shelf: Shelf, task: Task, summary: Summary, certainty: str
         )
     evidence += [certainty, f"weights: {run.weights_path}"]
     layout = shelf.open(summary.steps).manifest.facts["layout"]
-    return Verdict(True, f"trained {type(task).__name__} for {many(summary.steps, 'step')} on {layout}", evidence)
+    of, why = (f" of the {task.steps} planned", f": {summary.ended.why}") if summary.ended else ("", "")
+    told = f"trained {type(task).__name__} for {many(summary.steps, 'step')}{of} on {layout}{why}"
+    return Verdict(True, told, evidence)
 
 
 def stopped(run: Run, shelf: Shelf, failures: Sequence[Failure], cut_short: str, done: int) -> Verdict:

@@ -11,6 +11,7 @@ import platform
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
+from dataclasses import asdict
 from datetime import timedelta
 from functools import cached_property
 from pathlib import Path
@@ -39,12 +40,15 @@ from phalanx.task import Batch, Task
 from phalanx.traces import explain
 from phalanx.train import rounds
 from phalanx.train.agreement import check_agreement
+from phalanx.train.calling import Callbacks, Ended
 from phalanx.train.changes import changes, described
 from phalanx.train.clock import Clock
 from phalanx.train.evaluate import evaluate
 from phalanx.train.guard import Guard
-from phalanx.train.optimizers import attributes, make_optimizer, make_schedule, set_attribute
+from phalanx.train.numbers import Numbers
+from phalanx.train.optimizers import make_optimizer, make_schedule
 from phalanx.train.scale import LossScale
+from phalanx.train.signals import Signals
 from phalanx.train.steady import in_one_way, steady
 from phalanx.train.step import Metrics
 from phalanx.train.turns import Turns
@@ -97,13 +101,13 @@ class Engine:
         """When ranks that hold the same last found that they do."""
         self.good: int | None = None
         """The newest state that is known to be good: the step from it had a finite loss and gradient."""
-        self.on_gradients: Callable[[float, set[str]], None] | None = None
-        """Called in every step when gradients are summed and neither divided nor clipped, with the divisor and the
-        weights that no rank has a gradient of: just what `whole_gradients` takes."""
-        self.before_update: Callable[[], None] | None = None
-        """Called in every step just before weights and moments change."""
-        self.wishes: set[str] = set()
-        """What this rank wants all ranks to know with the next step's sum; its metrics say what any of them wanted."""
+        self.callbacks = Callbacks(task)
+        """The task's, and ours."""
+        self.ended: Ended | None = None
+        """Where a callback has ended the run, if one has."""
+        self._why = ""
+        self.signals = Signals()
+        """What this rank tells all ranks with the next step's sum; its metrics have those of any rank."""
         self.timeout, self.init_from = timeout, init_from
         self.traffic = traffic or Traffic()
         self.versions, self.allow_changes = VERSIONS, allow_changes
@@ -123,7 +127,7 @@ class Engine:
             undo.callback(self.environment.leave)
         if self.layout.exact:
             undo.callback(steady(self.device))
-        check_agreement(self, "settings", "layout", "kernels")
+        check_agreement(self, "settings", "layout", "kernels", "callbacks")
         self.mesh = Mesh(self.layout, self.environment.rank, timeout, self.traffic)
         undo.callback(self.mesh.close)
         blueprint = Blueprint(task.model, task.seed)
@@ -134,7 +138,8 @@ class Engine:
             self._saved(blueprint.model),
         )  # fmt: skip
         undo.callback(self.spread.reduction.close)
-        self.turns = Turns(task, self.spread.trainable)
+        self.callbacks.call("on_model", [name for name, trained in self.spread.trainable.items() if trained])
+        self.turns = Turns(task, self.spread.trainable, self.callbacks.tasks)
         self._in_turn = {name: weight.full for name, weight in self.spread.weights.items() if weight.trainable}
         if task.turns and self.guard.spike:
             raise WrongUse("--spike holds a loss against the last ones, which are other turns' here. Leave it out.")
@@ -142,8 +147,7 @@ class Engine:
         self.optimizer = make_optimizer(task, pieces, trained, self.mesh.size("fsdp", "cp", "tp") > 1)
         if self.layout.exact:
             in_one_way(self.optimizer, self.device)
-        self._options = [_numbers(group) for group in self.optimizer.param_groups]
-        self._attributes = _numbers(attributes(self.optimizer))
+        self._numbers = Numbers(self.optimizer)
         self.loader = self._loader(data, self.order)
         check_agreement(self, "data", "model")
         check_writable(self.spread)
@@ -213,7 +217,18 @@ class Engine:
         self.terms += metrics.count
         if not metrics.skipped:
             self.good = metrics.step
+        self.callbacks.call("on_step", self, metrics)
         return metrics
+
+    def stop(self, why: str) -> None:
+        """End the run after the next step, on all ranks. Any rank may ask for it, in a callback or between steps."""
+        self.signals.finish, self._why = True, self._why or why
+
+    def agree_to_end(self) -> Ended:
+        """After a step with the signal to finish: the run ends here. All ranks must call it."""
+        whys = [why for said in self.mesh.world.all_gather_words([self._why]) for why in said if why]
+        self.ended = Ended(self.step_number, self.task.steps, whys[0] if whys else "a callback has ended it")
+        return self.ended
 
     def undo_count(self, metrics: Metrics) -> None:
         """A step that changed nothing is not counted, and comes again."""
@@ -237,8 +252,7 @@ class Engine:
             "streams": ["order", "sample", "task", *self.anatomy.blocks], "task": type(self.task).__name__,
             "layout": str(self.layout), "world": self.environment.world, "precision": self.task.precision,
             **self.described, "versions": VERSIONS, "tied": dict(self.anatomy.tied),
-            "options": self._changed_options(),
-            "attributes": _changed(attributes(self.optimizer), self._attributes),
+            **self._numbers.facts(), "callbacks": self.callbacks.state(), "ended": self.ended and asdict(self.ended),
         }  # fmt: skip
 
     def resume(self, facts: Mapping[str, Any]) -> None:
@@ -259,21 +273,12 @@ class Engine:
         self.loss_scale.restore(facts["scale"])
         self.guard.restore(facts["guard"])
         self.compared, self.good = facts["compared"], facts.get("good")
-        for group in self.optimizer.param_groups:
-            named = [p.logical_name for p in group["params"] if p.logical_name in facts["options"]]
-            kept = facts["options"][named[0]] if named else {}
-            group.update({name: _like(group.get(name), value) for name, value in kept.items()})
-        for name, value in facts["attributes"].items():
-            set_attribute(self.optimizer, name, _like(attributes(self.optimizer).get(name), value))
+        self._numbers.restore(facts)
+        self.callbacks.restore(facts.get("callbacks", {}))
+        self.signals.finish, self._why = False, ""
+        ended = Ended(**facts["ended"]) if facts.get("ended") else None
+        self.ended = ended if ended and ended.of >= self.task.steps else None  # else more steps are asked for now
         self.spread.updated()
-
-    def _changed_options(self) -> dict[str, dict[str, Any]]:
-        """Numbers that an optimizer has changed in its groups since it was made, by weight."""
-        found: dict[str, dict[str, Any]] = {}
-        for group, before in zip(self.optimizer.param_groups, self._options, strict=True):
-            changed = _changed(group, before)
-            found |= {p.logical_name: changed for p in group["params"] if changed}
-        return found
 
     @cached_property
     def held_out(self) -> Loader | None:
@@ -290,10 +295,14 @@ class Engine:
         if self.held_out is None:
             raise WrongUse(f"{type(self.task).__name__} keeps nothing aside to evaluate on. Give it a held_out().")
         try:
-            return evaluate(self, self.held_out, batches, on_batch).results()
+            with self.callbacks.evaluating(self):
+                found = evaluate(self, self.held_out, batches, on_batch).results()
         except Exception as error:
             explain(error, self.spread.model, self.task)
             raise
+        if batches is None:
+            self.callbacks.call("on_evaluation", self, found)
+        return found
 
     def set_learning_rate(self, step: int) -> float:
         """The schedule's rate for a step, set in every group; returns the first group's."""
@@ -340,26 +349,6 @@ class Engine:
 
     def __exit__(self, *_: Any) -> None:
         self.close()
-
-
-def _numbers(options: Mapping[str, Any]) -> dict[str, Any]:
-    """What an optimizer keeps beside its state, or for a group, as far as text can; not the schedule's rate."""
-    plain = (bool, int, float, str, type(None))
-    return {
-        name: value
-        for name, value in options.items()
-        if name not in ("lr", "params") and not name.startswith("_")
-        if all(isinstance(item, plain) for item in (value if isinstance(value, (tuple, list)) else [value]))
-    }
-
-
-def _changed(options: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
-    return {n: v for n, v in _numbers(options).items() if n not in before or before[n] != v}
-
-
-def _like(before: Any, value: Any) -> Any:
-    """What was kept as a list, as the tuple that it was."""
-    return tuple(value) if isinstance(before, tuple) and isinstance(value, list) else value
 
 
 def length(data: Any, method: str, task: Task) -> int:

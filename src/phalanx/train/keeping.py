@@ -14,15 +14,16 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import torch
 
+from phalanx.callbacks import Callback
 from phalanx.checkpoint.shelf import Shelf
-from phalanx.checkpoint.slot import Slot, free_memory
+from phalanx.checkpoint.slot import Slot
 from phalanx.checkpoint.state import Entry, State
 from phalanx.checkpoint.store import open_store
 from phalanx.errors import CannotHere
@@ -32,6 +33,8 @@ from phalanx.train.engine import Engine
 from phalanx.train.guard import BadNumbers, first_not_finite
 from phalanx.train.neighbours import Neighbours
 from phalanx.train.restoring import steps_seen
+from phalanx.train.saves import Save, Stage, short_of_memory
+from phalanx.train.signals import Signals
 from phalanx.train.writing import Writer
 
 Note = Callable[..., None]
@@ -56,22 +59,17 @@ class Policy:
     keep_every: int = 0
     """and besides those of every so many steps."""
 
+    def file_due(self, step: int) -> bool:
+        """Whether this step, and no other, goes to a file."""
+        return bool(self.steps and step % self.steps == 0)
 
-@dataclass
-class Work:
-    """One copy of the state on its way."""
+    def copy_due(self, step: int) -> bool:
+        """Whether this step is kept in memory."""
+        return bool(self.memory_steps and step % self.memory_steps == 0)
 
-    slot: Slot
-    save: bool
-    facts: dict[str, Any]
-    numbers: dict[str, Any]
-    copies: list[tuple[torch.Tensor, torch.Tensor]]
-    after: Any = None
-    """What the device must have done before the copy may begin."""
-    staged: threading.Event = field(default_factory=threading.Event)
-    written: threading.Event = field(default_factory=threading.Event)
-    done: threading.Event = field(default_factory=threading.Event)
-    error: BaseException | None = None
+    def time_due(self, seconds: float) -> bool:
+        """Whether a file is due so long after the last one."""
+        return bool(self.minutes and seconds > 60 * self.minutes)
 
 
 def save(engine: Engine, folder: str | Path) -> str:
@@ -87,7 +85,7 @@ def save(engine: Engine, folder: str | Path) -> str:
         keeper.close()
 
 
-class Keeper:
+class Keeper(Callback):
     """A rank's keeper of state. Everything it decides, all ranks decide alike."""
 
     def __init__(
@@ -110,26 +108,24 @@ class Keeper:
         self.neighbours = None if guests is None else Neighbours(engine, guests)
         nobody: Note = lambda kind, **fields: None  # noqa: E731
         self.writer = Writer(engine, shelf, generation, policy.keep, policy.keep_every, note or nobody)
-        self.state = State(engine.spread, engine.optimizer, engine.environment.hosts)
+        self.state = State(engine.spread, engine.optimizer, engine.environment.hosts, engine.callbacks.tensors())
         if engine.environment.rank == 0:
             self._begin()
         self._saved_at = time.monotonic()
-        self._owed = False
-        self._given_up = False
         self._rest_until = 0.0
-        self._begun = False
+        self._owed = False
+        """A file was due while another was being written."""
         self.unhurried: Callable[[], object] = lambda: None
         """Told before something that may take much longer than a step."""
-        self._cut_off = False
-        """The next host did not answer, and is not asked again."""
         self._frugal: bool | None = None
         """One slot, for files alone; None: not known yet."""
-        self._work: Work | None = None
-        self._queue: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
+        self._last: Save | None = None
+        """The newest, the only one that may still be under way."""
+        self._queue: queue.SimpleQueue[Save | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._background, name="keeper", daemon=True)
         self._thread.start()
         self._files = ThreadPoolExecutor(1, "files", initializer=_behind_the_steps)
-        engine.before_update = self.wait_for_copy
+        engine.callbacks.add(self)
 
     def _begin(self) -> None:
         try:
@@ -144,39 +140,37 @@ class Keeper:
     @property
     def busy(self) -> bool:
         """Whether a file is being written, or a copy is on its way to another host: neither is waited for."""
-        work = self._work
-        return work is not None and not work.done.is_set() and (work.save or self.neighbours is not None)
+        last = self._last
+        return last is not None and not last.over and (last.to_file or self.neighbours is not None)
 
     def before_step(self) -> None:
         """Tell the others, with the step's one sum, what this rank wants and whether it is ready."""
-        if not self._begun:
-            self.state.note_versions()
-            self._begun = True
-        wishes = self.engine.wishes
-        waited = time.monotonic() - self._saved_at
-        due = (self.policy.minutes and waited > 60 * self.policy.minutes) or self.writer.due_again
-        if due and self.engine.environment.rank == 0:
-            wishes.add("save")
-        (wishes.add if self.busy else wishes.discard)("busy")
-        (wishes.add if time.monotonic() < self._rest_until else wishes.discard)("resting")
-        failed = self._work is not None and self._work.error is not None
-        (wishes.add if failed else wishes.discard)("failed")
+        self.state.note_versions()
+        signals, last, first = self.engine.signals, self._last, self.engine.environment.rank == 0
+        if first and (self.policy.time_due(time.monotonic() - self._saved_at) or self.writer.due_again):
+            signals.save = True
+        signals.busy = self.busy
+        signals.resting = time.monotonic() < self._rest_until
+        signals.failed = last is not None and last.error is not None
+        signals.saved = first and last is not None and last.committed and not last.told
 
-    def after_step(self, wishes: set[str], last: bool) -> None:
+    def after_step(self, signals: Signals, last: bool) -> None:
         """Keep what is due."""
         step, policy = self.engine.step_number, self.policy
-        self._given_up = "failed" in wishes
-        # this step and no other: the file before it is waited for
-        due = bool(policy.steps and step % policy.steps == 0)
-        save = due or "save" in wishes or self._owed
-        stage = save or bool(policy.memory_steps and step % policy.memory_steps == 0)
-        if last or "stop" in wishes:
+        if self._last is not None and signals.saved:
+            self._tell(self._last)
+        if self._last is not None and signals.failed:
+            self._last.given_up = True
+        due = policy.file_due(step)  # for which the file before it is waited for
+        save = due or signals.save or self._owed
+        stage = save or policy.copy_due(step)
+        if last or signals.stop:
             self.save_now()
-        elif stage and not due and ("busy" in wishes or ("resting" in wishes and not save)):
+        elif stage and not due and (signals.busy or (signals.resting and not save)):
             self._owed = save
         elif stage:
             self._owed = False
-            if "busy" in wishes:
+            if signals.busy:
                 self.unhurried()
                 self.settled()
             self.stage(save)
@@ -220,17 +214,27 @@ class Keeper:
 
     def settled(self) -> list[list[str]]:
         """Wait until nothing is under way on any rank, nor for a part that could not be written; why it could not."""
-        work = self._work
-        if work is None:
+        last = self._last
+        if last is None:
             return []
-        work.written.wait()
-        self._given_up = bool(self._reasons(work))
-        work.done.wait()
-        return self._reasons(work)
+        last.wait(Stage.WRITTEN)
+        last.given_up = bool(self._reasons(last))
+        last.wait(Stage.DONE)
+        reasons = self._reasons(last)
+        if last.to_file and not reasons:
+            self._tell(last)
+        return reasons
 
-    def _reasons(self, work: Work) -> list[list[str]]:
+    def _tell(self, save: Save) -> None:
+        """A save is on disk, as all ranks know: tell callbacks, once."""
+        if not save.told:
+            save.told = True
+            where = f"{self.shelf.store.url}/{self.shelf.name(save.step)}"
+            self.engine.callbacks.call("on_checkpoint", self.engine, save.step, where)
+
+    def _reasons(self, save: Save) -> list[list[str]]:
         """Why ranks could not save; rank 0, which misses the parts of others then, comes first."""
-        own = [] if work.error is None else [str(work.error), *(["no room"] if no_room(work.error) else [])]
+        own = [] if save.error is None else [str(save.error), *(["no room"] if no_room(save.error) else [])]
         return [reasons for reasons in self.engine.mesh.world.all_gather_words(own) if reasons]
 
     def stage(self, save: bool) -> None:
@@ -238,46 +242,27 @@ class Keeper:
         engine = self.engine
         self.drain()
         entries = [entry for entry in self.state.entries() if entry.kept]
-        if self._frugal is None:
-            self._frugal = self._short_of_memory(entries)
-        if self._frugal and not save:
+        if self._is_frugal(entries) and not save:
             return
         slot = self.slots[0] if self._frugal else min(self.slots, key=lambda slot: slot.step() or -1)
         if slot.step() is None:
             self.unhurried()  # its memory has to be got first
-        places = slot.lay_out(entries)
-        copies = []
-        for entry, place in zip(entries, places, strict=True):
-            if entry.restless:
-                place.copy_(entry.value)
-            else:
-                copies.append((place, entry.value))
-        after = None
-        if engine.device.type == "cuda":
-            after = torch.cuda.Event()
-            after.record()
         if save:
             self._saved_at = time.monotonic()
-            engine.wishes.discard("save")
+            engine.signals.save = False
         facts = {**engine.facts(), "generation": self.generation, "rank": engine.environment.rank}
-        self._given_up = False  # that was about the one before
-        self._work = Work(slot, save, facts, self.state.numbers(), copies, after)
-        self._queue.put(self._work)
+        self._last = Save(slot, save, facts, self.state.numbers(), entries, engine.device)
+        self._queue.put(self._last)
 
-    def _short_of_memory(self, entries: Sequence[Entry]) -> bool:
-        """Whether two copies of each rank's state would take more than half of what some host has left."""
-        copies = 2 if self.neighbours is None else 4  # those of the host before it, too
-        needed = copies * sum(entry.value.numel() * entry.value.element_size() for entry in entries)
-        hosts, free = self.engine.environment.hosts, free_memory()
-        here = hosts.count(hosts[self.engine.environment.rank])
-        needed *= here
-        if free is not None:  # what slots of the generation before have is theirs already
-            free += here * sum(slot.size() for slot in self._every_slot())
-        short = [f"{needed:,} bytes, and {free:,} are free"] if free is not None and needed > free / 2 else []
-        found = [words for said in self.engine.mesh.world.all_gather_words(short) for words in said]
-        if found and self.policy.memory_steps and self.engine.environment.rank == 0:
-            say(f"   note  no copies in memory: two of them on a host would take {found[0]}")
-        return bool(found)
+    def _is_frugal(self, entries: Sequence[Entry]) -> bool:
+        """Whether memory is short, found the first time."""
+        if self._frugal is None:
+            copies = 2 if self.neighbours is None else 4  # those of the host before it, too
+            why = short_of_memory(self.engine, entries, self._every_slot(), copies)
+            if why and self.policy.memory_steps and self.engine.environment.rank == 0:
+                say(f"   note  no copies in memory: two of them on a host would take {why}")
+            self._frugal = bool(why)
+        return self._frugal
 
     def _every_slot(self) -> list[Slot]:
         """All that this rank writes to."""
@@ -292,21 +277,21 @@ class Keeper:
             slot.void()
         self.engine.mesh.world.all_gather_words([])  # nobody leaves before all of it is done
 
-    def wait_for_copy(self) -> None:
-        """Before an update: the copy of what it will change must be whole."""
-        if self._work is not None and not self._work.staged.is_set():
+    def before_update(self, engine: Engine) -> None:
+        """The copy of what it will change must be whole."""
+        if self._last is not None and self._last.stage < Stage.STAGED:
             began = time.monotonic()
-            self._work.staged.wait()
+            self._last.wait(Stage.STAGED)
             self._rest_until = time.monotonic() + REST * (time.monotonic() - began)
 
     def drain(self) -> None:
         """Wait until nothing is under way here."""
-        if self._work is not None:
-            self._work.done.wait()
+        if self._last is not None:
+            self._last.wait(Stage.DONE)
 
     def close(self, wait: bool = True) -> None:
         """End; without ``wait`` what is under way is left to end with the process."""
-        self.engine.before_update = None
+        self.engine.callbacks.remove(self)
         self._queue.put(None)
         if not wait:
             return
@@ -326,44 +311,27 @@ class Keeper:
     def _background(self) -> None:
         if self.engine.device.type == "cuda":
             torch.cuda.set_device(self.engine.device)  # a thread begins with the first one
-        while (work := self._queue.get()) is not None:
+        while (save := self._queue.get()) is not None:
             try:
-                self.copy(work)
-                work.staged.set()
-                self._hand_on(work)
-                if work.save:
-                    given_up = lambda: self._given_up  # noqa: E731
-                    self._files.submit(self.writer.write, work.slot.staged(), work.written.set, given_up).result()
+                self._carry(save)
             except BaseException as error:
-                work.error = error
-                self.writer.failed(work.facts["step"], error)
-            finally:
-                for event in (work.staged, work.written, work.done):
-                    event.set()
+                self.writer.failed(save.step, error)
+                save.advance(Stage.FAILED, error)
 
-    def _hand_on(self, work: Work) -> None:
-        """To the neighbour; where that fails, files are written all the same."""
-        try:
-            if self.neighbours is not None and not self._cut_off:
-                self.neighbours.exchange(work.slot)
-        except RuntimeError as error:
-            self._cut_off = True
-            say(f"   note  no more copies at the next host: {str(error).splitlines()[0]}")
+    def _carry(self, save: Save) -> None:
+        """From the device to where it goes."""
+        self.copy(save)
+        save.advance(Stage.STAGED)
+        if self.neighbours is not None:
+            self.neighbours.hand_on(save.slot)
+        if save.to_file:
+            written, given_up = partial(save.advance, Stage.WRITTEN), lambda: save.given_up
+            self._files.submit(self.writer.write, save.slot.staged(), written, given_up).result()
+        save.advance(Stage.DONE)
 
-    def copy(self, work: Work) -> None:
-        """Copy staged state into its slot."""
-        if work.after is None:
-            for place, value in work.copies:
-                place.copy_(value)
-        else:
-            stream = torch.cuda.Stream()
-            stream.wait_event(work.after)
-            with torch.cuda.stream(stream):
-                for place, value in work.copies:
-                    place.copy_(value)
-            stream.synchronize()
-        work.copies.clear()
-        work.slot.seal(work.facts, work.numbers)
+    def copy(self, save: Save) -> None:
+        """Into its slot."""
+        save.copy()
 
 
 def _behind_the_steps() -> None:

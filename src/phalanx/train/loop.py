@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import islice
+from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 from phalanx.checkpoint.weights import write_weights
 from phalanx.data.loader import StepBatch
@@ -18,8 +21,9 @@ from phalanx.errors import CannotHere
 from phalanx.events import EventLog
 from phalanx.files import no_room, pauses
 from phalanx.launch.beats import STEPS, Beat
-from phalanx.launch.stopping import give_wishes
+from phalanx.launch.stopping import give_requests
 from phalanx.run import Run
+from phalanx.train.calling import Ended
 from phalanx.train.collecting import CannotSummarise
 from phalanx.train.engine import Engine
 from phalanx.train.guard import BadNumbers
@@ -60,6 +64,8 @@ class Summary:
     stopped: bool = False
     """Somebody asked it to stop before its last step; its state is saved."""
     held_out: dict[str, float] = field(default_factory=dict)
+    ended: Ended | None = None
+    """Where and why a callback has ended it before its last planned step."""
 
 
 @dataclass
@@ -85,38 +91,50 @@ class Loop:
         engine, task = self.engine, self.engine.task
         self.summary = Summary()
         self.keeper.unhurried = partial(self.beat.unhurried, for_ever=True)
-        give_wishes(engine.wishes)
+        give_requests(engine.signals)
         fresh = not self._resume()
+        engine.callbacks.call("on_start", engine)
         if self.stopping and not fresh and engine.step_number < task.steps:
             self.keeper.before_step()
             self.keeper.save_now()
             self.summary.stopped = True
         elif engine.held_out is not None and fresh:
             self._rehearse()
-        while engine.step_number < task.steps and not self.summary.stopped:
+        elif not fresh and engine.ended is None and engine.callbacks.watches_evaluations:
+            self._evaluate_if_due()  # the state was saved before what callbacks made of this
+        while engine.step_number < task.steps and not self.summary.stopped and engine.ended is None:
             for batch in self._batches():
                 if not self._step(batch):
                     break
-        self.summary.steps = engine.step_number
+        self.summary.steps, self.summary.ended = engine.step_number, engine.ended
         if not self.summary.stopped:
             self.beat.unhurried(for_ever=True)
             self.keeper.save_now()
             self._leave_weights()
             if engine.held_out is not None and task.steps:
                 self._evaluate()
+            engine.callbacks.call("on_end", engine)
         self.log.write(
-            "stopped" if self.summary.stopped else "end", steps=self.summary.steps, held_out=self.summary.held_out
-        )
+            "stopped" if self.summary.stopped else "end", steps=self.summary.steps, held_out=self.summary.held_out,
+            ended=engine.ended and engine.ended.why,
+        )  # fmt: skip
         return self.summary
 
     def _leave_weights(self) -> None:
-        """The weights in the run's folder; a full disk is waited for."""
-        engine, path = self.engine, self.run.weights_path
+        """The weights in the run's folder, and what callbacks keep beside them."""
+        path = self.run.weights_path
+        self._leave(path)
+        for label, tensors in self.engine.callbacks.tensors().items():
+            self._leave(path.with_name(f"{label.lower()}.safetensors"), tensors)
+
+    def _leave(self, path: Path, values: Mapping[str, Tensor] | None = None) -> None:
+        """Write the weights, or ``values`` in their place; a full disk is waited for."""
+        engine = self.engine
         reason: list[str] = []
         for attempt, pause in enumerate(islice(pauses(), FULL_ATTEMPTS)):
             own: list[str] = []
             try:
-                write_weights(engine.spread, path, writer=engine.environment.rank == 0)
+                write_weights(engine.spread, path, engine.environment.rank == 0, values)
             except OSError as error:
                 own = [str(error.strerror or error), *(["no room"] if no_room(error) else [])]
             reason = engine.mesh.world.broadcast_words(own, 0)
@@ -194,7 +212,7 @@ class Loop:
             return True
         self.keeper.before_step()
         metrics = engine.step(batch)
-        self.log.write("step", **asdict(metrics))
+        self.log.write("step", **asdict(metrics) | {"signals": metrics.signals.names()})
         self.beat.stepped(engine.step_number)
         if self.drill == (engine.environment.rank, engine.step_number):
             os.kill(os.getpid(), signal.SIGKILL)
@@ -211,20 +229,30 @@ class Loop:
             raise
         if metrics.bad and self._undone(metrics):
             return False
-        last = engine.step_number == task.steps
+        if metrics.signals.finish and engine.step_number < task.steps:
+            ended = engine.agree_to_end()
+            self.listener.said(f"    end  after step {ended.step} of {ended.of}: {ended.why}")
+        last = engine.step_number == task.steps or engine.ended is not None
         if self.compare_steps and (last or engine.step_number % self.compare_steps == 0):
             self.beat.unhurried()
             self._compare()
-        if last or "stop" in metrics.wishes:
+        if last or metrics.signals.stop:
             self.beat.unhurried(for_ever=True)
-        self.keeper.after_step(metrics.wishes, last)
-        if "stop" in metrics.wishes and not last:
+        self.keeper.after_step(metrics.signals, last)
+        if metrics.signals.stop and not last:
             self.summary.stopped = True
             return False
-        due = task.evaluate_every and engine.step_number % task.evaluate_every == 0
-        if due and not last and engine.held_out is not None:
-            self._evaluate()
+        if engine.ended is not None:
+            return False
+        self._evaluate_if_due()
         return True
+
+    def _evaluate_if_due(self) -> None:
+        """Between two steps; after the last one it is done anyway."""
+        engine, every = self.engine, self.engine.task.evaluate_every
+        due = every and engine.step_number % every == 0 and engine.step_number < engine.task.steps
+        if due and engine.held_out is not None:
+            self._evaluate()
 
     def _rehearse(self) -> None:
         """Evaluate a little, so that a mistake there shows now and not after the last step."""

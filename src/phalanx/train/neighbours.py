@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from phalanx.checkpoint.slot import Slot
+from phalanx.events import say
 from phalanx.parallel.communication.communicator import Communicator
 from phalanx.parallel.communication.traffic import Traffic
 from phalanx.train.engine import Engine
@@ -66,9 +67,20 @@ class Neighbours:
             if rank in pair:
                 self._groups[pair] = Communicator(group, behind)
         self.rank = rank
+        self._cut_off = False
+        """The next host did not answer, and is not asked again."""
 
     def _with(self, other: int) -> Communicator:
         return self._groups[frozenset([self.rank, other])]
+
+    def hand_on(self, slot: Slot) -> None:
+        """Exchange copies; where that fails once, no more."""
+        try:
+            if not self._cut_off:
+                self.exchange(slot)
+        except RuntimeError as error:
+            self._cut_off = True
+            say(f"   note  no more copies at the next host: {str(error).splitlines()[0]}")
 
     def exchange(self, slot: Slot) -> None:
         """Both ways at once: a whole copy leaves, and others come."""

@@ -65,7 +65,7 @@ class Restorer:
         self.engine, self.shelf, self.slots, self.generation = engine, shelf, slots, generation
         self.own = slots if own is None else own
         self.note = note or (lambda kind, **fields: None)
-        self.state = State(engine.spread, engine.optimizer, engine.environment.hosts)
+        self.state = State(engine.spread, engine.optimizer, engine.environment.hosts, engine.callbacks.tensors())
 
     def restore(self) -> str | None:
         """Take up the newest whole state and say where it was; None if there is none."""

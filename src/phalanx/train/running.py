@@ -113,10 +113,11 @@ class _Running:
                 f"{shelf.store.url} holds checkpoints already, up to step {saved}. Go on from them with --resume, or "
                 "give another folder with --checkpoints."
             )
-        done = run.certified_steps()
+        done = run.certified_plan()
         if self.resume and done is not None and done >= steps and not self._final_differs():
             if done > steps:
-                raise WrongUse(f"{run.path} is finished at step {done}. Give more --steps to go on, or leave them out.")
+                at = run.certified_steps()
+                raise WrongUse(f"{run.path} is finished at step {at}. Give more --steps to go on, or leave them out.")
             try:
                 return Verdict(True, f"{run.path} is finished", [f"weights: {run.weights_path}", self._certified()])
             except (NotDone, Damaged) as reason:

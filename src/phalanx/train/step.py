@@ -22,15 +22,12 @@ from phalanx.parallel.communication.mesh import BATCH
 from phalanx.parallel.randomness.answers import check_unmoved, generator_state
 from phalanx.precision import cast
 from phalanx.task import Task, as_loss, called
+from phalanx.train.signals import NAMES, Signals
 from phalanx.train.totals import Totals, counted
 
 if TYPE_CHECKING:
     from phalanx.train.engine import Engine
     from phalanx.train.rounds import Rounds
-
-WISHES = ("save", "stop", "busy", "resting", "failed")
-"""What a rank may want all to know after a step: save now, stop now, still busy with a save, not yet another copy in
-memory, could not save."""
 
 
 @dataclass
@@ -60,8 +57,8 @@ class Metrics:
     seconds: dict[str, float]
     sent: dict[str, int]
     """Bytes this rank sent, by axis."""
-    wishes: set[str] = field(default_factory=set)
-    """What any rank wanted all to know."""
+    signals: Signals = field(default_factory=Signals)
+    """Of any rank."""
     turn: str = ""
     """Whose turn it was, where steps train parts of a model in turn."""
 
@@ -115,13 +112,11 @@ def train_step(engine: Engine, batch: StepBatch, rounds: Rounds | None = None) -
     finite = math.isfinite(norm) and math.isfinite(total)
     overflow = scale.dynamic and scale.value > 1 and math.isfinite(total) and not finite  # the scale will mend that
     bad = engine.guard.judge(mean, norm) if count > 0 and not overflow else ""
-    if engine.on_gradients is not None:
-        engine.on_gradients(divisor, without)
+    engine.callbacks.call("on_gradients", engine, divisor, without)
 
     lr = engine.set_learning_rate(batch.step)
     clip_factor = min(1.0, task.clip / (norm + 1e-6))
-    if engine.before_update is not None:
-        engine.before_update()
+    engine.callbacks.call("before_update", engine)
     if finite and not bad and count > 0:
         spread.give_gradients(clip_factor / divisor, without)
         engine.optimizer.step()
@@ -144,7 +139,7 @@ def train_step(engine: Engine, batch: StepBatch, rounds: Rounds | None = None) -
         bad=bad,
         seconds=clock.seconds(),
         sent=_by_axis(engine.traffic.sent - before),
-        wishes=agreed.wishes,
+        signals=agreed.signals,
     )
 
 
@@ -275,45 +270,36 @@ class Agreed:
     norm: float
     missing: float
     """How many weights some ranks have no gradient of."""
-    wishes: set[str]
+    signals: Signals
 
 
 def _agree(engine: Engine, sums: Tensor) -> Agreed:
     spread = engine.spread
     own = sums.sum(0) * (engine.mesh.index("cp", "tp") == 0)  # their ranks have the same samples
     few = torch.stack([*own[:2], spread.gradient_norm_squared(), own.new_tensor(len(spread.untouched()))])
-    agreed = torch.cat([few, _wishes(engine, own), own[2:]])
+    agreed = torch.cat([few, engine.signals.packed(own), own[2:]])
     summed_over_ranks(engine, agreed)
     total, count, squared, missing, *rest = agreed.tolist()
-    wished, named = rest[: len(WISHES)], rest[len(WISHES) :]
-    return Agreed(total, count, named, math.sqrt(squared) if squared >= 0 else math.nan, missing, _wished(wished))
+    signals, named = Signals.unpacked(rest[: len(NAMES)]), rest[len(NAMES) :]
+    return Agreed(total, count, named, math.sqrt(squared) if squared >= 0 else math.nan, missing, signals)
 
 
 def _agree_exactly(engine: Engine, sums: Tensor) -> Agreed:
     """The same to the same bits at any number of ranks: losses by the tree, the norm as a sum of whole numbers."""
     spread = engine.spread
     few = torch.stack([sums.new_tensor(len(spread.untouched())), spread.largest_gradient()])
-    own = _wishes(engine, sums)
-    every = engine.gathered(torch.cat([few, own, sums.view(-1)]))
+    every = engine.gathered(torch.cat([few, engine.signals.packed(sums), sums.view(-1)]))
     missing, largest = float(every[:, 0].sum()), float(every[:, 1].amax())
-    wished = every[:, 2 : 2 + len(own)].sum(0).tolist()
-    total, count, *named = fold(by_leaf(engine, every[:, 2 + len(own) :].reshape(-1, sums.shape[1]))).tolist()
+    signals = Signals.unpacked(every[:, 2 : 2 + len(NAMES)].sum(0).tolist())
+    total, count, *named = fold(by_leaf(engine, every[:, 2 + len(NAMES) :].reshape(-1, sums.shape[1]))).tolist()
     norm = spread.exact_norm(largest) if math.isfinite(largest) else math.inf
-    return Agreed(total, count, named, norm, missing, _wished(wished))
+    return Agreed(total, count, named, norm, missing, signals)
 
 
 def summed_over_ranks(engine: Engine, numbers: Tensor) -> Tensor:
     """A few numbers of a step, summed over all ranks, in place."""
     engine.mesh.world.all_reduce(numbers).wait()
     return numbers
-
-
-def _wishes(engine: Engine, like: Tensor) -> Tensor:
-    return like.new_tensor([float(wish in engine.wishes) for wish in WISHES])
-
-
-def _wished(numbers: list[float]) -> set[str]:
-    return {wish for wish, wanted in zip(WISHES, numbers, strict=True) if wanted}
 
 
 def by_leaf(engine: Engine, rows: Tensor) -> Tensor:

@@ -6,11 +6,12 @@ one decision to skip, one update. Weights whose turn it is not get no gradient, 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import nn
 
+from phalanx.callbacks import Callback, Freeze
 from phalanx.errors import WrongUse
 from phalanx.task import Task
 
@@ -18,9 +19,14 @@ from phalanx.task import Task
 class Turns:
     """Which weights a step trains."""
 
-    def __init__(self, task: Task, trainable: Mapping[str, bool]) -> None:
-        """``trainable``: every weight of the model, and whether it is trained at all."""
-        self.task, self._taken = task, ""
+    def __init__(self, task: Task, trainable: Mapping[str, bool], callbacks: Iterable[Callback] = ()) -> None:
+        """``trainable``: every weight of the model, and whether it is trained at all.
+
+        ``callbacks``: those of the task, which may leave weights out of some steps.
+        """
+        self.task = task
+        self._choosing = [each for each in callbacks if type(each).trains is not Callback.trains]
+        self._taken = "", -1
         self.names = names = [name for name, trained in trainable.items() if trained]
         kind = type(task).__name__
         for turn in dict.fromkeys(task.turns):
@@ -34,6 +40,24 @@ class Turns:
             raise WrongUse(
                 f"{idle[0]} and {len(idle) - 1} other weights of {kind} have no turn, and would never be trained. Add "
                 "one to turns, or freeze them with requires_grad_(False)."
+            )
+
+        ends = {end for each in self._choosing if isinstance(each, Freeze) for end in (each.since, each.until or 0)}
+        for step in sorted({0, *ends}) if self._choosing else ():
+            if step < task.steps:
+                self._check_some(step)
+
+    def _trains(self, step: int, name: str) -> bool:
+        """Whether a step trains a weight."""
+        return self.task.trains(self.task.turn(step), name) and all(each.trains(step, name) for each in self._choosing)
+
+    def _check_some(self, step: int) -> None:
+        """Refuse a step that would train nothing."""
+        if self.names and not any(self._trains(step, name) for name in self.names):
+            kinds = ", ".join(sorted({type(each).__name__ for each in self._choosing}))
+            raise WrongUse(
+                f"step {step + 1} would train no weight of {type(self.task).__name__}: {kinds} leaves out all of them. "
+                "Let some be trained in every step."
             )
 
     def completed(self, pieces: Sequence[nn.Parameter]) -> list[nn.Parameter]:
@@ -50,8 +74,11 @@ class Turns:
     def take(self, step: int, weights: Mapping[str, nn.Parameter]) -> str:
         """Whose turn it is in a step; from here on its weights alone, of those that are trained, get gradients."""
         turn = self.task.turn(step)
-        if turn != self._taken:
-            self._taken = turn
+        now = turn, step if self._choosing else -1
+        if now != self._taken:
+            self._taken = now
+            if self._choosing:
+                self._check_some(step)
             for name, weight in weights.items():
-                weight.requires_grad_(self.task.trains(turn, name))
+                weight.requires_grad_(self._trains(step, name))
         return turn

@@ -77,12 +77,13 @@ class Whole:
         tensors = [*self.model.named_parameters(), *self.model.named_buffers()]
         return [(name, t) for name, t in tensors if name in self.state_names and name not in self.trainable]
 
-    def state(self) -> Iterator[tuple[str, Tensor]]:
+    def state(self, values: Mapping[str, Tensor] | None = None) -> Iterator[tuple[str, Tensor]]:
         """Whole weights and buffers under the model's own names, a bucket at a time; shared ones under their first.
 
-        All ranks must go through it.
+        ``values``: by weight, what stands in for this rank's piece of it. All ranks must go through it.
         """
-        yield from self.holding.from_stages(self._own_state(), self._order(), self._dtype, self.device)
+        own = self._own_state(values or {})
+        yield from self.holding.from_stages(own, self._order(), self._dtype, self.device)
         group = self.holding.mesh.group("pp")
         for name, tensor in self.replicated():
             if not group.alone:
@@ -90,9 +91,9 @@ class Whole:
                 group.broadcast(tensor, self.holding.stage_ranks(name)[0])
             yield name, tensor
 
-    def _own_state(self) -> Iterator[tuple[str, Tensor]]:
+    def _own_state(self, values: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         for bucket in self.buckets:
             row = torch.zeros(bucket.packing.length, dtype=bucket.storage.parameter, device=self.device)
             for weight in bucket.weights:
-                bucket.packing.own(weight, row).copy_(weight.piece.data)
+                bucket.packing.own(weight, row).copy_(values.get(weight.name, weight.piece.data))
             yield from self.holding.joined(bucket.assemble(bucket.packing, row))

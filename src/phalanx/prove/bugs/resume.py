@@ -17,7 +17,8 @@ from phalanx.prove.bugs import seams
 from phalanx.prove.bugs.planting import bug, rank
 from phalanx.prove.bugs.seams import Replace, replaced
 from phalanx.train.engine import Engine
-from phalanx.train.keeping import Keeper, Work
+from phalanx.train.keeping import Keeper
+from phalanx.train.saves import Save
 
 Wanted = dict[str, list[tuple[Box, Tensor]]]
 
@@ -148,14 +149,14 @@ def copy_not_awaited(replace: Replace) -> None:
     """State is copied while the next step runs, and its update does not wait for the copy."""
     plain = seams.COPY.plain
 
-    def copy(self: Keeper, work: Work) -> None:
+    def copy(self: Keeper, save: Save) -> None:
         deadline = time.monotonic() + 5
-        while not work.save and self.engine.step_number == work.facts["step"] and time.monotonic() < deadline:
+        while not save.to_file and self.engine.step_number == save.step and time.monotonic() < deadline:
             time.sleep(0.001)
-        plain(self, work)
+        plain(self, save)
 
     replace(seams.COPY, copy)
-    replace(seams.WAIT_FOR_COPY, lambda self: None)
+    replace(seams.WAIT_FOR_COPY, lambda self, engine: None)
 
 
 @bug(0, "fsdp=2", "resume: ", "")

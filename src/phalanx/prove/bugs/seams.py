@@ -41,6 +41,7 @@ from phalanx.train.collecting import Collected
 from phalanx.train.engine import Engine
 from phalanx.train.keeping import Keeper
 from phalanx.train.scale import LossScale
+from phalanx.train.signals import NAMES
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,7 @@ DRAW_GRID = Seam(Region, "grid", "the coordinates of draws in the whole sample")
 
 # Collectives
 
-SHARED_SUM = Seam(step, "summed_over_ranks", "the all-reduce in which ranks agree on loss, count, norm and wishes")
+SHARED_SUM = Seam(step, "summed_over_ranks", "the all-reduce in which ranks agree on loss, count, norm and signals")
 ALL_REDUCE = Seam(Communicator, "all_reduce", "sum over the ranks of an axis, in place")
 REDUCE_SCATTER = Seam(Communicator, "reduce_scatter", "sum over the ranks of an axis, a part for each")
 TP_GATHER = Seam(tensor, "all_gather", "all-gather of a dim over tp, with gradients")
@@ -142,7 +143,7 @@ ENTRIES = Seam(State, "entries", "all that this rank saves")
 WANTED = Seam(State, "wanted", "where saved tensors go on this rank")
 BOXES = Seam(state, "boxes", "where a rank's rows of a weight lie in the whole")
 COPY = Seam(Keeper, "copy", "copy staged state, while the next step runs")
-WAIT_FOR_COPY = Seam(Keeper, "wait_for_copy", "before an update: wait until the copy is whole")
+WAIT_FOR_COPY = Seam(Keeper, "before_update", "before an update: wait until the copy is whole")
 RESUME = Seam(Engine, "resume", "take up what was saved beside tensors")
 LOSS_SCALE = Seam(LossScale, "restore", "take up the loss scale")
 
@@ -157,7 +158,7 @@ def agreeing(replace: Replace, change: Callable[[Tensor, Tensor], None]) -> None
     def summed(of: Any, numbers: Tensor) -> Tensor:
         own = numbers.clone()
         plain(of, numbers)
-        if of.environment.world > 1 and numbers.shape == (4 + len(step.WISHES),):
+        if of.environment.world > 1 and numbers.shape == (4 + len(NAMES),):
             change(own, numbers)
         return numbers
 

@@ -17,7 +17,7 @@ from phalanx.parallel.communication.communicator import Communicator
 from phalanx.parallel.communication.mesh import BATCH, EXPERTS
 from phalanx.parallel.weights.bucket import Bucket
 from phalanx.train.engine import Engine
-from phalanx.train.step import WISHES
+from phalanx.train.signals import NAMES
 
 Bounds = dict[tuple[str, str], tuple[float, float]]
 """By axis and kind, the fewest and the most bytes of a step."""
@@ -51,8 +51,8 @@ def expected(engine: Engine, micro_batches: int) -> Bounds:
 
 
 def _agreed(engine: Engine, world: Communicator) -> int:
-    """For what all ranks agree on: loss, count, norm, missing weights, wishes; or a norm's squares in whole numbers."""
-    return round((16 if engine.layout.exact else 8 * (4 + len(WISHES))) * _both_ways(world))
+    """For what all ranks agree on: loss, count, norm, missing weights, signals; or a norm's squares as integers."""
+    return round((16 if engine.layout.exact else 8 * (4 + len(NAMES))) * _both_ways(world))
 
 
 def _activations(engine: Engine) -> Bounds:

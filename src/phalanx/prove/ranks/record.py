@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from phalanx.callbacks import Callback
 from phalanx.data.loader import StepBatch
 from phalanx.losses import Logits, penalty_factor
 from phalanx.parallel.axes.cuts import Cut, Span
@@ -107,7 +108,7 @@ def observe_draws(randomness: Randomness, see: Callable[[str, Tensor], None]) ->
     randomness.draw = draw  # type: ignore[method-assign]
 
 
-class Recorder:
+class Recorder(Callback):
     """Watches one engine, and records one of its steps."""
 
     def __init__(self, engine: Engine, step: int) -> None:
@@ -122,7 +123,7 @@ class Recorder:
         observe(engine.spread.model, self._see)
         observe_draws(self.randomness, self._draw)
         engine.spread.reduction.on_gradient = self._own
-        engine.on_gradients = self._summed
+        engine.callbacks.add(self)
         engine.optimizer.register_step_pre_hook(self._given)
         for name, module in engine.spread.model.named_modules():
             module.register_forward_pre_hook(partial(self._called, name or WHOLE))
@@ -192,7 +193,7 @@ class Recorder:
         if self._now:
             self.record.own.setdefault(name, []).append(gradient.detach().clone())
 
-    def _summed(self, divisor: float, without: set[str]) -> None:
+    def on_gradients(self, engine: Engine, divisor: float, without: set[str]) -> None:
         if not self._now:
             return
         for bucket in self.engine.spread.buckets:

@@ -32,11 +32,11 @@ from phalanx.train.keeping import Keeper, Policy
 from phalanx.train.restoring import Restorer
 from phalanx.train.scale import LossScale
 
-FACTS = ("step", "samples", "terms", "scale", "guard", "options", "attributes")
+FACTS = ("step", "samples", "terms", "scale", "guard", "options", "attributes", "callbacks")
 """What a resumed run must know again, beside its tensors."""
 CALLED = {
     "step": "step number", "scale": "loss scale", "options": "optimizer's options",
-    "attributes": "optimizer's attributes", "guard": "guard's memory",
+    "attributes": "optimizer's attributes", "guard": "guard's memory", "callbacks": "callbacks' state",
 }  # fmt: skip
 
 
@@ -56,12 +56,19 @@ class Noted:
 
     bits: dict[tuple[str, str], int | None]
     facts: dict[str, Any]
+    beside: dict[str, int]
+    """Of what callbacks keep for each weight."""
 
     @classmethod
     def of(cls, witness: Witness, step: int) -> Noted:
         bits = {(rung, name): _bits(value) for rung, name, value, _ in witness.held(step)}
         facts = witness.engine.facts()
-        return cls(bits, {name: facts[name] for name in FACTS})
+        return cls(bits, {name: facts[name] for name in FACTS}, _beside(witness.engine))
+
+
+def _beside(engine: Engine) -> dict[str, int]:
+    every = engine.callbacks.tensors().items()
+    return {f"{label} of {name}": checksum(tensor) for label, tensors in every for name, tensor in tensors.items()}
 
 
 def _bits(value: Tensor | None) -> int | None:
@@ -135,6 +142,10 @@ class Interruption:
                 called = CALLED.get(name, name)
                 words = f"the {called} was not restored: it is {facts[name]}, and was {noted.facts[name]} when saved"
                 yield self._difference("resume", called, math.inf, words, RESUMED)
+        beside = _beside(engine)
+        for name, bits in noted.beside.items():
+            if beside.get(name) != bits:
+                yield self._difference("resume", name, math.inf, f"the {name} was not restored", RESUMED)
         for held in self.witness.held(max(step, 0)):
             rung, name, value, _ = held
             if (rung, name) in noted.bits and _bits(value) != noted.bits[rung, name]:
@@ -194,6 +205,8 @@ def emptied(engine: Engine) -> Engine:
     for _, buffer in engine.spread.whole.replicated():
         buffer.detach().fill_(math.nan if buffer.is_floating_point() else 0)
     engine.optimizer.state.clear()
+    for tensors in engine.callbacks.tensors().values():
+        tensors.clear()
     engine.step_number, engine.samples, engine.terms, engine.compared = 0, 0, 0.0, None
     engine.loss_scale, engine.guard = LossScale(engine.loss_scale.dynamic), Guard()
     return engine

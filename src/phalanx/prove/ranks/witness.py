@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from phalanx.callbacks import Callback
 from phalanx.data.loader import StepBatch
 from phalanx.parallel.weights.bucket import Weight
 from phalanx.prove.ladder import Difference, Standard, off, size
@@ -52,7 +53,7 @@ class Testimony:
     """The files of the user's modules that this rank has imported."""
 
 
-class Witness:
+class Witness(Callback):
     """Watches one engine, and the one that goes on where that was interrupted."""
 
     def __init__(self, engine: Engine, standard: Standard, dtypes: str) -> None:
@@ -70,7 +71,7 @@ class Witness:
         self.engine = engine
         self.holding, self.weights = engine.spread.holding, engine.spread.weights
         self._own = [(bucket, weight) for bucket in engine.spread.buckets for weight in bucket.weights]
-        engine.on_gradients = self._gradients
+        engine.callbacks.add(self)
         engine.optimizer.register_step_pre_hook(self._given)
         self._data().read.clear()
 
@@ -130,7 +131,7 @@ class Witness:
             if weight.trainable:
                 self._tensor("given gradients", weight.name, weight.piece.grad, partial(self._part, weight))
 
-    def _gradients(self, divisor: float, without: set[str]) -> None:
+    def on_gradients(self, engine: Engine, divisor: float, without: set[str]) -> None:
         """Before clipping: this rank's rows of the summed gradients."""
         if self.standard.steps[self.step].skipped:
             return

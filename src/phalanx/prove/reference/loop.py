@@ -30,6 +30,7 @@ from phalanx.prove.reference.evaluation import Measures, measured
 from phalanx.prove.reference.hostile import Hostile, wide_batch
 from phalanx.prove.reference.steady import Decisions, Idle, Steady, homes
 from phalanx.task import Batch, Task, as_loss, called, rates
+from phalanx.train.calling import made_callbacks
 from phalanx.train.optimizers import make_optimizer
 from phalanx.train.turns import Turns
 
@@ -105,7 +106,10 @@ class Reference:
         self.trained = {n: p for n, p in self.parameters.items() if p.requires_grad}
         self.optimizer = make_optimizer(task, list(self.trained.values()), bool(self.trained), sharded=False)
         self.schedule = rates(task)
-        self.turns = Turns(task, dict.fromkeys(self.trained, True))
+        callbacks = made_callbacks(task)
+        for callback in callbacks:
+            callback.on_model(list(self.trained))
+        self.turns = Turns(task, dict.fromkeys(self.trained, True), callbacks)
         seed_globally(task.seed, "data")
         self.data = task.data()
         self.order = Order(len(self.data), task.global_batch, task.seed)

@@ -21,7 +21,7 @@ from phalanx.train.check.names import check_names
 from phalanx.train.check.samples import check_counts, count, read_sample, read_samples
 from phalanx.train.check.subject import CannotCheck, Fails, Subject, first_ids, raising, read
 from phalanx.train.check.sums import check_evaluate, check_sums
-from phalanx.train.check.updating import check_optimizer, check_schedule
+from phalanx.train.check.updating import check_callbacks, check_optimizer, check_schedule
 
 SLOW_SECONDS = 0.7
 """A batch that takes longer, forward and backward twice, is not computed in float64 as well."""
@@ -105,6 +105,7 @@ class _Check:
     def run(self) -> None:
         task = self.task
         self.warnings += [*check_names(task), *check_schedule(task)]
+        check_callbacks(task)
         samples, found = read_samples(task, self.data)
         self.warnings += found
         self._compute(samples)

@@ -11,6 +11,7 @@ import torch
 from phalanx.checkpoint.state import check_keepable, check_owners
 from phalanx.errors import WrongUse
 from phalanx.task import Task
+from phalanx.train.calling import made_callbacks
 from phalanx.train.check import lines
 from phalanx.train.check.subject import Fails, Subject, overrides, raising, unless_said
 from phalanx.train.optimizers import SCHEDULE, check_factor, make_optimizer, make_schedule, schedules
@@ -69,6 +70,16 @@ def _twice(name: str, weight: str, line: str) -> WrongUse:
         f"{name}.optimizer has {what}, which would then be updated twice a step{lines.at(line)}. Put each weight into "
         "one group: a tied weight is given once already."
     )
+
+
+def check_callbacks(task: Task) -> None:
+    """A task's callbacks must be a list of them."""
+    with lines.returns(type(task).callbacks) as returned:
+        try:
+            with raising(f"{type(task).__name__}.callbacks()", type(task).callbacks):
+                made_callbacks(task)
+        except WrongUse as refusal:
+            raise type(refusal)(f"{refusal}{unless_said(returned(), str(refusal))}") from refusal
 
 
 def check_schedule(task: Task) -> list[str]:

@@ -1,0 +1,173 @@
+"""A task's callbacks, and ours, called: in order, with what one of them raises told as its own."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from phalanx.callbacks import Callback
+from phalanx.errors import CannotHere, WrongUse
+from phalanx.task import Task
+from phalanx.train.collecting import CannotSummarise
+
+if TYPE_CHECKING:
+    from phalanx.train.engine import Engine
+
+
+@dataclass(frozen=True)
+class Ended:
+    """Where a callback has ended a run."""
+
+    step: int
+    of: int
+    """So many steps were planned."""
+    why: str
+
+
+HOW = "Return a list of them: return [phalanx.EMA(decay=0.999)]"
+
+
+def made_callbacks(task: Task) -> list[Callback]:
+    """What a task's `callbacks` gives, checked: a list of callbacks."""
+    found, name = task.callbacks(), f"{type(task).__name__}.callbacks"
+    if isinstance(found, Callback):
+        raise WrongUse(f"{name} returned one {type(found).__name__} and no list. {HOW}")
+    if not isinstance(found, (list, tuple)):
+        raise WrongUse(f"{name} returned a {type(found).__name__}, not callbacks. {HOW}")
+    for number, each in enumerate(found):
+        if isinstance(each, type) and issubclass(each, Callback):
+            raise WrongUse(f"{name} has the class {each.__name__} itself. Make one of it: {each.__name__}()")
+        if not isinstance(each, Callback):
+            raise WrongUse(
+                f"{name} has a {type(each).__name__}, which is no callback. Make it a subclass of phalanx.Callback: "
+                f"class {type(each).__name__.title().replace('_', '')}(phalanx.Callback)"
+            )
+        if any(each is other for other in found[:number]):
+            raise WrongUse(f"{name} has the same {type(each).__name__} twice. Make two of them, or leave one out.")
+    return list(found)
+
+
+def labelled(callbacks: list[Callback]) -> dict[str, Callback]:
+    """By what they are saved as: the name of their class, with a number from the second of it on."""
+    found: dict[str, Callback] = {}
+    for each in callbacks:
+        kind = type(each).__name__
+        count = sum(type(other).__name__ == kind for other in found.values())
+        found[f"{kind}-{count + 1}" if count else kind] = each
+    return found
+
+
+class Callbacks:
+    """All that are called for an engine: ours first, which wait for what must not change any more."""
+
+    def __init__(self, task: Task) -> None:
+        self.task = task
+        self.named = labelled(made_callbacks(task))
+        """The task's, in their order."""
+        self._ours: list[Callback] = []
+
+    @property
+    def tasks(self) -> list[Callback]:
+        return list(self.named.values())
+
+    def add(self, callback: Callback) -> None:
+        """Have one of ours called too."""
+        self._ours.append(callback)
+
+    def remove(self, callback: Callback) -> None:
+        if callback in self._ours:
+            self._ours.remove(callback)
+
+    def call(self, method: str, *given: Any) -> None:
+        """Call a method of each."""
+        for callback in self._ours:
+            getattr(callback, method)(*given)
+        for callback in self.tasks:
+            with self._named(callback, method):
+                getattr(callback, method)(*given)
+
+    @contextmanager
+    def _named(self, callback: Callback, method: str) -> Iterator[None]:
+        """What is raised meanwhile is told with the callback's name."""
+        try:
+            yield
+        except (WrongUse, CannotHere):
+            raise
+        except Exception as error:
+            error.add_note(f"{type(callback).__name__}.{method}, a callback of {type(self.task).__name__}, raised this")
+            raise
+
+    @property
+    def watches_evaluations(self) -> bool:
+        return any(type(each).on_evaluation is not Callback.on_evaluation for each in self.tasks)
+
+    # Their state.
+
+    def tensors(self) -> dict[str, dict[str, Tensor]]:
+        """Those that are kept beside the weights, by callback and weight."""
+        found = {label: each.tensors() for label, each in self.named.items()}
+        return {label: tensors for label, tensors in found.items() if tensors is not None}
+
+    def state(self) -> dict[str, Any]:
+        """What they go on with beside that, by callback."""
+        found = {}
+        for label, callback in self.named.items():
+            with self._named(callback, "state_dict"):
+                state = callback.state_dict()
+            try:
+                found[label] = json.loads(
+                    json.dumps(state)
+                )  # as it is now, whatever the callback goes on to do with it
+            except (TypeError, ValueError) as error:
+                raise WrongUse(
+                    f"{type(callback).__name__}.state_dict has what cannot be saved ({error}). Return numbers, text, "
+                    "and lists and dicts of them; tensors in the shape of weights go into tensors()."
+                ) from error
+        return {label: state for label, state in found.items() if state}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Have each take up what it had."""
+        for label, callback in self.named.items():
+            if label in state:
+                with self._named(callback, "load_state_dict"):
+                    callback.load_state_dict(state[label])
+
+    # The weights of an evaluation.
+
+    @contextmanager
+    def evaluating(self, engine: Engine) -> Iterator[None]:
+        """Meanwhile the model computes with what a callback has for evaluations, if one has."""
+        beside = [found for each in self.tasks if (found := each.evaluates_with())]
+        if len(beside) > 1:
+            raise WrongUse(
+                f"{len(beside)} callbacks of {type(self.task).__name__} want evaluations to be made with weights of "
+                "theirs. Let one of them do so."
+            )
+        if not beside:
+            yield
+            return
+        self._exchange(engine, beside[0])
+        try:
+            yield
+        except CannotSummarise:  # on all ranks; any other error is of one, and the others would be waited for
+            self._exchange(engine, beside[0])
+            raise
+        self._exchange(engine, beside[0])
+
+    @torch.no_grad()
+    def _exchange(self, engine: Engine, beside: Any) -> None:
+        """Put these into the weights' place, and the weights into theirs."""
+        for callback in self._ours:
+            callback.before_update(engine)  # a copy of the weights may be under way
+        for name, tensor in beside.items():
+            piece = engine.spread.weights[name].piece.detach()
+            kept = piece.clone()
+            piece.copy_(tensor)
+            tensor.copy_(kept)
+        engine.spread.updated()
