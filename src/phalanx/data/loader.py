@@ -22,7 +22,7 @@ from phalanx import counter
 from phalanx.data.kinds import check_rows, check_values, not_a_sample, unstackable
 from phalanx.data.order import Order, digest, leaf, share
 from phalanx.data.splitting import by_rows
-from phalanx.errors import WrongUse
+from phalanx.errors import WrongUse, may_pass
 from phalanx.processes import aside, die_with_parent
 from phalanx.traces import Traced, folded, whole
 
@@ -100,7 +100,7 @@ class Reader(Dataset):
                 return found
             if isinstance(error, WrongUse):
                 return error
-            return Traced(f"{what}: {type(error).__name__}: {error}", folded(error), whole(error))
+            return Traced(f"{what}: {type(error).__name__}: {error}", folded(error), whole(error), may_pass(error))
 
     def read(self, index: int) -> dict[str, Any]:
         """One sample alone, as a batch."""

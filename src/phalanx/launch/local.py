@@ -27,7 +27,7 @@ import torch
 
 from phalanx import traces
 from phalanx.cluster import cores, threads
-from phalanx.errors import CannotHere, WrongUse
+from phalanx.errors import CannotHere, WrongUse, may_pass
 from phalanx.launch import blame, environment, network
 from phalanx.launch.key import Key
 from phalanx.launch.lines import not_for_children
@@ -66,6 +66,10 @@ class Failure:
     """It lost sight of other ranks: something happened to those."""
     stuck: bool = False
     """It did not end, and did not go on either."""
+    worker_killed: bool = False
+    """Not it, but a process that reads data for it."""
+    may_pass: bool = False
+    """It failed by storage or a network."""
 
 
 @dataclass
@@ -258,6 +262,15 @@ def _failure(rank: int, exitcode: int, report: Any, starved: int | None) -> Fail
     return None
 
 
+def _raised(rank: int, error: Exception) -> Failure:
+    final = isinstance(error, (WrongUse, CannotHere))
+    return Failure(
+        rank, time.monotonic(), blame.reason(error), traces.folded(error), traces.whole(error),
+        code=error.exit_code if isinstance(error, (WrongUse, CannotHere)) else 1, final=final,
+        secondary=blame.secondary(error), worker_killed=blame.worker_killed(error), may_pass=may_pass(error),
+    )  # fmt: skip
+
+
 def _end(processes: list[BaseProcess]) -> None:
     """Stop what still runs, at once: a rank may wait in a collective that nothing but its end will end."""
     for process in processes:
@@ -286,13 +299,7 @@ def _rank(program: Callable[[], Any], local: int, world: World, pipe: Connection
         torch.set_num_threads(threads(max(1, cores() // ranks)))
         pipe.send_bytes(pickle.dumps(program()))
     except Exception as error:
-        code = error.exit_code if isinstance(error, (WrongUse, CannotHere)) else 1
-        reason = blame.reason(error)
-        failure = Failure(
-            rank, time.monotonic(), reason, traces.folded(error), traces.whole(error), code=code,
-            final=isinstance(error, (WrongUse, CannotHere)), secondary=blame.secondary(reason),
-        )  # fmt: skip
-        pipe.send_bytes(pickle.dumps(failure))
+        pipe.send_bytes(pickle.dumps(_raised(rank, error)))
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)  # not through destructors that would wait for the others

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from phalanx.errors import CannotHere, WrongUse
+from phalanx.errors import CannotHere
 from phalanx.events import EventLog
 from phalanx.files import write_whole
 from phalanx.launch import network
@@ -29,12 +29,10 @@ from phalanx.launch.meeting import Meeting
 from phalanx.launch.shared import Shared
 from phalanx.launch.stopping import ENDING, Stop, handled
 from phalanx.redact import redact
-from phalanx.run import Run
+from phalanx.run import Held, Run
 
 FRUITLESS = 3
 """So many generations may fail in a row without a step more than before."""
-OUTSIDE = ("OSError", "TimeoutError", "ConnectionError", "ConnectionResetError")
-"""Errors of storage and networks, which may pass however often they come."""
 WAITING_SECONDS = 2.0
 """A host that waits for others says so after so long, and when it waits for others than before, no sooner."""
 HOLD_SECONDS = 10.0
@@ -212,11 +210,11 @@ class Supervisor:
     def _hold(self) -> None:
         """Hold the run's folder, as the first host does; not against a first host of this meeting that was cut off."""
         assert self.meeting is not None
-        meeting = f"for the meeting at {self.meeting.address}"
+        purpose = f"for the meeting at {self.meeting.address}"
         try:
-            self._held.enter_context(self.run.held(HOLD_SECONDS, meeting))
-        except WrongUse as refusal:
-            if meeting not in str(refusal):
+            self._held.enter_context(self.run.held(HOLD_SECONDS, purpose))
+        except Held as refusal:
+            if refusal.purpose != purpose:
                 raise
             self._say(
                 f"   note  {refusal} It was the first host; its generation is over, and it can save nothing more."
@@ -306,7 +304,7 @@ class Supervisor:
         if first.by_signal:  # one that raised has noted it itself
             with EventLog(self.run, first.rank) as log:
                 log.write("failure", reason=first.reason, step=steps, generation=generation, stuck=first.stuck)
-        passing = first.by_signal or "DataLoader worker" in first.reason  # killed, or one of its workers was
+        passing = first.by_signal or first.worker_killed
         if first.final or not (steps or self.reached or passing):
             return False
         self.fruitless = 0 if steps > self.reached else self.fruitless + 1
@@ -315,7 +313,7 @@ class Supervisor:
             self.leniency *= 2  # it may have been slow only: the next one gets more time
         who = f"rank {first.rank} {first.reason}"
         before, self._raised = self._raised, None
-        if not (passing or first.secondary or first.stuck or any(kind in first.reason for kind in OUTSIDE)):
+        if not (passing or first.secondary or first.stuck or first.may_pass):
             self._raised = first.reason, steps
             if self._raised == before:
                 self._say(f"   stop  {who}; it was the same the time before, after the same step")
