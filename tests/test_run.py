@@ -9,7 +9,7 @@ import pytest
 
 from phalanx import Run, WrongUse
 from phalanx.events import EventLog
-from phalanx.run import Held, read_settings
+from phalanx.run import FolderHeld, read_settings
 
 
 def test_settings_read_back(tmp_path: Path) -> None:
@@ -69,9 +69,9 @@ def test_whoever_holds_a_folder_says_what_for(tmp_path: Path, purpose: str) -> N
     run = Run.create(tmp_path / "one", "x")
     with (
         run.held(purpose=purpose),
-        pytest.raises(Held, match=r"is being trained by process \d+ on") as refused,
+        pytest.raises(FolderHeld, match=r"is being trained by process \d+ on") as refused,
         run.held(),
     ):
         pass
     assert refused.value.purpose == purpose
-    assert Held(tmp_path, "").purpose == ""
+    assert FolderHeld(tmp_path, "").purpose == ""

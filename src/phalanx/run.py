@@ -158,7 +158,7 @@ class Run:
                         yield json.loads(line)
 
 
-class Held(WrongUse):
+class FolderHeld(WrongUse):
     """Another process writes to a folder; ``purpose`` is what it says it does so for."""
 
     def __init__(self, path: Path, holder: str) -> None:
@@ -182,7 +182,7 @@ def held(path: Path, patience: float = 0.0, purpose: str = "") -> Iterator[None]
                 time.sleep(0.1)
                 continue
             file.seek(0)
-            raise Held(path, file.read(200).strip())
+            raise FolderHeld(path, file.read(200).strip())
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()} {purpose}")
         file.flush()

@@ -73,7 +73,7 @@ class Failure:
 
 
 @dataclass
-class Outcome:
+class HostOutcome:
     """How a job on this machine ended: what rank 0 returned, or who failed, the first to fail first."""
 
     result: Any = None
@@ -120,7 +120,7 @@ def run_ranks(
     ranks: int | World,
     look: Look | None = None,
     stop: Stop | None = None,
-) -> Outcome:
+) -> HostOutcome:
     """Run ``program`` on this host's ranks and wait for all of them.
 
     SIGTERM, SIGINT and SIGHUP are handed on to the ranks, which have the time that ``stop`` gives them to end well,
@@ -192,7 +192,7 @@ def _write(pipe: int, number: int) -> None:
 
 def _supervise(
     processes: list[BaseProcess], pipes: list[Connection], asked: int, first: int, look: Look | None, stop: Stop
-) -> Outcome:
+) -> HostOutcome:
     """Wait for every rank; once one has failed, for the others' own reports and no longer."""
     running = dict(enumerate(processes, first))
     open_pipes = dict(enumerate(pipes, first))
@@ -233,14 +233,14 @@ def _supervise(
                 failures[seen.rank] = seen
                 break
             if seen:
-                return Outcome(over=seen)
+                return HostOutcome(over=seen)
     if not failures:
         if running and stop.given:
             stop.cut_short = stop.cut_short or f"after the {stop.given:g} s of --grace"
-        return Outcome(result=None if running else reports.get(first))
+        return HostOutcome(result=None if running else reports.get(first))
     silent = [Failure(rank, float("inf"), "was stopped") for rank in running if rank not in failures]
     ordered = sorted(failures.values(), key=lambda f: (f.secondary, not f.by_signal, f.when)) + silent
-    return Outcome(failures=ordered)
+    return HostOutcome(failures=ordered)
 
 
 def _hand_on(process: BaseProcess, number: int) -> None:

@@ -24,12 +24,12 @@ from phalanx.events import EventLog
 from phalanx.files import write_whole
 from phalanx.launch import network
 from phalanx.launch.beats import STEPS, Beats, Watch
-from phalanx.launch.local import Failure, Outcome, World, run_ranks
+from phalanx.launch.local import Failure, HostOutcome, World, run_ranks
 from phalanx.launch.meeting import Meeting
 from phalanx.launch.shared import Shared
 from phalanx.launch.stopping import ENDING, Stop, handled
 from phalanx.redact import redact
-from phalanx.run import Held, Run
+from phalanx.run import FolderHeld, Run
 
 FRUITLESS = 3
 """So many generations may fail in a row without a step more than before."""
@@ -96,7 +96,7 @@ class Supervisor:
         self._held = ExitStack()
         self.stop = Stop(self.grace, lambda: self.done() > 0)
 
-    def supervise(self, program: Callable[[Host], Any]) -> Outcome:
+    def supervise(self, program: Callable[[Host], Any]) -> HostOutcome:
         """Generation after generation."""
         gc.freeze()  # once: to search all that is here for garbage again would hold up every generation
         try:
@@ -116,14 +116,14 @@ class Supervisor:
         self._furthest = max(self._furthest, self.beats.furthest())
         return self._furthest
 
-    def _generations(self, program: Callable[[Host], Any]) -> Outcome:
+    def _generations(self, program: Callable[[Host], Any]) -> HostOutcome:
         while True:
             self.done()
             self.beats.clear()
             self._leaving = ""
             gathered = self._gather()
             if gathered is None:
-                return Outcome(interrupted=True)
+                return HostOutcome(interrupted=True)
             world, generation = gathered
             host = Host(
                 generation, world.size or self.ranks, self.beats, self.memory, self.guests, self.recoveries > 0,
@@ -162,7 +162,7 @@ class Supervisor:
         """Where this host's ranks stand, and which generation they are; None if somebody wants it to end."""
         if self.meeting is None:
             return World(self.ranks), self.run.next_generation(self.begun() + 1)
-        self._say(f"   host  meets others at {self.meeting.address}, {self.meeting.least} of them at least")
+        self._say(f"   host  meets others at {self.meeting.address}, {self.meeting.min_nodes} of them at least")
         met = self.meeting.next(after=max(self.run.generation(), self.begun()), asked=self._waiting())
         if met is None:
             self.meeting.leave("was asked to stop")
@@ -213,14 +213,14 @@ class Supervisor:
         purpose = f"for the meeting at {self.meeting.address}"
         try:
             self._held.enter_context(self.run.held(HOLD_SECONDS, purpose))
-        except Held as refusal:
+        except FolderHeld as refusal:
             if refusal.purpose != purpose:
                 raise
             self._say(
                 f"   note  {refusal} It was the first host; its generation is over, and it can save nothing more."
             )
 
-    def _stand_by(self) -> Outcome:
+    def _stand_by(self) -> HostOutcome:
         """This host's ranks cannot be used for now: wait until others come or go."""
         assert self.meeting is not None
         self._say("   host  stands by: no layout uses its ranks too")
@@ -228,9 +228,9 @@ class Supervisor:
         while not self.stop.asked:
             change = self.meeting.changed()
             if change is not None or self.meeting.finished is not None:
-                return Outcome(over=change.why if change else "the run is finished")
+                return HostOutcome(over=change.why if change else "the run is finished")
             time.sleep(0.1)
-        return Outcome(interrupted=True)
+        return HostOutcome(interrupted=True)
 
     def _look(self, watch: Watch, pids: dict[int, int]) -> Failure | str | None:
         seen = watch.look(pids)
@@ -248,7 +248,7 @@ class Supervisor:
                     os.kill(pid, signal.SIGTERM)
         return None
 
-    def _over(self, outcome: Outcome, generation: int, stopping: bool) -> bool:
+    def _over(self, outcome: HostOutcome, generation: int, stopping: bool) -> bool:
         """Whether this was the last generation on this host."""
         if self.meeting is None:
             if not outcome.failures or (self.stop.asked and (stopping or not self._unsaved())):

@@ -39,7 +39,7 @@ LOOK_SECONDS = 0.1
 WAY_OUT = "If it is meant so: --unchecked."
 
 
-class Refused(WrongUse):
+class TaskRefused(WrongUse):
     """The check has refused the task."""
 
 
@@ -58,7 +58,7 @@ class Checked:
     def or_refuse(self) -> Self:
         """Itself, unless something is certainly wrong."""
         if self.refusal:
-            raise Refused(self.refusal if self.anyway else f"{self.refusal} {WAY_OUT}")
+            raise TaskRefused(self.refusal if self.anyway else f"{self.refusal} {WAY_OUT}")
         return self
 
     def told(self) -> list[str]:
@@ -96,7 +96,7 @@ class Check:
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         try:
-            if isinstance(error, Exception) and not isinstance(error, Refused):
+            if isinstance(error, Exception) and not isinstance(error, TaskRefused):
                 self.result().or_refuse()
         finally:
             self.close()
