@@ -59,7 +59,7 @@ class Crowd:
     hosts: list[Simulated] = field(default_factory=list)
     poll: select.poll = field(default_factory=select.poll)
     by_number: dict[int, Simulated] = field(default_factory=dict)
-    beat: bytes = encoded(messages.Beat())
+    beat: bytes = encoded(messages.Heartbeat())
     beaten: float = 0.0
 
     def come(self, address: tuple[str, int], count: int) -> float:

@@ -9,7 +9,7 @@ import pytest
 
 from phalanx import Run, WrongUse
 from phalanx.events import EventLog
-from phalanx.run import read_settings
+from phalanx.run import FolderHeld, read_settings
 
 
 def test_settings_read_back(tmp_path: Path) -> None:
@@ -62,3 +62,16 @@ def test_the_number_of_the_last_generation_is_found_again(
     assert run.generation() == (4 if content == "4" else 7)
     assert ("generation is damaged" in capsys.readouterr().err) == (content != "4")
     assert run.next_generation(at_least=20) == 20
+
+
+@pytest.mark.parametrize("purpose", ["", "for the meeting at node1:29400"])
+def test_whoever_holds_a_folder_says_what_for(tmp_path: Path, purpose: str) -> None:
+    run = Run.create(tmp_path / "one", "x")
+    with (
+        run.held(purpose=purpose),
+        pytest.raises(FolderHeld, match=r"is being trained by process \d+ on") as refused,
+        run.held(),
+    ):
+        pass
+    assert refused.value.purpose == purpose
+    assert FolderHeld(tmp_path, "").purpose == ""

@@ -18,6 +18,19 @@ class CannotHere(RuntimeError):
     exit_code = 3
 
 
+OUTSIDE = ("TimeoutError", "ConnectionError")
+"""Classes of that name, whoever's: cloud storage has its own."""
+
+
+def may_pass(error: BaseException) -> bool:
+    """Whether it, or what caused it, comes of storage or a network: that may pass however often it comes."""
+    if isinstance(error, (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError)):
+        return False
+    if isinstance(error, OSError) or any(kind.__name__ in OUTSIDE for kind in type(error).__mro__):
+        return True
+    return getattr(error, "may_pass", False) or (error.__cause__ is not None and may_pass(error.__cause__))
+
+
 def closest(word: str, known: Iterable[str]) -> str:
     """A clause that points at the nearest known name, e.g. ``did you mean 'width'?``."""
     names = sorted(known)

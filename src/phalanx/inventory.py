@@ -88,7 +88,7 @@ def task_state_numbers(task: Task, model: nn.Module) -> int:
 
 
 @dataclass(frozen=True)
-class Part:
+class ModelPart:
     """A module of the model, or several alike in a row."""
 
     name: str
@@ -97,11 +97,11 @@ class Part:
     trainable: int
 
 
-def parts(model: nn.Module, anatomy: Anatomy) -> list[Part]:
+def parts(model: nn.Module, anatomy: Anatomy) -> list[ModelPart]:
     """What comes before the blocks, the blocks, what comes after, and what is in none of these; tied weights once."""
     counts = {name: weight.numel() for name, weight in model.named_parameters()}
     trained = {name for name, weight in model.named_parameters() if weight.requires_grad}
-    found: list[Part] = []
+    found: list[ModelPart] = []
     for names in (*([name] for name in anatomy.before), *_alike(model, anatomy.blocks), *([n] for n in anatomy.after)):
         own = [name for name in counts if any(name == part or name.startswith(f"{part}.") for part in names if part)]
         kind = type(model.get_submodule(names[0])).__name__
@@ -109,10 +109,10 @@ def parts(model: nn.Module, anatomy: Anatomy) -> list[Part]:
         title = f"{names[0]} to {names[-1]}" if len(names) > 1 else names[0]
         total = sum(counts.pop(name) for name in own if name not in trained)
         learned = sum(counts.pop(name) for name in own if name in trained)
-        found.append(Part(title or "(the model)", many, total + learned, learned))
+        found.append(ModelPart(title or "(the model)", many, total + learned, learned))
     if counts:
         found.append(
-            Part(
+            ModelPart(
                 "others",
                 ", ".join(list(counts)[:2]),
                 sum(counts.values()),
@@ -132,9 +132,9 @@ def _alike(model: nn.Module, names: Sequence[str]) -> Iterable[list[str]]:
     return (list(group) for _, group in groupby(names, key=look))
 
 
-def table(found: Sequence[Part]) -> list[str]:
+def table(found: Sequence[ModelPart]) -> list[str]:
     """For the screen, a line each and one for all."""
-    total = Part("all", "", sum(p.weights for p in found), sum(p.trainable for p in found))
+    total = ModelPart("all", "", sum(p.weights for p in found), sum(p.trainable for p in found))
     rows = [("part", "kind", "weights", "trainable")]
     rows += [(p.name, p.kind, f"{p.weights:,}", f"{p.trainable:,}") for p in (*found, total)]
     return columns(rows, right=(2, 3))

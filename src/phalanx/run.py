@@ -94,9 +94,9 @@ class Run:
         except (OSError, ValueError, KeyError):
             return None
 
-    def held(self, patience: float = 0.0, what: str = "") -> AbstractContextManager[None]:
+    def held(self, patience: float = 0.0, purpose: str = "") -> AbstractContextManager[None]:
         """While this process runs the run: nobody else may."""
-        return held(self.path, patience, what)
+        return held(self.path, patience, purpose)
 
     def generation(self) -> int:
         """The number of the last set of ranks of this run: each start of them is a generation."""
@@ -166,9 +166,19 @@ class Run:
                         yield json.loads(line)
 
 
+class FolderHeld(WrongUse):
+    """Another process writes to a folder; ``purpose`` is what it says it does so for."""
+
+    def __init__(self, path: Path, holder: str) -> None:
+        """``holder``: as the folder's lock names it, ``process 12 on node1 for the meeting at node1:29400``."""
+        who = holder or "another process"
+        super().__init__(f"{path} is being trained by {who}. Wait for it, stop it, or give another folder.")
+        self.purpose = "".join(holder.split(maxsplit=4)[4:])
+
+
 @contextmanager
-def held(path: Path, patience: float = 0.0, what: str = "") -> Iterator[None]:
-    """While this process writes to a folder: nobody else may. They are told who it is, and ``what`` for."""
+def held(path: Path, patience: float = 0.0, purpose: str = "") -> Iterator[None]:
+    """While this process writes to a folder: nobody else may. They are told who it is, and what for."""
     try:
         lock = (path / "lock").open("a+")
     except OSError as error:
@@ -180,12 +190,9 @@ def held(path: Path, patience: float = 0.0, what: str = "") -> Iterator[None]:
                 time.sleep(0.1)
                 continue
             file.seek(0)
-            raise WrongUse(
-                f"{path} is being trained by {file.read(200).strip() or 'another process'}. "
-                "Wait for it, stop it, or give another folder."
-            )
+            raise FolderHeld(path, file.read(200).strip())
         file.truncate(0)
-        file.write(f"process {os.getpid()} on {socket.gethostname()} {what}")
+        file.write(f"process {os.getpid()} on {socket.gethostname()} {purpose}")
         file.flush()
         yield
 

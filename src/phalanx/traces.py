@@ -28,9 +28,10 @@ SHOWN = 6
 class Traced(RuntimeError):
     """An error of the user's code that came from another process, where it was told."""
 
-    def __init__(self, message: str, lines: str, whole: str) -> None:
-        super().__init__(message, lines, whole)
-        self.message, self.lines, self.whole = message, lines, whole
+    def __init__(self, message: str, lines: str, whole: str, may_pass: bool = False) -> None:
+        """``may_pass``: what `errors.may_pass` said of it there."""
+        super().__init__(message, lines, whole, may_pass)
+        self.message, self.lines, self.whole, self.may_pass = message, lines, whole, may_pass
 
     def __str__(self) -> str:
         return self.message

@@ -25,7 +25,7 @@ from phalanx.launch.local import run_ranks
 ])  # fmt: skip
 def test_whoever_lost_a_rank_says_so(error: Exception) -> None:
     assert blame.reason(error) == "lost its connection to a rank that ended"
-    assert blame.secondary(blame.reason(error))
+    assert blame.secondary(error)
 
 
 @pytest.mark.parametrize("error", [
@@ -38,7 +38,7 @@ def test_whoever_lost_a_rank_says_so(error: Exception) -> None:
 ])  # fmt: skip
 def test_whoever_waited_in_vain_says_so(error: Exception) -> None:
     assert blame.reason(error).startswith("waited for another rank until its time was up")
-    assert blame.secondary(blame.reason(error))
+    assert blame.secondary(error)
 
 
 @pytest.mark.parametrize("error", [
@@ -50,7 +50,13 @@ def test_whoever_waited_in_vain_says_so(error: Exception) -> None:
     WrongUse("Timed out is a word here. Do this."),
 ])  # fmt: skip
 def test_a_mistake_of_its_own_is_none_of_the_others(error: Exception) -> None:
-    assert not blame.secondary(blame.reason(error))
+    assert not blame.secondary(error)
+
+
+def test_a_worker_that_was_killed_is_told_from_a_mistake() -> None:
+    assert blame.worker_killed(RuntimeError("DataLoader worker (pid 12) is killed by signal: Killed."))
+    assert not blame.worker_killed(RuntimeError("a worker"))
+    assert not blame.worker_killed(WrongUse("DataLoader worker is a word here. Do this."))
 
 
 def one_raises_and_another_aborts() -> None:

@@ -14,7 +14,7 @@ import pytest
 from phalanx.launch import listener as module
 from phalanx.launch.key import Key
 from phalanx.launch.lines import Line, ready
-from phalanx.launch.listener import Listener
+from phalanx.launch.listener import ConnectionListener
 
 KEY = Key(b"of these tests")
 
@@ -23,7 +23,7 @@ class Served:
     """A listener at work in a thread, as in a supervisor."""
 
     def __init__(self) -> None:
-        self.listener = Listener(socket.create_server(("localhost", 0), backlog=1024), KEY, "test")
+        self.listener = ConnectionListener(socket.create_server(("localhost", 0), backlog=1024), KEY, "test")
         self.address = self.listener.sock.getsockname()
         self.admitted: list[Line] = []
         self.closing = False
@@ -128,5 +128,5 @@ def test_limits_leave_room_for_what_a_supervisor_does_besides(monkeypatch: pytes
     monkeypatch.setattr(resource, "getrlimit", lambda what: (256, 256))
     monkeypatch.setattr(resource, "setrlimit", lambda what, limits: None)  # not this process's own
     with socket.create_server(("localhost", 0)) as sock:
-        one = Listener(sock, KEY, "test")
+        one = ConnectionListener(sock, KEY, "test")
     assert (one.most_unproven, one.most) == (32, 128)

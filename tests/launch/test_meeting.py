@@ -25,7 +25,7 @@ from phalanx.launch.key import Key
 from phalanx.launch.lines import CHALLENGE_BYTES, MAGIC
 from phalanx.launch.meeting import Meeting
 from phalanx.launch.rank_store import RankStore, StoreServer
-from phalanx.launch.rounds import Change, Round
+from phalanx.launch.rounds import Round, RoundChange
 
 KEY = Key(b"of these tests")
 LONG = 20.0
@@ -63,7 +63,7 @@ class Seat:
     def get(self, key: str, seconds: float = LONG) -> str | None:
         return self.until(lambda: self.meeting.get(key), seconds)
 
-    def change(self, seconds: float = LONG) -> Change | None:
+    def change(self, seconds: float = LONG) -> RoundChange | None:
         return self.until(self.meeting.changed, seconds)
 
     def until(self, known: Callable[[], Any], seconds: float = LONG) -> Any:
@@ -78,7 +78,7 @@ class Seat:
             time.sleep(LONG)
             os._exit(0)
 
-    def compute(self, seconds: float) -> Change | None:
+    def compute(self, seconds: float) -> RoundChange | None:
         """Never let go of the interpreter, but for what it takes itself."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
@@ -203,7 +203,7 @@ def test_hosts_agree_who_is_in_and_share_a_new_store_each_round(host: Callable[.
     assert [one.answer() for one in [one.start("read_store") for one in (a, b, c)]] == ["1"] * 3
     b.ask("failed", "rank 3 raised KeyError")
     for one in (a, b, c):
-        assert one.ask("change") == Change("host b failed: rank 3 raised KeyError", urgent=True)
+        assert one.ask("change") == RoundChange("host b failed: rank 3 raised KeyError", urgent=True)
     second = meet(c, a, b)
     assert (second.generation, second.hosts) == (2, first.hosts)
     assert second.port != first.port
@@ -215,7 +215,7 @@ def test_a_killed_host_is_noticed_although_its_ranks_still_hold_on(host: Callabl
     c.ask("fork")
     c.end()
     for one in (a, b):
-        assert one.ask("change") == Change("host c was lost: its connection broke", urgent=True)
+        assert one.ask("change") == RoundChange("host c was lost: its connection broke", urgent=True)
     again = meet(b, a)
     assert (again.generation, again.hosts) == (2, ["a", "b"])
 
@@ -241,10 +241,10 @@ def test_survivors_of_the_receptions_host_meet_again(host: Callable[..., Host]) 
 def test_the_reception_moves_when_its_host_leaves(host: Callable[..., Host]) -> None:
     a, b, c = in_turn(host, 2, 3, "abc")
     a.ask("leave", "stopped by the user")
-    assert [one.ask("change") for one in (b, c)] == [Change("host a left: stopped by the user", urgent=True)] * 2
+    assert [one.ask("change") for one in (b, c)] == [RoundChange("host a left: stopped by the user", urgent=True)] * 2
     assert meet(b, c).hosts == ["b", "c"]
     d = host("d", 2, 3).start("next")
-    assert [one.ask("change") for one in (b, c)] == [Change("host d wants to join", urgent=False)] * 2
+    assert [one.ask("change") for one in (b, c)] == [RoundChange("host d wants to join", urgent=False)] * 2
     b.start("next")
     c.start("next")
     again = met(b, c, d)
@@ -261,7 +261,7 @@ def test_a_round_goes_on_when_the_lost_host_had_only_its_reception(host: Callabl
     a.end()
     assert [one.answer() for one in [one.start("change", 2.0) for one in (b, c)]] == [None, None]
     c.ask("failed", "rank 3")
-    assert b.ask("change") == Change("host c failed: rank 3", urgent=True)
+    assert b.ask("change") == RoundChange("host c failed: rank 3", urgent=True)
     assert b.ask("get", "resume") == "step 40"
     assert meet(b, c).generation == 2
 
@@ -279,7 +279,7 @@ def test_a_stopped_host_is_given_up_and_told_so(host: Callable[..., Host]) -> No
     assert change is not None
     assert change.urgent
     c.start("next")
-    assert [one.ask("change") for one in (a, b)] == [Change("host c wants to join", urgent=False)] * 2
+    assert [one.ask("change") for one in (a, b)] == [RoundChange("host c wants to join", urgent=False)] * 2
     a.start("next")
     b.start("next")
     again = met(a, b, c)
@@ -383,7 +383,7 @@ def test_too_few_hosts_are_told_who_came(host: Callable[..., Host]) -> None:
         ({"name": "other"}, "host b came for run 'other', but the meeting, opened by host a, is for run 'run'"),
         ({"max_nodes": 3}, "host b came for nodes [2, 3], but the meeting, opened by host a, is for nodes [2, 2]"),
         ({"key_of": "another"}, "is for those who know another key than host b. Give all hosts the same --run folder"),
-        ({"version": 0}, "host b speaks version 0 of the meeting's protocol and host a version 2. Install the same"),
+        ({"version": 0}, "host b speaks version 0 of the meeting's protocol and host a version 3. Install the same"),
     ],
 )
 def test_hosts_that_do_not_belong_are_refused(host: Callable[..., Host], settings: dict[str, Any], words: str) -> None:

@@ -24,7 +24,7 @@ SAID: list[Message] = [
     messages.Evicted("silent"),
     messages.Refused("use", "größer"),
     messages.Farewell(),
-    messages.Beat(),
+    messages.Heartbeat(),
 ]
 
 
@@ -47,7 +47,7 @@ def news(**other: Any) -> bytes:
     [
         b"[" * 200_000, b"{" * 1_000, b"\xff", b"", b"7", b"[]", b"null", b'["Book", {}]', b'["Join", {}]',
         b'["Join", []]',
-        b'[["Join"], {}]', b'["Beat", {"mood": 1}]', b'["Leave", {"why": NaN}]', b"1" * 5_000,
+        b'[["Join"], {}]', b'["Heartbeat", {"mood": 1}]', b'["Leave", {"why": NaN}]', b"1" * 5_000,
         join(ranks=True), join(ranks=0), join(ranks="2"), join(port=0), join(port=1 << 16), join(waited=float("nan")),
         join(waited=1e300), join(address=["a"]), join(address=""), join(after=-1), join(after=1 << 60), join(extra=1),
         news(hosts=7), news(hosts=["a", ["b"]]), news(hosts=["a", "a"]), news(ranks=[2]), news(ranks=[2, 0]),

@@ -47,7 +47,7 @@ def say(reception: Reception, *payloads: bytes) -> tuple[Line, list[Message]]:
 
 
 def heard(line: Line) -> list[Message]:
-    return [message for message in map(decoded, line.receive()) if not isinstance(message, messages.Beat)]
+    return [message for message in map(decoded, line.receive()) if not isinstance(message, messages.Heartbeat)]
 
 
 def hello(book: Book, **other: Any) -> bytes:

@@ -16,14 +16,14 @@ from phalanx.checkpoint.slot import new_memory
 from phalanx.errors import WrongUse
 from phalanx.launch import beats
 from phalanx.launch.beats import ARRIVED, Beat
-from phalanx.launch.local import Outcome
+from phalanx.launch.local import HostOutcome
 from phalanx.launch.supervisor import Host, Supervisor
 from phalanx.run import Run
 
 
 def supervised(
     path: Path, program: Callable[[Host], Any], ranks: int = 2, **options: Any
-) -> tuple[Outcome, Supervisor]:
+) -> tuple[HostOutcome, Supervisor]:
     run = Run(path)
     run.path.mkdir(exist_ok=True)
     supervisor = Supervisor(run, ranks, new_memory, **options)

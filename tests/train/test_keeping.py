@@ -257,7 +257,7 @@ def test_the_last_save_does_not_wait_for_one_that_failed(ranks: Ranks, tmp_path:
 MOMENTS = {
     "staging": (Slot, "seal", 1),
     "sealing": (Slot, "_mark", 2),
-    "writing": (write.Part, "_note", 3),
+    "writing": (write.PartWriter, "_note", 3),
     "between a file and its description": (write, "check_file", 1),
     "committing": (store_of, "sync_folder", 1),
     "appearing": (os, "rename", 4),

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.watch.output import Stream
+from phalanx.watch.output import OutputStream
 
 
 @pytest.fixture
@@ -21,7 +21,7 @@ def test_a_full_disk_is_remembered(descriptor: int) -> None:
     full = os.open("/dev/full", os.O_WRONLY)
     os.dup2(full, descriptor)
     os.close(full)
-    stream = Stream(descriptor, open(os.devnull))  # noqa: SIM115
+    stream = OutputStream(descriptor, open(os.devnull))  # noqa: SIM115
     print("words", file=stream, flush=True)
     assert stream.lost() == "No space left on device"
     stream.before.close()
@@ -32,7 +32,7 @@ def test_a_reader_that_left_is_no_loss(descriptor: int) -> None:
     reading, writing = os.pipe()
     os.dup2(writing, descriptor)
     os.close(writing)
-    stream = Stream(descriptor, open(os.devnull))  # noqa: SIM115
+    stream = OutputStream(descriptor, open(os.devnull))  # noqa: SIM115
     print("one", file=stream, flush=True)
     assert os.read(reading, 10) == b"one\n"
     os.close(reading)
@@ -48,7 +48,7 @@ def test_a_descriptor_that_does_not_block_is_waited_for(descriptor: int) -> None
     os.dup2(writing, descriptor)
     os.close(writing)
     os.set_blocking(descriptor, False)
-    stream = Stream(descriptor, open(os.devnull))  # noqa: SIM115
+    stream = OutputStream(descriptor, open(os.devnull))  # noqa: SIM115
     text, read = "x" * (1 << 18), bytearray()
 
     def reader() -> None:
@@ -68,7 +68,7 @@ def test_a_descriptor_that_does_not_block_is_waited_for(descriptor: int) -> None
 
 def test_a_stream_that_was_closed_writes_nowhere(descriptor: int, tmp_path: Path) -> None:
     os.close(descriptor)
-    stream = Stream(descriptor, None)
+    stream = OutputStream(descriptor, None)
     print("größe \udce9", file=stream, flush=True)
     assert stream.lost() == ""
     os.close(descriptor)

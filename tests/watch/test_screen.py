@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import io
+from dataclasses import dataclass, field
 
 import pytest
-from torch import nn
+import torch
 
-import phalanx
 from phalanx.watch import screen as screen_room
 from phalanx.watch.screen import Screen, memory_bytes
-from tests.ranks import Ranks
-from tests.tasks import Digits
+
+CPU = torch.device("cpu")
 
 
 class Terminal(io.StringIO):
@@ -19,87 +19,78 @@ class Terminal(io.StringIO):
         return True
 
 
+@dataclass
+class Stepped:
+    step: int
+    loss: float = 1.5
+    losses: dict[str, float] = field(default_factory=dict)
+    turn: str = ""
+    skipped: bool = False
+    count: float = 80.0
+    slots: int = 8
+
+
 def show(out: io.StringIO) -> str:
-    with phalanx.Engine(Digits(), phalanx.Layout(zero=2), device="cpu") as engine:
-        screen = Screen(engine, out)
-        screen.start()
-        for batch in engine.batches():
-            screen.step(engine.step(batch))
-        screen.evaluation(5, {"loss": 0.5})
-        assert memory_bytes(engine.device) > 1 << 20
+    screen = Screen(6, "samples", CPU, out)
+    screen.table({"layout": "dp=1", "memory": "1 KiB"}, ["zero=2 has no effect"])
+    for step in range(6):
+        screen.step(Stepped(step))
+    screen.evaluation(5, {"loss": 0.5})
     return out.getvalue()
 
 
 def test_a_terminal_gets_one_live_line() -> None:
     text = show(Terminal())
-    live = text.split("\n")[6]
-    assert live.startswith("\r")
-    assert "step 6/6" in text
-    assert "samples/s" in text
-    assert "GiB" in text
-    assert "left" in text
+    assert text.split("\n")[3].startswith("\r")
+    assert text.count("\n") == 5
+    for word in ("step 6/6", "samples/s", "GiB", "left"):
+        assert word in text
+    assert memory_bytes(CPU) > 1 << 20
 
 
 def test_elsewhere_it_is_a_line_every_so_many_steps() -> None:
     lines = show(io.StringIO()).splitlines()
-    facts = ["layout", "model", "memory", "batch", "dtypes", "note"]
-    assert [line.split()[0] for line in lines[:6]] == facts
-    assert "parameter float32 | compute float32" in lines[4]
-    assert "zero=2 has no effect" in lines[5]
-    assert [line.split()[2] for line in lines[6:12]] == [f"{step}/6" for step in range(1, 7)]
-    assert lines[12].startswith("held out")
+    assert lines[:3] == [" layout  dp=1", " memory  1 KiB", "   note  zero=2 has no effect"]
+    assert [line.split()[2] for line in lines[3:9]] == [f"{step}/6" for step in range(1, 7)]
+    assert lines[9] == "held out after step 6: loss 0.5000"
 
 
 def test_a_long_run_has_about_twenty_lines() -> None:
-    with phalanx.Engine(Digits(steps=1000), device="cpu") as engine:
-        screen, metrics = Screen(engine, out := io.StringIO()), engine.step(next(engine.batches()))
-        for step in range(1000):
-            metrics.step = step
-            screen.step(metrics)
+    screen = Screen(1000, "samples", CPU, out := io.StringIO())
+    for step in range(1000):
+        screen.step(Stepped(step))
     assert [line.split()[2] for line in out.getvalue().splitlines()] == [f"{n}/1000" for n in range(50, 1001, 50)]
 
 
-def test_rate_and_time_left_are_of_the_same_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("counts", "rate"), [("samples", "16 samples/s"), ("tokens", "160 tokens/s")])
+def test_rate_and_time_left_are_of_the_same_steps(counts: str, rate: str, monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
     monkeypatch.setattr(screen_room.time, "monotonic", lambda: now)
-    with phalanx.Engine(Digits(steps=1000), device="cpu") as engine:
-        metrics = engine.step(next(engine.batches()))
-        screen = Screen(engine, out := io.StringIO())
-        for step in range(100):
-            now += 10.0 if step < 40 else 0.5  # slow at first: it compiles, or reads
-            metrics.step = step
-            screen.step(metrics)
+    screen = Screen(1000, counts, CPU, out := io.StringIO())
+    for step in range(100):
+        now += 10.0 if step < 40 else 0.5  # slow at first: it compiles, or reads
+        screen.step(Stepped(step))
     last = out.getvalue().splitlines()[-1]
     assert "step 100/1000" in last
-    assert "16 samples/s" in last  # 8 a step of half a second
+    assert rate in last  # 8 samples, or 80 tokens, a step of half a second
     assert "7:30 left" in last  # 900 steps of that
 
 
-class Frozen(Digits):
-    def model(self) -> nn.Module:
-        model = super().model()
-        model[0].requires_grad_(False)
-        return model
+def test_losses_by_name_and_by_turn() -> None:
+    screen = Screen(4, "samples", CPU, out := io.StringIO())
+    screen.step(Stepped(0, turn="critic"))
+    screen.step(Stepped(1, turn="actor", skipped=True))
+    screen.step(Stepped(2, losses={"a": 1.0, "b": 0.5}))
+    first, second, third = out.getvalue().splitlines()
+    assert "critic 1.5000" in first
+    assert "critic 1.5000  actor skipped: not finite" in second
+    assert "loss 1.5000 (a 1.0000, b 0.5000)" in third
 
 
-def test_what_is_said_of_frozen_weights_and_of_one() -> None:
-    with phalanx.Engine(Frozen(), device="cpu") as engine:
-        Screen(engine, out := io.StringIO()).start()
-    text = out.getvalue()
-    assert "131 weights, 51 of them trainable" in text
-    assert "dp=1 on 1 rank, CPU" in text
-    assert "8 samples as 1 micro-batch a step" in text
-    assert "weights 524 B, gradients 204 B, optimizer 408 B" in text
-    for word in ("detection", "1 micro-batches", "x cpu", " 1 weights"):
-        assert word not in text
-
-
-def shards() -> str:
-    with phalanx.Engine(Frozen(), "fsdp=2", device="cpu") as engine:
-        Screen(engine, out := io.StringIO()).start()
-    return out.getvalue()
-
-
-def test_frozen_weights_are_updated_by_nobody(ranks: Ranks) -> None:
-    told = ranks(2, shards)[0]
-    assert "34 of them updated by rank 0" in told  # 2 rows of 3, 16 wide, and 2 biases
+def test_a_reader_that_left_does_not_end_the_training() -> None:
+    out = io.StringIO()
+    screen = Screen(4, "samples", CPU, out)
+    out.close()
+    screen.step(Stepped(0))
+    screen.note("nobody reads this")
+    assert not screen.open

@@ -134,7 +134,7 @@ class ByRename(Commits):
 
 
 @dataclass(frozen=True)
-class Entry:
+class LogEntry:
     """All that is committed, and by which generation the next may be."""
 
     generation: int = 0
@@ -156,7 +156,7 @@ class ByLog(Commits):
 
     def fence(self, generation: int) -> None:
         self.check(generation)
-        self._append(generation, lambda entry: Entry(generation, entry.steps), begins=True)
+        self._append(generation, lambda entry: LogEntry(generation, entry.steps), begins=True)
         for folder in self.unfinished():
             if int(folder.rpartition(".")[2]) < generation:
                 self.store.remove(folder)
@@ -177,16 +177,16 @@ class ByLog(Commits):
         with self.store.write(f"{folder}/{MANIFEST}") as out:
             out.write(content)
 
-        def added(entry: Entry) -> Entry:
+        def added(entry: LogEntry) -> LogEntry:
             if step in entry.steps:
                 raise self._there_already(step)
-            return Entry(generation, {**entry.steps, step: folder})
+            return LogEntry(generation, {**entry.steps, step: folder})
 
         self._append(generation, added)
 
     def take_out(self, step: int, name: str | None = None) -> None:
         folder = self.folders()[step]
-        self._append(None, lambda e: Entry(e.generation, {s: f for s, f in e.steps.items() if s != step}))
+        self._append(None, lambda e: LogEntry(e.generation, {s: f for s, f in e.steps.items() if s != step}))
         if name is None:
             self.store.remove(folder)
         else:
@@ -195,7 +195,7 @@ class ByLog(Commits):
     def close(self, generation: int) -> None:
         """The number of the last generation stays in the log."""
 
-    def _append(self, generation: int | None, change: Callable[[Entry], Entry], begins: bool = False) -> None:
+    def _append(self, generation: int | None, change: Callable[[LogEntry], LogEntry], begins: bool = False) -> None:
         """Add an entry after the newest, as ``generation`` if it still may; again if somebody else was first."""
         while True:
             number, entry = self._newest()
@@ -220,18 +220,18 @@ class ByLog(Commits):
     def _numbers(self) -> list[int]:
         return [int(name) for name in self.store.names(LOG) if re.fullmatch(r"\d{8}", name)]
 
-    def _newest(self) -> tuple[int, Entry]:
+    def _newest(self) -> tuple[int, LogEntry]:
         """The last entry and its number; before there is one, what checkpoints were there without."""
         number = max(self._numbers(), default=0)
         if not number:
             found = {int(name[5:]): name for name in self.store.names() if re.fullmatch(r"step-\d+", name)}
-            return 0, Entry(0, {s: name for s, name in found.items() if self.store.exists(f"{name}/{MANIFEST}")})
+            return 0, LogEntry(0, {s: name for s, name in found.items() if self.store.exists(f"{name}/{MANIFEST}")})
         try:
             found = json.loads(self.store.read(f"{LOG}/{number:08d}"))
             steps = {int(step): str(folder) for step, folder in found["steps"].items()}
             if not all(re.fullmatch(rf"{name_of(step)}(\.\d+)?", folder) for step, folder in steps.items()):
                 raise ValueError("it names a folder that is no checkpoint's")
-            return number, Entry(int(found["generation"]), steps)
+            return number, LogEntry(int(found["generation"]), steps)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise CannotHere(
                 f"{self.store.url}/{LOG}/{number:08d}, which lists the checkpoints, cannot be understood: {error}. Put "

@@ -1,7 +1,7 @@
 """Writing a rank's part of a checkpoint: one safetensors file of checksummed chunks, and what it holds beside it.
 
-`Part` is a storage writer of torch.distributed.checkpoint, which each rank runs by itself: what a rank writes follows
-from the layout, so that nobody needs to be asked and a save in the background sends nothing.
+`PartWriter` is a storage writer of torch.distributed.checkpoint, which each rank runs by itself: what a rank writes
+follows from the layout, so that nobody needs to be asked and a save in the background sends nothing.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def _chunks(box: Box, tensor: Tensor) -> Iterator[tuple[Box, Tensor]]:
         yield box.rows(start, stop), tensor[start:stop]
 
 
-class Part(dcp.StorageWriter):
+class PartWriter(dcp.StorageWriter):
     """One rank's file in a checkpoint's folder."""
 
     def __init__(self, store: Store, folder: str, rank: int) -> None:
@@ -100,7 +100,7 @@ class Part(dcp.StorageWriter):
         return True
 
 
-class Given(dcp.SavePlanner):
+class GivenPlanner(dcp.SavePlanner):
     """A plan made of pieces whose places are known."""
 
     def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
@@ -130,9 +130,9 @@ def write_part(
     store: Store, folder: str, rank: int, given: Iterable[Piece], facts: dict[str, Any], numbers: dict[str, Any]
 ) -> Manifest:
     """Write a rank's part into an unfinished checkpoint's folder; on disk, and read back, when this returns."""
-    part = Part(store, folder, rank)
+    part = PartWriter(store, folder, rank)
     try:
-        dcp.save({"pieces": given}, storage_writer=part, planner=Given(), no_dist=True)
+        dcp.save({"pieces": given}, storage_writer=part, planner=GivenPlanner(), no_dist=True)
     except dcp.CheckpointException as error:
         for cause, _ in error.failures.values():
             if isinstance(cause, OSError):

@@ -22,7 +22,7 @@ from phalanx import counter
 from phalanx.data.kinds import check_rows, check_values, not_a_sample, unstackable
 from phalanx.data.order import Order, digest, leaf, share
 from phalanx.data.splitting import by_rows
-from phalanx.errors import WrongUse
+from phalanx.errors import WrongUse, may_pass
 from phalanx.processes import aside, die_with_parent
 from phalanx.traces import Traced, folded, whole
 
@@ -65,7 +65,7 @@ def sample_at(data: Any, index: int, seed: int, epoch: int = 0) -> Any:
 
 
 @dataclass(frozen=True)
-class Plan:
+class MicroBatchPlan:
     """What to read for one micro-batch."""
 
     epoch: int
@@ -80,7 +80,7 @@ class Reader(Dataset):
     def __init__(self, data: Any, collate: Callable[[Sequence[Any]], dict[str, Any]], seed: int, plain: bool) -> None:
         self.data, self.collate, self.seed, self.plain = data, collate, seed, plain
 
-    def __getitem__(self, plan: Plan) -> dict[str, Any] | WrongUse | Traced:
+    def __getitem__(self, plan: MicroBatchPlan) -> dict[str, Any] | WrongUse | Traced:
         what, samples = "", []
         try:
             if self.plain and by_rows(self.data):
@@ -100,11 +100,11 @@ class Reader(Dataset):
                 return found
             if isinstance(error, WrongUse):
                 return error
-            return Traced(f"{what}: {type(error).__name__}: {error}", folded(error), whole(error))
+            return Traced(f"{what}: {type(error).__name__}: {error}", folded(error), whole(error), may_pass(error))
 
     def read(self, index: int) -> dict[str, Any]:
         """One sample alone, as a batch."""
-        return _checked(self[Plan(0, np.array([index]), np.zeros(1, dtype=np.int64), True)])
+        return _checked(self[MicroBatchPlan(0, np.array([index]), np.zeros(1, dtype=np.int64), True)])
 
     def _sample(self, index: int, epoch: int) -> Any:
         sample = sample_at(self.data, index, self.seed, epoch)
@@ -139,7 +139,7 @@ class Loader:
         self.workers, self.pin = workers, pin
         self.reader = Reader(data, collate, order.seed, plain)
 
-    def plans(self, step: int, ids: np.ndarray) -> list[Plan]:
+    def plans(self, step: int, ids: np.ndarray) -> list[MicroBatchPlan]:
         """What this rank reads of a step's samples."""
         if self.leaves:
             ranges = [leaf(len(ids), len(self.leaves) * self.ranks, index) for index in self.leaves]
@@ -151,11 +151,11 @@ class Loader:
         """By rank and micro-batch, which slots of a step it computes."""
         return [share(slots, self.micro_batches, self.ranks, rank) for rank in range(self.ranks)]
 
-    def _plan(self, step: int, ids: np.ndarray, start: int, stop: int) -> Plan:
+    def _plan(self, step: int, ids: np.ndarray, start: int, stop: int) -> MicroBatchPlan:
         real = stop > start
         if not real:  # stand in with a neighbour's sample
             start, stop = (start, start + 1) if start < len(ids) else (start - 1, start)
-        return Plan(self.order.epoch(step), ids[start:stop], np.arange(start, stop), real)
+        return MicroBatchPlan(self.order.epoch(step), ids[start:stop], np.arange(start, stop), real)
 
     def first(self, step: int) -> MicroBatch:
         """A step's first micro-batch, whoever computes it."""
@@ -174,9 +174,9 @@ class Loader:
 
     def batches(self, start: int, stop: int) -> Iterator[StepBatch]:
         """The batches of steps ``start:stop``; beginning at any step costs the same."""
-        asked: deque[tuple[np.ndarray, list[Plan]]] = deque()
+        asked: deque[tuple[np.ndarray, list[MicroBatchPlan]]] = deque()
 
-        def upcoming() -> Iterator[Plan]:
+        def upcoming() -> Iterator[MicroBatchPlan]:
             for step in range(start, stop):
                 ids = self.order.ids(step)
                 asked.append((ids, self.plans(step, ids)))
@@ -193,7 +193,7 @@ class Loader:
         finally:
             del read  # ends the workers, also where an error's traceback would keep them
 
-    def _reading(self, plans: Iterator[Plan]) -> DataLoader:
+    def _reading(self, plans: Iterator[MicroBatchPlan]) -> DataLoader:
         options: dict[str, Any] = {"sampler": plans, "num_workers": self.workers, "pin_memory": self.pin}
         if self.workers:
             options |= {"prefetch_factor": 2, "multiprocessing_context": "fork", "worker_init_fn": _worker}

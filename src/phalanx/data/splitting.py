@@ -16,7 +16,7 @@ from phalanx.data.order import permute
 from phalanx.errors import WrongUse
 
 
-class Part:
+class Split:
     """Some of a data set's samples: those that a keyed permutation puts into places ``start`` to ``stop``."""
 
     def __init__(self, data: Any, start: int, stop: int, seed: int) -> None:
@@ -42,10 +42,10 @@ class Part:
 
 def by_rows(data: Any) -> bool:
     """Whether data gives many samples at once: arrays, and parts of them."""
-    return isinstance(data, Arrays) or (isinstance(data, Part) and by_rows(data.data))
+    return isinstance(data, Arrays) or (isinstance(data, Split) and by_rows(data.data))
 
 
-def split(data: Any, held_out: float | int = 0.1, seed: int = 0) -> tuple[Part, Part]:
+def split(data: Any, held_out: float | int = 0.1, seed: int = 0) -> tuple[Split, Split]:
     """The samples to train on and those to evaluate on: a fraction of all, or so many if it is a whole number.
 
     The same data and seed always give the same division, so call it in both methods of a task:
@@ -58,4 +58,4 @@ def split(data: Any, held_out: float | int = 0.1, seed: int = 0) -> tuple[Part, 
             f"split(held_out={held_out}) of {size:,} samples leaves one part empty. Give a fraction between 0 and 1, "
             f"such as 0.1, or a number of samples from 1 to {size - 1:,}."
         )
-    return Part(data, 0, size - count, seed), Part(data, size - count, size, seed)
+    return Split(data, 0, size - count, seed), Split(data, size - count, size, seed)

@@ -9,20 +9,8 @@ from pathlib import Path
 import torch.distributed as dist
 
 from phalanx.errors import CannotHere, WrongUse
+from phalanx.torch_errors import About, is_about
 from phalanx.traces import Traced
-
-LOST, WAITED = "lost its connection", "waited for another rank"
-SPOILT = "cannot compute, since the task's file does when it is imported"
-IN_A_FORK = ("fork-based multiprocessing", "re-initialize CUDA in forked")
-"""Words of torch, where a process was forked from one that had computed."""
-TIMED_OUT = ("imed out", "timing out", "operation timeout", "wait timeout")
-"""Words of gloo, of NCCL's watchdog and of a store."""
-GONE = (
-    "Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection was likely closed",
-    "ncclRemoteError", "remote process exit", "communicator was aborted", "ncclCommAbort",
-)  # fmt: skip
-"""Words of gloo, of NCCL and of a store, where another rank or its process is not there any more."""
-
 
 COUNTED = Path("/proc/vmstat")
 """Where Linux counts, for the whole machine, what it does about memory."""
@@ -32,24 +20,44 @@ def reason(error: Exception) -> str:
     """One line on an error."""
     text = str(error)
     first = text.splitlines()[0] if text else ""
-    if isinstance(error, (WrongUse, CannotHere)):
+    if _refused(error):
         return text
-    if any(words in text for words in IN_A_FORK):
-        return f"{SPOILT} ({first[:80]}). Move that into model() or data(), or under a main guard"
-    if isinstance(error, RuntimeError) and any(words in text for words in TIMED_OUT):  # also where NCCL then aborted
-        return f"{WAITED} until its time was up ({first[:80]}); look at the others first"
-    if isinstance(error, dist.DistNetworkError) or (
-        isinstance(error, RuntimeError) and any(words in text for words in GONE)
-    ):
-        return f"{LOST} to a rank that ended"
+    if is_about(error, About.FORK):
+        return (
+            f"cannot compute, since the task's file does when it is imported ({first[:80]}). Move that into model() or "
+            "data(), or under a main guard"
+        )
+    if _waited(error):
+        return f"waited for another rank until its time was up ({first[:80]}); look at the others first"
+    if _lost(error):
+        return "lost its connection to a rank that ended"
     if isinstance(error, Traced):
         return first
     return f"{type(error).__name__}: {first}" if text else type(error).__name__
 
 
-def secondary(said: str) -> bool:
-    """Whether something happened to another rank, by what one says."""
-    return said.startswith((LOST, WAITED))
+def secondary(error: Exception) -> bool:
+    """Whether something happened to another rank, which this one lost or waited for."""
+    return not _refused(error) and (_waited(error) or _lost(error))
+
+
+def worker_killed(error: Exception) -> bool:
+    """Whether a process that reads data for this one was killed."""
+    return not _refused(error) and is_about(error, About.WORKER)
+
+
+def _refused(error: Exception) -> bool:
+    return isinstance(error, (WrongUse, CannotHere))
+
+
+def _waited(error: Exception) -> bool:
+    """Also where NCCL then aborted."""
+    return isinstance(error, RuntimeError) and is_about(error, About.WAITED)
+
+
+def _lost(error: Exception) -> bool:
+    gone = isinstance(error, RuntimeError) and is_about(error, About.GONE)
+    return gone or isinstance(error, dist.DistNetworkError)
 
 
 def ended_by(number: int, starved: bool | None = None) -> tuple[str, bool]:

@@ -27,7 +27,7 @@ BREATH = 0.1
 """Seconds without accepting, when this process is out of file descriptors."""
 
 
-class Listener:
+class ConnectionListener:
     """Accepts; `admitted` gives those that have proven themselves."""
 
     def __init__(self, sock: socket.socket, key: Key, purpose: str, expected: int = 0, largest: int = LARGEST) -> None:

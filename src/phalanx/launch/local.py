@@ -27,7 +27,7 @@ import torch
 
 from phalanx import traces
 from phalanx.cluster import cores, threads
-from phalanx.errors import CannotHere, WrongUse
+from phalanx.errors import CannotHere, WrongUse, may_pass
 from phalanx.launch import blame, environment, network
 from phalanx.launch.key import Key
 from phalanx.launch.lines import not_for_children
@@ -66,10 +66,14 @@ class Failure:
     """It lost sight of other ranks: something happened to those."""
     stuck: bool = False
     """It did not end, and did not go on either."""
+    worker_killed: bool = False
+    """Not it, but a process that reads data for it."""
+    may_pass: bool = False
+    """It failed by storage or a network."""
 
 
 @dataclass
-class Outcome:
+class HostOutcome:
     """How a job on this machine ended: what rank 0 returned, or who failed, the first to fail first."""
 
     result: Any = None
@@ -116,7 +120,7 @@ def run_ranks(
     ranks: int | World,
     look: Look | None = None,
     stop: Stop | None = None,
-) -> Outcome:
+) -> HostOutcome:
     """Run ``program`` on this host's ranks and wait for all of them.
 
     SIGTERM, SIGINT and SIGHUP are handed on to the ranks, which have the time that ``stop`` gives them to end well,
@@ -188,7 +192,7 @@ def _write(pipe: int, number: int) -> None:
 
 def _supervise(
     processes: list[BaseProcess], pipes: list[Connection], asked: int, first: int, look: Look | None, stop: Stop
-) -> Outcome:
+) -> HostOutcome:
     """Wait for every rank; once one has failed, for the others' own reports and no longer."""
     running = dict(enumerate(processes, first))
     open_pipes = dict(enumerate(pipes, first))
@@ -229,14 +233,14 @@ def _supervise(
                 failures[seen.rank] = seen
                 break
             if seen:
-                return Outcome(over=seen)
+                return HostOutcome(over=seen)
     if not failures:
         if running and stop.given:
             stop.cut_short = stop.cut_short or f"after the {stop.given:g} s of --grace"
-        return Outcome(result=None if running else reports.get(first))
+        return HostOutcome(result=None if running else reports.get(first))
     silent = [Failure(rank, float("inf"), "was stopped") for rank in running if rank not in failures]
     ordered = sorted(failures.values(), key=lambda f: (f.secondary, not f.by_signal, f.when)) + silent
-    return Outcome(failures=ordered)
+    return HostOutcome(failures=ordered)
 
 
 def _hand_on(process: BaseProcess, number: int) -> None:
@@ -256,6 +260,15 @@ def _failure(rank: int, exitcode: int, report: Any, starved: int | None) -> Fail
     if exitcode:
         return Failure(rank, time.monotonic(), f"left with exit code {exitcode}")
     return None
+
+
+def _raised(rank: int, error: Exception) -> Failure:
+    final = isinstance(error, (WrongUse, CannotHere))
+    return Failure(
+        rank, time.monotonic(), blame.reason(error), traces.folded(error), traces.whole(error),
+        code=error.exit_code if isinstance(error, (WrongUse, CannotHere)) else 1, final=final,
+        secondary=blame.secondary(error), worker_killed=blame.worker_killed(error), may_pass=may_pass(error),
+    )  # fmt: skip
 
 
 def _end(processes: list[BaseProcess]) -> None:
@@ -286,13 +299,7 @@ def _rank(program: Callable[[], Any], local: int, world: World, pipe: Connection
         torch.set_num_threads(threads(max(1, cores() // ranks)))
         pipe.send_bytes(pickle.dumps(program()))
     except Exception as error:
-        code = error.exit_code if isinstance(error, (WrongUse, CannotHere)) else 1
-        reason = blame.reason(error)
-        failure = Failure(
-            rank, time.monotonic(), reason, traces.folded(error), traces.whole(error), code=code,
-            final=isinstance(error, (WrongUse, CannotHere)), secondary=blame.secondary(reason),
-        )  # fmt: skip
-        pipe.send_bytes(pickle.dumps(failure))
+        pipe.send_bytes(pickle.dumps(_raised(rank, error)))
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)  # not through destructors that would wait for the others

@@ -22,17 +22,17 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
 from phalanx.errors import CannotHere, WrongUse
 from phalanx.launch import messages, network
-from phalanx.launch.key import VARIABLE, Key
 from phalanx.launch.lines import Line, not_for_children, ready
 from phalanx.launch.messages import Book, Message, Unreadable, decoded, encoded, shortened
 from phalanx.launch.reception import BEATS, PURPOSE, TICK, VERSION, Reception
-from phalanx.launch.rounds import Change, Round
+from phalanx.launch.rounds import Round, RoundChange
+from phalanx.launch.seat import Seat
 
 PATIENT = 6
 """So many times longer than for a member's word is waited for a greeting: a meeting whose host is stopped may go on."""
@@ -40,40 +40,15 @@ TURNED_AWAY = 1.0
 """Seconds without once being let in, after which it was no accident."""
 
 
-class Meeting:
-    """One host's seat. ``next()`` waits for a round, ``changed()`` says when it is over, ``leave()`` ends it all."""
+class Meeting(Seat):
+    """A host's seat, taken: ``next()`` awaits a round, ``changed()`` says when it is over, ``leave()`` ends it all."""
 
-    def __init__(
-        self, address: str, *, key: Key, name: str, ranks: int, min_nodes: int, max_nodes: int, host: str | None = None,
-        patience: float = 600.0, last_call: float = 10.0, silence: float = 5.0, terms: Mapping[str, Any] | None = None,
-        interface: str | None = None,
-    ) -> None:  # fmt: skip
-        """``key``: who does not know it is not let in.
-
-        ``last_call``: how long the first round waits for one more host, if there are enough but not all.
-
-        ``terms``: what else all hosts must agree on. ``interface``: through which others reach this host; by default
-        the one that reaches the meeting.
-        """
-        if not 1 <= min_nodes <= max_nodes:
-            raise WrongUse(f"at least {min_nodes} and at most {max_nodes} nodes cannot be. Ask for 1 <= min <= max.")
-        if ranks < 1:
-            raise WrongUse(f"host brings {ranks} ranks. Bring at least one.")
-        if silence < 5 * TICK:
-            raise WrongUse(f"a host cannot be given up after {silence:g} s of silence. Wait at least {5 * TICK:g} s.")
-        self.address = address
-        self._at, self._port = network.parse(address)
-        self.name, self.ranks, self.host = name, ranks, host or socket.gethostname()
-        self.patience, self.last_call, self.silence = patience, last_call, silence
-        agreed = {"run": name, "nodes": [min_nodes, max_nodes], "silence": silence, **(terms or {})}
-        self.key, self._terms = key, {what: repr(value) for what, value in agreed.items()}
-        self.least, self._max = min_nodes, max_nodes
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self._token, self._pid = secrets.token_hex(8), os.getpid()
         self._book = Book()
         self._finished: str | None = None
         self._reception: Reception | None = None
-        self.interface = interface
-        self._way = network.Way(socket.AF_INET, "", "", "")
         # between the caller and the thread: each of these is written whole, by one of them, and needs no lock
         self._wish: dict[str, Any] | None = None
         self._outbox: deque[Message] = deque()
@@ -90,7 +65,6 @@ class Meeting:
         self._welcomed = self._farewell = self._introduced = False
         self._server, self._heard, self._beat = "", time.monotonic(), 0.0
         self._taken = self._mute = self._away = self._dial_again = 0.0
-        self._met = False
 
     def next(self, after: int = 0, asked: Callable[[], bool] | None = None) -> Round | None:
         """Wait for a round, of a generation larger than ``after``. None: ``asked()`` said that somebody wants to stop.
@@ -100,7 +74,7 @@ class Meeting:
         if self.finished is not None:
             raise CannotHere(f"run {self.name!r} is finished: {self.finished}. There is nothing left to do.")
         began = time.monotonic()
-        door = self._new_door(asked)
+        door = self.new_door(asked)
         if door is None:
             return None
         self._refusal = None
@@ -117,13 +91,13 @@ class Meeting:
                 if asked is not None and asked():
                     return None
                 if time.monotonic() - began > self.patience + (self.silence if self._welcomed else 0):
-                    raise CannotHere(self._nobody())
+                    raise self.nobody()
                 self._news.wait(0.1)
                 self._news.clear()
             book = self._book
             node = book.hosts.index(self.host)
             listening = None if node else door.dup()
-            through = self._way.interface
+            through = self.way.interface
             address = network.scoped(book.address, through)
             return Round(book.generation, node, book.hosts, book.ranks, address, book.port, through, listening)
         finally:
@@ -138,19 +112,19 @@ class Meeting:
             return self._reception.awaited()
         if not self._welcomed:
             return f"waits for the host that opens the meeting at {self.address}: nobody answers there yet"
-        return f"waits at host {self._server}, which says for whom, until {self.least} or more are there"
+        return f"waits at host {self._server}, which says for whom, until {self.min_nodes} or more are there"
 
-    def changed(self) -> Change | None:
+    def changed(self) -> RoundChange | None:
         """Whether this round is over; cheap, to be asked often."""
         book, age = self._book, time.monotonic() - self._heard
         if book.over:
-            return Change(book.over, book.urgent)
+            return RoundChange(book.over, book.urgent)
         if age > self.silence and book.finished is None:  # also right after this process was stopped for a while
-            return Change(
+            return RoundChange(
                 f"host {self.host} has heard nothing from the meeting at {self.address} for {age:.1f} s", True
             )
-        if book.wanted and len(book.hosts) < self._max:
-            return Change(f"host {book.wanted} wants to join", False)
+        if book.wanted and len(book.hosts) < self.max_nodes:
+            return RoundChange(f"host {book.wanted} wants to join", False)
         return None
 
     def failed(self, reason: str) -> None:
@@ -202,29 +176,6 @@ class Meeting:
         with suppress(OSError):  # full: it has been rung already
             self._ring.send(b"!")
 
-    def _new_door(self, asked: Callable[[], bool] | None) -> socket.socket | None:
-        """A socket for the ranks' store, should this host become node 0. Also finds the way to the meeting anew.
-
-        A host that was in and has lost its network, and perhaps its names, waits for it; None: it was asked to stop.
-        """
-        deadline = time.monotonic() + self.patience
-        while True:
-            try:
-                self._way = network.way_to(self._at, self._port, self.interface)
-                return network.listen(self._way.own, interface=self._way.interface)
-            except socket.gaierror as error:
-                why = f"host {self._at!r} is not known here ({error}). Give the meeting a name or an IP."
-            except OSError as error:
-                why = (
-                    f"no network of this host leads to the meeting at {self.address} ({error.strerror or error}). "
-                    "Bring one up, or give an address that can be reached."
-                )
-            if not self._met or time.monotonic() > deadline:
-                raise CannotHere(why) from None
-            if asked is not None and asked():
-                return None
-            time.sleep(0.5)
-
     # from here on: the thread
 
     def _attend(self) -> None:
@@ -243,11 +194,11 @@ class Meeting:
             self._line.close(patience=1.0)
 
     def _dial(self) -> None:
-        way = self._way
+        way = self.way
         sock = socket.socket(way.family)
         sock.settimeout(1.0)
         try:
-            sock.connect(network.sockaddr(way.to, self._port, way.interface))
+            sock.connect(network.sockaddr(way.to, self.port, way.interface))
             if sock.getsockname() == sock.getpeername():  # a port nobody listens at can be connected to itself
                 raise ConnectionRefusedError
         except OSError:
@@ -265,13 +216,13 @@ class Meeting:
         if self._reception is not None:
             return
         try:
-            door = network.listen(self._way.to, self._port, self._way.interface)
+            door = network.listen(self.way.to, self.port, self.way.interface)
         except OSError as error:
             if error.errno not in (errno.EADDRINUSE, errno.EADDRNOTAVAIL):  # another's turn: it will answer soon
                 self._refuse(CannotHere(f"cannot open a meeting at {self.address}: {error}. Choose another port."))
             return
         self._reception = Reception(
-            door, self.key, self.host, self._terms, (self.least, self._max), self.silence, self.last_call
+            door, self.key, self.host, self.agreed, (self.min_nodes, self.max_nodes), self.silence, self.last_call
         )
 
     def _converse(self, line: Line) -> None:
@@ -287,31 +238,31 @@ class Meeting:
             return
         if line.proven and not self._introduced:
             self._introduced, self._mute, self._away = True, 0.0, 0.0
-            line.send(encoded(messages.Hello(VERSION, self.host, self._token, self._terms, self._book)))
-        if line.broken and not line.proven and (line.tried or self._met):
+            line.send(encoded(messages.Hello(VERSION, self.host, self._token, self.agreed, self._book)))
+        if line.broken and not line.proven and (line.tried or self.met):
             self._away = self._away or now
-            if not self._met and now - self._away > TURNED_AWAY:
-                self._refuse(self._turned_away())
+            if not self.met and now - self._away > TURNED_AWAY:
+                self._refuse(self.turned_away())
             else:
                 self._hang_up("")
                 self._dial_again = now + TURNED_AWAY / 10
         elif line.strange:
-            self._refuse(self._stranger())
+            self._refuse(self.stranger())
         elif line.broken:
             self._hang_up("its connection broke, and it hosted the meeting")
         elif now - line.heard > self.silence:
-            if not self._server and not self._met and now - self._mute > PATIENT * self.silence:
-                self._refuse(self._stranger())
+            if not self._server and not self.met and now - self._mute > PATIENT * self.silence:
+                self._refuse(self.stranger())
             else:
                 self._hang_up(f"silent for {now - line.heard:.1f} s, and it hosted the meeting")
         elif self._welcomed:
             self._empty_outbox(line)
             if self._wish is not None and not self._wish["sent"]:
                 self._wish["sent"] = True
-                line.send(encoded(self._wished(self._wish, self._way.own, now)))
+                line.send(encoded(self._wished(self._wish, self.way.own, now)))
             if now - self._beat > self.silence / BEATS:
                 self._beat = now
-                line.send(encoded(messages.Beat()))
+                line.send(encoded(messages.Heartbeat()))
 
     def _wished(self, wish: dict[str, Any], address: str, now: float) -> messages.Join:
         waited = now - wish["began"]
@@ -324,7 +275,7 @@ class Meeting:
 
     def _hear(self, message: Message) -> None:
         if isinstance(message, messages.Welcome):
-            self._server, self._welcomed, self._met, self._taken = message.host, True, True, 0.0
+            self._server, self._welcomed, self.met, self._taken = message.host, True, True, 0.0
             if message.generation > self._book.generation and self._book.running:
                 self._book.end(f"the others went on without host {self.host}", urgent=True)
         elif isinstance(message, messages.News):
@@ -339,7 +290,7 @@ class Meeting:
             self._farewell = True
         elif isinstance(message, messages.Refused):
             self._refused(message.kind, message.why)
-        elif not isinstance(message, messages.Beat):
+        elif not isinstance(message, messages.Heartbeat):
             raise Unreadable(f"a {type(message).__name__} is from hosts, not for them")
 
     def _refused(self, kind: str, why: str) -> None:
@@ -366,24 +317,3 @@ class Meeting:
         if self._line is not None:
             self._line.close()
         self._line, self._welcomed = None, False
-
-    def _turned_away(self) -> CannotHere:
-        return CannotHere(
-            f"the meeting at {self.address} is for those who know another key than host {self.host}. Give all hosts "
-            f"the same --run folder, which must be one that all of them see, or the same {VARIABLE}; and every run a "
-            "port of its own."
-        )
-
-    def _stranger(self) -> CannotHere:
-        return CannotHere(
-            f"what listens at {self.address} is not a meeting of Phalanx, or is stopped. "
-            f"Choose another port, or end what has this one."
-        )
-
-    def _nobody(self) -> str:
-        return (
-            f"host {self.host} reached no meeting at {self.address} in {self.patience:g} s and cannot open one there: "
-            f"the address is another machine's, or its port is held by a process that does not answer. "
-            f"Start the host the address belongs to, and see that its port can be reached (--interface, on that host, "
-            f"says which of its addresses others know)."
-        )

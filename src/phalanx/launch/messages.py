@@ -155,11 +155,11 @@ class Farewell:
 
 
 @dataclass(frozen=True)
-class Beat:
+class Heartbeat:
     """A sign of life."""
 
 
-Message = Hello | Welcome | Join | Leave | Failed | Done | Fact | News | Evicted | Refused | Farewell | Beat
+Message = Hello | Welcome | Join | Leave | Failed | Done | Fact | News | Evicted | Refused | Farewell | Heartbeat
 KINDS: dict[str, type[Message]] = {kind.__name__: kind for kind in get_args(Message)}
 
 

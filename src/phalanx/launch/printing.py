@@ -39,7 +39,7 @@ LOOKED_AT = 16
 
 
 @dataclass(eq=False)
-class Line:
+class PrintedLine:
     """A line that some ranks have printed."""
 
     text: str
@@ -54,11 +54,11 @@ class Merged:
 
     def __init__(self, ranks: range) -> None:
         self.ranks = ranks
-        self.waiting: list[Line] = []
+        self.waiting: list[PrintedLine] = []
         """In the order in which they will be told, their numbers ascending."""
-        self._same: dict[tuple[int, str], list[Line]] = {}
+        self._same: dict[tuple[int, str], list[PrintedLine]] = {}
         """Those by stream and text."""
-        self._last: dict[tuple[int, int], Line] = {}
+        self._last: dict[tuple[int, int], PrintedLine] = {}
         """The line that a rank printed last to a stream."""
         self._told = 0
         """The number of the line that was told last."""
@@ -71,7 +71,7 @@ class Merged:
         found = bisect.bisect_right(same, last, key=_number)
         if found == len(same):
             place = bisect.bisect_right(self.waiting, last, key=_number)
-            self.waiting.insert(place, Line(text, stream, now, self._number_at(place)))
+            self.waiting.insert(place, PrintedLine(text, stream, now, self._number_at(place)))
             same.append(self.waiting[place])
         line = same[found]
         line.ranks.add(rank)
@@ -110,7 +110,7 @@ class Merged:
         return f"[rank{'s' if len(ranks) > 1 else ''} {named}] "
 
 
-def _number(line: Line) -> int:
+def _number(line: PrintedLine) -> int:
     return line.number
 
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from phalanx.launch.key import Key
 from phalanx.launch.lines import Line, ready
-from phalanx.launch.listener import Listener, note
+from phalanx.launch.listener import ConnectionListener, note
 
 LARGEST = 1 << 24
 MOST_PARTS = 1 << 16
@@ -72,7 +72,7 @@ class StoreServer:
     """Serves a store at a socket that already listens, in a thread, until it is closed."""
 
     def __init__(self, sock: socket.socket, key: Key, ranks: int) -> None:
-        self._listener = Listener(sock, key, purpose(sock.getsockname()[1]), expected=ranks, largest=LARGEST)
+        self._listener = ConnectionListener(sock, key, purpose(sock.getsockname()[1]), expected=ranks, largest=LARGEST)
         self._lines: list[Line] = []
         self._values: dict[bytes, bytes] = {}
         self._waiting: dict[bytes, list[_Waiter]] = {}

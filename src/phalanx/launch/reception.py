@@ -20,12 +20,12 @@ from dataclasses import dataclass
 from phalanx.launch import messages
 from phalanx.launch.key import Key
 from phalanx.launch.lines import Line, packed, ready
-from phalanx.launch.listener import Listener, note
+from phalanx.launch.listener import ConnectionListener, note
 from phalanx.launch.messages import Book, Message, Unreadable, decoded, encoded
 from phalanx.words import many
 
 PURPOSE = "meeting"
-VERSION = 2
+VERSION = 3
 MOST_FACTS = 1 << 10
 TICK = 0.1
 BEATS = 10
@@ -64,7 +64,7 @@ class Reception:
     ) -> None:  # fmt: skip
         """``terms``: what all hosts must agree on, in words."""
         self.host, self.terms, self.nodes, self.silence, self.last_call = host, terms, nodes, silence, last_call
-        self.listener = Listener(door, key, PURPOSE, expected=nodes[1])
+        self.listener = ConnectionListener(door, key, PURPOSE, expected=nodes[1])
         self.book = Book()
         self.guests: list[Guest] = []
         self.since = self.opened = time.monotonic()
@@ -121,7 +121,7 @@ class Reception:
         self._stir |= guest.line.broken
 
     def _hear(self, guest: Guest, message: Message) -> None:
-        if isinstance(message, messages.Beat):
+        if isinstance(message, messages.Heartbeat):
             return
         self._stir = True
         book = self.book
@@ -307,7 +307,7 @@ class Reception:
         """
         book, finished = self.book, self.book.finished
         beat, tell = now - self._beat > self.silence / BEATS, now >= self._next_news
-        news, alive = None, packed(encoded(messages.Beat()))
+        news, alive = None, packed(encoded(messages.Heartbeat()))
         members = set(book.hosts)
         for guest in self.guests:
             member = guest.host in members and guest.generation == book.generation

@@ -30,7 +30,7 @@ class Round:
 
 
 @dataclass(frozen=True)
-class Change:
+class RoundChange:
     """Why a round is over, or should be."""
 
     why: str

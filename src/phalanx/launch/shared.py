@@ -22,7 +22,7 @@ PATIENCE_SECONDS = 10.0
 """How long a mark may take to be seen through a network's file system."""
 
 
-class Place(Protocol):
+class SharedStore(Protocol):
     """What is asked of a store of checkpoints, or of a folder."""
 
     url: str
@@ -37,11 +37,11 @@ class Place(Protocol):
 class Shared:
     """What all hosts of a run must see: its checkpoints. That they see its folder is better, but not needed."""
 
-    def __init__(self, meeting: Meeting, folder: Place, checkpoints: Place) -> None:
+    def __init__(self, meeting: Meeting, folder: SharedStore, checkpoints: SharedStore) -> None:
         self.meeting, self.folder, self.checkpoints = meeting, folder, checkpoints
         self.private = ""
         """The host whose folder has what rank 0 writes, if it is not this one's folder too."""
-        self._marked: list[tuple[Place, str]] = []
+        self._marked: list[tuple[SharedStore, str]] = []
 
     def check(self, met: Round, asked: Callable[[], bool]) -> None:
         """Refuse a host that does not see the checkpoints' folder."""
@@ -112,7 +112,7 @@ class Shared:
         return mark
 
 
-def _seen(store: Place, mark: str, node: int) -> bool:
+def _seen(store: SharedStore, mark: str, node: int) -> bool:
     """Whether the mark can be read, with some patience, and written beside."""
     deadline = time.monotonic() + PATIENCE_SECONDS
     while True:
@@ -126,6 +126,6 @@ def _seen(store: Place, mark: str, node: int) -> bool:
             time.sleep(0.2)
 
 
-def _write(store: Place, mark: str, node: int) -> None:
+def _write(store: SharedStore, mark: str, node: int) -> None:
     with store.write(f"{mark}/{node}") as file:
         file.write(b"was here")

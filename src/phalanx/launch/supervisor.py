@@ -19,22 +19,20 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from phalanx.errors import CannotHere, WrongUse
+from phalanx.errors import CannotHere
 from phalanx.events import EventLog
 from phalanx.files import write_whole
 from phalanx.launch import network
 from phalanx.launch.beats import STEPS, Beats, Watch
-from phalanx.launch.local import Failure, Outcome, World, run_ranks
+from phalanx.launch.local import Failure, HostOutcome, World, run_ranks
 from phalanx.launch.meeting import Meeting
 from phalanx.launch.shared import Shared
 from phalanx.launch.stopping import ENDING, Stop, handled
 from phalanx.redact import redact
-from phalanx.run import Run
+from phalanx.run import FolderHeld, Run
 
 FRUITLESS = 3
 """So many generations may fail in a row without a step more than before."""
-OUTSIDE = ("OSError", "TimeoutError", "ConnectionError", "ConnectionResetError")
-"""Errors of storage and networks, which may pass however often they come."""
 WAITING_SECONDS = 2.0
 """A host that waits for others says so after so long, and when it waits for others than before, no sooner."""
 HOLD_SECONDS = 10.0
@@ -98,7 +96,7 @@ class Supervisor:
         self._held = ExitStack()
         self.stop = Stop(self.grace, lambda: self.done() > 0)
 
-    def supervise(self, program: Callable[[Host], Any]) -> Outcome:
+    def supervise(self, program: Callable[[Host], Any]) -> HostOutcome:
         """Generation after generation."""
         gc.freeze()  # once: to search all that is here for garbage again would hold up every generation
         try:
@@ -118,14 +116,14 @@ class Supervisor:
         self._furthest = max(self._furthest, self.beats.furthest())
         return self._furthest
 
-    def _generations(self, program: Callable[[Host], Any]) -> Outcome:
+    def _generations(self, program: Callable[[Host], Any]) -> HostOutcome:
         while True:
             self.done()
             self.beats.clear()
             self._leaving = ""
             gathered = self._gather()
             if gathered is None:
-                return Outcome(interrupted=True)
+                return HostOutcome(interrupted=True)
             world, generation = gathered
             host = Host(
                 generation, world.size or self.ranks, self.beats, self.memory, self.guests, self.recoveries > 0,
@@ -164,7 +162,7 @@ class Supervisor:
         """Where this host's ranks stand, and which generation they are; None if somebody wants it to end."""
         if self.meeting is None:
             return World(self.ranks), self.run.next_generation(self.begun() + 1)
-        self._say(f"   host  meets others at {self.meeting.address}, {self.meeting.least} of them at least")
+        self._say(f"   host  meets others at {self.meeting.address}, {self.meeting.min_nodes} of them at least")
         met = self.meeting.next(after=max(self.run.generation(), self.begun()), asked=self._waiting())
         if met is None:
             self.meeting.leave("was asked to stop")
@@ -212,17 +210,17 @@ class Supervisor:
     def _hold(self) -> None:
         """Hold the run's folder, as the first host does; not against a first host of this meeting that was cut off."""
         assert self.meeting is not None
-        meeting = f"for the meeting at {self.meeting.address}"
+        purpose = f"for the meeting at {self.meeting.address}"
         try:
-            self._held.enter_context(self.run.held(HOLD_SECONDS, meeting))
-        except WrongUse as refusal:
-            if meeting not in str(refusal):
+            self._held.enter_context(self.run.held(HOLD_SECONDS, purpose))
+        except FolderHeld as refusal:
+            if refusal.purpose != purpose:
                 raise
             self._say(
                 f"   note  {refusal} It was the first host; its generation is over, and it can save nothing more."
             )
 
-    def _stand_by(self) -> Outcome:
+    def _stand_by(self) -> HostOutcome:
         """This host's ranks cannot be used for now: wait until others come or go."""
         assert self.meeting is not None
         self._say("   host  stands by: no layout uses its ranks too")
@@ -230,9 +228,9 @@ class Supervisor:
         while not self.stop.asked:
             change = self.meeting.changed()
             if change is not None or self.meeting.finished is not None:
-                return Outcome(over=change.why if change else "the run is finished")
+                return HostOutcome(over=change.why if change else "the run is finished")
             time.sleep(0.1)
-        return Outcome(interrupted=True)
+        return HostOutcome(interrupted=True)
 
     def _look(self, watch: Watch, pids: dict[int, int]) -> Failure | str | None:
         seen = watch.look(pids)
@@ -250,7 +248,7 @@ class Supervisor:
                     os.kill(pid, signal.SIGTERM)
         return None
 
-    def _over(self, outcome: Outcome, generation: int, stopping: bool) -> bool:
+    def _over(self, outcome: HostOutcome, generation: int, stopping: bool) -> bool:
         """Whether this was the last generation on this host."""
         if self.meeting is None:
             if not outcome.failures or (self.stop.asked and (stopping or not self._unsaved())):
@@ -306,7 +304,7 @@ class Supervisor:
         if first.by_signal:  # one that raised has noted it itself
             with EventLog(self.run, first.rank) as log:
                 log.write("failure", reason=first.reason, step=steps, generation=generation, stuck=first.stuck)
-        passing = first.by_signal or "DataLoader worker" in first.reason  # killed, or one of its workers was
+        passing = first.by_signal or first.worker_killed
         if first.final or not (steps or self.reached or passing):
             return False
         self.fruitless = 0 if steps > self.reached else self.fruitless + 1
@@ -315,7 +313,7 @@ class Supervisor:
             self.leniency *= 2  # it may have been slow only: the next one gets more time
         who = f"rank {first.rank} {first.reason}"
         before, self._raised = self._raised, None
-        if not (passing or first.secondary or first.stuck or any(kind in first.reason for kind in OUTSIDE)):
+        if not (passing or first.secondary or first.stuck or first.may_pass):
             self._raised = first.reason, steps
             if self._raised == before:
                 self._say(f"   stop  {who}; it was the same the time before, after the same step")

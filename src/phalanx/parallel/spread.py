@@ -40,7 +40,7 @@ from phalanx.parallel.weights.blueprint import Blueprint
 from phalanx.parallel.weights.bucket import Bucket, Storage, Weight
 from phalanx.parallel.weights.filling import Saved, describe, fill
 from phalanx.parallel.weights.holding import Holding
-from phalanx.parallel.weights.placement import Placement, Policy
+from phalanx.parallel.weights.placement import Placement, StoragePolicy
 from phalanx.parallel.weights.replicate import Reduction
 from phalanx.parallel.weights.shard import Gathered, Gathering
 from phalanx.parallel.weights.whole import Whole
@@ -324,13 +324,13 @@ class Spread:
             self.gathering.rest()
 
 
-def kept(policy: Policy) -> Policy:
+def kept(policy: StoragePolicy) -> StoragePolicy:
     """The same whether what is kept so is trained or not."""
     return replace(policy, trainable=False)
 
 
 def _storage(
-    policy: Policy, layout: Layout, mesh: Mesh, dtypes: Dtypes, device: torch.device, buffers: Buffers
+    policy: StoragePolicy, layout: Layout, mesh: Mesh, dtypes: Dtypes, device: torch.device, buffers: Buffers
 ) -> Storage:
     ranks = mesh.size(*policy.axes)
     return Storage(

@@ -201,17 +201,17 @@ def summarised(engine: Engine, gathered: Gathered | None) -> dict[str, float]:
         try:
             words = [json.dumps([name, repr(value)]) for name, value in numbers(task, gathered).items()]
         except Exception as error:
-            words, cause = [f"{type(error).__name__}|{error}{_line(error)}"], error
-    words = engine.mesh.world.broadcast_words(words, 0)
-    if words and not words[0].startswith("["):
-        kind, _, text = words[0].partition("|")
-        if kind == WrongUse.__name__:
+            refused = isinstance(error, WrongUse)
+            words, cause = [json.dumps([refused, type(error).__name__, f"{error}{_line(error)}"])], error
+    found = [json.loads(word) for word in engine.mesh.world.broadcast_words(words, 0)]
+    for refused, kind, text in (each for each in found if len(each) == 3):
+        if refused:
             raise WrongUse(text) from cause
         raise CannotSummarise(
             f"{type(task).__name__}.summarise failed: {kind}: {text}. Mend it: it gets what evaluate() gave, by name, "
             "with a row for each held-out sample."
         ) from cause
-    return {name: float(value) for name, value in map(json.loads, words)}
+    return {name: float(value) for name, value in found}
 
 
 def numbers(task: Task, gathered: Gathered) -> dict[str, float]:

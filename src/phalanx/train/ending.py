@@ -8,7 +8,7 @@ from contextlib import suppress
 from phalanx.checkpoint.manifest import Damaged
 from phalanx.checkpoint.shelf import Shelf
 from phalanx.files import write_whole
-from phalanx.launch.local import Failure, Outcome
+from phalanx.launch.local import Failure, HostOutcome
 from phalanx.launch.supervisor import Supervisor
 from phalanx.run import Run
 from phalanx.task import Task
@@ -18,7 +18,7 @@ from phalanx.verdict import Verdict
 from phalanx.words import many, sparkline
 
 
-def conclude(supervisor: Supervisor, outcome: Outcome, task: Task, run: Run, shelf: Shelf) -> Verdict:
+def conclude(supervisor: Supervisor, outcome: HostOutcome, task: Task, run: Run, shelf: Shelf) -> Verdict:
     """The verdict on what the ranks of this host, and those of others, came to."""
     private = supervisor.shared is not None and supervisor.shared.private
     if not supervisor.leads and not outcome.failures and (outcome.finished or not outcome.interrupted):
@@ -32,7 +32,7 @@ def conclude(supervisor: Supervisor, outcome: Outcome, task: Task, run: Run, she
     return verdict
 
 
-def _verdict(supervisor: Supervisor, outcome: Outcome, task: Task, run: Run, shelf: Shelf) -> Verdict:
+def _verdict(supervisor: Supervisor, outcome: HostOutcome, task: Task, run: Run, shelf: Shelf) -> Verdict:
     if outcome.interrupted and not outcome.finished:
         if supervisor.meeting is not None:
             return left(run, shelf, supervisor.done())

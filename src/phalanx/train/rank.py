@@ -23,8 +23,10 @@ from phalanx.train.guard import Guard
 from phalanx.train.job import Job
 from phalanx.train.keeping import Keeper
 from phalanx.train.loop import Listener, Loop, Summary
+from phalanx.train.overview import Overview
 from phalanx.train.placing import fitted
 from phalanx.train.restoring import Restorer
+from phalanx.train.step import Metrics
 from phalanx.watch.screen import Screen
 
 
@@ -113,9 +115,16 @@ class Rank:
 
     def _listener(self, engine: Engine) -> Listener:
         """Rank 0's screen, begun."""
-        screen = Screen(engine, streams.stdout())
+        task, overview = engine.task, Overview(engine)
+        screen = Screen(task.steps, task.counts, engine.device, streams.stdout())
         if not self.host.restarted:
-            screen.start()
+            screen.table(overview.facts(), overview.notes())
             if self.resume and not self.shelf.steps() and self.job.options.meet is None:
-                screen.said(f"   note  {self.shelf.store.url} holds nothing to go on from: beginning at step 0")
-        return Listener(screen.step, screen.evaluation, screen.resumed, screen.said)
+                screen.note(f"{self.shelf.store.url} holds nothing to go on from: beginning at step 0")
+
+        def step(metrics: Metrics) -> None:
+            for news in overview.news():
+                screen.note(news)
+            screen.step(metrics)
+
+        return Listener(step, screen.evaluation, screen.resumed, screen.said)

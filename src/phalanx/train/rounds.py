@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from phalanx.data.loader import Loader, StepBatch
 from phalanx.errors import WrongUse
 from phalanx.losses import Logits, Loss
-from phalanx.parallel.axes.samples import Answers, Asked, AtOnce
+from phalanx.parallel.axes.samples import Asked, AtOnce, LossAnswers
 from phalanx.parallel.axes.schedules import Action
 from phalanx.train.step import Metrics, call, compute, independent, micro_batch, task_loss, train_step
 from phalanx.trees import ends, mapped
@@ -107,7 +107,7 @@ class Rounds:
         self.results = []
         for number in range(len(self.outputs)):
             try:
-                self.results.append(self._made(number, self.outputs[number], Answers(self.known)))
+                self.results.append(self._made(number, self.outputs[number], LossAnswers(self.known)))
             except Asked as question:
                 asked.append(question)
         if not asked:
@@ -121,7 +121,7 @@ class Rounds:
         self.own.append(own)
         return False
 
-    def _made(self, number: int, output: Any, answers: Answers) -> Any:
+    def _made(self, number: int, output: Any, answers: LossAnswers) -> Any:
         spread, micro = self.engine.spread, self.batch.micro_batches[number]
         with micro_batch(self.engine, self.batch.step, micro) as tensors, spread.samples.computed():
             spread.randomness.calls = self.draws[number]
@@ -131,11 +131,11 @@ class Rounds:
     def differentiate(self, scale: float) -> None:
         """Find what comes back to every output from all losses, ``scale`` times."""
         self.scale = scale
-        answers: list[Answers] = []
+        answers: list[LossAnswers] = []
         leaves: list[list[Tensor]] = []
         objectives: list[Tensor] = []
         for number, output in enumerate(self.outputs):
-            answers.append(Answers(self.known))
+            answers.append(LossAnswers(self.known))
             leaves.append([])
             try:
                 loss = self._made(number, rebuilt(output, partial(_leaf, leaves[-1])), answers[-1])
@@ -153,7 +153,7 @@ class Rounds:
         self.gradients = [[leaf.grad for leaf in own] for own in leaves]
         self.outputs.clear()
 
-    def _through(self, index: int, real: list[int], answers: list[Answers], objectives: list[Tensor]) -> None:
+    def _through(self, index: int, real: list[int], answers: list[LossAnswers], objectives: list[Tensor]) -> None:
         """What comes back to one thing that was gathered joins what each of its samples is differentiated by."""
         every, own = self.known[index], self.own[index]
         back = torch.zeros_like(every, dtype=torch.promote_types(every.dtype, torch.float32))

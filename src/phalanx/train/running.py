@@ -161,7 +161,7 @@ class _Running:
         terms = plain({"layout": str(self.job.layout), **plain_settings(self.job.task)})
         return Meeting(
             address, key=Key.of_run(path), name=str(path.resolve()), ranks=self.job.cluster.world,
-            min_nodes=options.min_nodes, max_nodes=options.max_nodes, host=options.host, patience=options.timeout,
+            min_nodes=options.min_nodes, max_nodes=options.max_nodes, host=options.host or "", patience=options.timeout,
             interface=options.interface, terms={**options.to_repeat(), **terms},
         )  # fmt: skip
 

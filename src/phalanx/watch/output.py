@@ -30,7 +30,7 @@ class Lasting(io.FileIO):
             return len(data)
 
 
-class Stream(io.TextIOWrapper):
+class OutputStream(io.TextIOWrapper):
     """Text over a `Lasting` descriptor; characters that it cannot show become others."""
 
     def __init__(self, number: int, before: Any) -> None:
@@ -50,7 +50,7 @@ class Stream(io.TextIOWrapper):
         return "" if error is None or error.errno in LEFT else str(error.strerror)
 
 
-def install() -> Stream:
+def install() -> OutputStream:
     """Have this process, and those forked from it, print through such streams; returns that of standard output."""
-    sys.stdout, sys.stderr = out, _ = Stream(1, sys.stdout), Stream(2, sys.stderr)
+    sys.stdout, sys.stderr = out, _ = OutputStream(1, sys.stdout), OutputStream(2, sys.stderr)
     return out

@@ -1,4 +1,4 @@
-"""The screen: a table at the start, one live line while it runs, and the shape of the loss at the end."""
+"""The screen: a table at the start, and one live line while it runs."""
 
 from __future__ import annotations
 
@@ -7,17 +7,13 @@ import shutil
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import IO
+from typing import IO, Protocol
 
 import torch
 
-from phalanx import inventory
-from phalanx.cluster import devices
-from phalanx.train.engine import Engine
-from phalanx.train.step import Metrics
-from phalanx.words import many, round_number
+from phalanx.words import round_number
 
 REFRESH_SECONDS = 0.1
 QUIET_SECONDS = 60.0
@@ -27,11 +23,28 @@ RECENT = 50
 """So many steps tell how fast it goes."""
 
 
+class ShownStep(Protocol):
+    """What is shown of a step."""
+
+    step: int
+    loss: float
+    losses: dict[str, float]
+    """Of those that it is the sum of, by name."""
+    turn: str
+    """Whose turn it was, where steps take turns."""
+    skipped: bool
+    count: float
+    """Terms of the loss: samples, or tokens."""
+    slots: int
+    """Samples."""
+
+
 class Screen:
     """Rank 0's output. On a terminal a line that renews itself; elsewhere one every so many steps, and every minute."""
 
-    def __init__(self, engine: Engine, out: IO[str] | None = None) -> None:
-        self.engine, self.out = engine, out or sys.stdout
+    def __init__(self, steps: int, counts: str, device: torch.device, out: IO[str] | None = None) -> None:
+        """``counts``: what a rate is of, samples or tokens."""
+        self.steps, self.counts, self.device, self.out = steps, counts, device, out or sys.stdout
         self.live = self.out.isatty()
         self.open = True
         self.shown = time.monotonic()
@@ -39,71 +52,18 @@ class Screen:
         self.seconds: deque[float] = deque(maxlen=RECENT)
         self.amounts: deque[float] = deque(maxlen=RECENT)
         """Of the last steps: how long each took, and how many samples or tokens it had."""
-        self.gathered = 0
-        self.twice = False
         self.losses: dict[str, str] = {}
         """Of the last step, or of the last of each turn."""
 
-    def start(self) -> None:
-        engine = self.engine
-        shapes, trainable = engine.spread.holding.shapes, engine.spread.trainable
-        weights = sum(shapes[name].numel() for name in trainable)
-        learned = sum(shapes[name].numel() for name, trained in trainable.items() if trained)
-        world = engine.environment.world
-        micro = many(engine.loader.micro_batches, "micro-batch", "micro-batches")
-        frozen = f", {learned:,} of them trainable" if learned < weights else ""
-        facts = {
-            "layout": f"{engine.layout} on {many(world, 'rank')}, {devices(engine.device.type, world)}",
-            "model": f"{many(weights, 'weight')}{frozen}, {engine.anatomy.describe()}",
-            **self._here(),
-            "memory": str(self._memory()),
-            "batch": f"{many(engine.task.global_batch, 'sample')} as {micro} a step, "
-            f"{many(engine.order.size, 'sample')} an epoch",
-            "dtypes": engine.dtypes.table(),
-        }
+    def table(self, facts: Mapping[str, str], notes: Iterable[str]) -> None:
+        """What there is to say before the first step, a line each."""
         for name, text in facts.items():
             self._write(f"{name:>7}  {text}")
-        device = engine.device.type
-        for note in [*engine.layout.notes(device, engine.loader.micro_batches), *engine.dtypes.notes(device)]:
-            self._write(f"   note  {note}")
-        self._note_gathered()
+        for text in notes:
+            self._write(f"   note  {text}")
 
-    def _note_gathered(self) -> None:
-        """Where ranks of ``tp`` do all of the same work, and why: some is found out in the first step."""
-        reasons = [c.gathered for c in self.engine.spread.plan.containers.values() if c.gathered]
-        if len(reasons) > self.gathered:
-            self.gathered = len(reasons)
-            more = f", and {len(reasons) - 1} more like it" if len(reasons) > 1 else ""
-            self.said(f"   note  ranks of tp compute all of it alike where {reasons[-1]}{more}")
-
-    def _note_twice(self) -> None:
-        """That a loss needs all micro-batches, and what that costs: it is found out in the first step."""
-        if self.engine.spread.samples.all_at_once and not self.twice:
-            self.twice = True
-            self.said("   note  the loss needs all micro-batches of a step at once: each goes through the model twice")
-
-    def _here(self) -> dict[str, str]:
-        """What this rank has of the model, where ranks have parts."""
-        spread, layout = self.engine.spread, self.engine.layout
-        if layout.fsdp * layout.tp * layout.cp * layout.pp == 1:
-            return {}
-        own = sum(weight.piece.numel() for weight in spread.weights.values() if weight.trainable)
-        text = f"{own:,} of them updated by rank 0"
-        if spread.pipeline is not None:
-            stages = " | ".join(f"{blocks[0]} to {blocks[-1]}" for blocks in spread.pipeline.stages.blocks)
-            text += f"; stages: {stages}"
-        return {"here": text}
-
-    def _memory(self) -> inventory.Memory:
-        """By arithmetic, of rank 0, which has its part of the model."""
-        engine = self.engine
-        weights = engine.spread.weights.values()
-        held, trained = (
-            sum(weight.rows * weight.row_size for weight in weights if weight.trainable or not learned)
-            for learned in (False, True)
-        )
-        numbers = inventory.state_numbers(engine.optimizer)
-        return inventory.memory(held, trained, engine.layout, engine.dtypes, numbers)
+    def note(self, text: str) -> None:
+        self.said(f"   note  {text}")
 
     def resumed(self, source: str, step: int) -> None:
         self.said(f" resume  after step {step} from {source}")
@@ -111,16 +71,14 @@ class Screen:
     def said(self, line: str) -> None:
         self._write(("\r" if self.live else "") + line)
 
-    def step(self, metrics: Metrics) -> None:
-        self._note_gathered()
-        self._note_twice()
+    def step(self, metrics: ShownStep) -> None:
         self.losses[metrics.turn] = _loss(metrics)
         now = time.monotonic()
-        amount = metrics.count if self.engine.task.counts == "tokens" else metrics.slots
+        amount = metrics.count if self.counts == "tokens" else metrics.slots
         self.seconds.append(now - self._recent)
         self.amounts.append(amount)
         self._recent = now
-        done, steps = metrics.step + 1, self.engine.task.steps
+        done, steps = metrics.step + 1, self.steps
         last = done == steps
         due = now - self.shown >= (REFRESH_SECONDS if self.live else QUIET_SECONDS)
         if not (due or (last if self.live else last or done % round_number(steps / LINES) == 0)):
@@ -133,16 +91,15 @@ class Screen:
         else:
             self._write(line)
 
-    def _line(self, metrics: Metrics) -> str:
-        task = self.engine.task
+    def _line(self, metrics: ShownStep) -> str:
         done = metrics.step + 1
         seconds = max(sum(self.seconds), 1e-9)  # both of the same steps
-        rate, left = sum(self.amounts) / seconds, seconds / len(self.seconds) * (task.steps - done)
-        bar = "━" * round(10 * done / task.steps)
+        rate, left = sum(self.amounts) / seconds, seconds / len(self.seconds) * (self.steps - done)
+        bar = "━" * round(10 * done / self.steps)
         losses = "  ".join(self.losses.values())
         return (
-            f"{bar:─<10} step {done}/{task.steps}  {losses}  {rate:,.0f} {task.counts}/s  "
-            f"{memory_bytes(self.engine.device) / 2**30:.2f} GiB  {_clock(left)} left"
+            f"{bar:─<10} step {done}/{self.steps}  {losses}  {rate:,.0f} {self.counts}/s  "
+            f"{memory_bytes(self.device) / 2**30:.2f} GiB  {_clock(left)} left"
         )
 
     def evaluation(self, step: int, measures: dict[str, float]) -> None:
@@ -181,7 +138,7 @@ def memory_bytes(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
-def _loss(metrics: Metrics) -> str:
+def _loss(metrics: ShownStep) -> str:
     """Under the name of its turn, where steps take turns."""
     if metrics.skipped:
         return f"{metrics.turn} skipped: not finite".lstrip()

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.errors import WrongUse
+from phalanx.torch_errors import About, is_about
 
 TIME = 1
 """The dim of ``[batch, time, width]`` by which the stream is cut."""
@@ -29,7 +30,7 @@ def shadow(module: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 def about_sizes(error: Exception) -> bool:
     """Whether torch complains that tensors do not fit together, or there are none of something."""
-    return isinstance(error, ZeroDivisionError) or any(word in str(error) for word in ("shape", "size", "dimension"))
+    return isinstance(error, ZeroDivisionError) or is_about(error, About.SIZES)
 
 
 def first_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:

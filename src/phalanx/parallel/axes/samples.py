@@ -75,7 +75,7 @@ class Asked(BaseException):
 
 
 @dataclass
-class Answers:
+class LossAnswers:
     """What a loss is told that is computed once more, from the first thing it asks for."""
 
     known: list[Tensor]
@@ -118,7 +118,7 @@ class Samples:
         """Of what is computed now."""
         self.used = False
         """Whether ranks have sent each other samples."""
-        self.answers: Answers | None = None
+        self.answers: LossAnswers | None = None
         """While the loss of one of several micro-batches is computed."""
         self.repeats = layout.pp == 1 and not layout.exact
         """Whether a step can be begun again when its loss turns out to need all micro-batches."""
@@ -152,7 +152,7 @@ class Samples:
             _now = outer
 
     @contextmanager
-    def in_loss(self, answers: Answers | None = None) -> Iterator[None]:
+    def in_loss(self, answers: LossAnswers | None = None) -> Iterator[None]:
         """While something is made of the model's output."""
         self._in_loss, self.answers, self._sums = True, answers, 0
         with counted_by(self._counts):

@@ -29,7 +29,7 @@ class Box:
 
 
 @dataclass(frozen=True)
-class Place:
+class PieceBox:
     """A box of the whole weight, and where it begins in a rank's piece."""
 
     box: Box
@@ -41,7 +41,7 @@ class Place:
         return piece.narrow(self.dim, self.start, self.box.sizes[self.dim]) if self.box.sizes else piece.view(())
 
 
-def boxes_of(part: torch.Size, cut: Cut | None, index: int, first: int, last: int) -> Iterator[Place]:
+def boxes_of(part: torch.Size, cut: Cut | None, index: int, first: int, last: int) -> Iterator[PieceBox]:
     """The boxes that rows ``first`` to ``last`` of a rank's part of a weight consist of.
 
     ``part`` is the shape of what the rank computes with, ``cut`` how ``tp`` or ``ep`` has divided the weight, and
@@ -50,11 +50,11 @@ def boxes_of(part: torch.Size, cut: Cut | None, index: int, first: int, last: in
     if first == last or not part.numel():
         return
     if not part:
-        yield Place(Box((), ()), 0, 0)
+        yield PieceBox(Box((), ()), 0, 0)
         return
     rest, sizes = (0,) * (len(part) - 1), (last - first, *part[1:])
     if cut is None:
-        yield Place(Box((first, *rest), sizes), 0, 0)
+        yield PieceBox(Box((first, *rest), sizes), 0, 0)
         return
     local = 0  # where the next span begins in what this rank has of the cut dim
     for start, stop in cut.spans[index]:
@@ -62,11 +62,11 @@ def boxes_of(part: torch.Size, cut: Cut | None, index: int, first: int, last: in
         if cut.dim == 0:
             a, b = max(local, first), min(local + length, last)
             if a < b:
-                yield Place(Box((start + a - local, *rest), (b - a, *part[1:])), 0, a - first)
+                yield PieceBox(Box((start + a - local, *rest), (b - a, *part[1:])), 0, a - first)
         elif length:
             offsets, own = [first, *rest], list(sizes)
             offsets[cut.dim], own[cut.dim] = start, length
-            yield Place(Box(tuple(offsets), tuple(own)), cut.dim, local)
+            yield PieceBox(Box(tuple(offsets), tuple(own)), cut.dim, local)
         local += length
 
 

@@ -29,7 +29,7 @@ from phalanx.precision import DTYPES, Dtypes
 
 
 @dataclass(frozen=True)
-class Policy:
+class StoragePolicy:
     """How a weight is kept on the ranks that have it, and how it travels."""
 
     dtype: torch.dtype
@@ -51,7 +51,7 @@ class Placed:
 
     name: str
     shape: torch.Size
-    policy: Policy
+    policy: StoragePolicy
     cut: Cut | None
     """How ``tp`` or ``ep`` divides it."""
     stages: tuple[int, ...]
@@ -151,7 +151,7 @@ SHARDABLE = {torch.uint8, torch.int8, torch.int32, torch.int64}
 """Whole numbers that every backend's collectives know."""
 
 
-def _policy(weight: nn.Parameter, cut: Cut | None, layout: Layout, dtypes: Dtypes) -> Policy:
+def _policy(weight: nn.Parameter, cut: Cut | None, layout: Layout, dtypes: Dtypes) -> StoragePolicy:
     """What is trained is kept in the run's dtype. What is not is kept as it is, where that is narrower."""
     axes: tuple[str, ...] = EXPERT_SHARD if cut is not None and cut.axis == "ep" else SHARD
     number = weight.is_floating_point()
@@ -159,7 +159,7 @@ def _policy(weight: nn.Parameter, cut: Cut | None, layout: Layout, dtypes: Dtype
     if not number and weight.dtype not in SHARDABLE:
         axes = ()
     ranks = layout.fsdp * layout.cp // (layout.ep if axes == EXPERT_SHARD else 1)
-    return Policy(
+    return StoragePolicy(
         dtype=weight.dtype if narrow or not number else dtypes.parameter,
         compute=dtypes.compute if number else weight.dtype,
         axes=axes,

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from phalanx.data.loader import Loader, Plan, seed_globally
+from phalanx.data.loader import Loader, MicroBatchPlan, seed_globally
 from phalanx.data.order import Order
 from phalanx.prove.bugs import seams
 from phalanx.prove.bugs.planting import bug, rank
@@ -67,11 +67,11 @@ def packing_miscounts_samples(replace: Replace) -> None:
 # Evaluation
 
 
-def _on_held_out(replace: Replace, change: Callable[[Loader, list[Plan]], list[Plan]]) -> None:
+def _on_held_out(replace: Replace, change: Callable[[Loader, list[MicroBatchPlan]], list[MicroBatchPlan]]) -> None:
     """Have ``change`` spoil what a rank reads of held-out samples."""
     plain = seams.PLANS.plain
 
-    def plans(self: Loader, step: int, ids: np.ndarray) -> list[Plan]:
+    def plans(self: Loader, step: int, ids: np.ndarray) -> list[MicroBatchPlan]:
         found = plain(self, step, ids)
         return found if self.order.shuffle else change(self, found)
 
@@ -82,13 +82,13 @@ def _on_held_out(replace: Replace, change: Callable[[Loader, list[Plan]], list[P
 def held_out_samples_repeated_to_fill_up(replace: Replace) -> None:
     """Where held-out samples do not divide by ranks, a rank evaluates one that another has, too."""
 
-    def longer(plan: Plan) -> Plan:
+    def longer(plan: MicroBatchPlan) -> MicroBatchPlan:
         before = plan.slots[:1] - 1
         return changed(
             plan, ids=np.concatenate([plan.ids[:1] - 1, plan.ids]), slots=np.concatenate([before, plan.slots])
         )
 
-    def repeated(self: Loader, plans: list[Plan]) -> list[Plan]:
+    def repeated(self: Loader, plans: list[MicroBatchPlan]) -> list[MicroBatchPlan]:
         return [longer(plan) if self.rank and plan.slots[0] else plan for plan in plans]
 
     _on_held_out(replace, repeated)

@@ -11,9 +11,10 @@ from phalanx.parallel.communication.mesh import AXES
 from phalanx.prove.explanation.finding import Finding
 from phalanx.prove.ladder import Difference, first
 from phalanx.prove.ranks.trial import Call, Stopped
+from phalanx.torch_errors import About, is_about
 
-WAITING = ("imed out", "onnection closed", "onnection reset", "Broken pipe", "ead/write failed", "onnection refused")
-"""What gloo says on ranks that another one let down."""
+LET_DOWN = (About.WAITED, About.GONE, About.UNREACHED)
+"""What ranks say that another one let down."""
 
 
 def explain_stop(
@@ -27,7 +28,7 @@ def explain_stop(
     rung = next((stop.rung for stop in stopped.values()), "running")
     finding = Finding(rung, "the run", -1, float("inf"), list(ranks), axes, minimal=str(layout))
     finding.step = max((stop.step for stop in stopped.values()), default=-1)
-    own = {rank: stop for rank, stop in stopped.items() if not any(word in stop.reason for word in WAITING)}
+    own = {rank: stop for rank, stop in stopped.items() if not is_about(stop.reason, *LET_DOWN)}
     if own:
         _say_error(finding, own)
         return finding

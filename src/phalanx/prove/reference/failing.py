@@ -9,13 +9,11 @@ from phalanx.errors import CannotHere, WrongUse
 from phalanx.launch import blame
 from phalanx.layout import Layout
 from phalanx.task import Task
+from phalanx.torch_errors import About, matches
 from phalanx.traces import folded
 from phalanx.train.check import lines
 from phalanx.train.engine import Engine
 from phalanx.train.shrink import Needs, shrunk
-
-DTYPES = ("same dtype", "expected scalar type", "Found dtype", "dtype", "Double", "Float")
-"""Words of torch's, where numbers of two widths meet."""
 
 
 class Unprovable(Exception):
@@ -37,8 +35,7 @@ def failed(task: Task, needs: Needs, error: Exception) -> Unprovable:
     evidence = [text for text in [folded(told)] if text]
     if plainly is not None:
         return Unprovable(summary, "Mend that first; phalanx train says the same.", code=2, evidence=evidence)
-    words = str(error)
-    if isinstance(error, RuntimeError) and sum(word in words for word in DTYPES) > 1:
+    if isinstance(error, RuntimeError) and matches(error, About.DTYPES) > 1:
         return Unprovable(
             f"{summary}. It computes in float64 while it is proven, and meets a narrower number there",
             "Make constants as wide as what they meet: torch.tensor(..., dtype=output.dtype), or register_buffer.",

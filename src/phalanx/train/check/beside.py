@@ -22,9 +22,9 @@ import torch
 
 from phalanx import streams
 from phalanx.errors import CannotHere, WrongUse
-from phalanx.launch.blame import IN_A_FORK
 from phalanx.processes import die_with_parent
 from phalanx.task import Task
+from phalanx.torch_errors import About, is_about
 from phalanx.train.check.checking import look
 from phalanx.train.check.subject import CannotCheck, Fails, RefusedAnyway
 
@@ -36,6 +36,10 @@ PATIENCE_SECONDS = 60.0
 LOOK_SECONDS = 0.1
 """and how often it looks whether it is still there."""
 WAY_OUT = "If it is meant so: --unchecked."
+
+
+class TaskRefused(WrongUse):
+    """The check has refused the task."""
 
 
 @dataclass
@@ -53,7 +57,7 @@ class Checked:
     def or_refuse(self) -> Self:
         """Itself, unless something is certainly wrong."""
         if self.refusal:
-            raise WrongUse(self.refusal if self.anyway else f"{self.refusal} {WAY_OUT}")
+            raise TaskRefused(self.refusal if self.anyway else f"{self.refusal} {WAY_OUT}")
         return self
 
     def told(self) -> list[str]:
@@ -91,7 +95,7 @@ class Check:
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         try:
-            if isinstance(error, Exception) and self.result().refusal not in str(error):
+            if isinstance(error, Exception) and not isinstance(error, TaskRefused):
                 self.result().or_refuse()
         finally:
             self.close()
@@ -185,11 +189,11 @@ def checked(task: Task, pretrained: bool = False) -> Checked:
     except WrongUse as refusal:
         found.refusal, found.anyway = str(refusal), isinstance(refusal, RefusedAnyway)
     except (Fails, CannotCheck, CannotHere) as reason:
-        found.left_out = _reason(str(reason))
+        found.left_out = _reason(reason, str(reason))
     except Exception as error:
-        found.left_out = _reason(f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
+        found.left_out = _reason(error, f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
     return found
 
 
-def _reason(text: str) -> str:
-    return "this process has computed before it" if any(words in text for words in IN_A_FORK) else text
+def _reason(error: Exception, told: str) -> str:
+    return "this process has computed before it" if is_about(error, About.FORK) else told

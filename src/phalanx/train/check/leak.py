@@ -13,7 +13,7 @@ from torch.utils.data import Subset
 
 from phalanx import counter
 from phalanx.data.arrays import Arrays, Images
-from phalanx.data.splitting import Part
+from phalanx.data.splitting import Split
 from phalanx.errors import WrongUse
 from phalanx.task import Task
 from phalanx.train.check import lines
@@ -96,7 +96,7 @@ def _spread(size: int, most: int) -> Iterator[int]:
 
 def _rows(data: Any) -> list[int] | None:
     """A hash of each row of arrays, or None for what has none."""
-    if isinstance(data, Part):
+    if isinstance(data, Split):
         whole = _rows(data.data)
         return None if whole is None else [whole[i] for i in data.ids(np.arange(len(data)))]
     if isinstance(data, Subset):

@@ -14,9 +14,10 @@ from phalanx.errors import WrongUse
 from phalanx.parallel.axes import samples
 from phalanx.parallel.randomness.answers import drew, generator_state
 from phalanx.parallel.torch_private import version
+from phalanx.torch_errors import About, is_about
 from phalanx.train.check import lines
 from phalanx.train.check.misuse import Misuse
-from phalanx.train.check.subject import Ended, Fails, Given, Subject, moved, tensors_in, unless_said
+from phalanx.train.check.subject import Fails, Given, ModuleCall, Subject, moved, tensors_in, unless_said
 from phalanx.train.optimizers import untrainable
 from phalanx.train.step import independent
 from phalanx.trees import leaves
@@ -171,7 +172,7 @@ def _check_finite(subject: Subject, given: Given, returned: str, pretrained: boo
     )
 
 
-def _first_bad(modules: list[Ended]) -> Ended | None:
+def _first_bad(modules: list[ModuleCall]) -> ModuleCall | None:
     return next((e for e in modules if not _finite(e.gave) and _finite(e.got)), None)
 
 
@@ -179,12 +180,12 @@ def _backward(subject: Subject, given: Given) -> None:
     try:
         given.loss.total.backward()
     except RuntimeError as error:
-        if "second time" in str(error):
+        if is_about(error, About.BACKWARD_AGAIN):
             raise WrongUse(
                 f"{subject.name} keeps something of one batch for the next, with its gradients"
                 f"{lines.at(_kept(subject))}. Detach what is kept, or begin each batch anew."
             ) from error
-        if "modified by an inplace operation" in str(error):
+        if is_about(error, About.IN_PLACE):
             raise WrongUse(
                 f"{subject.name} changes something in place that backward needs as it was"
                 f"{lines.at(_changed_later(subject))}. Write y = y + x instead of y += x, and leave out inplace=True "

@@ -82,7 +82,7 @@ def unless_said(line: str, text: str) -> str:
 
 
 @dataclass
-class Ended:
+class ModuleCall:
     """One call of a module."""
 
     name: str
@@ -102,7 +102,7 @@ class Given:
     output: Any
     value: Any
     """Of its loss, or of what it evaluates."""
-    modules: list[Ended] = field(default_factory=list)
+    modules: list[ModuleCall] = field(default_factory=list)
     """Every call of a module, in the order in which they ended, if that was watched."""
 
     @property
@@ -246,7 +246,7 @@ class Subject:
             def note(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
                 got, gave = tensors_in((args, kwargs)), tensors_in(output)
                 attached = any(t.requires_grad for t in gave)
-                given.modules.append(Ended(name, module, _copied(got), _copied(gave), attached))
+                given.modules.append(ModuleCall(name, module, _copied(got), _copied(gave), attached))
 
             return note
 

@@ -25,7 +25,7 @@ from phalanx.task import Task, as_loss
 from phalanx.train.check import lines
 from phalanx.train.check.learning import named, place
 from phalanx.train.check.misuse import DropoutLeftOn
-from phalanx.train.check.subject import Ended, RefusedAnyway, Subject, moved, overrides, tensors_in, unless_said
+from phalanx.train.check.subject import ModuleCall, RefusedAnyway, Subject, moved, overrides, tensors_in, unless_said
 from phalanx.train.collecting import Collected
 from phalanx.train.evaluate import checked
 
@@ -242,7 +242,7 @@ def _first_off(subject: Subject, whole: list[Tensor], alone: list[Tensor], part:
     return any(a is not None and _off(subject, a, b) for a, b in pairs)
 
 
-def _module(subject: Subject, pair: tuple[range, range], ended: Ended, evaluate: bool) -> WrongUse:
+def _module(subject: Subject, pair: tuple[range, range], ended: ModuleCall, evaluate: bool) -> WrongUse:
     line = _line_that_mixes(subject, pair, evaluate) or place(subject, ended.name)
     return WrongUse(
         f"the model of {subject.name} mixes samples: a sample gives something else when others are in its batch, first "

@@ -1,0 +1,81 @@
+"""What rank 0 says of an engine: how its task is spread, what each rank holds, and what its first steps find out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from phalanx import inventory
+from phalanx.cluster import devices
+from phalanx.train.engine import Engine
+from phalanx.words import many
+
+
+class Overview:
+    """Facts by name, notes, and news."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self._gathered = 0
+        self._twice = False
+
+    def facts(self) -> dict[str, str]:
+        """A line each, before the first step."""
+        engine = self.engine
+        world = engine.environment.world
+        micro = many(engine.loader.micro_batches, "micro-batch", "micro-batches")
+        return {
+            "layout": f"{engine.layout} on {many(world, 'rank')}, {devices(engine.device.type, world)}",
+            "model": f"{self._weights()}, {engine.anatomy.describe()}",
+            **self._here(),
+            "memory": str(self._memory()),
+            "batch": f"{many(engine.task.global_batch, 'sample')} as {micro} a step, "
+            f"{many(engine.order.size, 'sample')} an epoch",
+            "dtypes": engine.dtypes.table(),
+        }
+
+    def notes(self) -> list[str]:
+        """Settings that have no effect, or cost more than they need."""
+        device = self.engine.device.type
+        settings = self.engine.layout.notes(device, self.engine.loader.micro_batches)
+        return [*settings, *self.engine.dtypes.notes(device), *self.news()]
+
+    def news(self) -> Iterator[str]:
+        """What was not known when this was asked before."""
+        reasons = [c.gathered for c in self.engine.spread.plan.containers.values() if c.gathered]
+        if len(reasons) > self._gathered:
+            self._gathered = len(reasons)
+            more = f", and {len(reasons) - 1} more like it" if len(reasons) > 1 else ""
+            yield f"ranks of tp compute all of it alike where {reasons[-1]}{more}"
+        if self.engine.spread.samples.all_at_once and not self._twice:
+            self._twice = True
+            yield "the loss needs all micro-batches of a step at once: each goes through the model twice"
+
+    def _weights(self) -> str:
+        shapes, trainable = self.engine.spread.holding.shapes, self.engine.spread.trainable
+        weights = sum(shapes[name].numel() for name in trainable)
+        learned = sum(shapes[name].numel() for name, trained in trainable.items() if trained)
+        frozen = f", {learned:,} of them trainable" if learned < weights else ""
+        return f"{many(weights, 'weight')}{frozen}"
+
+    def _here(self) -> dict[str, str]:
+        """What this rank has of the model, where ranks have parts."""
+        spread, layout = self.engine.spread, self.engine.layout
+        if layout.fsdp * layout.tp * layout.cp * layout.pp == 1:
+            return {}
+        own = sum(weight.piece.numel() for weight in spread.weights.values() if weight.trainable)
+        text = f"{own:,} of them updated by rank 0"
+        if spread.pipeline is not None:
+            stages = " | ".join(f"{blocks[0]} to {blocks[-1]}" for blocks in spread.pipeline.stages.blocks)
+            text += f"; stages: {stages}"
+        return {"here": text}
+
+    def _memory(self) -> inventory.Memory:
+        """By arithmetic, of rank 0, which has its part of the model."""
+        engine = self.engine
+        weights = engine.spread.weights.values()
+        held, trained = (
+            sum(weight.rows * weight.row_size for weight in weights if weight.trainable or not learned)
+            for learned in (False, True)
+        )
+        numbers = inventory.state_numbers(engine.optimizer)
+        return inventory.memory(held, trained, engine.layout, engine.dtypes, numbers)

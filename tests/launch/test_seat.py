@@ -1,0 +1,53 @@
+"""A host's seat: what it agrees to, and what it says where there is no way to the meeting."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from phalanx.errors import CannotHere, WrongUse
+from phalanx.launch.key import Key
+from phalanx.launch.seat import Seat
+
+
+def seat(address: str = "localhost:29400", ranks: int = 1, nodes: int = 2, silence: float = 5.0) -> Seat:
+    return Seat(
+        address, key=Key(), name="run", ranks=ranks, min_nodes=nodes, max_nodes=2, silence=silence, terms={"a": 1}
+    )
+
+
+def test_what_hosts_compare() -> None:
+    assert seat().agreed == {"run": "'run'", "nodes": "[2, 2]", "silence": "5.0", "a": "1"}
+    assert seat().host == socket.gethostname()
+    assert seat() != seat()  # each is somebody's own
+
+
+def test_what_cannot_be_brought_is_refused() -> None:
+    with pytest.raises(WrongUse, match="Bring at least one"):
+        seat(ranks=0)
+    with pytest.raises(WrongUse, match="Ask for 1 <= min <= max"):
+        seat(nodes=3)
+    with pytest.raises(WrongUse, match=r"Wait at least 0\.5 s"):
+        seat(silence=0.1)
+
+
+def test_a_door_is_opened_on_the_way_to_the_meeting() -> None:
+    one = seat()
+    door = one.new_door(None)
+    assert door is not None
+    with door:
+        assert door.getsockname()[0] == one.way.own
+
+
+def test_without_a_way_it_says_so_or_waits_if_it_was_in_before() -> None:
+    lost = seat("no-such-host.invalid:29400")
+    with pytest.raises(CannotHere, match="is not known here"):
+        lost.new_door(None)
+    lost.met = True
+    assert lost.new_door(lambda: True) is None
+
+
+def test_refusals_end_in_what_to_do() -> None:
+    for refusal in (seat().turned_away(), seat().stranger(), seat().nobody()):
+        assert "localhost:29400" in str(refusal)

@@ -1,0 +1,66 @@
+"""What rank 0 says of an engine is true of its task, its layout and its weights."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+import phalanx
+from phalanx.train.overview import Overview
+from tests.ranks import Ranks
+from tests.tasks import Digits
+
+
+def test_facts_and_notes() -> None:
+    with phalanx.Engine(Digits(), phalanx.Layout(zero=2), device="cpu") as engine:
+        overview = Overview(engine)
+        facts = overview.facts()
+        assert list(facts) == ["layout", "model", "memory", "batch", "dtypes"]
+        assert facts["dtypes"].startswith("parameter float32 | compute float32")
+        (note,) = overview.notes()
+        assert note.startswith("zero=2 has no effect")
+        assert list(overview.news()) == []
+
+
+class Frozen(Digits):
+    def model(self) -> nn.Module:
+        model = super().model()
+        model[0].requires_grad_(False)
+        return model
+
+
+def test_what_is_said_of_frozen_weights_and_of_one() -> None:
+    with phalanx.Engine(Frozen(), device="cpu") as engine:
+        text = "\n".join(Overview(engine).facts().values())
+    assert "131 weights, 51 of them trainable" in text
+    assert "dp=1 on 1 rank, CPU" in text
+    assert "8 samples as 1 micro-batch a step" in text
+    assert "weights 524 B, gradients 204 B, optimizer 408 B" in text
+    for word in ("detection", "1 micro-batches", "x cpu", " 1 weights"):
+        assert word not in text
+
+
+def shards() -> str:
+    with phalanx.Engine(Frozen(), "fsdp=2", device="cpu") as engine:
+        return Overview(engine).facts()["here"]
+
+
+def test_frozen_weights_are_updated_by_nobody(ranks: Ranks) -> None:
+    assert ranks(2, shards)[0] == "34 of them updated by rank 0"  # 2 rows of 3, 16 wide, and 2 biases
+
+
+class Ranked(Digits):
+    """Its loss compares all samples of the global batch."""
+
+    def loss(self, output: Tensor, batch: dict[str, Tensor]) -> phalanx.Loss:
+        every = phalanx.gather(output)
+        return phalanx.Loss((output - every.mean(0)).square().sum(), len(output))
+
+
+def test_what_the_first_steps_find_out_is_news_once() -> None:
+    with phalanx.Engine(Ranked(), phalanx.Layout(micro_batch=2), device="cpu") as engine:
+        overview = Overview(engine)
+        assert list(overview.news()) == []
+        engine.step(next(engine.batches()))
+        (news,) = overview.news()
+        assert "all micro-batches of a step at once" in news
+        assert list(overview.news()) == []
