@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -220,8 +221,12 @@ def reference(task: phalanx.Task, micro_batches: int = 1, device: str = "cpu") -
         block = model.get_submodule(name)
         block.forward = randomness.counted(name, randomness.scoped(name, block.forward))
     trainable = [p for p in model.parameters() if p.requires_grad]
-    optimizer = task.optimizer(trainable)
-    rates = [group["lr"] for group in optimizer.param_groups]
+    for name, weight in model.named_parameters():
+        weight.logical_name = name
+    made = task.optimizer(trainable)
+    optimizers = list(made.values()) if isinstance(made, Mapping) else [made]
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    rates = [group["lr"] for group in groups]
     data = task.data()
     order, trace = Order(len(data), task.global_batch, task.seed), Trace()
     for step in range(task.steps):
@@ -244,10 +249,11 @@ def reference(task: phalanx.Task, micro_batches: int = 1, device: str = "cpu") -
         trace.gradients.append(_kept({n: p.grad for n, p in named.items()}))
         trace.norms.append(float(nn.utils.clip_grad_norm_(trainable, task.clip)))
         trace.losses.append(total / count)
-        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        for group, rate in zip(groups, rates, strict=True):
             group["lr"] = rate * task.schedule()(step)
-        optimizer.step()
-        optimizer.zero_grad()
+        for optimizer in optimizers:
+            optimizer.step()
+        model.zero_grad()
     tied = {n for n, _ in model.named_parameters(remove_duplicate=False)} - {n for n, _ in model.named_parameters()}
     trace.weights.append(_kept({n: t for n, t in model.state_dict().items() if n not in tied}))
     return trace

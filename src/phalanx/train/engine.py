@@ -42,7 +42,8 @@ from phalanx.train.changes import changes, described
 from phalanx.train.clock import Clock
 from phalanx.train.evaluate import evaluate
 from phalanx.train.guard import Guard
-from phalanx.train.optimizers import attributes, make_optimizer, make_schedule, set_attribute
+from phalanx.train.matrices import spread_optimizer
+from phalanx.train.optimizers import attributes, make_schedule, set_attribute
 from phalanx.train.scale import LossScale
 from phalanx.train.steady import in_one_way, steady
 from phalanx.train.step import Metrics
@@ -123,6 +124,7 @@ class Engine:
         undo.callback(self.mesh.close)
         blueprint = Blueprint(task.model, task.seed)
         self.anatomy = task.anatomy(blueprint.model)
+        described_weights = dict(blueprint.model.named_parameters())
         self.spread = Spread(
             blueprint, self.anatomy, self.layout, self.mesh, self.dtypes, self.device, task.seed,
             self._saved(blueprint.model),
@@ -133,7 +135,7 @@ class Engine:
         if task.turns and self.guard.spike:
             raise WrongUse("--spike holds a loss against the last ones, which are other turns' here. Leave it out.")
         pieces, trained = self.turns.completed(self.spread.pieces()), any(self.spread.trainable.values())
-        self.optimizer = make_optimizer(task, pieces, trained, self.mesh.size("fsdp", "cp", "tp") > 1)
+        self.optimizer = spread_optimizer(task, self.spread, described_weights, pieces, trained)
         if self.layout.exact:
             in_one_way(self.optimizer, self.device)
         self._options = [_numbers(group) for group in self.optimizer.param_groups]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from phalanx.parallel.axes.cuts import Cut
-from phalanx.parallel.weights.bucket import Weight
+from phalanx.parallel.weights.bucket import Rows, Weight
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,14 @@ class Box:
         """Some of its rows."""
         return Box((self.offsets[0] + start, *self.offsets[1:]), (stop - start, *self.sizes[1:]))
 
+    def of(self, whole: Tensor) -> Tensor:
+        """A view of what lies there."""
+        for dim, (start, length) in enumerate(zip(self.offsets, self.sizes, strict=True)):
+            whole = whole.narrow(dim, start, length)
+        return whole
 
-def boxes(weight: Weight, cut: Cut | None, index: int, piece: Tensor) -> Iterator[tuple[Box, Tensor]]:
+
+def boxes(weight: Weight | Rows, cut: Cut | None, index: int, piece: Tensor) -> Iterator[tuple[Box, Tensor]]:
     """The boxes that ``piece``, a rank's rows of a weight or of its moments, consists of, each with its view.
 
     ``cut`` is how ``tp`` or ``ep`` has divided the weight, and ``index`` this rank's place there.

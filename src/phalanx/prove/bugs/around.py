@@ -22,7 +22,6 @@ from phalanx.parallel.spread import Spread
 from phalanx.parallel.weights.bucket import Bucket, Weight
 from phalanx.parallel.weights.replicate import Reduction
 from phalanx.prove.bugs.planting import NORM, TOTAL, Replace, agreeing, bug, rank
-from phalanx.task import Task
 from phalanx.train import collecting, engine, evaluate
 from phalanx.train.engine import Engine
 
@@ -68,15 +67,15 @@ def schedule_differs_by_rank(replace: Replace) -> None:
 @bug(0, "fsdp=2", "weight_decay", "fsdp")
 def decay_on_flattened_norms(replace: Replace) -> None:
     """Pieces of sharded weights are told apart by their number of dims, and norms get weight decay."""
-    plain = engine.make_optimizer
+    plain = engine.spread_optimizer
 
-    def make_optimizer(task: Task, pieces: Any, trained: bool, sharded: bool) -> Any:
-        made = plain(task, pieces, trained, sharded)
-        for group in made.param_groups if sharded else ():
+    def spread_optimizer(*args: Any) -> Any:
+        made = plain(*args)
+        for group in made.param_groups:
             group["weight_decay"] = 0.1
         return made
 
-    replace(engine, "make_optimizer", make_optimizer)
+    replace(engine, "spread_optimizer", spread_optimizer)
 
 
 @bug(29, "fsdp=3", "gradients|weights", "fsdp")

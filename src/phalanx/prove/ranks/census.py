@@ -16,6 +16,7 @@ from phalanx.parallel.axes import batchnorm
 from phalanx.parallel.communication.collectives import Group
 from phalanx.parallel.communication.mesh import BATCH, EXPERTS
 from phalanx.parallel.weights.bucket import Bucket
+from phalanx.parallel.weights.matrices import COPY
 from phalanx.train.engine import Engine
 from phalanx.train.step import WISHES
 
@@ -44,7 +45,7 @@ def expected(engine: Engine, micro_batches: int) -> Bounds:
         most = parts * times if spread.pipeline is None and not shared and not again else math.inf
         found[group.group_desc, "reduce-scatter"] = (parts if spread.pipeline else parts * times), most
         found[group.group_desc, "all-gather"] = SOME
-    found |= _activations(engine)
+    found |= _activations(engine) | _matrices(engine)
     if mesh.world is not None and (mesh.world.group_desc, "all-reduce") not in found:
         found[mesh.world.group_desc, "all-reduce"] = _agreed(engine, mesh.world), math.inf
     return {key: bounds for key, bounds in found.items() if bounds[1] > 0}
@@ -82,6 +83,13 @@ def _activations(engine: Engine) -> Bounds:
     if norms and batch is not None:
         found[batch.group_desc, "all-gather"] = SOME
     return found
+
+
+def _matrices(engine: Engine) -> Bounds:
+    """Whole matrices on their way to whoever updates them, and back."""
+    whole = any(weight.optimized is not weight.piece for weight in engine.spread.weights.values())
+    group = engine.mesh.joint(*COPY) if whole else None
+    return {} if group is None else {(group.group_desc, "exchange"): SOME}
 
 
 def _computed(engine: Engine) -> Iterator[nn.Module]:

@@ -127,7 +127,7 @@ class Reference:
             block = self.model.get_submodule(name)
             block.forward = self.randomness.counted(name, self.randomness.scoped(name, block.forward))
         self.trained = {n: p for n, p in self.parameters.items() if p.requires_grad}
-        self.optimizer = make_optimizer(task, list(self.trained.values()), bool(self.trained), sharded=False)
+        self.optimizer = make_optimizer(task, list(self.trained.values()), bool(self.trained))
         self.schedule = rates(task)
         self.turns = Turns(task, dict.fromkeys(self.trained, True))
         seed_globally(task.seed, "data")
