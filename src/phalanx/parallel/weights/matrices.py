@@ -11,22 +11,25 @@ rank keeps another copy of them; what that costs is the bytes of one more all-to
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from phalanx.layout import Layout
 from phalanx.parallel.axes.cuts import Cut
 from phalanx.parallel.communication import collectives
-from phalanx.parallel.communication.mesh import EXPERT_SHARD, SHARD, Grid
 from phalanx.parallel.weights.boxes import boxes
 from phalanx.parallel.weights.bucket import Rows, Weight
 from phalanx.parallel.weights.holding import Holding
 
 COPY = ("fsdp", "cp", "tp")
 """The axes over which one copy of a stage's weights is divided."""
+Outgoing = defaultdict[int, list[Tensor]]
+"""What goes to each member."""
 
 
 def cost(shape: torch.Size) -> int:
@@ -40,11 +43,11 @@ def owners(shapes: Mapping[str, torch.Size], stages: Mapping[str, Sequence[int]]
 
     The same on all ranks; a weight that several stages hold has the same owner on each.
     """
-    loads: dict[int, list[int]] = defaultdict(lambda: [0] * members)
+    loads: dict[int, np.ndarray] = defaultdict(lambda: np.zeros(members))
     found = {}
     for name in sorted(shapes, key=lambda name: (-cost(shapes[name]), name)):
         held = [loads[stage] for stage in stages[name]]
-        found[name] = min(range(members), key=lambda member: max(load[member] for load in held))
+        found[name] = int(np.maximum.reduce(held).argmin())
         for load in held:
             load[found[name]] += cost(shapes[name]) + 1
     return found
@@ -52,15 +55,14 @@ def owners(shapes: Mapping[str, torch.Size], stages: Mapping[str, Sequence[int]]
 
 @dataclass(frozen=True)
 class Part:
-    """Rows of a weight that some members of the group hold alike."""
+    """Rows of a weight that some members hold alike."""
 
     rows: Rows
     cut: Cut | None
     index: int
     """Along the cut's axis."""
-    holders: tuple[int, ...]
 
-    @property
+    @cached_property
     def numel(self) -> int:
         return self.rows.size.numel()
 
@@ -77,33 +79,70 @@ class Part:
         return part.view(-1)
 
 
-def parts(shape: torch.Size, cut: Cut | None, grids: Sequence[Grid]) -> list[Part]:
-    """The parts of a weight, and who of the members that stand at ``grids`` holds them."""
-    axes = EXPERT_SHARD if cut is not None and cut.axis == "ep" else SHARD
-    found: dict[object, tuple[Rows, int, list[int]]] = {}
-    for member, grid in enumerate(grids):
-        index = grid.index(cut.axis) if cut else 0
-        rows = Rows.of(cut.shape(shape, index) if cut else shape, grid.size(*axes), grid.index(*axes))
-        key = cut.spans[index] if cut else None, rows
-        found.setdefault(key, (rows, index, []))[2].append(member)
-    return [Part(rows, cut, index, tuple(holders)) for rows, index, holders in found.values()]
+@dataclass(frozen=True)
+class Copy:
+    """The ranks that share one copy of a stage's weights, each a member: ``fsdp x cp`` shards, ``tp`` of each."""
+
+    shards: int
+    tp: int = 1
+    ep: int = 1
+
+    @classmethod
+    def of(cls, layout: Layout) -> Copy:
+        return cls(layout.fsdp * layout.cp, layout.tp, layout.ep)
+
+    @property
+    def members(self) -> int:
+        return self.shards * self.tp
+
+    def part(self, shape: torch.Size, cut: Cut | None, member: int) -> Part:
+        """What a member holds of a weight."""
+        (shard, index), shards = divmod(member, self.tp), self.shards
+        if cut is None:
+            return Part(Rows.of(shape, shards, shard), None, 0)
+        if cut.axis == "ep":
+            (shard, index), shards = divmod(shard, self.ep), shards // self.ep
+        return Part(Rows.of(cut.shape(shape, index), shards, shard), cut, index)
+
+    def holders(self, cut: Cut | None, member: int) -> list[int]:
+        """The members that hold the same as this one."""
+        first, index = member - member % self.tp, member % self.tp
+        alike = cut.sharers(index) if cut is not None and cut.axis == "tp" else range(self.tp)
+        return [first + other for other in alike]
+
+    def distinct(self, cut: Cut | None) -> Iterator[list[int]]:
+        """All members, those that hold the same together."""
+        for member in range(self.members):
+            holders = self.holders(cut, member)
+            if holders[0] == member:
+                yield holders
 
 
 class Matrix:
     """A weight that is updated whole."""
 
-    def __init__(self, weight: Weight, shape: torch.Size, parts: Sequence[Part], owner: int, member: int) -> None:
-        """``member``: this rank's place among those that hold the ``parts``."""
-        self.weight, self.shape, self.parts, self.owner = weight, shape, parts, owner
-        self.own = next(part for part in parts if member in part.holders)
-        self.here = owner == member
+    def __init__(self, weight: Weight, shape: torch.Size, cut: Cut | None, copy: Copy, owner: int, member: int) -> None:
+        """``member``: which of those of the ``copy`` this rank is."""
+        self.weight, self.shape, self.owner, self.here = weight, shape, owner, owner == member
+        self.own = copy.part(shape, cut, member)
+        self.sends = self._source(copy.holders(cut, member)) == member
         weight.state_here = self.here
         self.blank = weight.optimized.data
         """Of the whole shape, without memory."""
+        every = copy.distinct(cut) if self.here else ()
+        parts = ((copy.part(shape, cut, holders[0]), holders) for holders in every)
+        self.parts = [(part, self._source(holders), holders) for part, holders in parts if part.numel]
+        """At the owner: all parts, who sends each, and who holds it."""
 
-    def source(self, part: Part) -> int:
+    def _source(self, holders: Sequence[int]) -> int:
         """Of those who hold a part, the member that sends it: the owner itself, or one of them."""
-        return self.owner if self.owner in part.holders else part.holders[self.owner % len(part.holders)]
+        return self.owner if self.owner in holders else holders[self.owner % len(holders)]
+
+    @property
+    def gradient(self) -> Tensor:
+        """Of the rows that this rank owns."""
+        assert self.weight.piece.grad is not None
+        return self.weight.piece.grad
 
     def room(self) -> Tensor:
         """Memory for the whole, where its rows are; each begins at a boundary of its own."""
@@ -124,21 +163,13 @@ class Matrices:
     """The weights of this rank's stage that are updated whole, each by its owner."""
 
     def __init__(self, weights: Sequence[Weight], holding: Holding, layout: Layout, owner: Mapping[str, int]) -> None:
-        """``owner``: of each weight, the member of the group. All ranks of the group must make it together."""
-        mesh = holding.mesh
+        """``owner``: of each weight, the member. All ranks of a copy must make it together."""
+        mesh, copy = holding.mesh, Copy.of(layout)
         self.group, self.member = mesh.joint(*COPY), mesh.index(*COPY)
         self.copies = bool(layout.exact)
         """Of gradients, also where nothing travels: bits of a product may hang on where in memory a factor begins."""
-        grids = [Grid(layout, rank) for rank in mesh.members(COPY)]
         self.all = [
-            Matrix(
-                weight,
-                holding.shapes[weight.name],
-                parts(holding.shapes[weight.name], holding.cut(weight.name), grids),
-                owner[weight.name],
-                self.member,
-            )
-            for weight in weights
+            Matrix(w, holding.shapes[w.name], holding.cut(w.name), copy, owner[w.name], self.member) for w in weights
         ]
         self._by_parameter = {matrix.weight.optimized: matrix for matrix in self.all}
         self._lent: list[Matrix] = []
@@ -155,29 +186,26 @@ class Matrices:
     @torch.no_grad()
     def gather(self) -> None:
         """Before an update: the optimizer is given, of what this rank owns, whole weights and gradients."""
-        self._lent = [matrix for matrix in self._updated() if matrix.here]
+        updated = self._updated()
+        self._lent = [matrix for matrix in updated if matrix.here]
         if self.group is None:
             for matrix in self._lent:
-                gradient = matrix.weight.piece.grad
-                assert gradient is not None
-                matrix.lend(matrix.weight.piece.data, gradient.clone() if self.copies else gradient)
+                matrix.lend(matrix.weight.piece.data, matrix.gradient.clone() if self.copies else matrix.gradient)
             return
-        outgoing: list[list[Tensor]] = [[] for _ in range(self.group.size())]
-        for matrix in self._updated():
-            if matrix.source(matrix.own) == self.member:
-                gradient = matrix.weight.piece.grad
-                assert gradient is not None
-                outgoing[matrix.owner] += [gradient, matrix.weight.piece.data]
+        outgoing: Outgoing = defaultdict(list)
+        for matrix in updated:
+            if matrix.sends:
+                outgoing[matrix.owner] += [matrix.gradient, matrix.weight.piece.data]
         sizes = [0] * self.group.size()
         for matrix in self._lent:
-            for part in matrix.parts:
-                sizes[matrix.source(part)] += 2 * part.numel
+            for part, source, _ in matrix.parts:
+                sizes[source] += 2 * part.numel
         received = self._exchanged(outgoing, sizes)
         for matrix in self._lent:
             gradient, whole = matrix.room(), matrix.room()
-            for part in matrix.parts:
+            for part, source, _ in matrix.parts:
                 for target in (gradient, whole):
-                    part.put(received[matrix.source(part)].take(part.numel), target.view(matrix.shape))
+                    part.put(received[source].take(part.numel), target.view(matrix.shape))
             matrix.lend(whole, gradient)
 
     @torch.no_grad()
@@ -187,28 +215,28 @@ class Matrices:
         self._lent = []
         if self.group is None:
             return
-        outgoing: list[list[Tensor]] = [[] for _ in range(self.group.size())]
+        outgoing: Outgoing = defaultdict(list)
         for matrix, whole in wholes:
-            for part in matrix.parts:
+            for part, _, holders in matrix.parts:
                 rows = part.take(whole)
-                for holder in part.holders:
+                for holder in holders:
                     outgoing[holder].append(rows)
-        sizes = [0] * self.group.size()
-        for matrix in self._updated():
+        updated, sizes = self._updated(), [0] * self.group.size()
+        for matrix in updated:
             sizes[matrix.owner] += matrix.own.numel
         received = self._exchanged(outgoing, sizes)
-        for matrix in self._updated():
+        for matrix in updated:
             piece = matrix.weight.piece.data
             piece.copy_(received[matrix.owner].take(matrix.own.numel).view(piece.shape))
 
-    def _exchanged(self, outgoing: Sequence[Sequence[Tensor]], sizes: Sequence[int]) -> list[Flat]:
+    def _exchanged(self, outgoing: Outgoing, sizes: list[int]) -> list[Flat]:
         """The tensors of list r go to member r, and so many numbers come from it."""
         assert self.group is not None
-        storage = self.all[0].weight.storage
+        storage, lists = self.all[0].weight.storage, [outgoing[member] for member in range(self.group.size())]
         empty = torch.empty(0, dtype=storage.parameter, device=storage.device)
-        own = torch.cat([empty, *(t.reshape(-1).to(empty) for tensors in outgoing for t in tensors)])
-        counts = [sum(tensor.numel() for tensor in tensors) for tensors in outgoing]
-        return [Flat(part) for part in collectives.exchange_rows(own, counts, sizes, self.group).split(list(sizes))]
+        own = torch.cat([empty, *(tensor.reshape(-1).to(empty) for tensors in lists for tensor in tensors)])
+        counts = [sum(tensor.numel() for tensor in tensors) for tensors in lists]
+        return [Flat(part) for part in collectives.exchange_rows(own, counts, sizes, self.group).split(sizes)]
 
 
 class Flat:
