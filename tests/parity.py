@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -229,8 +229,12 @@ def reference(
         block = model.get_submodule(name)
         block.forward = randomness.counted(name, randomness.scoped(name, block.forward))
     trainable = [p for p in model.parameters() if p.requires_grad]
-    optimizer = task.optimizer(trainable)
-    rates = [group["lr"] for group in optimizer.param_groups]
+    for name, weight in model.named_parameters():
+        weight.logical_name = name
+    made = task.optimizer(trainable)
+    optimizers = list(made.values()) if isinstance(made, Mapping) else [made]
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    rates = [group["lr"] for group in groups]
     data = task.data()
     order, trace = Order(len(data), task.global_batch, task.seed), Trace()
     named = {n: p for n, p in model.named_parameters() if p.requires_grad}
@@ -256,10 +260,11 @@ def reference(
         trace.gradients.append(_kept({n: p.grad for n, p in named.items()}))
         trace.norms.append(float(nn.utils.clip_grad_norm_(trainable, task.clip)))
         trace.losses.append(total / count)
-        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        for group, rate in zip(groups, rates, strict=True):
             group["lr"] = rate * task.schedule()(step)
-        optimizer.step()
-        optimizer.zero_grad()
+        for optimizer in optimizers:
+            optimizer.step()
+        model.zero_grad()
         for name, weight in named.items():
             trace.averages[name] = decay * trace.averages[name] + (1 - decay) * weight.detach()
     tied = {n for n, _ in model.named_parameters(remove_duplicate=False)} - {n for n, _ in model.named_parameters()}

@@ -16,7 +16,9 @@ from phalanx.precision import Dtypes
 from phalanx.task import Task
 from phalanx.words import columns, in_bytes
 
-STATE = {optim.SGD: 0, optim.Adagrad: 1, optim.RMSprop: 1, optim.Rprop: 2, optim.ASGD: 2}
+STATE = {
+    optim.SGD: 0, optim.Adafactor: 0, optim.Muon: 0, optim.Adagrad: 1, optim.RMSprop: 1, optim.Rprop: 2, optim.ASGD: 2,
+}  # fmt: skip
 """Numbers that an optimizer keeps for each weight, where they are not two, as Adam's are."""
 
 

@@ -131,7 +131,10 @@ class Task:
         return not turn or weight.startswith(f"{turn}.")
 
     def optimizer(self, params: Sequence[nn.Parameter]) -> torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer]:
-        """The optimizer, or several by name. Each parameter keeps its number of dims, and has a ``.logical_name``."""
+        """The optimizer, or several by name. Each parameter has a ``.logical_name`` and its number of dims.
+
+        Where one of them does not update each element by itself, parameters have their whole shapes under any layout.
+        """
         decayed = [p for p in params if p.ndim >= 2]
         plain = [p for p in params if p.ndim < 2]
         groups = [

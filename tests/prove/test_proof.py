@@ -118,6 +118,48 @@ def test_a_model_that_is_no_function_of_a_sample_is_named(task: phalanx.Task, wo
     assert re.search(rf"{words}.*tests/prove/tasks.py:\d+: return x", proof.next)
 
 
+@dataclass
+class Matrices(GPT):
+    """Optimizers of whole matrices: of hidden ones, and of all others."""
+
+    def optimizer(self, params: Any) -> Any:
+        hidden = [p for p in params if p.ndim == 2 and p.logical_name.startswith("blocks")]
+        rest = [p for p in params if not any(p is other for other in hidden)]
+        return {"hidden": phalanx.optim.SOAP(hidden, every=2), "rest": torch.optim.Adafactor(rest)}
+
+
+def test_optimizers_of_whole_matrices_are_proven() -> None:
+    proof = prove(Matrices(), ["dp=2", "fsdp=2", "fsdp=2,tp=2", "pp=2,cp=2", "dp=2,exact=4"])
+    assert {result.verdict for result in proof.results} == {"equal"}, proof
+    assert proof.bar <= 1e-9
+
+
+class Signed(torch.optim.SGD):
+    """Steps by the gradient over its largest element, which rows of it need not have."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for weight in self.param_groups[0]["params"]:
+            if weight.grad is not None and weight.grad.numel():
+                weight.sub_(1e-2 * weight.grad / weight.grad.abs().max())
+
+
+@dataclass
+class Claiming(tasks.Plain):
+    """Has pieces updated that must be whole: it is an SGD, which updates each element by itself."""
+
+    def optimizer(self, params: Any) -> Any:
+        return Signed(params, lr=1e-2)
+
+
+def test_a_piece_updated_where_the_whole_is_needed_is_found() -> None:
+    proof = prove(Claiming(), ["dp=2", "fsdp=2"])
+    assert [result.verdict for result in proof.results] == ["equal", "differs"], proof
+    finding = proof.results[1].finding
+    assert finding is not None
+    assert (finding.rung, finding.axes) == ("weights", ["fsdp"])
+
+
 def test_weights_in_no_group_of_the_optimizer_stay_as_they_are() -> None:
     proof = prove(tasks.MatricesAlone(), ["dp=1", "dp=2", "fsdp=2"])
     assert proof.holds, proof

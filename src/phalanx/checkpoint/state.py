@@ -1,7 +1,7 @@
 """A rank's training state, piece by piece under layout-free names, and who keeps what several ranks hold alike.
 
 model/<weight or buffer>        its value
-optimizer/<key>/<weight>        what the optimizer keeps for each element
+optimizer/<key>/<weight>        what the optimizer keeps for each element; or of the whole weight, in a shape of its own
 counters/<key>/<weight>         what it keeps once for a weight, as how many updates it has had
 callbacks/<name>/<weight>       what a callback keeps for each element, as an average
 """
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, optim
 
-from phalanx.checkpoint.manifest import Damaged, Manifest
+from phalanx.checkpoint.manifest import Damaged, Held, Manifest
 from phalanx.errors import WrongUse, closest
 from phalanx.parallel.communication.mesh import AXES
 from phalanx.parallel.spread import Spread
@@ -69,17 +69,13 @@ class State:
 
     def entries(self) -> Iterator[Entry]:
         """All that this rank holds."""
-        check_owners(self.optimizer, [weight.piece for weight in self.spread.weights.values()])
+        check_owners(self.optimizer, [weight.optimized for weight in self.spread.weights.values()])
         for name, weight in self.spread.weights.items():
             moved = not weight.trainable and version(weight.piece) != self._versions.get(name, version(weight.piece))
             yield from self._parts(f"model/{name}", weight, weight.piece.data, restless=moved)
             for key, value in self._moments(weight):
-                if isinstance(value, Tensor) and value.shape == weight.piece.shape:
-                    yield from self._parts(f"optimizer/{key}/{name}", weight, value)
-                elif isinstance(value, Tensor) and value.numel() == 1:
-                    if self._first(weight):
-                        kept, written = self._role(weight, every_part=True)
-                        yield Entry(f"counters/{key}/{name}", Box((), ()), (), value.view(()), kept, written)
+                if isinstance(value, Tensor):
+                    yield from self._kept(weight, key, value)
                 else:
                     check_keepable(self.optimizer, name, weight.piece, key, value)
             for label, tensors in self.beside.items():
@@ -90,12 +86,29 @@ class State:
             kept, written = self._keeper(name, places)
             yield Entry(f"model/{name}", Box.whole(tensor), tuple(tensor.shape), tensor.detach(), kept, written, True)
 
+    def _kept(self, weight: Weight, key: str, value: Tensor) -> Iterator[Entry]:
+        """A tensor that the optimizer keeps of a weight."""
+        name = f"optimizer/{key}/{weight.name}"
+        if value.shape == weight.piece.shape and weight.optimized is weight.piece:
+            yield from self._parts(name, weight, value)
+        elif value.numel() == 1 and not (weight.whole_state and value.ndim):
+            if self._speaks(weight):
+                kept, written = self._role(weight, every_part=True)
+                yield Entry(f"counters/{key}/{weight.name}", Box((), ()), (), value.view(()), kept, written)
+        elif weight.whole_state:
+            if value.shape == weight.optimized.shape:
+                value = value.view(self.holding.shapes[weight.name])
+            kept, written = self._role(weight, every_part=True)
+            yield Entry(name, Box.whole(value), tuple(value.shape), value, kept, written)
+        else:
+            check_keepable(self.optimizer, weight.name, weight.piece, key, value)
+
     def numbers(self) -> dict[str, Any]:
         """What the optimizer keeps that is no tensor."""
         return {
             f"counters/{key}/{name}": value
             for name, weight in self.spread.weights.items()
-            if self._first(weight)
+            if self._speaks(weight)
             for key, value in self._moments(weight)
             if not isinstance(value, Tensor)
         }
@@ -112,14 +125,16 @@ class State:
         found = self._wanted_beside(manifest)
         for name, weight in self.spread.weights.items():
             found[f"model/{name}"] = [(box, view) for box, view in self._boxes(weight, weight.piece.data)]
-            for kind, key in keys.get(name, ()) if weight.trainable else ():
-                full = f"{kind}/{key}/{name}"
+            for kind, key in keys.get(name, ()) if weight.trainable and weight.state_here else ():
+                full, state = f"{kind}/{key}/{name}", self.optimizer.state[weight.optimized]
                 if full in manifest.numbers:
-                    self.optimizer.state[weight.piece][key] = manifest.numbers[full]
-                    continue
-                room = self._room(weight, kind, getattr(torch, manifest.tensors[full].dtype))
-                self.optimizer.state[weight.piece][key] = room
-                found[full] = list(self._boxes(weight, room)) if kind == "optimizer" else [(Box((), ()), room)]
+                    state[key] = manifest.numbers[full]
+                elif kind == "counters":
+                    state[key] = self._number_room(weight, manifest.tensors[full])
+                    found[full] = [(Box((), ()), state[key])]
+                else:
+                    state[key] = self._room(weight, manifest.tensors[full])
+                    found[full] = list(self._places(weight, state[key]))
         for name, tensor in self._replicated():
             found[f"model/{name}"] = [(Box.whole(tensor), tensor.detach())]
         return {name: parts for name, parts in found.items() if parts}
@@ -141,12 +156,26 @@ class State:
         """What this rank has whole: buffers, and parameters that are no weights."""
         return [(n, t) for n, t in self.spread.whole.replicated() if self.holding.here(n) and t.numel()]
 
-    def _room(self, weight: Weight, kind: str, dtype: torch.dtype) -> Tensor:
-        if kind == "optimizer":
-            return torch.zeros_like(weight.piece.data, dtype=dtype)
-        group = next(g for g in self.optimizer.param_groups if any(p is weight.piece for p in g["params"]))
+    def _room(self, weight: Weight, held: Held) -> Tensor:
+        """For a rank's rows of what is saved; for all of it, if this rank has it whole or it has a shape of its own."""
+        shape = torch.Size(held.shape)
+        if shape == self.holding.shapes[weight.name]:
+            shape = weight.optimized.shape
+        return torch.zeros(shape, dtype=getattr(torch, held.dtype), device=weight.piece.device)
+
+    def _places(self, weight: Weight, room: Tensor) -> Iterator[tuple[Box, Tensor]]:
+        """Where what an optimizer keeps of a weight lies in what is saved of it."""
+        if room.shape == weight.piece.shape and weight.optimized is weight.piece:
+            yield from self._boxes(weight, room)
+        else:
+            whole = room.view(self.holding.shapes[weight.name]) if room.shape == weight.optimized.shape else room
+            yield Box.whole(whole), whole
+
+    def _number_room(self, weight: Weight, held: Held) -> Tensor:
+        group = next(g for g in self.optimizer.param_groups if any(p is weight.optimized for p in g["params"]))
         beside = group.get("fused") or group.get("capturable")  # torch wants such a counter where the weight is
-        return torch.zeros((), dtype=dtype, device=weight.piece.device if beside else "cpu")
+        device = weight.piece.device if beside else "cpu"
+        return torch.zeros((), dtype=getattr(torch, held.dtype), device=device)
 
     def check(self, manifest: Manifest) -> None:
         """Before anything is overwritten: is this the model that was saved? Refuses another's."""
@@ -164,16 +193,28 @@ class State:
             if name not in model:
                 raise WrongUse(f"the checkpoint holds {name}, which the model does not have. {advice}")
         for name, held in manifest.tensors.items():
-            kind, _, rest = name.partition("/")
-            owner = rest.partition("/")[2]
-            shaped = kind in ("optimizer", "callbacks") and owner in saved
-            if kind != "model" and held.shape != (saved[owner].shape if shaped else ()):
-                raise Damaged("a checkpoint", f"has {name} with shape {held.shape}, which nothing keeps")
+            self._check_kept(name, held, saved)
+
+    def _check_kept(self, name: str, held: Held, saved: Mapping[str, Held]) -> None:
+        """Refuse what this optimizer could not keep of a weight."""
+        kind, key, owner = [*name.split("/", 2), "", ""][:3]
+        of_weight = kind in ("optimizer", "callbacks") and owner in saved
+        if kind == "model" or held.shape == (saved[owner].shape if of_weight else ()):
+            return
+        if not of_weight or kind == "callbacks":
+            raise Damaged("a checkpoint", f"has {name} with shape {held.shape}, which nothing keeps")
+        weight = self.spread.weights.get(owner)
+        if weight is not None and not weight.whole_state:
+            raise WrongUse(
+                f"the checkpoint's optimizer keeps {key} of {owner} in a shape of its own, {held.shape}, and that of "
+                "this task updates each element by itself. Go on with the optimizer that it was saved with, or begin "
+                "a new run from its weights with --init-from."
+            )
 
     def _moments(self, weight: Weight) -> list[tuple[str, Any]]:
         if not weight.trainable or not self.holding.shapes[weight.name].numel():
             return []
-        return list(self.optimizer.state.get(weight.piece, {}).items())
+        return list(self.optimizer.state.get(weight.optimized, {}).items())
 
     def _boxes(self, weight: Weight, piece: Tensor) -> Iterator[tuple[Box, Tensor]]:
         cut = self.holding.cut(weight.name)
@@ -188,13 +229,17 @@ class State:
         for box, view in self._boxes(weight, piece):
             yield Entry(name, box, tuple(self.holding.shapes[weight.name]), view, kept, written, restless)
 
-    def _first(self, weight: Weight) -> bool:
-        """Whether this rank has a weight's first row, and so speaks for all of it."""
+    def _speaks(self, weight: Weight) -> bool:
+        """Whether this rank speaks for all of a weight: it owns the weight, or has its first row."""
+        if weight.optimized is not weight.piece:
+            return weight.state_here
         cut = self.holding.cut(weight.name)
         return weight.first == 0 and weight.rows > 0 and (cut is None or self.mesh.index(cut.axis) == 0)
 
-    def _places(self, weight: Weight, every_part: bool = False) -> dict[str, list[int] | None]:
-        """Where the ranks are that hold the same rows as this one, which is among them."""
+    def _holders(self, weight: Weight, every_part: bool = False) -> dict[str, list[int] | None]:
+        """Where the ranks are that hold the same rows as this one, which is among them; or, all of the state."""
+        if every_part and weight.optimized is not weight.piece:
+            return {"pp": self.holding.stage_ranks(weight.name), "dp": ALL}
         cut = self.holding.cut(weight.name)
         alike = [0] if every_part and cut is not None and cut.axis == "tp" else self.holding.alike(weight.name)
         return {"pp": self.holding.stage_ranks(weight.name), "dp": ALL, "tp": alike}
@@ -203,7 +248,7 @@ class State:
         """What `_keeper` says of a weight, found once: it is asked between two steps."""
         known = self._roles.get((weight.name, every_part))
         if known is None:
-            known = self._keeper(weight.name, self._places(weight, every_part))
+            known = self._keeper(weight.name, self._holders(weight, every_part))
             self._roles[weight.name, every_part] = known
         return known
 
@@ -243,9 +288,11 @@ def check_owners(optimizer: optim.Optimizer, weights: Sequence[Tensor]) -> None:
             )
 
 
-def check_keepable(optimizer: optim.Optimizer, name: str, weight: Tensor, key: str, value: Any) -> None:
-    """Refuse what an optimizer keeps of a weight where it cannot be saved."""
-    shaped = isinstance(value, Tensor) and (value.shape == weight.shape or value.numel() == 1)
+def check_keepable(
+    optimizer: optim.Optimizer, name: str, weight: Tensor, key: str, value: Any, whole: bool = False
+) -> None:
+    """Refuse what an optimizer keeps of a weight where it cannot be saved; of a ``whole`` one, any tensor can be."""
+    shaped = isinstance(value, Tensor) and (whole or value.shape == weight.shape or value.numel() == 1)
     if not shaped and not isinstance(value, (int, float, str, bool, type(None))):
         raise WrongUse(
             f"{type(optimizer).__name__} keeps {key!r} of {name} as a {type(value).__name__}"

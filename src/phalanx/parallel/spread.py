@@ -246,6 +246,11 @@ class Spread:
             self._reach[action.stage] = {name for name in self.weights if not name.startswith(others)}
         return self._reach[action.stage].__contains__
 
+    @property
+    def home(self) -> torch.device:
+        """Where the rows that this rank updates are kept, and the optimizer's state."""
+        return self.device if self.layout.offload == "none" else torch.device("cpu")
+
     def pieces(self) -> list[nn.Parameter]:
         """What the optimizer updates on this rank: its rows of every trainable weight."""
         return [weight.piece for weight in self.weights.values() if weight.trainable]

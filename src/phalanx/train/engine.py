@@ -45,8 +45,9 @@ from phalanx.train.changes import changes, described
 from phalanx.train.clock import Clock
 from phalanx.train.evaluate import evaluate
 from phalanx.train.guard import Guard
+from phalanx.train.matrices import spread_optimizer
 from phalanx.train.numbers import Numbers
-from phalanx.train.optimizers import make_optimizer, make_schedule
+from phalanx.train.optimizers import make_schedule
 from phalanx.train.scale import LossScale
 from phalanx.train.signals import Signals
 from phalanx.train.steady import in_one_way, steady
@@ -133,6 +134,7 @@ class Engine:
         blueprint = Blueprint(task.model, task.seed)
         self.anatomy = task.anatomy(blueprint.model)
         placement = Placement.of(blueprint.model, self.anatomy, self.layout, self.dtypes)
+        described_weights = dict(blueprint.model.named_parameters())
         self.spread = Spread(
             blueprint, placement, self.mesh, self.dtypes, self.device, task.seed,
             self._saved(blueprint.model),
@@ -144,7 +146,7 @@ class Engine:
         if task.turns and self.guard.spike:
             raise WrongUse("--spike holds a loss against the last ones, which are other turns' here. Leave it out.")
         pieces, trained = self.turns.completed(self.spread.pieces()), any(self.spread.trainable.values())
-        self.optimizer = make_optimizer(task, pieces, trained, self.mesh.size("fsdp", "cp", "tp") > 1)
+        self.optimizer = spread_optimizer(task, self.spread, described_weights, pieces, trained)
         if self.layout.exact:
             in_one_way(self.optimizer, self.device)
         self._numbers = Numbers(self.optimizer)

@@ -1,4 +1,4 @@
-"""Which optimizers may update a piece of a weight alone."""
+"""A task's optimizer and schedule, made and checked; which optimizers may update a piece of a weight alone."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def untrainable(task: Task) -> WrongUse:
     return WrongUse(f"the model of {type(task).__name__}{where} has no trainable weight. Check requires_grad.")
 
 
-def make_optimizer(task: Task, pieces: Sequence[nn.Parameter], trained: bool, sharded: bool) -> optim.Optimizer:
-    """The task's optimizer over this rank's pieces, refused where it would not give what one device gives.
+def make_optimizer(task: Task, pieces: Sequence[nn.Parameter], trained: bool) -> optim.Optimizer:
+    """The task's optimizer over this rank's pieces, or over whole weights; refused where it could not train them.
 
     ``trained`` says whether any rank has one: a stage of a pipeline may be all frozen.
     """
@@ -53,22 +53,27 @@ def make_optimizer(task: Task, pieces: Sequence[nn.Parameter], trained: bool, sh
             f"learn nothing from it (the first has the shape {tuple(strangers[0].shape)}){where}. Make it from the "
             "parameters that it is called with, not from a model of its own."
         )
-    for part in optimizer.named.values() if isinstance(optimizer, Several) else [optimizer]:
-        _check_kind(part, sharded)
+    if any(isinstance(part, optim.LBFGS) for part in parts_of(optimizer)):
+        raise WrongUse("LBFGS evaluates the loss many times in a step. Use an optimizer with one gradient a step.")
     for group in optimizer.param_groups:
         group["initial_lr"] = float(group["lr"])
     return optimizer
 
 
-def _check_kind(optimizer: optim.Optimizer, sharded: bool) -> None:
-    kind = type(optimizer)
-    if isinstance(optimizer, optim.LBFGS):
-        raise WrongUse("LBFGS evaluates the loss many times in a step. Use an optimizer with one gradient a step.")
-    if sharded and not (isinstance(optimizer, ELEMENTWISE) or getattr(kind, "elementwise", False)):
-        raise WrongUse(
-            f"{kind.__name__} is not known to update each element by itself, and under fsdp a rank holds some rows "
-            f"of a weight. Use dp instead of fsdp, or, if it does, say so: {kind.__name__}.elementwise = True."
-        )
+def parts_of(optimizer: optim.Optimizer) -> list[optim.Optimizer]:
+    """The optimizers that one consists of."""
+    return list(optimizer.named.values()) if isinstance(optimizer, Several) else [optimizer]
+
+
+def wants_whole(optimizer: optim.Optimizer) -> set[str]:
+    """Names of weights that it must be given whole: those of optimizers not known to update each element by itself."""
+    return {
+        weight.logical_name
+        for part in parts_of(optimizer)
+        if not (isinstance(part, ELEMENTWISE) or getattr(type(part), "elementwise", False))
+        for group in part.param_groups
+        for weight in group["params"]
+    }
 
 
 class Several(optim.Optimizer):
@@ -85,13 +90,16 @@ class Several(optim.Optimizer):
             raise WrongUse(f"{task}.optimizer gave optimizers that share weights, or have none. Give each its own.")
         super().__init__(every, {})
         self.named, self.param_groups = dict(named), groups
+        self.given: Callable[[nn.Parameter], bool] = lambda weight: weight.grad is not None
+        """Whether a weight has a gradient, on this rank or where it is updated."""
         for optimizer in named.values():
+            self.state.update(optimizer.state)
             optimizer.state = self.state
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Each optimizer that was given a gradient updates."""
         for optimizer in self.named.values():
-            if any(weight.grad is not None for group in optimizer.param_groups for weight in group["params"]):
+            if any(self.given(weight) for group in optimizer.param_groups for weight in group["params"]):
                 optimizer.step()
 
 

@@ -124,3 +124,23 @@ def several(layouts: list[Layout]) -> list[float]:
 def test_one_mesh_after_another(ranks: Ranks) -> None:
     layouts = [Layout(dp=2, pp=2), Layout(dp=2, pp=2), Layout(fsdp=2, cp=2, ep=2), Layout(dp=4), Layout(dp=2, pp=2)]
     assert ranks(4, several, layouts) == [[4.0] * 5] * 4
+
+
+def joint(layout: Layout) -> tuple[str | None, bool, float]:
+    mesh = Mesh(layout, dist.get_rank(), timedelta(seconds=17))
+    group = mesh.joint("fsdp", "cp", "tp")
+    known = any(group is mesh.group(*axes) for axes in (SHARD, ("tp",), AXES))
+    total = torch.tensor([float(dist.get_rank())])
+    if group is not None:
+        dist.all_reduce(total, group=group)
+        assert mesh.joint("fsdp", "cp", "tp") is group
+    mesh.close()
+    return group.group_desc if group else None, known, total.item()
+
+
+def test_axes_that_few_speak_along_together_share_a_group_where_there_is_one(ranks: Ranks) -> None:
+    assert ranks(4, joint, Layout(fsdp=4))[1] == ("fsdp", True, 6.0)
+    assert ranks(4, joint, Layout(tp=2, dp=2))[3] == ("tp", True, 5.0)
+    assert ranks(4, joint, Layout(fsdp=2, tp=2))[0] == ("world", True, 6.0)
+    assert ranks(4, joint, Layout(dp=2, pp=2))[2] == (None, True, 2.0)
+    assert ranks(8, joint, Layout(dp=2, fsdp=2, tp=2))[5] == ("fsdpxtp", False, 22.0)

@@ -132,21 +132,25 @@ class Mesh(Grid):
         super().__init__(layout, rank)
         self.traffic = traffic or Traffic()
         wanted, lanes = self.groups(), self.lanes()
-        number = default_store().add(f"meshes of rank {rank}", 1) if wanted else 0  # in this world, so far
+        self._number = default_store().add(f"meshes of rank {rank}", 1) if wanted else 0  # in this world, so far
         nccl = bool(wanted) and dist.get_backend() == "nccl"
-        device = torch.device("cuda", torch.cuda.current_device()) if nccl else None
-        made = {
-            group: new_group(group.ranks, rank, f"mesh {number}, {group.name}", timeout, group.called, device)
-            for group in dict.fromkeys([*wanted.values(), *lanes.values()])
-        }
-        self._made = {group: Communicator(process_group, self.traffic) for group, process_group in made.items()}
+        self._device = device = torch.device("cuda", torch.cuda.current_device()) if nccl else None
+        self._timeout = timeout
+        self._made = {group: self._make(group) for group in dict.fromkeys([*wanted.values(), *lanes.values()])}
         self._groups: dict[tuple[str, ...], Communicator] = {
-            axes: self._made[wanted[axes]] if axes in wanted else Communicator(None, self.traffic, self._called(axes))
-            for axes in GROUPS
+            axes: self._made[wanted[axes]] if axes in wanted else self._alone(axes) for axes in GROUPS
         }
         self._lanes = {lane: self._made[group] for lane, group in lanes.items()}
         if device is not None:
             self._connect(device)
+
+    def _make(self, group: Members) -> Communicator:
+        name = f"mesh {self._number}, {group.name}"
+        made = new_group(group.ranks, self.rank, name, self._timeout, group.called, self._device)
+        return Communicator(made, self.traffic)
+
+    def _alone(self, axes: tuple[str, ...]) -> Communicator:
+        return Communicator(None, self.traffic, self._called(axes))
 
     def _connect(self, device: torch.device) -> None:
         """Send one number along each lane, on every rank in the order of lanes.
@@ -165,6 +169,21 @@ class Mesh(Grid):
     def group(self, *axes: str) -> Communicator:
         """The ranks along these axes."""
         return self._groups[axes]
+
+    def joint(self, *axes: str) -> Communicator:
+        """The ranks along axes that most runs do not speak along together, made where there is none of them.
+
+        All of its members must ask for it at the same time.
+        """
+        ranks = self.members(axes)
+        if len(ranks) == 1:
+            return self._alone(axes)
+        for group, made in self._made.items():
+            if group.ranks == ranks:
+                return made
+        group = Members(ranks, self._called(axes), f"{'x'.join(axes)} of {ranks[0]}")
+        self._made[group] = self._make(group)
+        return self._made[group]
 
     def lane(self, way: str, to: int) -> Communicator:
         """For messages ``forward`` or ``backward`` to a neighbour along ``pp``."""

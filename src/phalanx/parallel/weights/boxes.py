@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from phalanx.parallel.axes.cuts import Cut
-from phalanx.parallel.weights.bucket import Weight
+from phalanx.parallel.weights.bucket import Rows, Weight
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,12 @@ class Box:
     def rows(self, start: int, stop: int) -> Box:
         """Some of its rows."""
         return Box((self.offsets[0] + start, *self.offsets[1:]), (stop - start, *self.sizes[1:]))
+
+    def of(self, whole: Tensor) -> Tensor:
+        """A view of what lies there."""
+        for dim, (start, length) in enumerate(zip(self.offsets, self.sizes, strict=True)):
+            whole = whole.narrow(dim, start, length)
+        return whole
 
 
 @dataclass(frozen=True)
@@ -70,7 +76,7 @@ def boxes_of(part: torch.Size, cut: Cut | None, index: int, first: int, last: in
         local += length
 
 
-def boxes(weight: Weight, cut: Cut | None, index: int, piece: Tensor) -> Iterator[tuple[Box, Tensor]]:
+def boxes(weight: Weight | Rows, cut: Cut | None, index: int, piece: Tensor) -> Iterator[tuple[Box, Tensor]]:
     """The boxes that ``piece``, a rank's rows of a weight or of its moments, consists of, each with its view."""
     for place in boxes_of(weight.shape, cut, index, weight.first, weight.last):
         yield place.box, place.view(piece)

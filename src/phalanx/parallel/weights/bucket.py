@@ -45,6 +45,28 @@ class Storage:
     """Virtual micro-batches of this rank, where gradients are summed exactly; 0: they are added as they come."""
 
 
+@dataclass(frozen=True)
+class Rows:
+    """The rows that one of the ranks that share a weight owns."""
+
+    shape: torch.Size
+    """Of what they are rows of."""
+    first: int
+    last: int
+
+    @classmethod
+    def of(cls, shape: torch.Size, ranks: int, rank: int) -> Rows:
+        rows = shape[0] if shape else 1
+        each = math.ceil(rows / ranks)
+        first = min(rank * each, rows)
+        return cls(shape, first, min(first + each, rows))
+
+    @property
+    def size(self) -> torch.Size:
+        """The shape of these rows; one number is a row of one."""
+        return torch.Size([self.last - self.first, *self.shape[1:]])
+
+
 class Weight:
     """One weight under its layout-free name: whole to compute with, and the rows of it that this rank owns."""
 
@@ -62,8 +84,8 @@ class Weight:
         self.rows = shape[0] if shape else 1
         self.row_size = math.prod(shape[1:])
         self.rows_each = math.ceil(self.rows / storage.ranks)
-        self.first = min(storage.rank * self.rows_each, self.rows)
-        self.last = min(self.first + self.rows_each, self.rows)
+        own = Rows.of(shape, storage.ranks, storage.rank)
+        self.first, self.last = own.first, own.last
         self.room = self.rows_each * self.row_size
         self.even = self.rows == self.rows_each * storage.ranks
         self.whole: Room
@@ -71,6 +93,12 @@ class Weight:
         self.piece: nn.Parameter
         self.in_use: bool
         """An update of the piece is one of the whole: they are the same memory."""
+        self.optimized: nn.Parameter
+        """What the optimizer has of it: the piece, or a stand-in for all of it (`parallel.weights.matrices`)."""
+        self.whole_state = False
+        """Its optimizer does not update each element by itself: what it keeps of it may have any shape."""
+        self.state_here = True
+        """Whether this rank has what the optimizer keeps of it: of the rows it owns, or of all."""
 
     def make_room(self) -> None:
         """For all of it, for this rank's rows, or for both in one memory where they can be; nothing is there yet."""
@@ -88,6 +116,7 @@ class Weight:
         else:
             size = self.last - self.first, *self.shape[1:]
             self.piece = self._parameter(Room(size, storage.parameter, storage.home).tensor)
+        self.optimized = self.piece
         self.install(self.full)
 
     def own_rows(self, whole: Tensor) -> Tensor:

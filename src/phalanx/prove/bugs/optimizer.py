@@ -52,13 +52,13 @@ def decay_on_flattened_norms(replace: Replace) -> None:
     """Pieces of sharded weights are told apart by their number of dims, and norms get weight decay."""
     plain = seams.MAKE_OPTIMIZER.plain
 
-    def make_optimizer(task: Any, pieces: Any, trained: bool, sharded: bool) -> Any:
-        made = plain(task, pieces, trained, sharded)
-        for group in made.param_groups if sharded else ():
+    def spread_optimizer(*args: Any) -> Any:
+        made = plain(*args)
+        for group in made.param_groups:
             group["weight_decay"] = 0.1
         return made
 
-    replace(seams.MAKE_OPTIMIZER, make_optimizer)
+    replace(seams.MAKE_OPTIMIZER, spread_optimizer)
 
 
 @bug(29, "fsdp=3", "gradients|weights", "fsdp")

@@ -16,6 +16,7 @@ from phalanx.parallel.axes import batchnorm
 from phalanx.parallel.communication.communicator import Communicator
 from phalanx.parallel.communication.mesh import BATCH, EXPERTS
 from phalanx.parallel.weights.bucket import Bucket
+from phalanx.parallel.weights.matrices import COPY
 from phalanx.train.engine import Engine
 from phalanx.train.signals import NAMES
 
@@ -44,7 +45,7 @@ def expected(engine: Engine, micro_batches: int) -> Bounds:
         most = parts * times if spread.pipeline is None and not shared and not again else math.inf
         found[group.name, "reduce-scatter"] = (parts if spread.pipeline else parts * times), most
         found[group.name, "all-gather"] = SOME
-    found |= _activations(engine)
+    found |= _activations(engine) | _matrices(engine)
     if not mesh.world.alone and (mesh.world.name, "all-reduce") not in found:
         found[mesh.world.name, "all-reduce"] = _agreed(engine, mesh.world), math.inf
     return {key: bounds for key, bounds in found.items() if bounds[1] > 0}
@@ -82,6 +83,14 @@ def _activations(engine: Engine) -> Bounds:
     if norms and not batch.alone:
         found[batch.name, "all-gather"] = SOME
     return found
+
+
+def _matrices(engine: Engine) -> Bounds:
+    """Whole matrices on their way to whoever updates them, and back."""
+    if all(weight.optimized is weight.piece for weight in engine.spread.weights.values()):
+        return {}
+    group = engine.mesh.joint(*COPY)
+    return {} if group.alone else {(group.name, "all-to-all"): SOME}
 
 
 def _computed(engine: Engine) -> Iterator[nn.Module]:

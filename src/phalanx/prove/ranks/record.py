@@ -211,7 +211,7 @@ class Recorder(Callback):
         if batch.step == self.step:
             for name, weight in self.engine.spread.weights.items():
                 self.record.state["weights", name] = weight.piece.detach().clone()
-                for moment, value in self.engine.optimizer.state.get(weight.piece, {}).items():
+                for moment, value in self.engine.optimizer.state.get(weight.optimized, {}).items():
                     if (kept := as_moment(value)) is not None:
                         self.record.state["moments", f"{name} {moment}"] = kept.clone()
                 if weight.full.numel() and weight.storage.always_whole:

@@ -249,5 +249,5 @@ def _pieces(standard: Standard, last: Any) -> Iterator[Piece]:
             yield f"model/{name}", Box.whole(value), tuple(value.shape), value
     for name, moments in last.moments.items():
         for key, value in moments.items():
-            kind = "optimizer" if value.shape == last.weights[name].shape else "counters"
+            kind = "optimizer" if value.ndim or value.shape == last.weights[name].shape else "counters"
             yield f"{kind}/{key}/{name}", Box.whole(value), tuple(value.shape), value

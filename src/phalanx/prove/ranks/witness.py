@@ -203,17 +203,25 @@ class Witness(Callback):
         """All that this rank holds of what one device has after a step."""
         for bucket, weight in self._own:
             part = partial(self._part, weight)
-            kept = self.engine.optimizer.state.get(weight.piece, {}) if weight.trainable else {}
-            for name in self.standard.steps[step].moments[weight.name] if weight.trainable else ():
+            kept = self.engine.optimizer.state.get(weight.optimized, {})
+            here = weight.trainable and weight.state_here
+            for name in self.standard.steps[step].moments[weight.name] if here else ():
                 value = as_moment(kept.get(name))
-                whole = value is not None and value.shape != weight.piece.shape
-                yield "moments", f"{weight.name} {name}", value, None if whole else part
+                yield "moments", f"{weight.name} {name}", value, self._moment_part(weight, value)
             yield "weights", weight.name, weight.piece.data, part
             if bucket.is_whole and weight.piece is not weight.full:
                 yield "weights in use", weight.name, weight.full.data, partial(self.holding.part, weight.name)
         for name, buffer in self.engine.spread.model.named_buffers():
             if self.holding.here(name):
                 yield "buffers", name, buffer, None
+
+    def _moment_part(self, weight: Weight, value: Tensor | None) -> Callable[[Tensor], Tensor] | None:
+        """From what one device keeps of a weight to what this rank keeps of it."""
+        if value is not None and value.shape != weight.optimized.shape:
+            return None
+        if weight.optimized is weight.piece:
+            return partial(self._part, weight)
+        return lambda whole: whole.view(weight.optimized.shape)
 
     def _options(self, of_one: dict[str, dict[str, Any]]) -> None:
         for name, found in options(self.engine.optimizer).items():
@@ -253,9 +261,11 @@ class Witness(Callback):
             part = cut.spans[self.engine.mesh.index(cut.axis)] if cut else None
             place = weight.name, part, weight.first, weight.last
             self.told.state["weights", *place] = checksum(weight.piece.data)
-            for name, held in self.engine.optimizer.state.get(weight.piece, {}).items():
+            whole = weight.optimized is not weight.piece
+            for name, held in self.engine.optimizer.state.get(weight.optimized, {}).items():
                 if (moment := as_moment(held)) is not None:
-                    self.told.state["moments", f"{weight.name} {name}", *place[1:]] = checksum(moment)
+                    where = (None, 0, 0) if whole else place[1:]
+                    self.told.state["moments", f"{weight.name} {name}", *where] = checksum(moment)
         for name, buffer in self.engine.spread.model.named_buffers():
             if self.holding.here(name):
                 self.told.state["buffers", name, None, 0, 0] = checksum(buffer)

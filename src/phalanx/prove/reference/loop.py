@@ -104,7 +104,7 @@ class Reference:
         self.randomness = Randomness(task.seed, self.moment, torch.device("cpu"))
         self._key_randomness(task, decisions)
         self.trained = {n: p for n, p in self.parameters.items() if p.requires_grad}
-        self.optimizer = make_optimizer(task, list(self.trained.values()), bool(self.trained), sharded=False)
+        self.optimizer = make_optimizer(task, list(self.trained.values()), bool(self.trained))
         self.schedule = rates(task)
         callbacks = made_callbacks(task)
         for callback in callbacks:

@@ -14,7 +14,7 @@ from phalanx.task import Task
 from phalanx.train.calling import made_callbacks
 from phalanx.train.check import lines
 from phalanx.train.check.subject import Fails, Subject, overrides, raising, unless_said
-from phalanx.train.optimizers import SCHEDULE, check_factor, make_optimizer, make_schedule, schedules
+from phalanx.train.optimizers import SCHEDULE, check_factor, make_optimizer, make_schedule, schedules, wants_whole
 from phalanx.words import listed
 
 SHOWN = 3
@@ -30,7 +30,7 @@ def check_optimizer(subject: Subject) -> list[str]:
         warnings.simplefilter("ignore")
         try:
             with raising(f"{name}.optimizer()", type(task).optimizer):
-                optimizer = make_optimizer(task, list(weights.values()), bool(weights), sharded=False)
+                optimizer = make_optimizer(task, list(weights.values()), bool(weights))
         except Fails as failure:
             if "more than one parameter group" not in str(failure.error):
                 raise
@@ -45,9 +45,10 @@ def check_optimizer(subject: Subject) -> list[str]:
         optimizer.step()
     try:
         check_owners(optimizer, grouped)
+        whole = wants_whole(optimizer)
         for weight in grouped:
             for key, value in optimizer.state.get(weight, {}).items():
-                check_keepable(optimizer, weight.logical_name, weight, key, value)
+                check_keepable(optimizer, weight.logical_name, weight, key, value, weight.logical_name in whole)
     except WrongUse as refusal:
         raise WrongUse(f"{refusal} Or use another optimizer, such as torch.optim.AdamW{lines.at(where)}.") from refusal
     subject.model.zero_grad()
