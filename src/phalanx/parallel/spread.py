@@ -26,11 +26,12 @@ from phalanx.parallel.axes.batchnorm import spread_batchnorm
 from phalanx.parallel.axes.context import ContextParallel, check_context
 from phalanx.parallel.axes.cuts import Plan, make_plan
 from phalanx.parallel.axes.expert import ExpertParallel, cut_experts
-from phalanx.parallel.axes.pipeline import Part, Pipeline, weight_gradient
+from phalanx.parallel.axes.pipeline import Pipeline, weight_gradient
 from phalanx.parallel.axes.samples import Samples
 from phalanx.parallel.axes.schedules import Action, alone
 from phalanx.parallel.axes.stages import divide
 from phalanx.parallel.axes.tensor import TensorParallel
+from phalanx.parallel.axes.transfers import Part
 from phalanx.parallel.blocks.probe import Probe
 from phalanx.parallel.blocks.recompute import recomputed
 from phalanx.parallel.communication import collectives, exact

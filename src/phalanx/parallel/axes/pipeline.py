@@ -12,7 +12,6 @@ by the number of micro-batches; hence this.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -24,17 +23,13 @@ from phalanx.errors import WrongUse
 from phalanx.losses import Loss
 from phalanx.parallel.axes.calls import TIME, shadow, with_stream
 from phalanx.parallel.axes.context import ContextParallel
-from phalanx.parallel.axes.schedules import Action, Receives, forwards, receives, schedule
+from phalanx.parallel.axes.schedules import Action, forwards, schedule
 from phalanx.parallel.axes.stages import Stages
-from phalanx.parallel.communication import collectives
-from phalanx.parallel.communication.collectives import Pending
+from phalanx.parallel.axes.transfers import Part, Transfers
 from phalanx.parallel.communication.mesh import Mesh
 from phalanx.parallel.randomness.draws import Moment
 from phalanx.parallel.weights.blueprint import leaves, mapped
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-HEADER = 16
-"""Numbers that describe a stream."""
 Deferred = list[tuple[nn.Parameter, Tensor, Tensor]]
 """Weights of linears, with their inputs and the gradients of their outputs."""
 
@@ -45,41 +40,6 @@ class StageEnds(BaseException):
     def __init__(self, stream: Tensor) -> None:
         super().__init__()
         self.stream = stream
-
-
-@dataclass
-class Part:
-    """A micro-batch at a stage, from its forward to its backward."""
-
-    stage: int = 0
-    micro: int = 0
-    entry: Tensor | None = None
-    """What was received; its gradient goes back."""
-    exit: Tensor | None = None
-    """What was sent on; its gradient comes back. None at the last stage, which has the ``result``."""
-    gradient: Tensor | None = None
-    """Of what was sent on."""
-    result: Any = None
-    """What was made of the model's output."""
-
-
-@dataclass(frozen=True)
-class Stream:
-    """What travels between two stages."""
-
-    items: int
-    """0 where blocks give a tensor, else the length of the tuple they give."""
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-    def encoded(self, device: torch.device) -> Tensor:
-        numbers = [self.items, DTYPES.index(self.dtype), len(self.shape), *self.shape]
-        return torch.tensor(numbers + [0] * (HEADER - len(numbers)), device=device)
-
-    @classmethod
-    def decoded(cls, header: Tensor) -> Stream:
-        items, dtype, dims, *shape = header.tolist()
-        return cls(items, DTYPES[dtype], tuple(shape[:dims]))
 
 
 class Pipeline:
@@ -94,8 +54,9 @@ class Pipeline:
         parts: Mapping[tuple[int, int], Part],
         device: torch.device,
     ) -> None:
-        self.stages, self.mesh, self.name, self.moment, self.device = stages, mesh, name, moment, device
+        self.stages, self.name, self.moment, self.device = stages, name, moment, device
         self._parts = parts
+        self.transfers = Transfers(stages, mesh, name, parts, device)
         self.rank = mesh.index("pp")
         self.context: ContextParallel | None = None
         self.active = 0
@@ -108,14 +69,6 @@ class Pipeline:
         self._given: list[Any] = []
         """What the active stage's blocks gave beside the stream."""
         self._order = {block: index for index, block in enumerate(b for blocks in stages.blocks for b in blocks)}
-        self._streams: dict[tuple[int, Any], Stream] = {}
-        """By stage that receives, and by the shapes of a micro-batch."""
-        self._posted: dict[Action, tuple[Pending, Tensor]] = {}
-        self._sending: list[tuple[Pending, Tensor]] = []
-        self._due: Receives = {}
-        self._owed: list[Action] = []
-        """Of these, what is due and not yet being received."""
-        self._signatures: Sequence[Any] = ()
         self._deferred: dict[tuple[int, int], Deferred] = {}
         self._current: Deferred | None = None
         self._checked: set[Any] = set()
@@ -179,7 +132,7 @@ class Pipeline:
             )
         self._next += 1
         if place < first:
-            items = self._streams[self.active, self._signatures[self._part.micro]].items
+            items = self.transfers.items(self._part)
             return hidden if not items else (hidden, *[None] * (items - 1))
         if place > last:
             self._check_given(name, args, kwargs)
@@ -209,9 +162,10 @@ class Pipeline:
 
     def _check_others(self, name: str, entry: Tensor, args: Any, kwargs: Any) -> None:
         """Nothing but the stream may depend on what another stage has."""
-        if (self.active, self._signatures[self._part.micro]) in self._checked:
+        shapes = self.active, self.transfers.signature(self._part)
+        if shapes in self._checked:
             return
-        self._checked.add((self.active, self._signatures[self._part.micro]))
+        self._checked.add(shapes)
         for other in leaves((args, kwargs), Tensor):
             if other is not entry and other.is_floating_point() and bool(other.isnan().any()):
                 raise WrongUse(
@@ -219,17 +173,12 @@ class Pipeline:
                     f"blocks, and pp={self.stages.ranks} hands on the stream alone. Use fsdp instead of pp."
                 )
 
-    # What travels
+    # What a stage does
 
     def start(self, micro_batches: Sequence[Any], actions: Sequence[Action]) -> None:
-        """Before a step: what will be computed, and of what shapes. Nothing is left of one that failed."""
-        self._posted.clear()
+        """Before a step: what will be computed. Nothing is left of one that failed."""
         self._deferred.clear()
-        self._signatures = [tuple(t.shape for t in leaves(micro.tensors, Tensor)) for micro in micro_batches]
-        training = any(action.kind != "forward" for action in actions)
-        self._due = receives(self.name, self.stages.ranks, len(micro_batches), training)[self.rank]
-        self._owed = []
-        self._expect(None)
+        self.transfers.start(micro_batches, actions)
 
     def actions(self, micro_batches: int) -> Sequence[Action]:
         return schedule(self.name, self.stages.ranks, micro_batches)[self.rank]
@@ -242,31 +191,18 @@ class Pipeline:
         self._part, self.active = part, action.stage
         self._next, self._given = 0, []
         if action.stage:
-            part.entry = self._received(action).requires_grad_(torch.is_grad_enabled())
+            part.entry = self.transfers.received(action).requires_grad_(torch.is_grad_enabled())
 
     def leave(self, part: Part, exit: Tensor) -> None:
         """End a forward: send on the stream."""
         part.exit, self._given = exit, []
-        self._receive_owed()
-        known = Stream(self._items, exit.dtype, tuple(exit.shape))
-        key = part.stage + 1, self._signatures[part.micro]
-        if key not in self._streams:
-            self._streams[key] = known
-            self._send(known.encoded(self.device), part.stage + 1, "forward")
-        elif self._streams[key] != known:
-            raise WrongUse(
-                f"the stream after {self.stages.blocks[part.stage][-1]} has shape {known.shape} where it had "
-                f"{self._streams[key].shape} for the same batch: pp needs shapes that follow from the batch's. "
-                "Use fsdp instead of pp."
-            )
-        self._send(exit.detach().contiguous(), part.stage + 1, "forward")
-        self._expect(Action("forward", part.stage, part.micro))
+        self.transfers.send_stream(part, self._items)
 
     def await_gradient(self, action: Action) -> None:
         """Before a backward: receive what it begins with."""
         part = self._parts[action.stage, action.micro]
         if part.exit is not None:
-            part.gradient = self._received(action)
+            part.gradient = self.transfers.received(action)
 
     def backward(self, part: Part, action: Action, factor: float) -> None:
         """A stage's backward: from the loss, times ``factor``, or from the gradient that came back."""
@@ -281,10 +217,7 @@ class Pipeline:
                 part.exit.backward(gradient)
         self._current = None
         if part.entry is not None:
-            back = part.entry.grad
-            self._receive_owed()
-            self._send(torch.zeros_like(part.entry) if back is None else back, part.stage - 1, "backward")
-            self._expect(action)
+            self.transfers.send_gradient(part, action)
 
     def deferred(self, action: Action) -> Deferred:
         """The weights' part of a backward."""
@@ -293,9 +226,7 @@ class Pipeline:
 
     def finish(self) -> None:
         """All that was sent has arrived."""
-        for pending, _ in self._sending:
-            pending.wait()
-        self._sending.clear()
+        self.transfers.finish()
 
     def linear(self, func: Callable[..., Tensor], input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """``F.linear``, whose weight's gradient is left for later."""
@@ -306,58 +237,6 @@ class Pipeline:
     def defer(self, weight: nn.Parameter, input: Tensor, gradient: Tensor) -> None:
         assert self._current is not None
         self._current.append((weight, input, gradient))
-
-    def _send(self, tensor: Tensor, stage: int, way: str) -> None:
-        self._sending = [(pending, held) for pending, held in self._sending if not pending.over]
-        pending = collectives.send(tensor, self._lane(stage, way), self._rank_of(stage))
-        self._sending.append((pending, tensor))
-
-    def _expect(self, sent: Action | None) -> None:
-        """After a send: begin to receive what comes before the next one, as far as its shape is known."""
-        self._owed += self._due.get(sent, ())
-        while self._owed and (room := self._room(self._owed[0])) is not None:
-            self._post(self._owed.pop(0), room)
-
-    def _receive_owed(self, until: Action | None = None) -> None:
-        """Begin to receive all that comes before the next send, or before and with the message for one action."""
-        while self._owed and until not in self._posted:
-            action = self._owed.pop(0)
-            room = self._room(action)
-            if room is None:
-                header = torch.empty(HEADER, dtype=torch.int64, device=self.device)
-                self._post(action, header)
-                known = Stream.decoded(self._received(action))
-                self._streams[action.stage, self._signatures[action.micro]] = known
-                room = self._room(action)
-            assert room is not None
-            self._post(action, room)
-
-    def _post(self, action: Action, tensor: Tensor) -> None:
-        source = action.stage - 1 if action.kind == "forward" else action.stage + 1
-        lane = self._lane(action.stage, action.kind)
-        self._posted[action] = collectives.receive(tensor, lane, self._rank_of(source)), tensor
-
-    def _received(self, action: Action) -> Tensor:
-        self._receive_owed(until=action)
-        pending, tensor = self._posted.pop(action)
-        pending.wait()
-        return tensor
-
-    def _room(self, action: Action) -> Tensor | None:
-        """Memory for what an action waits for, or None if its shape is not known yet."""
-        if action.kind == "forward":
-            known = self._streams.get((action.stage, self._signatures[action.micro]))
-            return None if known is None else torch.empty(known.shape, dtype=known.dtype, device=self.device)
-        exit = self._parts[action.stage, action.micro].exit
-        assert exit is not None
-        return torch.empty_like(exit, memory_format=torch.contiguous_format)
-
-    def _rank_of(self, stage: int) -> int:
-        return self.mesh.members(("pp",))[stage % self.stages.ranks]
-
-    def _lane(self, stage: int, way: str) -> collectives.Group:
-        """The group for messages to a stage: two ranks, one direction, so that no message waits for another's turn."""
-        return self.mesh.lane(way, stage % self.stages.ranks)
 
 
 class _Linear(Function):
