@@ -19,8 +19,9 @@ import phalanx
 from phalanx.data.order import Order, share
 from phalanx.models.resnet import ResNet
 from phalanx.models.transformer import Transformer, TransformerConfig
+from phalanx.parallel.blocks.wrapper import wrap
 from phalanx.parallel.randomness.answers import Answers
-from phalanx.parallel.randomness.draws import Moment, Randomness
+from phalanx.parallel.randomness.draws import Moment, RandomKeys, Randomness
 from phalanx.parallel.weights.blueprint import Blueprint
 
 TOLERANCE = 1e-9
@@ -217,8 +218,7 @@ def reference(task: phalanx.Task, micro_batches: int = 1, device: str = "cpu") -
     randomness = Randomness(task.seed, moment, torch.device(device))
     randomness.answers = Answers(randomness)
     for name in task.anatomy(model).blocks:
-        block = model.get_submodule(name)
-        block.forward = randomness.counted(name, randomness.scoped(name, block.forward))
+        wrap(model.get_submodule(name), RandomKeys(name, randomness))
     trainable = [p for p in model.parameters() if p.requires_grad]
     optimizer = task.optimizer(trainable)
     rates = [group["lr"] for group in optimizer.param_groups]

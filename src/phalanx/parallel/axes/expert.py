@@ -9,7 +9,6 @@ expert's gradient is summed over the ranks of ``fsdp x cp`` that hold it, and ov
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 from phalanx.anatomy import Anatomy
 from phalanx.errors import WrongUse
 from phalanx.parallel.axes.cuts import Cut, Plan
+from phalanx.parallel.blocks.wrapper import Around, wrap
 from phalanx.parallel.communication import collectives
 from phalanx.parallel.communication.collectives import Group
 from phalanx.parallel.communication.differentiable import exchange_rows
@@ -53,7 +53,7 @@ class ExpertParallel:
             module: Any = model.get_submodule(name)
             experts = module.num_experts
             module.num_experts //= group.size()
-            module.forward = partial(self._experts, module.forward, experts)
+            wrap(module, Around("experts of all ranks", self._experts, experts))
 
     def _experts(
         self, forward: Callable[..., Tensor], experts: int, hidden: Tensor, chosen: Tensor, shares: Tensor

@@ -12,7 +12,6 @@ by the number of micro-batches; hence this.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -21,13 +20,12 @@ from torch.autograd import Function
 
 from phalanx.errors import WrongUse
 from phalanx.losses import Loss
-from phalanx.parallel.axes.calls import TIME, shadow, with_stream
-from phalanx.parallel.axes.context import ContextParallel
+from phalanx.parallel.axes.calls import shadow, with_stream
 from phalanx.parallel.axes.schedules import Action, forwards, schedule
 from phalanx.parallel.axes.stages import Stages
 from phalanx.parallel.axes.transfers import Part, Transfers
+from phalanx.parallel.blocks.wrapper import Around, Forward, Layer, wrap
 from phalanx.parallel.communication.mesh import Mesh
-from phalanx.parallel.randomness.draws import Moment
 from phalanx.parallel.weights.blueprint import leaves, mapped
 
 Deferred = list[tuple[nn.Parameter, Tensor, Tensor]]
@@ -50,15 +48,13 @@ class Pipeline:
         stages: Stages,
         mesh: Mesh,
         name: str,
-        moment: Moment,
         parts: Mapping[tuple[int, int], Part],
         device: torch.device,
     ) -> None:
-        self.stages, self.name, self.moment, self.device = stages, name, moment, device
+        self.stages, self.name, self.device = stages, name, device
         self._parts = parts
         self.transfers = Transfers(stages, mesh, name, parts, device)
         self.rank = mesh.index("pp")
-        self.context: ContextParallel | None = None
         self.active = 0
         """The stage that computes just now."""
         self._part = Part()
@@ -68,6 +64,8 @@ class Pipeline:
         """0 where blocks give a tensor, else the length of the tuple they give."""
         self._given: list[Any] = []
         """What the active stage's blocks gave beside the stream."""
+        self._stage_of = {block: stage for stage, blocks in enumerate(stages.blocks) for block in blocks}
+        """By block, and by module outside of them that only one stage has."""
         self._order = {block: index for index, block in enumerate(b for blocks in stages.blocks for b in blocks)}
         self._deferred: dict[tuple[int, int], Deferred] = {}
         self._current: Deferred | None = None
@@ -79,26 +77,26 @@ class Pipeline:
         """Before the weights are filled: remember what shape each module outside of the blocks gives."""
         outside = [(n, m) for n, m in model.named_modules() if n in self.stages.places and n not in self._order]
         self._shadows = {n: shadow(m, dtype) for n, m in outside if any(True for _ in m.parameters())}
+        for name in self._shadows:
+            self._stage_of[name] = 0 if self.stages.holders(name) == [0] else self.stages.last
 
-    def lead(self, model: nn.Module) -> None:
-        """Last of all: make every block and module stop, pass by or compute as the active stage says."""
+    def wrap_outside(self, model: nn.Module) -> None:
+        """Make modules outside of the blocks pass by or compute as the active stage says."""
         for name, shapes in self._shadows.items():
-            module = model.get_submodule(name)
-            module.forward = partial(self._outside, name, shapes, module.forward)
-        for name in self._order:
-            block = model.get_submodule(name)
-            block.forward = partial(self._block, name, block.forward)
+            wrap(model.get_submodule(name), Around(self._title(name), self._outside, name, shapes))
+
+    def layer(self, name: str) -> Layer:
+        """Makes a block stop, pass by or compute as the active stage says."""
+        return Around(self._title(name), self._block, name)
+
+    def _title(self, name: str) -> str:
+        return f"stage {self._stage_of[name]}"
 
     def passes(self, name: str) -> bool:
         """Whether the active stage passes a module by."""
-        if name in self._order:
-            return name not in self.stages.blocks[self.active]
-        if name not in self._shadows:
-            return False
-        before = self.stages.holders(name) == [0]
-        return self.active != (0 if before else self.stages.last)
+        return self._stage_of.get(name, self.active) != self.active
 
-    def _outside(self, name: str, shapes: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _outside(self, forward: Forward, name: str, shapes: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not self.passes(name):
             return forward(*args, **kwargs)
         if self._next > self._order[self.stages.blocks[self.active][-1]]:
@@ -119,9 +117,8 @@ class Pipeline:
         """Whether a tensor is made of what only another stage has."""
         return tensor.is_floating_point() and bool(tensor.isnan().all())
 
-    def _block(self, name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _block(self, forward: Forward, name: str, *args: Any, **kwargs: Any) -> Any:
         own, place = self.stages.blocks[self.active], self._order[name]
-        first, last = self._order[own[0]], self._order[own[-1]]
         hidden = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
         if hidden is None:
             raise WrongUse(f"{name} is called without a tensor, and pp must hand one on. Give it the stream first.")
@@ -131,25 +128,25 @@ class Pipeline:
                 "after another, each once, or use fsdp instead of pp."
             )
         self._next += 1
-        if place < first:
+        if place < self._order[own[0]]:
             items = self.transfers.items(self._part)
             return hidden if not items else (hidden, *[None] * (items - 1))
-        if place > last:
+        if place > self._order[own[-1]]:
             self._check_given(name, args, kwargs)
             raise StageEnds(hidden)
-        if place == first and self.active:
-            if hidden.ndim > TIME:
-                self.moment.time = hidden.shape[TIME]
-                if self.context is not None:
-                    self.context.begin(self.moment.time)
-            assert self._part.entry is not None
-            entry = self._part.entry.clone()  # which a block may change in place
-            args, kwargs = with_stream(args, kwargs, entry)
-            self._check_others(name, entry, args, kwargs)
         output = forward(*args, **kwargs)
         self._items = len(output) if isinstance(output, tuple) else 0
         self._given += output[1:] if isinstance(output, tuple) else []
         return output
+
+    def receive(self, name: str, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        """A call of a stage's first block with what was received as the stream; None for other blocks."""
+        if self._part.entry is None or name != self.stages.blocks[self.active][0]:
+            return None
+        entry = self._part.entry.clone()  # which a block may change in place
+        args, kwargs = with_stream(args, kwargs, entry)
+        self._check_others(name, entry, args, kwargs)
+        return args, kwargs
 
     def _check_given(self, name: str, args: Any, kwargs: Any) -> None:
         """Of what this stage's blocks gave, only the stream may go on to the next."""

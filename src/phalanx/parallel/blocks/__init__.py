@@ -1,4 +1,5 @@
-"""What is done around a block's forward: computed again in backward, tried once before the first step.
+"""What is done around a block's forward: layers, in one order, in one wrapper a block.
 
-A block is a layer of a model that repeats; the axes act inside it, and what is in here acts on it as a whole.
+A block is a layer of a model that repeats. `wrapper` replaces forwards, `assembly` says which layers a block gets;
+`boundary`, `recompute` and `probe` are some of them, and `activations` is the value that says what is sharded how.
 """

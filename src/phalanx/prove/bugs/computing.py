@@ -15,11 +15,12 @@ from torch import Tensor
 from phalanx.losses import Sequence
 from phalanx.models import experts
 from phalanx.parallel import spread
-from phalanx.parallel.axes import batchnorm, heads, tensor
+from phalanx.parallel.axes import batchnorm, heads
 from phalanx.parallel.axes.context import ContextParallel
 from phalanx.parallel.axes.expert import ExpertParallel
 from phalanx.parallel.axes.pipeline import Pipeline
 from phalanx.parallel.axes.tensor import TensorParallel
+from phalanx.parallel.blocks import boundary
 from phalanx.parallel.communication import collectives, differentiable
 from phalanx.parallel.communication.collectives import Pending
 from phalanx.parallel.randomness.draws import Randomness
@@ -279,7 +280,7 @@ def row_bias_added_on_every_rank(replace: Replace) -> None:
 
     def row(self: Any, module: Any, inside: str, x: Tensor) -> Tensor:
         product = F.linear(x, module.weight, module.bias)
-        self.randomness.inner = self._way_in = None
+        self._turn_outside()
         return differentiable.scatter(product, 1, self.group, alike=False)
 
     replace(TensorParallel, "_row", row)
@@ -375,7 +376,7 @@ def part_taken_for_the_whole(replace: Replace) -> None:
         own = torch.cat([x] * group.size(), dim).narrow(dim, 0, min(total, x.shape[dim] * group.size()))
         return own if alike and dim == 1 and own.shape == whole.shape else whole
 
-    replace(tensor, "gather", gather)
+    replace(boundary, "gather", gather)
 
 
 @bug(44, "tp=2", "attention", "tp")
