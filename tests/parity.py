@@ -20,8 +20,9 @@ import phalanx
 from phalanx.data.order import Order, share
 from phalanx.models.resnet import ResNet
 from phalanx.models.transformer import Transformer, TransformerConfig
+from phalanx.parallel.forward.wrapper import wrap
 from phalanx.parallel.randomness.answers import Answers
-from phalanx.parallel.randomness.draws import Moment, Randomness
+from phalanx.parallel.randomness.draws import Moment, RandomKeys, Randomness
 from phalanx.parallel.weights.blueprint import Blueprint
 
 TOLERANCE = 1e-9
@@ -226,8 +227,7 @@ def reference(
     randomness = Randomness(task.seed, moment, torch.device(device))
     randomness.answers = Answers(randomness)
     for name in task.anatomy(model).blocks:
-        block = model.get_submodule(name)
-        block.forward = randomness.counted(name, randomness.scoped(name, block.forward))
+        wrap(model.get_submodule(name), RandomKeys(name, randomness))
     trainable = [p for p in model.parameters() if p.requires_grad]
     for name, weight in model.named_parameters():
         weight.logical_name = name

@@ -97,9 +97,11 @@ def layers(edges: Edges) -> list[list[str]]:
     """From the top: each room above all that it imports, as low as can be."""
     heights: dict[str, int] = {}
 
-    def height(name: str) -> int:
+    def height(name: str, above: tuple[str, ...] = ()) -> int:
+        if name in above:
+            raise ValueError(f"rooms import each other: {' -> '.join([*above, name])}")
         if name not in heights:
-            heights[name] = 1 + max((height(other) for other in edges[name]), default=-1)
+            heights[name] = 1 + max((height(other, (*above, name)) for other in edges[name]), default=-1)
         return heights[name]
 
     rows: dict[int, list[str]] = {}

@@ -17,7 +17,7 @@ import pytest
 from tests import picture
 from tests.picture import PAGE, SOURCE, graph, name_of
 
-LONG = {"parallel.axes.pipeline", "parallel.spread", "train.engine"}
+LONG = {"train.engine"}
 """Files of more than 350 lines."""
 SAME_NAME: set[str] = set()
 """Classes that share their name with another."""

@@ -28,8 +28,9 @@ def gradients(layout):
 torch.set_num_threads(1)
 torch.compile = partial(torch.compile, backend="aot_eager")  # traced as ever; C++ kernels would take half a minute
 expected = gradients("dp=1")
-for name, found in gradients("dp=1,compile=blocks").items():
-    assert (found - expected[name]).abs().max() <= 1e-9 * expected[name].abs().max(), name
+for layout in ("dp=1,compile=blocks", "dp=1,compile=blocks,recompute=full"):
+    for name, found in gradients(layout).items():
+        assert (found - expected[name]).abs().max() <= 1e-9 * expected[name].abs().max(), (layout, name)
 """
 
 

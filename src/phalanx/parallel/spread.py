@@ -1,9 +1,9 @@
 """Spreading a model: every parallelism applied in one fixed order.
 
     plan cuts and stages -> describe -> initialise weight by weight, keeping this rank's part and rows
-    -> tensor-parallel modules -> experts -> blocks on their positions -> batch-norm over the batch axes
-    -> compile, try once, key the randomness of, and recompute each block
-    -> shard (gather and let go) -> replicate (sum gradients) -> pass by what other stages have
+    -> tensor-parallel modules -> experts -> attention over all positions -> batch-norm over the batch axes
+    -> every block wrapped: its stage, its sequence shard, its random keys, recompute, probe, compile
+    -> shard (gather and let go) -> replicate (sum gradients)
 
 What comes out is a `Spread`: the model to call, and the few operations a training step needs around it.
 """
@@ -15,7 +15,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from phalanx.layout import Layout
@@ -24,16 +23,18 @@ from phalanx.parallel.axes import hugging_face
 from phalanx.parallel.axes.batchnorm import spread_batchnorm
 from phalanx.parallel.axes.context import ContextParallel
 from phalanx.parallel.axes.expert import ExpertParallel
-from phalanx.parallel.axes.pipeline import Part, Pipeline, weight_gradient
+from phalanx.parallel.axes.pipeline import Pipeline, weight_gradient
 from phalanx.parallel.axes.samples import Samples
 from phalanx.parallel.axes.schedules import Action, alone
 from phalanx.parallel.axes.tensor import TensorParallel
+from phalanx.parallel.axes.transfers import Part
+from phalanx.parallel.blocks.assembly import Blocks, cast_inputs
+from phalanx.parallel.blocks.boundary import SequenceSharding
 from phalanx.parallel.blocks.probe import Probe
-from phalanx.parallel.blocks.recompute import recomputed
 from phalanx.parallel.communication import exact
 from phalanx.parallel.communication.memory import Buffers
 from phalanx.parallel.communication.mesh import BATCH, EXPERTS, Mesh
-from phalanx.parallel.randomness.answers import Answers, key_dropout_modules
+from phalanx.parallel.forward.activations import Activations
 from phalanx.parallel.randomness.draws import Moment, Randomness
 from phalanx.parallel.weights import keras
 from phalanx.parallel.weights.blueprint import Blueprint
@@ -44,7 +45,7 @@ from phalanx.parallel.weights.placement import Placement, StoragePolicy
 from phalanx.parallel.weights.replicate import Reduction
 from phalanx.parallel.weights.shard import Gathered, Gathering
 from phalanx.parallel.weights.whole import Whole
-from phalanx.precision import Dtypes, cast
+from phalanx.precision import Dtypes
 
 BUCKET_BYTES = 25 << 20
 
@@ -67,8 +68,8 @@ class Spread:
         self.model, self.anatomy, self.layout, self.mesh, self.dtypes, self.device = (
             blueprint.model, anatomy, layout, mesh, dtypes, device,
         )  # fmt: skip
-        self.moment = Moment()
-        self.randomness = Randomness(seed, self.moment, device)
+        self.moment, self.activations = Moment(), Activations()
+        self.randomness = Randomness(seed, self.moment, device, self.activations)
         self.state_names = set(self.model.state_dict())
         buffers = Buffers(device)
         self.storages = {
@@ -85,7 +86,7 @@ class Spread:
         self._reach: dict[int, set[str]] = {}
         self.pipeline: Pipeline | None = None
         if placement.stages is not None:
-            self.pipeline = Pipeline(placement.stages, mesh, layout.schedule, self.moment, self.parts, device)
+            self.pipeline = Pipeline(placement.stages, mesh, layout.schedule, self.parts, device)
             self.pipeline.shadows(self.model, dtypes.compute)
         self.probe = Probe(self.model, anatomy, layout, dtypes.compute)
         keras.lead(self.model)
@@ -94,7 +95,7 @@ class Spread:
         hugging_face.prepare(self.model, dtypes.compute)
         tp = mesh.group("tp")
         if not tp.alone:
-            TensorParallel(self.plan, self.model, anatomy, tp, self.randomness)
+            TensorParallel(self.plan, self.model, tp, self.randomness)
         ep = mesh.group(*EXPERTS)
         if not ep.alone:
             ExpertParallel(self.model, anatomy, ep)
@@ -105,45 +106,21 @@ class Spread:
             hugging_face.reach_attention(self.model, self.context)
         self.samples = Samples(mesh.group(*BATCH), self.moment, layout)
         spread_batchnorm(self.model, mesh.group(*BATCH), mesh.size(*BATCH), self.moment)
-        self.probe.start(self.model, self.weights, self.holding, self.randomness, self.context, self.plan.by_time)
-        self._prepare_blocks()
+        self.sharding = SequenceSharding(
+            self.activations, self.context, tp if self.plan.by_time else mesh.alone("tp"), device
+        )
+        self.probe.start(self.model, self.weights, self.holding, self.randomness, self.sharding)
+        Blocks(
+            self.model, anatomy, layout, self.randomness, self.sharding, self.probe, self.context, self.pipeline
+        ).wrap()
+        if dtypes.compute != dtypes.parameter:
+            cast_inputs(self.model, anatomy, dtypes.compute)
         self._shard_and_replicate()
-        if self.pipeline is not None:
-            self.pipeline.context = self.context
-            self.pipeline.lead(self.model)
-            if self.gathering is not None:
-                self.gathering.passes = self.pipeline.passes
+        if self.pipeline is not None and self.gathering is not None:
+            self.gathering.passes = self.pipeline.passes
 
     def _storage_of(self, name: str) -> Storage:
         return self.storages[kept(self.placement.weights[name].policy)]
-
-    def _prepare_blocks(self) -> None:
-        layout, anatomy = self.layout, self.anatomy
-        compiled = layout.compile == "blocks"
-        if compiled:
-            key_dropout_modules(self.model, self.randomness)
-        else:
-            first: dict[Any, Any] = {F.scaled_dot_product_attention: self.context.sdpa} if self.context else {}
-            if self.pipeline is not None and layout.schedule == "zb":
-                first[F.linear] = self.pipeline.linear
-            self.randomness.answers = Answers(self.randomness, first)
-        for name in anatomy.blocks:
-            block = self.model.get_submodule(name)
-            forward = block.forward
-            if compiled:
-                forward = torch.compile(forward)
-            if layout.tp * layout.cp * layout.pp * layout.ep > 1:
-                forward = self.probe.watched(name, forward)
-            forward = self.randomness.scoped(name, forward, keys_first=compiled)
-            if layout.recompute != "none":
-                forward = recomputed(forward, self.moment, selective=layout.recompute == "selective")
-            block.forward = self.randomness.counted(name, forward)
-        if self.dtypes.compute != self.dtypes.parameter:
-            for name in ("", *anatomy.before, *anatomy.blocks, *anatomy.after):
-                self.model.get_submodule(name).register_forward_pre_hook(self._cast_inputs, with_kwargs=True)
-
-    def _cast_inputs(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        return cast(args, self.dtypes.compute), cast(kwargs, self.dtypes.compute)
 
     def _shard_and_replicate(self) -> None:
         self.gathering: Gathering | None = None

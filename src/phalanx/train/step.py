@@ -212,7 +212,7 @@ class micro_batch:
 
     def __enter__(self) -> dict[str, Any]:
         moment = self.engine.spread.moment
-        moment.step, moment.slots, moment.real, moment.here = self.step, self.micro.slots, self.micro.real, None
+        moment.step, moment.slots, moment.real = self.step, self.micro.slots, self.micro.real
         self._generator = generator_state(self.engine.device)
         self._scope = self.engine.spread.randomness.scope("task")
         self._scope.__enter__()

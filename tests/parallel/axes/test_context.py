@@ -19,9 +19,7 @@ from tests.ranks import RankFailed, Ranks
 def positions(time: int) -> tuple[list[int], float]:
     """This rank's positions, and the work of causal attention for them."""
     with phalanx.Engine(HostileLanguage(), Layout(cp=4), device="cpu") as engine:
-        assert engine.spread.context is not None
-        engine.spread.context.begin(time)
-        here = engine.spread.moment.here
+        here = engine.spread.sharding.layout(time).positions
         assert here is not None
         return here.tolist(), float((here + 1).sum())
 
@@ -42,7 +40,7 @@ def masks(length: int) -> list[int]:
         assert context is not None
         found = []
         for time in (length, length, 2 * length):
-            context.begin(time)
+            engine.spread.activations.enter(engine.spread.sharding.layout(time))
             made = {id(context._mask(*context._chunk(time, i), torch.float32)) for _ in range(3) for i in (1, 2)}
             found += [len(made), len(context._known_masks)]
         return found
@@ -119,15 +117,16 @@ def cross(layout: str) -> float:
     with phalanx.Engine(HostileLanguage(), Layout.parse(layout), device="cpu") as engine:
         context = engine.spread.context
         assert context is not None
-        context.begin(8)
+        layout = engine.spread.sharding.layout(8)
+        engine.spread.activations.enter(layout)
         context.inside = "blocks.0"
-        assert engine.spread.moment.here is not None
+        assert layout.positions is not None
         torch.manual_seed(0)
         whole = torch.randn(1, 2, 8, 4)
         key = torch.randn(1, 2, 5, 4)
-        query = whole[:, :, engine.spread.moment.here]
+        query = whole[:, :, layout.positions]
         found = context.sdpa(F.scaled_dot_product_attention, query, key, key)
-        expected = F.scaled_dot_product_attention(whole, key, key)[:, :, engine.spread.moment.here]
+        expected = F.scaled_dot_product_attention(whole, key, key)[:, :, layout.positions]
         return float((found - expected).abs().max())
 
 

@@ -108,6 +108,8 @@ class Model(nn.Module):
             x = block(x)
             if self.way == "between":
                 x = x * (1 + index) + 0.5
+            if self.way == "drops between":
+                x = F.dropout(x, 0.3, self.training)
             if self.way == "twice" and index == 3:
                 x = block(x)
         logits = self.head(self.late_dropout(x))
@@ -146,7 +148,7 @@ def train(task: Own, layout: str) -> list[tuple[float, float]]:
         return [(metrics.loss, metrics.grad_norm) for metrics in map(engine.step, engine.batches())]
 
 
-SAME = ["", "drop path", "between", "masked", "frozen", "learned"]
+SAME = ["", "drop path", "between", "drops between", "masked", "frozen", "learned"]
 
 
 @pytest.mark.parametrize("way", SAME)
@@ -168,6 +170,7 @@ def test_what_can_be_followed_is_equal(ranks: Ranks, way: str) -> None:
     ("halves", "tp=2", r"blocks\.0\.mlp\.fc1 gives 48 features and the rows of blocks\.0\.mlp take \[24\]"),
     ("odd row", "tp=2", r"blocks\.0\.mlp\.fc2 is a Rows with a forward of its own"),
     ("twice", "pp=2", r"blocks\.3 is called out of order, so pp=2 cannot cut the model there"),
+    ("twice", "tp=2", r"blocks\.3 is called out of order, so tp=2 cannot tell"),
     ("twice", "cp=2", r"blocks\.3 is called out of order, so cp=2 cannot tell"),
 ])  # fmt: skip
 def test_what_cannot_be_followed_is_refused(ranks: Ranks, way: str, layout: str, words: str) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from phalanx import WrongUse
 from phalanx.parallel.randomness.answers import Answers, check_unmoved, generator_state, key_dropout_modules
-from phalanx.parallel.randomness.draws import Moment, Randomness
+from phalanx.parallel.randomness.draws import Moment, RandomKeys, Randomness
 
 CPU = torch.device("cpu")
 
@@ -171,15 +171,21 @@ def test_one_number_for_all_is_shared_at_any_batch() -> None:
 
 def test_a_block_that_runs_twice_draws_anew_and_recomputes_the_same() -> None:
     keyed = randomness([0, 1])
-    block = keyed.scoped("block", lambda x: F.dropout(x, 0.5))
-    called = keyed.counted("block", block)
+    again = []
+    layer = RandomKeys("block", keyed)
+
+    def block(x: Tensor) -> Tensor:
+        again.append(keyed.replayed())
+        return F.dropout(x, 0.5)
+
     x = torch.ones(2, 50)
     for _ in range(2):  # two micro-batches
         with keyed.scope("task"):
-            first, second = called(x), called(x)
+            first, second = layer(block, x), layer(block, x)
             assert not torch.equal(first, second)
-            assert torch.equal(block(1, x), second)
-            assert torch.equal(block(0, x), first)
+        for expected in (second, first):
+            with again.pop():
+                assert torch.equal(F.dropout(x, 0.5), expected)
 
 
 @pytest.mark.parametrize("draw", [random.random, np.random.rand, lambda: torch.randperm(3)])

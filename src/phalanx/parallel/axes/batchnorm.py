@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from phalanx.errors import WrongUse
 from phalanx.parallel.communication.communicator import Communicator
+from phalanx.parallel.forward.wrapper import Forward, Layer, wrap
 from phalanx.parallel.randomness.draws import Moment
 
 KINDS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -58,19 +59,19 @@ def _channels(x: Tensor) -> list[int]:
     return [1, -1, *[1] * (x.ndim - 2)]
 
 
-class GlobalBatchNorm:
+class GlobalBatchNorm(Layer):
     """The forward of one batch-norm module over the ranks of a group. A recomputed batch is not counted twice."""
 
     def __init__(self, module: Any, group: Communicator, ranks: int, moment: Moment) -> None:
         self.module, self.group, self.ranks, self.moment = module, group, ranks, moment
-        self.plain_forward = module.forward
+        self.title = "statistics of the global batch"
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, rest: Forward, x: Tensor) -> Tensor:
         module = self.module
         batch_statistics = module.training or module.running_mean is None
         narrow = x.dtype in (torch.float16, torch.bfloat16)  # torch's kernels want float32 weights beside such inputs
         if not narrow and (self.group.alone or not batch_statistics):
-            return self._on_one_rank(x)
+            return self._on_one_rank(rest, x)
         if batch_statistics:
             normal, mean, variance, count = _Normalise.apply(x, self.group, self.ranks, self.moment.real, module.eps)
             if module.training and module.track_running_stats and not self.moment.recomputing:
@@ -82,10 +83,10 @@ class GlobalBatchNorm:
             return normal
         return normal * module.weight.view(_channels(x)) + module.bias.view(_channels(x))
 
-    def _on_one_rank(self, x: Tensor) -> Tensor:
+    def _on_one_rank(self, rest: Forward, x: Tensor) -> Tensor:
         module = self.module
         if not (self.moment.recomputing and module.training and module.track_running_stats):
-            return self.plain_forward(x)
+            return rest(x)
         unmoved = 0.0
         return F.batch_norm(
             x, module.running_mean, module.running_var, module.weight, module.bias, True, unmoved, module.eps
@@ -111,4 +112,4 @@ def spread_batchnorm(model: nn.Module, group: Communicator, ranks: int, moment: 
                 f"{name} is a batch-norm with a forward of its own ({type(module).__name__}), which sees one rank's "
                 "samples alone. Use torch's nn.BatchNorm there, or a norm that does not look across the batch."
             )
-        module.forward = GlobalBatchNorm(module, group, ranks, moment)  # type: ignore[method-assign,assignment]
+        wrap(module, GlobalBatchNorm(module, group, ranks, moment))

@@ -1,10 +1,10 @@
 """Context parallelism: every rank of ``cp`` computes some positions of each sequence.
 
-The model's own forward runs on whole sequences up to its first block, which takes this rank's positions of the stream
-and of all that goes along with it. The last block makes the stream whole again, and the loss takes this rank's part of
-lazy logits. In between attention is the one place where positions meet: keys and values are gathered
-(``cp_kind=gather``), or heads are exchanged for time (``ulysses``). A rank holds two chunks of a sequence, one from its
-front and one from its back, so that causal work is the same for all.
+The model's own forward runs on whole sequences up to its first block, where the stream is sharded; the last block makes
+it whole again (`blocks.boundary`), and the loss takes this rank's part of lazy logits. In between a block gets this
+rank's positions of all that goes along with the stream, and attention is the one place where positions meet: keys and
+values are gathered (``cp_kind=gather``), or heads are exchanged for time (``ulysses``). A rank holds two chunks of a
+sequence, one from its front and one from its back, so that causal work is the same for all.
 
 Every rank has the whole loss, and counts for ``1/cp`` of it; gradients of all weights add up over ``cp``.
 """
@@ -23,10 +23,12 @@ from phalanx.anatomy import Anatomy
 from phalanx.errors import WrongUse
 from phalanx.losses import Logits, Sequence
 from phalanx.parallel.axes import batchnorm
-from phalanx.parallel.axes.calls import TIME, about_sizes, stream, with_stream
 from phalanx.parallel.communication.communicator import Communicator
 from phalanx.parallel.communication.differentiable import all_gather, all_reduce, all_to_all, run
-from phalanx.parallel.randomness.draws import Randomness, Region
+from phalanx.parallel.forward.activations import ActivationLayout
+from phalanx.parallel.forward.calls import TIME, about_sizes, stream
+from phalanx.parallel.forward.wrapper import Around, Forward, Instead, Layer, wrap
+from phalanx.parallel.randomness.draws import Randomness
 from phalanx.trees import leaves, mapped
 
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None, bool], Any]
@@ -79,30 +81,20 @@ class ContextParallel:
         self._masked_time = 0
         check_context(model, anatomy, self.ranks)
         for name in anatomy.blocks:
-            block = model.get_submodule(name)
-            for module in block.modules():
+            for module in model.get_submodule(name).modules():
                 if hasattr(module, "whole_time"):
                     vars(module).update(whole_time=self._whole_time, own_time=self._own_time)
-            ends = name == anatomy.blocks[0], name == anatomy.blocks[-1]
-            block.forward = partial(self._block, name, _attends(block), block.forward, *ends)
         for name in anatomy.after if lazy_heads else ():
             head: Any = model.get_submodule(name)
             if anatomy.splits.get(name) == "vocabulary" and type(head) is nn.Linear:
-                head.forward = partial(_head, head)  # type: ignore[method-assign,assignment]
+                wrap(head, Instead("lazy logits", _head, head))
 
-    def _block(
-        self, name: str, attends: bool, forward: Callable[..., Any], first: bool, last: bool, *args: Any, **kwargs: Any
-    ) -> Any:
-        """A block on this rank's positions; the first takes them, the last makes the stream whole."""
-        if not first and self.randomness.moment.here is None:
-            raise WrongUse(
-                f"{name} is called out of order, so cp={self.ranks} cannot tell which positions it has. Call blocks "
-                "one after another, each once, or use fsdp instead of cp."
-            )
-        if first:
-            hidden = stream(args, kwargs, name)
-            self.begin(hidden.shape[TIME])
-            args, kwargs = with_stream(args, kwargs, self._own(hidden, TIME))
+    def layer(self, name: str, block: nn.Module) -> Layer:
+        """What a block needs to work with this rank's positions of the stream."""
+        return Around(f"context {self.kind}", self._block, name, _attends(block))
+
+    def _block(self, forward: Forward, name: str, attends: bool, *args: Any, **kwargs: Any) -> Any:
+        """A block on this rank's positions, also of what goes along with the stream."""
         args, kwargs = mapped(partial(self._cut, stream(args, kwargs, name)), (args, kwargs))
         self.inside = name
         try:
@@ -120,17 +112,12 @@ class ContextParallel:
             self._wholes.clear()
         if attends and name not in self._reached:
             raise WrongUse(f"{name} computes attention where cp={self.ranks} cannot reach it. {NO_ATTENTION}")
-        if not last:
-            return output
-        rest = output[1:] if isinstance(output, tuple) else None
-        whole = self.whole(output if rest is None else output[0], TIME)
-        self.randomness.moment.here = None
-        return whole if rest is None else (whole, *rest)
+        return output
 
-    def begin(self, time: int) -> None:
-        """From here to the last block, this rank holds its positions of sequences of this length."""
-        moment = self.randomness.moment
-        moment.time, moment.here = time, self.places(time, self.rank)
+    @property
+    def layout(self) -> ActivationLayout:
+        """Which positions of sequences of which length are here; None, if all are."""
+        return self.randomness.activations.stream
 
     def places(self, time: int, rank: int) -> Tensor:
         """The positions of a sequence that a rank holds."""
@@ -149,26 +136,26 @@ class ContextParallel:
     def _chunk(self, time: int, index: int) -> tuple[int, int]:
         return run(time, 2 * self.ranks, index)
 
-    def _own(self, x: Tensor, dim: int) -> Tensor:
-        here = self.randomness.moment.here
-        assert here is not None
-        return x.index_select(dim, here)
+    def own(self, x: Tensor, dim: int) -> Tensor:
+        """This rank's positions."""
+        assert self.layout.positions is not None
+        return x.index_select(dim, self.layout.positions)
 
     def _cut(self, hidden: Tensor, x: Tensor) -> Tensor:
         """This rank's positions of what goes along with the stream; in a mask, those of the queries."""
-        time, batch = self.randomness.moment.time, hidden.shape[0]
+        time, batch = self.layout.length, hidden.shape[0]
         dim = x.ndim - 2
         if x.ndim < 2 or (x.ndim == 2 and x.dtype != torch.bool and x.shape in ((batch, time), (1, time))):
             dim = x.ndim - 1
         if x is hidden or x.ndim == 0 or x.shape[dim] != time:
             return x
-        cut = self._own(x, dim)
+        cut = self.own(x, dim)
         self._wholes.append((cut, x))
         return cut
 
     def whole(self, x: Tensor, dim: int) -> Tensor:
         """Everybody's positions, in order."""
-        time = self.randomness.moment.time
+        time = self.layout.length
         each = 2 * self._chunk(time, 0)[1]
         dim %= x.ndim
         padded = F.pad(x, [0, 0] * (x.ndim - 1 - dim) + [0, each - x.shape[dim]])
@@ -176,10 +163,10 @@ class ContextParallel:
         return every.index_select(dim, self._order(time, each))
 
     def _whole_time(self, x: Tensor) -> Tensor:
-        return x if self.randomness.moment.here is None else self.whole(x, TIME)
+        return x if self.layout.positions is None else self.whole(x, TIME)
 
     def _own_time(self, x: Tensor) -> Tensor:
-        return x if self.randomness.moment.here is None else self._own(x, TIME)
+        return x if self.layout.positions is None else self.own(x, TIME)
 
     def _order(self, time: int, each: int) -> Tensor:
         """Where each position lies in what all ranks hold, each padded to the same length."""
@@ -214,7 +201,7 @@ class ContextParallel:
 
         Where attention ``draws``, as for dropout, it is called once: a call's draws have its number as their key.
         """
-        here = self.randomness.moment.here
+        here = self.layout.positions
         if not self.inside or here is None or key.shape[-2] != len(here) or query.shape[-2] != len(here):
             return attend(query, key, value, mask, causal)  # to what is whole on every rank
         name, self.inside = self.inside, ""
@@ -223,7 +210,7 @@ class ContextParallel:
             if self.kind == "ulysses":
                 return self._exchanged(name, attend, query, key, value, mask, causal, time)
             if causal and draws:
-                every = torch.arange(self.randomness.moment.time, device=here.device)
+                every = torch.arange(self.layout.length, device=here.device)
                 mask, causal = here.unsqueeze(1) >= every, False
             return self._gathered(name, attend, query, key, value, mask, causal, time)
         finally:
@@ -243,7 +230,7 @@ class ContextParallel:
             raise WrongUse(f"{name} gives attention both a mask and is_causal=True. Give one of them.")
         parts, offset = [], 0
         for index in self._pair(self.rank):
-            start, stop = self._chunk(self.randomness.moment.time, index)
+            start, stop = self._chunk(self.layout.length, index)
             if start == stop:
                 continue
             rows = query.narrow(-2, offset, stop - start)
@@ -259,9 +246,9 @@ class ContextParallel:
 
         A rank has two chunks of a sequence, so two are known at a time, of sequences of one length.
         """
-        if self._masked_time != self.randomness.moment.time:
+        if self._masked_time != self.layout.length:
             self._known_masks.clear()
-            self._masked_time = self.randomness.moment.time
+            self._masked_time = self.layout.length
         if (start, stop, dtype) not in self._known_masks:
             ahead = torch.full((stop - start, stop), float("-inf"), dtype=dtype, device=self.randomness.device)
             self._known_masks[start, stop, dtype] = ahead.triu(start + 1)
@@ -282,23 +269,24 @@ class ContextParallel:
             key, value = (x.repeat_interleave(times, -3) for x in (key, value))
         if mask is not None:
             mask = next((whole for cut, whole in self._wholes if cut is mask), mask)
-            if mask.shape[-2] not in (1, self.randomness.moment.time):
+            if mask.shape[-2] not in (1, self.layout.length):
                 mask = self.whole(mask, -2)
             if mask.ndim > 2 and mask.shape[-3] == heads:
                 mask = mask.narrow(-3, self.rank * heads // self.ranks, heads // self.ranks)
-        outer = self.randomness.inner
-        known = outer.heads if outer and outer.heads is not None else torch.arange(heads, device=query.device)
-        self.randomness.inner = Region(heads=known.chunk(self.ranks)[self.rank])
+        activations = self.randomness.activations
+        known = activations.layout.heads
+        known = torch.arange(heads, device=query.device) if known is None else known
+        by_heads = ActivationLayout(self.layout.length, heads=known.chunk(self.ranks)[self.rank])
         query, key, value = (self._heads_for_time(x) for x in (query, key, value))
-        output = attend(query, key, value, mask, causal)
-        self.randomness.inner = outer
+        with activations.handed(activations.stream, by_heads):
+            output = attend(query, key, value, mask, causal)
         if isinstance(output, tuple):
             return (self._time_for_heads(output[0], time), *output[1:])
         return self._time_for_heads(output, time)
 
     def _heads_for_time(self, x: Tensor) -> Tensor:
         """``[batch, heads, here, width]`` to ``[batch, heads / cp, time, width]``."""
-        time = self.randomness.moment.time
+        time = self.layout.length
         each = 2 * self._chunk(time, 0)[1]
         rows = F.pad(x, [0, 0, 0, each - x.shape[-2]]).unflatten(1, (self.ranks, -1)).movedim(1, 0)
         every = all_to_all(rows, self.group).movedim(0, 2).flatten(2, 3)
@@ -306,7 +294,7 @@ class ContextParallel:
 
     def _time_for_heads(self, x: Tensor, time_dim: int) -> Tensor:
         """The way back; ``x`` is ``[batch, heads, time, width]`` or has time before heads."""
-        here, time = self.randomness.moment.here, self.randomness.moment.time
+        here, time = self.layout.positions, self.layout.length
         assert here is not None
         by_heads = x if time_dim == -2 else x.transpose(1, 2)
         each = 2 * self._chunk(time, 0)[1]

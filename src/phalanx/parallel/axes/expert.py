@@ -9,7 +9,6 @@ expert's gradient is summed over the ranks of ``fsdp x cp`` that hold it, and ov
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from phalanx.errors import WrongUse
 from phalanx.parallel.axes.cuts import Cut, Plan
 from phalanx.parallel.communication.communicator import Communicator
 from phalanx.parallel.communication.differentiable import all_to_all_rows
+from phalanx.parallel.forward.wrapper import Around, wrap
 
 
 def cut_experts(plan: Plan, model: nn.Module, anatomy: Anatomy, ranks: int) -> None:
@@ -52,7 +52,7 @@ class ExpertParallel:
             module: Any = model.get_submodule(name)
             experts = module.num_experts
             module.num_experts //= group.size
-            module.forward = partial(self._experts, module.forward, experts)
+            wrap(module, Around("experts of all ranks", self._experts, experts))
 
     def _experts(
         self, forward: Callable[..., Tensor], experts: int, hidden: Tensor, chosen: Tensor, shares: Tensor

@@ -12,8 +12,6 @@ by the number of micro-batches; hence this.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -22,19 +20,14 @@ from torch.autograd import Function
 
 from phalanx.errors import WrongUse
 from phalanx.losses import Loss
-from phalanx.parallel.axes.calls import TIME, shadow, with_stream
-from phalanx.parallel.axes.context import ContextParallel
-from phalanx.parallel.axes.schedules import Action, Receives, forwards, receives, schedule
+from phalanx.parallel.axes.schedules import Action, forwards, schedule
 from phalanx.parallel.axes.stages import Stages
-from phalanx.parallel.communication.communicator import Communicator
+from phalanx.parallel.axes.transfers import Part, Transfers
 from phalanx.parallel.communication.mesh import Mesh
-from phalanx.parallel.communication.pending import Pending
-from phalanx.parallel.randomness.draws import Moment
+from phalanx.parallel.forward.calls import shadow, with_stream
+from phalanx.parallel.forward.wrapper import Around, Forward, Layer, wrap
 from phalanx.trees import leaves, mapped
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-HEADER = 16
-"""Numbers that describe a stream."""
 Deferred = list[tuple[nn.Parameter, Tensor, Tensor]]
 """Weights of linears, with their inputs and the gradients of their outputs."""
 
@@ -47,41 +40,6 @@ class StageEnds(BaseException):
         self.stream = stream
 
 
-@dataclass
-class Part:
-    """A micro-batch at a stage, from its forward to its backward."""
-
-    stage: int = 0
-    micro: int = 0
-    entry: Tensor | None = None
-    """What was received; its gradient goes back."""
-    exit: Tensor | None = None
-    """What was sent on; its gradient comes back. None at the last stage, which has the ``result``."""
-    gradient: Tensor | None = None
-    """Of what was sent on."""
-    result: Any = None
-    """What was made of the model's output."""
-
-
-@dataclass(frozen=True)
-class Stream:
-    """What travels between two stages."""
-
-    items: int
-    """0 where blocks give a tensor, else the length of the tuple they give."""
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-    def encoded(self, device: torch.device) -> Tensor:
-        numbers = [self.items, DTYPES.index(self.dtype), len(self.shape), *self.shape]
-        return torch.tensor(numbers + [0] * (HEADER - len(numbers)), device=device)
-
-    @classmethod
-    def decoded(cls, header: Tensor) -> Stream:
-        items, dtype, dims, *shape = header.tolist()
-        return cls(items, DTYPES[dtype], tuple(shape[:dims]))
-
-
 class Pipeline:
     """One rank's stages and its neighbours."""
 
@@ -90,14 +48,13 @@ class Pipeline:
         stages: Stages,
         mesh: Mesh,
         name: str,
-        moment: Moment,
         parts: Mapping[tuple[int, int], Part],
         device: torch.device,
     ) -> None:
-        self.stages, self.mesh, self.name, self.moment, self.device = stages, mesh, name, moment, device
+        self.stages, self.name, self.device = stages, name, device
         self._parts = parts
+        self.transfers = Transfers(stages, mesh, name, parts, device)
         self.rank = mesh.index("pp")
-        self.context: ContextParallel | None = None
         self.active = 0
         """The stage that computes just now."""
         self._part = Part()
@@ -107,15 +64,9 @@ class Pipeline:
         """0 where blocks give a tensor, else the length of the tuple they give."""
         self._given: list[Any] = []
         """What the active stage's blocks gave beside the stream."""
+        self._stage_of = {block: stage for stage, blocks in enumerate(stages.blocks) for block in blocks}
+        """By block, and by module outside of them that only one stage has."""
         self._order = {block: index for index, block in enumerate(b for blocks in stages.blocks for b in blocks)}
-        self._streams: dict[tuple[int, Any], Stream] = {}
-        """By stage that receives, and by the shapes of a micro-batch."""
-        self._posted: dict[Action, tuple[Pending, Tensor]] = {}
-        self._sending: list[tuple[Pending, Tensor]] = []
-        self._due: Receives = {}
-        self._owed: list[Action] = []
-        """Of these, what is due and not yet being received."""
-        self._signatures: Sequence[Any] = ()
         self._deferred: dict[tuple[int, int], Deferred] = {}
         self._current: Deferred | None = None
         self._checked: set[Any] = set()
@@ -126,26 +77,26 @@ class Pipeline:
         """Before the weights are filled: remember what shape each module outside of the blocks gives."""
         outside = [(n, m) for n, m in model.named_modules() if n in self.stages.places and n not in self._order]
         self._shadows = {n: shadow(m, dtype) for n, m in outside if any(True for _ in m.parameters())}
+        for name in self._shadows:
+            self._stage_of[name] = 0 if self.stages.holders(name) == [0] else self.stages.last
 
-    def lead(self, model: nn.Module) -> None:
-        """Last of all: make every block and module stop, pass by or compute as the active stage says."""
+    def wrap_outside(self, model: nn.Module) -> None:
+        """Make modules outside of the blocks pass by or compute as the active stage says."""
         for name, shapes in self._shadows.items():
-            module = model.get_submodule(name)
-            module.forward = partial(self._outside, name, shapes, module.forward)
-        for name in self._order:
-            block = model.get_submodule(name)
-            block.forward = partial(self._block, name, block.forward)
+            wrap(model.get_submodule(name), Around(self._title(name), self._outside, name, shapes))
+
+    def layer(self, name: str) -> Layer:
+        """Makes a block stop, pass by or compute as the active stage says."""
+        return Around(self._title(name), self._block, name)
+
+    def _title(self, name: str) -> str:
+        return f"stage {self._stage_of[name]}"
 
     def passes(self, name: str) -> bool:
         """Whether the active stage passes a module by."""
-        if name in self._order:
-            return name not in self.stages.blocks[self.active]
-        if name not in self._shadows:
-            return False
-        before = self.stages.holders(name) == [0]
-        return self.active != (0 if before else self.stages.last)
+        return self._stage_of.get(name, self.active) != self.active
 
-    def _outside(self, name: str, shapes: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _outside(self, forward: Forward, name: str, shapes: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not self.passes(name):
             return forward(*args, **kwargs)
         if self._next > self._order[self.stages.blocks[self.active][-1]]:
@@ -166,9 +117,8 @@ class Pipeline:
         """Whether a tensor is made of what only another stage has."""
         return tensor.is_floating_point() and bool(tensor.isnan().all())
 
-    def _block(self, name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _block(self, forward: Forward, name: str, *args: Any, **kwargs: Any) -> Any:
         own, place = self.stages.blocks[self.active], self._order[name]
-        first, last = self._order[own[0]], self._order[own[-1]]
         hidden = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
         if hidden is None:
             raise WrongUse(f"{name} is called without a tensor, and pp must hand one on. Give it the stream first.")
@@ -178,25 +128,25 @@ class Pipeline:
                 "after another, each once, or use fsdp instead of pp."
             )
         self._next += 1
-        if place < first:
-            items = self._streams[self.active, self._signatures[self._part.micro]].items
+        if place < self._order[own[0]]:
+            items = self.transfers.items(self._part)
             return hidden if not items else (hidden, *[None] * (items - 1))
-        if place > last:
+        if place > self._order[own[-1]]:
             self._check_given(name, args, kwargs)
             raise StageEnds(hidden)
-        if place == first and self.active:
-            if hidden.ndim > TIME:
-                self.moment.time = hidden.shape[TIME]
-                if self.context is not None:
-                    self.context.begin(self.moment.time)
-            assert self._part.entry is not None
-            entry = self._part.entry.clone()  # which a block may change in place
-            args, kwargs = with_stream(args, kwargs, entry)
-            self._check_others(name, entry, args, kwargs)
         output = forward(*args, **kwargs)
         self._items = len(output) if isinstance(output, tuple) else 0
         self._given += output[1:] if isinstance(output, tuple) else []
         return output
+
+    def receive(self, name: str, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        """A call of a stage's first block with what was received as the stream; None for other blocks."""
+        if self._part.entry is None or name != self.stages.blocks[self.active][0]:
+            return None
+        entry = self._part.entry.clone()  # which a block may change in place
+        args, kwargs = with_stream(args, kwargs, entry)
+        self._check_others(name, entry, args, kwargs)
+        return args, kwargs
 
     def _check_given(self, name: str, args: Any, kwargs: Any) -> None:
         """Of what this stage's blocks gave, only the stream may go on to the next."""
@@ -209,27 +159,23 @@ class Pipeline:
 
     def _check_others(self, name: str, entry: Tensor, args: Any, kwargs: Any) -> None:
         """Nothing but the stream may depend on what another stage has."""
-        if (self.active, self._signatures[self._part.micro]) in self._checked:
+        shapes = self.active, self.transfers.signature(self._part)
+        if shapes in self._checked:
             return
-        self._checked.add((self.active, self._signatures[self._part.micro]))
-        for other in leaves((args, kwargs)):
+        self._checked.add(shapes)
+        for other in leaves((args, kwargs), Tensor):
             if other is not entry and other.is_floating_point() and bool(other.isnan().any()):
                 raise WrongUse(
                     f"{name} is called with a tensor of shape {tuple(other.shape)} that depends on modules before the "
                     f"blocks, and pp={self.stages.ranks} hands on the stream alone. Use fsdp instead of pp."
                 )
 
-    # What travels
+    # What a stage does
 
     def start(self, micro_batches: Sequence[Any], actions: Sequence[Action]) -> None:
-        """Before a step: what will be computed, and of what shapes. Nothing is left of one that failed."""
-        self._posted.clear()
+        """Before a step: what will be computed. Nothing is left of one that failed."""
         self._deferred.clear()
-        self._signatures = [tuple(t.shape for t in leaves(micro.tensors)) for micro in micro_batches]
-        training = any(action.kind != "forward" for action in actions)
-        self._due = receives(self.name, self.stages.ranks, len(micro_batches), training)[self.rank]
-        self._owed = []
-        self._expect(None)
+        self.transfers.start(micro_batches, actions)
 
     def actions(self, micro_batches: int) -> Sequence[Action]:
         return schedule(self.name, self.stages.ranks, micro_batches)[self.rank]
@@ -242,31 +188,18 @@ class Pipeline:
         self._part, self.active = part, action.stage
         self._next, self._given = 0, []
         if action.stage:
-            part.entry = self._received(action).requires_grad_(torch.is_grad_enabled())
+            part.entry = self.transfers.received(action).requires_grad_(torch.is_grad_enabled())
 
     def leave(self, part: Part, exit: Tensor) -> None:
         """End a forward: send on the stream."""
         part.exit, self._given = exit, []
-        self._receive_owed()
-        known = Stream(self._items, exit.dtype, tuple(exit.shape))
-        key = part.stage + 1, self._signatures[part.micro]
-        if key not in self._streams:
-            self._streams[key] = known
-            self._send(known.encoded(self.device), part.stage + 1, "forward")
-        elif self._streams[key] != known:
-            raise WrongUse(
-                f"the stream after {self.stages.blocks[part.stage][-1]} has shape {known.shape} where it had "
-                f"{self._streams[key].shape} for the same batch: pp needs shapes that follow from the batch's. "
-                "Use fsdp instead of pp."
-            )
-        self._send(exit.detach().contiguous(), part.stage + 1, "forward")
-        self._expect(Action("forward", part.stage, part.micro))
+        self.transfers.send_stream(part, self._items)
 
     def await_gradient(self, action: Action) -> None:
         """Before a backward: receive what it begins with."""
         part = self._parts[action.stage, action.micro]
         if part.exit is not None:
-            part.gradient = self._received(action)
+            part.gradient = self.transfers.received(action)
 
     def backward(self, part: Part, action: Action, factor: float) -> None:
         """A stage's backward: from the loss, times ``factor``, or from the gradient that came back."""
@@ -281,10 +214,7 @@ class Pipeline:
                 part.exit.backward(gradient)
         self._current = None
         if part.entry is not None:
-            back = part.entry.grad
-            self._receive_owed()
-            self._send(torch.zeros_like(part.entry) if back is None else back, part.stage - 1, "backward")
-            self._expect(action)
+            self.transfers.send_gradient(part, action)
 
     def deferred(self, action: Action) -> Deferred:
         """The weights' part of a backward."""
@@ -293,9 +223,7 @@ class Pipeline:
 
     def finish(self) -> None:
         """All that was sent has arrived."""
-        for pending, _ in self._sending:
-            pending.wait()
-        self._sending.clear()
+        self.transfers.finish()
 
     def linear(self, func: Callable[..., Tensor], input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """``F.linear``, whose weight's gradient is left for later."""
@@ -306,58 +234,6 @@ class Pipeline:
     def defer(self, weight: nn.Parameter, input: Tensor, gradient: Tensor) -> None:
         assert self._current is not None
         self._current.append((weight, input, gradient))
-
-    def _send(self, tensor: Tensor, stage: int, way: str) -> None:
-        self._sending = [(pending, held) for pending, held in self._sending if not pending.over]
-        pending = self._lane(stage, way).send(tensor, self._rank_of(stage))
-        self._sending.append((pending, tensor))
-
-    def _expect(self, sent: Action | None) -> None:
-        """After a send: begin to receive what comes before the next one, as far as its shape is known."""
-        self._owed += self._due.get(sent, ())
-        while self._owed and (room := self._room(self._owed[0])) is not None:
-            self._post(self._owed.pop(0), room)
-
-    def _receive_owed(self, until: Action | None = None) -> None:
-        """Begin to receive all that comes before the next send, or before and with the message for one action."""
-        while self._owed and until not in self._posted:
-            action = self._owed.pop(0)
-            room = self._room(action)
-            if room is None:
-                header = torch.empty(HEADER, dtype=torch.int64, device=self.device)
-                self._post(action, header)
-                known = Stream.decoded(self._received(action))
-                self._streams[action.stage, self._signatures[action.micro]] = known
-                room = self._room(action)
-            assert room is not None
-            self._post(action, room)
-
-    def _post(self, action: Action, tensor: Tensor) -> None:
-        source = action.stage - 1 if action.kind == "forward" else action.stage + 1
-        lane = self._lane(action.stage, action.kind)
-        self._posted[action] = lane.receive(tensor, self._rank_of(source)), tensor
-
-    def _received(self, action: Action) -> Tensor:
-        self._receive_owed(until=action)
-        pending, tensor = self._posted.pop(action)
-        pending.wait()
-        return tensor
-
-    def _room(self, action: Action) -> Tensor | None:
-        """Memory for what an action waits for, or None if its shape is not known yet."""
-        if action.kind == "forward":
-            known = self._streams.get((action.stage, self._signatures[action.micro]))
-            return None if known is None else torch.empty(known.shape, dtype=known.dtype, device=self.device)
-        exit = self._parts[action.stage, action.micro].exit
-        assert exit is not None
-        return torch.empty_like(exit, memory_format=torch.contiguous_format)
-
-    def _rank_of(self, stage: int) -> int:
-        return self.mesh.members(("pp",))[stage % self.stages.ranks]
-
-    def _lane(self, stage: int, way: str) -> Communicator:
-        """The group for messages to a stage: two ranks, one direction, so that no message waits for another's turn."""
-        return self.mesh.lane(way, stage % self.stages.ranks)
 
 
 class _Linear(Function):

@@ -10,7 +10,6 @@ up to the rows: weights are divided as before, and what is done between them is 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -18,9 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from phalanx.anatomy import Anatomy
 from phalanx.losses import Logits, Vocabulary, check_ids
-from phalanx.parallel.axes.calls import TIME, about_sizes, stream, with_stream
 from phalanx.parallel.axes.cuts import Cut, Plan, gather_inside
 from phalanx.parallel.communication.communicator import Communicator
 from phalanx.parallel.communication.differentiable import (
@@ -32,56 +29,38 @@ from phalanx.parallel.communication.differentiable import (
     run,
     shard,
 )
-from phalanx.parallel.randomness.draws import Randomness, Region
+from phalanx.parallel.forward.calls import TIME, about_sizes, stream, with_stream
+from phalanx.parallel.forward.wrapper import Around, Forward, Instead, wrap
+from phalanx.parallel.randomness.draws import Randomness
 
 
 class TensorParallel:
     """Makes a model's modules work with their parts."""
 
-    def __init__(
-        self, plan: Plan, model: nn.Module, anatomy: Anatomy, group: Communicator, randomness: Randomness
-    ) -> None:
+    def __init__(self, plan: Plan, model: nn.Module, group: Communicator, randomness: Randomness) -> None:
         self.plan, self.group, self.randomness = plan, group, randomness
+        self.activations = randomness.activations
         self._way_in: tuple[Tensor, Tensor] | None = None
         self._orders: dict[Cut, Tensor] = {}
         self._before: dict[str, dict[str, Any]] = {}
         """By container, what its module believed of itself when it was whole."""
+        self._own: dict[str, tuple[Tensor, Tensor | None]] = {}
+        """By container, this rank's features and heads."""
         for name, inside in plan.columns.items():
             module: Any = model.get_submodule(name)
             cut = plan.cuts[f"{name}.weight"]
-            module.register_forward_pre_hook(partial(self._into_column, inside))
-            module.register_forward_hook(partial(self._out_of_column, inside, cut))
+            wrap(module, Around("column-parallel", self._column, inside, cut))
             if hasattr(module, "nf"):  # Hugging Face's Conv1D shapes its output by it
                 module.nf = sum(stop - start for start, stop in cut.spans[self.group.rank])
         for name in plan.rows:
             module = model.get_submodule(name)
-            module.forward = partial(self._row, module, self._container_of(name))
+            wrap(module, Instead("row-parallel", self._row, module, self._container_of(name)))
         for name in plan.containers:
             self._prepare_container(name, model.get_submodule(name))
         for name in plan.vocabulary:
             module = model.get_submodule(name)
-            module.forward = partial(self._embedding if isinstance(module, nn.Embedding) else self._head, module)
-        if plan.by_time:
-            for name in anatomy.blocks:
-                block = model.get_submodule(name)
-                ends = name == anatomy.blocks[0], name == anatomy.blocks[-1]
-                block.forward = partial(self._block, name, block.forward, *ends)
-
-    def _block(self, name: str, forward: Callable[..., Any], first: bool, last: bool, *args: Any, **kwargs: Any) -> Any:
-        """A block on its run of the time; the first cuts the stream, the last makes it whole."""
-        moment = self.randomness.moment
-        if first:
-            hidden = stream(args, kwargs, name)
-            if moment.here is None:
-                moment.time = hidden.shape[TIME]
-            args, kwargs = with_stream(args, kwargs, shard(hidden, TIME, self.group))
-        own = slice(*run(moment.length, self.group.size, self.group.rank))
-        self.randomness.region = Region(self._positions()[own])
-        output = forward(*args, **kwargs)
-        if last:
-            whole = partial(all_gather, dim=TIME, total=moment.length, group=self.group, to="invariant")
-            return (whole(output[0]), *output[1:]) if isinstance(output, tuple) else whole(output)
-        return output
+            own = self._embedding if isinstance(module, nn.Embedding) else self._head
+            wrap(module, Instead("vocabulary-parallel", own, module))
 
     def _container_of(self, row: str) -> str:
         return max((name for name in self.plan.containers if row.startswith(name + ".")), key=len)
@@ -95,14 +74,14 @@ class TensorParallel:
         self._before[name] = {attribute: getattr(module, attribute) for attribute in beliefs}
         for attribute, value in beliefs.items():
             setattr(module, attribute, value)
-        module.forward = partial(self._container, name, module, module.forward)
+        wrap(module, Around("tensor-parallel", self._container, name, module))
 
-    def _container(self, name: str, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _container(self, forward: Forward, name: str, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         whole, gathered, draws = (args, kwargs), self.plan.containers[name].gathered, self.randomness.calls
         if self.plan.by_time:
-            length = self.randomness.moment.length
+            held = self.activations.stream.held
             to: Same = "invariant" if gathered else "replicated"
-            hidden = all_gather(stream(args, kwargs, name), TIME, length, self.group, to=to)
+            hidden = all_gather(stream(args, kwargs, name), TIME, held, self.group, to=to)
             args, kwargs = with_stream(args, kwargs, hidden)
         try:
             return forward(*args, **kwargs)
@@ -113,34 +92,42 @@ class TensorParallel:
         for attribute, value in self._before[name].items():
             setattr(module, attribute, value)
         gather_inside(self.plan, name, f"the code of {name} fixes sizes ({told})")
-        self.randomness.inner = self._way_in = None
+        self._turn_outside()
         self.randomness.calls = draws
-        return self._container(name, module, forward, *whole[0], **whole[1])
+        return self._container(forward, name, module, *whole[0], **whole[1])
 
-    def _positions(self) -> Tensor:
-        moment = self.randomness.moment
-        return torch.arange(moment.time, device=self.randomness.device) if moment.here is None else moment.here
+    def _column(self, forward: Forward, inside: str, cut: Cut, *args: Any) -> Tensor:
+        output = forward(*self._into_column(inside, args))
+        return self._gathered(cut, output) if self.plan.containers[inside].gathered else output
 
-    def _into_column(self, inside: str, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    def _into_column(self, inside: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """From here to the row, features are this rank's. Columns of one tensor share a way in, and a sum back."""
-        container, device = self.plan.containers[inside], self.randomness.device
-        if container.gathered:
-            self.randomness.inner = Region(self.randomness.moment.here)  # all heads and features
+        layout = self.activations.stream
+        if self.plan.containers[inside].gathered:
+            self.activations.turn_inside(layout.inside(None, None))  # all heads and features
         else:
-            rank = self.group.rank
-            heads = torch.arange(*container.heads[rank], device=device) if container.heads else None
-            features = torch.arange(*container.features[rank], device=device)
-            self.randomness.inner = Region(self.randomness.moment.here, features, heads)
+            self.activations.turn_inside(layout.inside(*self._own_features(inside)))
             if self.plan.by_time:
                 return args
         if self._way_in is None or self._way_in[0] is not args[0]:
             self._way_in = args[0], replicate(args[0], self.group)
         return (self._way_in[1], *args[1:])
 
-    def _out_of_column(self, inside: str, cut: Cut, module: nn.Module, args: Any, output: Tensor) -> Tensor | None:
-        """Everybody's features, in order, where they are gathered."""
-        if not self.plan.containers[inside].gathered:
-            return None
+    def _own_features(self, inside: str) -> tuple[Tensor, Tensor | None]:
+        if inside not in self._own:
+            container, device = self.plan.containers[inside], self.randomness.device
+            rank = self.group.rank
+            heads = torch.arange(*container.heads[rank], device=device) if container.heads else None
+            self._own[inside] = torch.arange(*container.features[rank], device=device), heads
+        return self._own[inside]
+
+    def _turn_outside(self) -> None:
+        """From a row on, activations are the stream's again."""
+        self.activations.turn_outside()
+        self._way_in = None
+
+    def _gathered(self, cut: Cut, output: Tensor) -> Tensor:
+        """Everybody's features, in order."""
         sizes = [sum(stop - start for start, stop in spans) for spans in cut.spans]
         padded = F.pad(output, [0, max(sizes) - output.shape[-1]])
         every = all_gather(padded, -1, max(sizes) * len(sizes), self.group, to="invariant")
@@ -162,7 +149,7 @@ class TensorParallel:
             if self.plan.by_time
             else all_reduce(product, self.group, to="invariant")
         )
-        self.randomness.inner = self._way_in = None
+        self._turn_outside()
         return out if module.bias is None else out + module.bias
 
     def _embedding(self, module: Any, tokens: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""What is done around a block's forward: computed again in backward, tried once before the first step.
+"""A block as a whole: which layers stand around it and in which order, where the first begins and the last ends.
 
-A block is a layer of a model that repeats; the axes act inside it, and what is in here acts on it as a whole.
+A block is a layer of a model that repeats; the axes act inside it. `assembly` puts the layers together.
 """

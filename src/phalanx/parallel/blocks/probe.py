@@ -7,7 +7,7 @@ the weights and the draws of the first step, and refused. Nothing is kept of it 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,9 +18,9 @@ from phalanx.anatomy import Anatomy
 from phalanx.errors import WrongUse
 from phalanx.layout import Layout
 from phalanx.parallel.axes import batchnorm
-from phalanx.parallel.axes.calls import TIME, first_tensor, shadow, with_stream
-from phalanx.parallel.axes.context import ContextParallel
-from phalanx.parallel.communication.differentiable import all_gather, run
+from phalanx.parallel.blocks.boundary import SequenceSharding
+from phalanx.parallel.forward.calls import first_tensor, shadow, with_stream
+from phalanx.parallel.forward.wrapper import Around, Forward, Layer
 from phalanx.parallel.randomness.draws import Randomness
 from phalanx.parallel.torch_private import FakeTensor, install
 from phalanx.parallel.weights.bucket import Weight
@@ -52,31 +52,29 @@ class Probe:
         weights: Mapping[str, Weight],
         holding: Holding,
         randomness: Randomness,
-        context: ContextParallel | None,
-        by_time: bool,
+        sharding: SequenceSharding,
     ) -> None:
         """What it needs to know of the model as it has been spread."""
         self.model, self.weights, self.holding, self.randomness = model, weights, holding, randomness
-        self.context, self.by_time = context, by_time
+        self.sharding = sharding
         self.untried, self.unseen = set(self.shadows), set(self.anatomy.blocks)
         self.trying = False
         self.compares = True
         """Whether blocks are held against one device, or only run, so that what running them tells is known."""
 
-    def watched(self, name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """``forward`` of a block, tried the first time."""
+    def layer(self, name: str) -> Layer:
+        """Tries a block the first time."""
+        return Around("probe", self._block, name)
 
-        def run_block(*args: Any, **kwargs: Any) -> Any:
-            if self.trying and name in self.untried:
-                self.untried.remove(name)
-                return self._try(name, forward, args, kwargs)
-            output = forward(*args, **kwargs)
-            if name in self.unseen and torch.is_grad_enabled():
-                self.unseen.remove(name)
-                self._refuse_hidden_outputs(name)
-            return output
-
-        return run_block
+    def _block(self, forward: Forward, name: str, *args: Any, **kwargs: Any) -> Any:
+        if self.trying and name in self.untried:
+            self.untried.remove(name)
+            return self._try(name, forward, args, kwargs)
+        output = forward(*args, **kwargs)
+        if name in self.unseen and torch.is_grad_enabled():
+            self.unseen.remove(name)
+            self._refuse_hidden_outputs(name)
+        return output
 
     @contextmanager
     def trial(self) -> Iterator[None]:
@@ -88,26 +86,14 @@ class Probe:
         self.untried.clear()
         self.shadows.clear()
 
-    def _try(self, name: str, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def _try(self, name: str, forward: Forward, args: Any, kwargs: Any) -> Any:
         if not self.compares:
             return forward(*args, **kwargs)
-        moment = self.randomness.moment
-        whole, here, draws = self._whole_stream(name, first_tensor(args, kwargs)), moment.here, self.randomness.calls
+        whole, draws = self.sharding.unshard(first_tensor(args, kwargs)), self.randomness.calls
         output = forward(*args, **kwargs)
-        here, after = moment.here if name == self.anatomy.blocks[0] else here, moment.here
         expected = self._alone(name, draws, *with_stream(args, kwargs, whole))
-        moment.here = here
-        self._compare(name, _stream_of(output), self._rows(name, expected))
-        moment.here = after
+        self._compare(name, _stream_of(output), self.sharding.shard(expected))
         return output
-
-    def _whole_stream(self, name: str, hidden: Tensor) -> Tensor:
-        if name == self.anatomy.blocks[0]:
-            return hidden
-        if self.by_time:
-            group = self.holding.mesh.group("tp")
-            hidden = all_gather(hidden.detach(), TIME, self.randomness.moment.length, group, to="invariant")
-        return hidden if self.context is None else self.context.whole(hidden.detach(), TIME)
 
     def _alone(self, name: str, draws: int, args: Any, kwargs: Any) -> Tensor:
         """What the block gives on one device, in the same scope and with the same draws."""
@@ -128,18 +114,6 @@ class Probe:
     def _weight(self, name: str) -> Tensor:
         name = self.anatomy.tied.get(name, name)
         return next(self.holding.joined(iter([(name, self.weights[name].full.data)])))[1].clone()
-
-    def _rows(self, name: str, whole: Tensor) -> Tensor:
-        """This rank's part of a whole stream after a block."""
-        if name == self.anatomy.blocks[-1]:
-            return whole
-        here = self.randomness.moment.here
-        if here is not None:
-            whole = whole.index_select(TIME, here)
-        if self.by_time:
-            mesh = self.holding.mesh
-            whole = whole[:, slice(*run(whole.shape[TIME], mesh.size("tp"), mesh.index("tp")))]
-        return whole
 
     def _compare(self, name: str, found: Tensor, expected: Tensor) -> None:
         tolerance = TOLERANCE.get(found.dtype, HALF)

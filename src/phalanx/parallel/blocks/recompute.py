@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import partial
 from typing import Any
 
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from phalanx.parallel.randomness.draws import Moment
+from phalanx.parallel.forward.wrapper import Forward, Layer
+from phalanx.parallel.randomness.draws import Randomness
 
 aten = torch.ops.aten
 COSTLY = {
@@ -30,17 +29,24 @@ def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> Checkpoi
     return CheckpointPolicy.MUST_SAVE if operation in COSTLY else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def recomputed(forward: Callable[..., Any], moment: Moment, selective: bool) -> Callable[..., Any]:
-    """``forward`` that is run again in backward. Its randomness is keyed, so torch's need not be stored."""
+class Recompute(Layer):
+    """The rest is run again in backward. Its randomness is keyed, so torch's need not be stored."""
 
-    def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        again = moment.recompute(dict(vars(moment)))
-        if not selective:
+    def __init__(self, randomness: Randomness, kind: str) -> None:
+        self.randomness, self.selective = randomness, kind == "selective"
+        self.title = f"recompute {kind}"
+
+    def __call__(self, rest: Forward, *args: Any, **kwargs: Any) -> Any:
+        return checkpoint(
+            rest, *args, use_reentrant=False, preserve_rng_state=False, context_fn=self._contexts, **kwargs
+        )
+
+    def _contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        again = self.randomness.replayed()
+        if not self.selective:
             return nullcontext(), again
         keep, reuse = create_selective_checkpoint_contexts(_policy)
         return keep, _both(reuse, again)
-
-    return partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
 
 
 @contextmanager

@@ -138,7 +138,7 @@ class Mesh(Grid):
         self._timeout = timeout
         self._made = {group: self._make(group) for group in dict.fromkeys([*wanted.values(), *lanes.values()])}
         self._groups: dict[tuple[str, ...], Communicator] = {
-            axes: self._made[wanted[axes]] if axes in wanted else self._alone(axes) for axes in GROUPS
+            axes: self._made[wanted[axes]] if axes in wanted else self.alone(*axes) for axes in GROUPS
         }
         self._lanes = {lane: self._made[group] for lane, group in lanes.items()}
         if device is not None:
@@ -149,7 +149,8 @@ class Mesh(Grid):
         made = new_group(group.ranks, self.rank, name, self._timeout, group.called, self._device)
         return Communicator(made, self.traffic)
 
-    def _alone(self, axes: tuple[str, ...]) -> Communicator:
+    def alone(self, *axes: str) -> Communicator:
+        """As along axes that have one rank."""
         return Communicator(None, self.traffic, self._called(axes))
 
     def _connect(self, device: torch.device) -> None:
@@ -177,7 +178,7 @@ class Mesh(Grid):
         """
         ranks = self.members(axes)
         if len(ranks) == 1:
-            return self._alone(axes)
+            return self.alone(*axes)
         for group, made in self._made.items():
             if group.ranks == ranks:
                 return made

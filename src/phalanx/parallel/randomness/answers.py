@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from phalanx.errors import WrongUse
+from phalanx.parallel.forward.wrapper import Instead, wrap
 from phalanx.parallel.randomness.draws import Randomness
 
 
@@ -53,7 +54,7 @@ def key_dropout_modules(model: nn.Module, randomness: Randomness) -> None:
     for module in model.modules():
         func = DROPOUT_MODULES.get(type(module))
         if func is not None:
-            module.forward = partial(_dropout_module, module, randomness, func)
+            wrap(module, Instead("keyed dropout", _dropout_module, module, randomness, func))
 
 
 def _dropout_module(module: Any, randomness: Randomness, func: Any, x: Tensor) -> Tensor:

@@ -17,14 +17,15 @@ import torch
 from torch import Tensor, nn
 
 from phalanx import counter
-from phalanx.errors import WrongUse
+from phalanx.parallel.forward.activations import WHOLE, ActivationLayout, Activations
+from phalanx.parallel.forward.wrapper import Forward, Layer
 
 Values = Callable[[Tensor, Sequence[int | Tensor]], Tensor]
 
 
 @dataclass
 class Moment:
-    """What this rank computes just now."""
+    """Which micro-batch this rank computes just now."""
 
     step: int = 0
     slots: np.ndarray = field(default_factory=lambda: np.zeros(1, dtype=np.int64))
@@ -32,15 +33,6 @@ class Moment:
     real: bool = True
     """False for a stand-in, whose samples count for nothing."""
     recomputing: bool = False
-    time: int = 0
-    """The length of the sequences, where ranks hold parts of it."""
-    here: Tensor | None = None
-    """The positions that this rank of ``cp`` holds, while the model computes with them; None where it has all."""
-
-    @property
-    def length(self) -> int:
-        """How many positions this rank of ``cp`` holds."""
-        return self.time if self.here is None else len(self.here)
 
     @contextmanager
     def recompute(self, then: dict[str, Any]) -> Iterator[None]:
@@ -53,50 +45,17 @@ class Moment:
             vars(self).update(now)
 
 
-@dataclass(frozen=True)
-class Region:
-    """Which part of a sample's activations is here: by coordinates, or None for all.
-
-    Activations are ``[time, ..., features]``, attention scores ``[heads, time, time]``.
-    """
-
-    time: Tensor | None = None
-    features: Tensor | None = None
-    heads: Tensor | None = None
-
-    def grid(self, inner: Sequence[int]) -> list[int | Tensor]:
-        """The coordinates in the whole of a grid of this shape here."""
-        if all(size == 1 for size in inner):
-            return list(inner)  # one for a sample
-        in_time = self.time is not None and [len(self.time)] == list(inner[1:2])
-        scores = len(inner) == 3 and (self.heads is not None or in_time)
-        dims = {0: self.heads, 1: self.time} if scores else {0: self.time, -1: self.features}
-        found: list[int | Tensor] = list(inner)
-        for dim, places in dims.items():
-            if places is None or (len(inner) > 1 and inner[dim] == 1 != len(places)):
-                continue  # whole here, or one for all of them
-            if len(inner) < 2 or inner[dim] != len(places):
-                raise WrongUse(
-                    f"a draw of {tuple(inner)} for each sample, where {len(places)} of dim {dim} are on this rank: "
-                    "its place in the whole cannot be told. Draw for [batch, time, width], or leave tp and cp out."
-                )
-            found[dim] = places
-        return found
-
-
 class Randomness:
     """Keyed draws. `scope` names the block that draws; draws are counted from its start."""
 
-    def __init__(self, seed: int, moment: Moment, device: torch.device) -> None:
+    def __init__(self, seed: int, moment: Moment, device: torch.device, activations: Activations | None = None) -> None:
         self.seed, self.moment, self.device = seed, moment, device
+        self.activations = activations or Activations()
+        """Which part of a sample is drawn for."""
         self.asked = False
         """Whether the model has called a random function."""
         self.answers: AbstractContextManager[Any] | None = None
         """Entered with the outermost scope: what leads torch's own random functions here."""
-        self.region: Region | None = None
-        """Where the residual stream is cut, until the scope's end; None where it is as ``cp`` left it."""
-        self.inner: Region | None = None
-        """Likewise, between the columns and the rows of tensor parallelism."""
         self._depth, self._call = 0, 0
         self.name = ""
         """Of the scope."""
@@ -108,16 +67,25 @@ class Randomness:
         """Draws inside belong to ``name``, and to which of its visits in this micro-batch it is."""
         if not self._depth:
             self._visits.clear()
-        outer = self.name, self._call, self._keys, self.region, self.inner
+        outer, before = (self.name, self._call, self._keys), self.activations.hand(self.activations.stream)
         self.name, self._call, self._keys = f"{name} {visit}" if visit else name, 0, None
-        self.region = self.inner = None
         self._depth += 1
         try:
             with self.answers if self.answers and self._depth == 1 else nullcontext():
                 yield
         finally:
             self._depth -= 1
-            self.name, self._call, self._keys, self.region, self.inner = outer
+            self.name, self._call, self._keys = outer
+            self.activations.hand(*before)
+
+    def replayed(self) -> AbstractContextManager[None]:
+        """To be entered later: this scope from its beginning, of the same micro-batch and with the same activations."""
+        return self._replay(self.name, dict(vars(self.moment)), self.activations.stream)
+
+    @contextmanager
+    def _replay(self, name: str, then: dict[str, Any], stream: ActivationLayout) -> Iterator[None]:
+        with self.moment.recompute(then), self.activations.handed(stream), self.scope(name):
+            yield
 
     @property
     def calls(self) -> int:
@@ -131,33 +99,18 @@ class Randomness:
     @contextmanager
     def again(self, calls: int) -> Iterator[None]:
         """Draw once more what was drawn in this scope from a call on, for a whole sample."""
-        outer = self._call, self.region, self.inner, self.moment.here
-        self._call, self.region, self.inner, self.moment.here = calls, None, None, None
+        outer, self._call = self._call, calls
         try:
-            yield
+            with self.activations.handed(WHOLE):
+                yield
         finally:
-            self._call, self.region, self.inner, self.moment.here = outer
+            self._call = outer
 
-    def scoped(self, name: str, forward: Callable[..., Any], keys_first: bool = False) -> Callable[..., Any]:
-        """``forward(visit, ...)`` with its draws under ``name``. A compiled one needs its keys before it runs."""
-
-        def run(visit: int, *args: Any, **kwargs: Any) -> Any:
-            with self.scope(name, visit):
-                if keys_first:
-                    self.keys()
-                return forward(*args, **kwargs)
-
-        return run
-
-    def counted(self, name: str, scoped: Callable[..., Any]) -> Callable[..., Any]:
-        """What a model calls: each visit is told its number, which recomputing it will use again."""
-
-        def run(*args: Any, **kwargs: Any) -> Any:
-            visit = self._visits.get(name, 0)
-            self._visits[name] = visit + 1
-            return scoped(visit, *args, **kwargs)
-
-        return run
+    def visit(self, name: str) -> int:
+        """How often this was asked for a name before, in this micro-batch."""
+        visit = self._visits.get(name, 0)
+        self._visits[name] = visit + 1
+        return visit
 
     def keys(self) -> tuple[Tensor, Tensor]:
         """A key for each sample of the micro-batch, and one for what all samples share."""
@@ -193,10 +146,7 @@ class Randomness:
 
     def _grid(self, inner: Sequence[int]) -> Sequence[int | Tensor]:
         """The coordinates of a sample's draws, where ranks hold parts of it."""
-        region = self.inner or self.region
-        if region is None and self.moment.here is not None:
-            region = Region(time=self.moment.here)
-        return inner if region is None else region.grid(inner)
+        return self.activations.layout.grid(inner)
 
     def uniform(self, shape: torch.Size, like: Tensor | None = None) -> Tensor:
         return self.draw(shape, lambda keys, inner: counter.uniform(counter.grid_bits(keys, inner)), like)
@@ -212,3 +162,15 @@ class Randomness:
             return x * 0
         keep = self.draw(shape or x.shape, lambda keys, inner: counter.keep_mask(keys, inner, p), x)
         return x * keep * (1 / (1 - p))
+
+
+class RandomKeys(Layer):
+    """Draws of a block are keyed by its name, and by which of its calls in a micro-batch it is."""
+
+    def __init__(self, name: str, randomness: Randomness) -> None:
+        self.name, self.randomness = name, randomness
+        self.title = f"random keys of {name}"
+
+    def __call__(self, rest: Forward, *args: Any, **kwargs: Any) -> Any:
+        with self.randomness.scope(self.name, self.randomness.visit(self.name)):
+            return rest(*args, **kwargs)

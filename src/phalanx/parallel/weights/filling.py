@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from phalanx.anatomy import Anatomy
 from phalanx.errors import WrongUse
-from phalanx.parallel.axes.calls import shapeless
 from phalanx.parallel.axes.cuts import Cut
+from phalanx.parallel.forward.calls import shapeless
 from phalanx.parallel.torch_private import FakeTensor, has_hooks, install
 from phalanx.parallel.weights.blueprint import Blueprint
 from phalanx.parallel.weights.boxes import boxes

@@ -47,14 +47,14 @@ def positions_count_from_the_chunk(replace: Replace) -> None:
     """Rotary positions begin at 0 on every rank of cp, instead of where its part of the sequence lies."""
 
     def prepare(block: Any) -> None:
-        plain, whole = block.forward, dict[str, Any]()
+        whole: dict[str, Any] = {}
 
-        def forward(x: Tensor, rotation: Any, *rest: Any) -> Any:
+        def forward(plain: Any, x: Tensor, rotation: Any, *rest: Any) -> Any:
             own = x.shape[1]
             return plain(x, tuple(angles.narrow(-2, 0, own) for angles in whole["rotation"]), *rest)
 
         block.register_forward_pre_hook(lambda module, given: whole.update(rotation=given[1]))
-        block.forward = forward
+        seams.planted_around(block, forward)
 
     seams.on_blocks_of_cp(replace, prepare)
 

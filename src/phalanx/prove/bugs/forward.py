@@ -58,7 +58,7 @@ def part_taken_for_the_whole(replace: Replace) -> None:
         own = torch.cat([x] * ranks, dim).narrow(dim, 0, min(whole.shape[dim], x.shape[dim] * ranks))
         return own if dim == 1 and own.shape == whole.shape else whole
 
-    seams.gathering(replace, seams.TP_GATHER, copies, state="invariant")
+    seams.gathering(replace, seams.STREAM_GATHER, copies, state="invariant")
 
 
 # Random draws

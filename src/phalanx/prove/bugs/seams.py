@@ -23,14 +23,17 @@ from phalanx.data.order import Order
 from phalanx.models import experts
 from phalanx.models.transformer import FeedForward
 from phalanx.parallel import spread
-from phalanx.parallel.axes import batchnorm, context, heads, tensor
+from phalanx.parallel.axes import batchnorm, context, heads
 from phalanx.parallel.axes.context import ContextParallel
 from phalanx.parallel.axes.pipeline import Pipeline
+from phalanx.parallel.blocks import boundary
 from phalanx.parallel.communication.communicator import Communicator
 from phalanx.parallel.communication.differentiable import Same
 from phalanx.parallel.communication.pending import Pending
 from phalanx.parallel.communication.traffic import Traffic
-from phalanx.parallel.randomness.draws import Randomness, Region
+from phalanx.parallel.forward.activations import ActivationLayout
+from phalanx.parallel.forward.wrapper import Around, wrap
+from phalanx.parallel.randomness.draws import Randomness
 from phalanx.parallel.spread import Spread
 from phalanx.parallel.weights.bucket import Bucket, Weight
 from phalanx.parallel.weights.holding import Holding
@@ -96,14 +99,14 @@ PIPELINE_START = Seam(Pipeline, "start", "begin a step's schedule")
 PIPELINE_BACKWARD = Seam(Pipeline, "backward", "a stage's part of a backward")
 SHARE_LOSS = Seam(ContextParallel, "share_loss", "have the loss compute this cp rank's positions alone")
 DRAW_KEYS = Seam(Randomness, "keys", "the keys of random draws")
-DRAW_GRID = Seam(Region, "grid", "the coordinates of draws in the whole sample")
+DRAW_GRID = Seam(ActivationLayout, "grid", "the coordinates of draws in the whole sample")
 
 # Collectives
 
 SHARED_SUM = Seam(step, "summed_over_ranks", "the all-reduce in which ranks agree on loss, count, norm and signals")
 ALL_REDUCE = Seam(Communicator, "all_reduce", "sum over the ranks of an axis, in place")
 REDUCE_SCATTER = Seam(Communicator, "reduce_scatter", "sum over the ranks of an axis, a part for each")
-TP_GATHER = Seam(tensor, "all_gather", "all-gather of a dim over tp, with gradients")
+STREAM_GATHER = Seam(boundary, "all_gather", "all-gather of the stream after the last block, with gradients")
 CP_GATHER = Seam(context, "all_gather", "all-gather of a dim over cp, with gradients")
 
 # Gradients and weights
@@ -212,6 +215,11 @@ def gathering(
 # Modules of a spread model, as bugs see them
 
 
+def planted_around(module: nn.Module, function: Callable[..., Any]) -> None:
+    """Have ``function(plain, *given)`` be the module's own forward, inside of all that spreading adds to it."""
+    wrap(module, Around("a planted bug", function))
+
+
 def on_rows(replace: Replace, prepare: Callable[[nn.Module, int], None]) -> None:
     """Have ``prepare(module, ranks)`` change each linear whose input is cut over tp."""
 
@@ -237,8 +245,8 @@ def on_embeddings(replace: Replace, prepare: Callable[[nn.Embedding, int], None]
 def _after_tensor_parallel(replace: Replace, change: Callable[[Any, nn.Module, Any], None]) -> None:
     plain = TENSOR_PARALLEL.plain
 
-    def made(plan: Any, model: nn.Module, anatomy: Any, group: Any, randomness: Any) -> Any:
-        parallel = plain(plan, model, anatomy, group, randomness)
+    def made(plan: Any, model: nn.Module, group: Any, randomness: Any) -> Any:
+        parallel = plain(plan, model, group, randomness)
         change(plan, model, group)
         return parallel
 

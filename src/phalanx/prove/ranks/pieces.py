@@ -57,8 +57,8 @@ class Piece:
 
 def times_here(engine: Engine) -> list[Tensor]:
     """The positions of sequences that this rank may hold just now, the likeliest first."""
-    moment, tp, context = engine.spread.moment, engine.mesh.group("tp"), engine.spread.context
-    here, time = moment.here, moment.time
+    stream, tp, context = engine.spread.activations.stream, engine.mesh.group("tp"), engine.spread.context
+    here, time = stream.positions, stream.length
     sets = [here] if here is not None else []
     if context is not None and here is None and time:
         sets.append(context.places(time, context.rank))

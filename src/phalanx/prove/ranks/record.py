@@ -180,13 +180,13 @@ class Recorder(Callback):
 
     def _draw(self, name: str, drawn: Tensor) -> None:
         if self._now and self.moment.real and not self.moment.recomputing:
-            region = self.randomness.inner or self.randomness.region
+            layout = self.randomness.activations.layout
             piece = self._piece("", drawn)
-            if region is not None and region.time is not None:
-                piece.times = [region.time]
-            if region is not None and region.features is not None:
-                piece.features = [((int(region.features[0]), int(region.features[-1]) + 1),)]
-            if not (region is not None and region.heads is not None):
+            if layout.time is not None:
+                piece.times = [layout.time]
+            if layout.features is not None:
+                piece.features = [((int(layout.features[0]), int(layout.features[-1]) + 1),)]
+            if layout.heads is None:
                 self.record.draws.setdefault(name, []).append(piece)
 
     def _own(self, name: str, gradient: Tensor) -> None:

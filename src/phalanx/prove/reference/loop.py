@@ -20,8 +20,9 @@ from phalanx.anatomy import Anatomy
 from phalanx.data.loader import seed_globally
 from phalanx.data.order import Order, digest, share
 from phalanx.parallel.axes import batchnorm, hugging_face, samples
+from phalanx.parallel.forward.wrapper import wrap
 from phalanx.parallel.randomness.answers import Answers
-from phalanx.parallel.randomness.draws import Moment, Randomness
+from phalanx.parallel.randomness.draws import Moment, RandomKeys, Randomness
 from phalanx.parallel.weights import keras
 from phalanx.parallel.weights.blueprint import Blueprint
 from phalanx.precision import cast
@@ -150,8 +151,7 @@ class Reference:
         steady = Steady(self.randomness, self.decisions, own, lambda step: self.order.slots(step), times)
         self.randomness.answers = Answers(self.randomness, steady.answers)
         for name in self.anatomy.blocks:
-            block = self.model.get_submodule(name)
-            block.forward = self.randomness.counted(name, self.randomness.scoped(name, block.forward))
+            wrap(self.model.get_submodule(name), RandomKeys(name, self.randomness))
 
     @property
     def couples_samples(self) -> bool:

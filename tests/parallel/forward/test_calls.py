@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from phalanx import WrongUse
-from phalanx.parallel.axes.calls import stream, with_stream
+from phalanx.parallel.forward.calls import stream, with_stream
 
 X, MASK = torch.zeros(2, 3, 4), torch.zeros(3, 3)
 
