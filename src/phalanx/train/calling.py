@@ -35,7 +35,10 @@ HOW = "Return a list of them: return [phalanx.EMA(decay=0.999)]"
 
 def made_callbacks(task: Task) -> list[Callback]:
     """What a task's `callbacks` gives, checked: a list of callbacks."""
-    found, name = task.callbacks(), f"{type(task).__name__}.callbacks"
+    name = f"{type(task).__name__}.callbacks"
+    if not callable(task.callbacks):
+        raise WrongUse(f"{name} is a {type(task.callbacks).__name__}. Make it a method: def callbacks(self): return []")
+    found = task.callbacks()
     if isinstance(found, Callback):
         raise WrongUse(f"{name} returned one {type(found).__name__} and no list. {HOW}")
     if not isinstance(found, (list, tuple)):
