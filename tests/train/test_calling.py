@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import phalanx
 from phalanx import EMA, Engine, Run, WrongUse, check
 from phalanx.train.calling import labelled, made_callbacks
 from tests.checkpoints import shelf_at
+from tests.ranks import Ranks
 from tests.tasks import Digits
 from tests.test_cli import GOOD
 from tests.test_cli import phalanx as run_phalanx
@@ -243,6 +245,23 @@ def test_a_setting_is_no_method() -> None:
 
 def test_two_of_a_kind_are_kept_apart() -> None:
     assert list(labelled([EMA(0.5), phalanx.Freeze("x", 1), EMA(0.9)])) == ["EMA", "Freeze", "EMA-2"]
+
+
+class Apart(Digits):
+    def callbacks(self) -> list[phalanx.Callback]:
+        return [EMA(0.5)] if os.environ["RANK"] == "0" else []
+
+
+def refused() -> str:
+    with pytest.raises(WrongUse) as refusal:
+        Engine(Apart(), "dp=2", device="cpu")
+    return str(refusal.value)
+
+
+def test_ranks_must_have_the_same_ones(ranks: Ranks) -> None:
+    for said in ranks(2, refused):
+        assert said.startswith("the callbacks of rank 1 is not that of rank 0 (rank ")
+        assert said.endswith("Task.callbacks must give every rank the same ones, in the same order.")
 
 
 class Hoarding(phalanx.Callback):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -28,6 +28,12 @@ class Ended:
     of: int
     """So many steps were planned."""
     why: str
+
+    @classmethod
+    def found(cls, facts: Mapping[str, Any], steps: int) -> Ended | None:
+        """What the facts of a state say of it; nothing where more ``steps`` are asked for now than were planned."""
+        ended = cls(**facts["ended"]) if facts.get("ended") else None
+        return ended if ended is not None and steps <= ended.of else None
 
 
 HOW = "Return a list of them: return [phalanx.EMA(decay=0.999)]"
