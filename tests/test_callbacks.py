@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from itertools import islice
@@ -16,7 +17,7 @@ import phalanx
 from phalanx import EMA, EarlyStopping, Engine, Freeze, Layout, WrongUse
 from phalanx.train.restoring import Restorer
 from tests.checkpoints import keeping, shelf_at
-from tests.parity import TOLERANCE, HostileLanguage, Trace, difference, reference, spread_run
+from tests.parity import TOLERANCE, HostileLanguage, Sentences, Trace, difference, reference, spread_run
 from tests.ranks import Ranks
 from tests.tasks import Digits
 
@@ -83,7 +84,9 @@ def partly(task: phalanx.Task, layout: str, to: Path, start: Path | None, steps:
         return {name: whole.clone() for name, whole in engine.spread.whole.state(tensors) if name in tensors}
 
 
-@pytest.mark.parametrize(("first", "then"), [("fsdp=2", "dp=1"), ("dp=1", "fsdp=2"), ("tp=2", "fsdp=2")])
+@pytest.mark.parametrize(
+    ("first", "then"), [("fsdp=2", "dp=1"), ("dp=1", "fsdp=2"), ("tp=2", "fsdp=2"), ("pp=2", "tp=2")]
+)
 def test_averages_go_on_under_another_layout(
     ranks: Ranks, tmp_path: Path, first: str, then: str, by_hand: Trace
 ) -> None:
@@ -101,9 +104,21 @@ class Averaged(Digits):
         return [EMA(decay=0.5, evaluate=True)]
 
 
-def measured(layout: str) -> tuple[dict[str, float], dict[str, float], bool]:
+@dataclass
+class AveragedLanguage(HostileLanguage):
+    heads: int = 4
+    kv_heads: int = 2
+
+    def held_out(self) -> Any:
+        return Sentences(13)
+
+    def callbacks(self) -> list[phalanx.Callback]:
+        return [EMA(decay=0.5, evaluate=True)]
+
+
+def measured(task: phalanx.Task, layout: str) -> tuple[dict[str, float], dict[str, float], bool]:
     """With the averages; with weights that are the averages; and whether the weights stayed what they were."""
-    with Engine(Averaged(), Layout.parse(layout), device="cpu") as engine:
+    with Engine(task, Layout.parse(layout), device="cpu") as engine:
         for batch in engine.batches():
             engine.step(batch)
         before = {name: weight.clone() for name, weight in engine.whole_weights().items()}
@@ -118,12 +133,19 @@ def measured(layout: str) -> tuple[dict[str, float], dict[str, float], bool]:
         return found, engine.evaluate(), all(torch.equal(after[name], weight) for name, weight in before.items())
 
 
-def test_evaluations_are_made_with_the_average_and_the_weights_come_back(ranks: Ranks) -> None:
-    ((want, same, kept),) = ranks(1, measured, "dp=1")
+@pytest.mark.parametrize(
+    ("task", "layouts"),
+    [(Averaged(), ("dp=2", "fsdp=2,zero=1")), (AveragedLanguage(), ("fsdp=2", "tp=2", "pp=2"))],
+    ids=["digits", "language"],
+)
+def test_evaluations_are_made_with_the_average_and_the_weights_come_back(
+    ranks: Ranks, task: phalanx.Task, layouts: Sequence[str]
+) -> None:
+    ((want, same, kept),) = ranks(1, measured, task, "dp=1")
     assert want == same
     assert kept
-    for layout in ("dp=2", "fsdp=2", "fsdp=2,zero=1"):
-        for found, same, kept in ranks(2, measured, layout):
+    for layout in layouts:
+        for found, same, kept in ranks(2, measured, task, layout):
             assert kept, layout
             assert found == same, layout
             assert abs(found["loss"] - want["loss"]) < TOLERANCE

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import phalanx
 from phalanx import EMA, Engine, Run, WrongUse, check
 from phalanx.train.calling import labelled, made_callbacks
 from tests.checkpoints import shelf_at
+from tests.ranks import Ranks
 from tests.tasks import Digits
 from tests.test_cli import GOOD
 from tests.test_cli import phalanx as run_phalanx
@@ -66,8 +68,8 @@ class Quits(phalanx.Callback):
 
 
 class Fails(phalanx.Callback):
-    def on_step(self, engine, metrics):
-        if engine.rank == 1 and engine.step_number == 3:
+    def on_checkpoint(self, engine, step, where):
+        if engine.rank == 1:
             engine.nothing = 1 / 0
 
 
@@ -154,10 +156,33 @@ def test_a_run_that_stopped_early_can_have_been_interrupted(folder: Path) -> Non
 def test_what_a_callback_raises_is_told_with_its_name_and_line(folder: Path) -> None:
     said = train(folder, "fails", "--save-steps", "2", "--restarts", "0", code=1)
     assert "rank 1 failed first: ZeroDivisionError: division by zero" in said
-    assert "Fails.on_step, a callback of Watched, raised this" in said
+    assert "Fails.on_checkpoint, a callback of Watched, raised this" in said
     assert "engine.nothing = 1 / 0" in said
     assert "goes on after step 2" in said
     assert shelf_at(folder / "run" / "checkpoints").steps() == [2]
+
+
+def test_a_rollback_takes_callbacks_back_too(folder: Path) -> None:
+    """The step with the spoiled sample is left out, and an evaluation that it came after is made again."""
+    words = (
+        "--set",
+        "spoil=17",
+        "--set",
+        "samples=48",
+        "--set",
+        "evaluate_every=1",
+        "--bad",
+        "rollback",
+        "--save-steps",
+        "1",
+    )
+    train(folder, "notes", *words)
+    told = seen(folder, 0)
+    bad = next(int(event["step"]) for event in Run(folder / "run").events(0, "bad"))
+    counts = [line.split()[1:] for line in told if line.startswith("step")]
+    want = [[str(step), str(step + 1 - (step > bad))] for step in range(6)]
+    assert counts == want, "after the bad step they count on from before it"
+    assert told.count(f"evaluation {bad} ['accuracy', 'loss']") == 2
 
 
 def test_averages_are_left_beside_the_weights(folder: Path) -> None:
@@ -208,8 +233,35 @@ def test_what_is_no_list_of_callbacks_is_refused(gives: Any, words: str) -> None
         Engine(Giving(gives=gives), device="cpu")
 
 
+@dataclass
+class Field(Digits):
+    callbacks: Any = ()  # type: ignore[assignment]
+
+
+def test_a_setting_is_no_method() -> None:
+    with pytest.raises(WrongUse, match=r"Field.callbacks is a tuple. Make it a method: def callbacks\(self\)"):
+        made_callbacks(Field())
+
+
 def test_two_of_a_kind_are_kept_apart() -> None:
     assert list(labelled([EMA(0.5), phalanx.Freeze("x", 1), EMA(0.9)])) == ["EMA", "Freeze", "EMA-2"]
+
+
+class Apart(Digits):
+    def callbacks(self) -> list[phalanx.Callback]:
+        return [EMA(0.5)] if os.environ["RANK"] == "0" else []
+
+
+def refused() -> str:
+    with pytest.raises(WrongUse) as refusal:
+        Engine(Apart(), "dp=2", device="cpu")
+    return str(refusal.value)
+
+
+def test_ranks_must_have_the_same_ones(ranks: Ranks) -> None:
+    for said in ranks(2, refused):
+        assert said.startswith("the callbacks of rank 1 is not that of rank 0 (rank ")
+        assert said.endswith("Task.callbacks must give every rank the same ones, in the same order.")
 
 
 class Hoarding(phalanx.Callback):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -29,13 +29,22 @@ class Ended:
     """So many steps were planned."""
     why: str
 
+    @classmethod
+    def found(cls, facts: Mapping[str, Any], steps: int) -> Ended | None:
+        """What the facts of a state say of it; nothing where more ``steps`` are asked for now than were planned."""
+        ended = cls(**facts["ended"]) if facts.get("ended") else None
+        return ended if ended is not None and steps <= ended.of else None
+
 
 HOW = "Return a list of them: return [phalanx.EMA(decay=0.999)]"
 
 
 def made_callbacks(task: Task) -> list[Callback]:
     """What a task's `callbacks` gives, checked: a list of callbacks."""
-    found, name = task.callbacks(), f"{type(task).__name__}.callbacks"
+    name = f"{type(task).__name__}.callbacks"
+    if not callable(task.callbacks):
+        raise WrongUse(f"{name} is a {type(task.callbacks).__name__}. Make it a method: def callbacks(self): return []")
+    found = task.callbacks()
     if isinstance(found, Callback):
         raise WrongUse(f"{name} returned one {type(found).__name__} and no list. {HOW}")
     if not isinstance(found, (list, tuple)):

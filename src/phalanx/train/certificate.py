@@ -136,9 +136,8 @@ def certify(run: Run, task: Task, shelf: Shelf) -> dict[str, Any]:
 def _ended(task: Task, shelf: Shelf) -> Ended | None:
     """Where and why a callback has ended the run, by its newest state, if one has and no more steps are planned now."""
     newest = max(shelf.steps(), default=0)
-    facts = shelf.open(newest).manifest.facts.get("ended") if newest else None
-    found = Ended(**facts) if facts else None
-    return found if found and found.step == newest < task.steps <= found.of else None
+    found = Ended.found(shelf.open(newest).manifest.facts, task.steps) if newest else None
+    return found if found is not None and found.step == newest < task.steps else None
 
 
 def _when(event: Mapping[str, Any]) -> str:

@@ -106,7 +106,6 @@ class Engine:
         """The task's, and ours."""
         self.ended: Ended | None = None
         """Where a callback has ended the run, if one has."""
-        self._why = ""
         self.signals = Signals()
         """What this rank tells all ranks with the next step's sum; its metrics have those of any rank."""
         self.timeout, self.init_from = timeout, init_from
@@ -116,7 +115,7 @@ class Engine:
         """What is other than when the state was saved that it went on from."""
         self.other_samples = False
         """Whether other samples are to come than were planned then."""
-        self._waited = 0.0
+        self._waited, self._why = 0.0, ""
         with ExitStack() as undo:  # what was made is taken apart again if something here fails
             self._spread(data, timeout, undo)
             self._undo = undo.pop_all()
@@ -278,8 +277,7 @@ class Engine:
         self._numbers.restore(facts)
         self.callbacks.restore(facts.get("callbacks", {}))
         self.signals.finish, self._why = False, ""
-        ended = Ended(**facts["ended"]) if facts.get("ended") else None
-        self.ended = ended if ended and ended.of >= self.task.steps else None  # else more steps are asked for now
+        self.ended = Ended.found(facts, self.task.steps)
         self.spread.updated()
 
     @cached_property

@@ -100,8 +100,8 @@ class Loop:
             self.summary.stopped = True
         elif engine.held_out is not None and fresh:
             self._rehearse()
-        elif not fresh and engine.ended is None and engine.callbacks.watches_evaluations:
-            self._evaluate_if_due()  # the state was saved before what callbacks made of this
+        elif not fresh and engine.ended is None:
+            self._evaluate_again()
         while engine.step_number < task.steps and not self.summary.stopped and engine.ended is None:
             for batch in self._batches():
                 if not self._step(batch):
@@ -247,6 +247,11 @@ class Loop:
         self._evaluate_if_due()
         return True
 
+    def _evaluate_again(self) -> None:
+        """After a resume: the state was saved before callbacks saw the evaluation of its step."""
+        if self.engine.callbacks.watches_evaluations:
+            self._evaluate_if_due()
+
     def _evaluate_if_due(self) -> None:
         """Between two steps; after the last one it is done anyway."""
         engine, every = self.engine, self.engine.task.evaluate_every
@@ -287,6 +292,7 @@ class Loop:
         engine.guard.leave_out(range(engine.step_number, step + 1))
         self.log.write("rollback", step=engine.step_number, left_out=sorted(engine.guard.left_out))
         self.listener.said(f"{told}; back to step {engine.step_number}, and its data up to the bad step is left out")
+        self._evaluate_again()
         return True
 
     def _compare(self) -> None:
