@@ -6,6 +6,7 @@ import pytest
 from examples.callbacks import Rings
 from examples.detector import Detector
 from examples.gan import GAN
+from examples.matrices import Matrices
 
 import phalanx
 from phalanx import Layout
@@ -70,4 +71,9 @@ def test_the_gan_is_proven() -> None:
 @pytest.mark.every
 def test_the_gan_is_proven_under_all_layouts() -> None:
     proof = prove(GAN(), "all", ranks=4)
+    assert proof.holds, proof
+
+
+def test_whole_matrices_are_proven() -> None:
+    proof = prove(Matrices(), ["fsdp=2", "fsdp=2,tp=2"])
     assert proof.holds, proof
