@@ -76,7 +76,7 @@ def another_shape() -> str:
         told = str(refusal.value)
     else:
         for shape, dtype in (((16,), torch.int64), ((2, 3), torch.float32)):
-            dist.recv(torch.empty(shape, dtype=dtype), group=mesh.lane("forward", 1), group_src=0)
+            mesh.lane("forward", 1).receive(torch.empty(shape, dtype=dtype), 0).wait()
     mesh.close()
     return told
 

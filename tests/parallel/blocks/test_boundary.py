@@ -11,6 +11,8 @@ from torch import Tensor
 import phalanx
 from phalanx import Layout, WrongUse
 from phalanx.parallel.blocks.boundary import Boundary, SequenceSharding
+from phalanx.parallel.communication.communicator import Communicator
+from phalanx.parallel.communication.traffic import Traffic
 from phalanx.parallel.forward.activations import Activations
 from tests.parity import HostileLanguage
 from tests.ranks import Ranks
@@ -38,8 +40,7 @@ def there_and_back(layout: str, length: int) -> tuple[list[int], float, float]:
         assert beside == "beside"
         (output * weight / engine.mesh.size("cp")).sum().backward()
         assert x.grad is not None
-        if engine.mesh.group("cp") is not None:  # each rank has a part of the gradient
-            torch.distributed.all_reduce(x.grad, group=engine.mesh.group("cp"))
+        engine.mesh.group("cp").all_reduce(x.grad).wait()  # each rank has a part of the gradient
         return places, float((output - 2 * x).abs().max()), float((x.grad - 2 * weight).abs().max())
 
 
@@ -67,7 +68,7 @@ def test_a_block_that_is_called_out_of_order_is_refused(ranks: Ranks, layout: st
 
 
 def test_a_later_stage_takes_what_it_received() -> None:
-    sharding = SequenceSharding(Activations(), None, None, torch.device("cpu"))
+    sharding = SequenceSharding(Activations(), None, Communicator(None, Traffic()), torch.device("cpu"))
 
     def receive(name: str, args: Any, kwargs: Any) -> Any:
         return ((args[0] + 1,), kwargs) if name == "blocks.2" else None

@@ -131,11 +131,10 @@ def joint(layout: Layout) -> tuple[str | None, bool, float]:
     group = mesh.joint("fsdp", "cp", "tp")
     known = any(group is mesh.group(*axes) for axes in (SHARD, ("tp",), AXES))
     total = torch.tensor([float(dist.get_rank())])
-    if group is not None:
-        dist.all_reduce(total, group=group)
-        assert mesh.joint("fsdp", "cp", "tp") is group
+    group.all_reduce(total).wait()
+    assert group.alone or mesh.joint("fsdp", "cp", "tp") is group
     mesh.close()
-    return group.group_desc if group else None, known, total.item()
+    return None if group.alone else group.name, known or group.alone, total.item()
 
 
 def test_axes_that_few_speak_along_together_share_a_group_where_there_is_one(ranks: Ranks) -> None:
