@@ -31,7 +31,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))
 
 from phalanx import cli
-from phalanx.checkpoint.shelf import Shelf
+from phalanx.checkpoint.manager import CheckpointManager
 from phalanx.checkpoint.store import open_store
 from phalanx.launch.forkserver import Forked, ForkServer
 from phalanx.run import Run
@@ -193,7 +193,7 @@ class Bursts:
 
     def _judge(self, run: Run, told: str, code: int | None) -> None:
         """Hold what was said against what is there."""
-        steps = Shelf(open_store(run.checkpoints_path)).steps() if run.checkpoints_path.exists() else []
+        steps = CheckpointManager(open_store(run.checkpoints_path)).steps() if run.checkpoints_path.exists() else []
         events = list(run.events(0, "step")) if run.path.exists() else []
         done = max((event["step"] + 1 for event in events[self.read :]), default=0)  # also what was not taken up again
         self.read, saved = len(events), max(steps, default=0)

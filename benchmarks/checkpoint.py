@@ -30,12 +30,12 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 import phalanx
 from memory import status
-from phalanx.checkpoint.shelf import Shelf
+from phalanx.checkpoint.manager import CheckpointManager
 from phalanx.checkpoint.slot import Slot, new_memory
 from phalanx.checkpoint.store import open_store
 from phalanx.launch.local import run_ranks
 from phalanx.recipes.gpt import GPT
-from phalanx.train.keeping import Keeper, Policy
+from phalanx.train.checkpointing import Checkpointer, Policy
 from phalanx.train.restoring import Restorer
 from report import Figure, report
 
@@ -49,10 +49,10 @@ class Trial:
 
     def __init__(self, engine: phalanx.Engine, folder: Path, memory: list[list[int]]) -> None:
         self.engine, self.folder, self.memory = engine, folder, memory
-        self.shelf = Shelf(open_store(folder / "ours"))
+        self.manager = CheckpointManager(open_store(folder / "ours"))
         slots = [Slot(number) for number in memory[engine.environment.rank]]
-        self.keeper = Keeper(
-            engine, self.shelf, Policy(minutes=0, memory_steps=0, keep=1), slots=slots, note=self._noted
+        self.checkpointer = Checkpointer(
+            engine, self.manager, Policy(minutes=0, memory_steps=0, keep=1), slots=slots, note=self._noted
         )
         self.stager = DefaultStager(StagingOptions(False, False, True, False))
         self.batches, self.committed = engine.batches(), 0.0
@@ -65,7 +65,7 @@ class Trial:
 
     def state(self) -> dict[str, torch.Tensor]:
         """The tensors that we save, for others to save; each rank's under names of its own."""
-        entries = [entry for entry in self.keeper.state.entries() if entry.kept]
+        entries = [entry for entry in self.checkpointer.state.entries() if entry.kept]
         return {f"{self.engine.environment.rank}/{entry.name}{entry.box.offsets}": entry.value for entry in entries}
 
     def step(self, before_update: Callable[[], Any] = lambda: None) -> tuple[float, float]:
@@ -77,7 +77,7 @@ class Trial:
             waited = seconds(before_update)
 
         def step() -> None:
-            self.keeper.before_step()
+            self.checkpointer.before_step()
             self.metrics = self.engine.step(next(self.batches))
 
         self.engine.before_update = wait
@@ -94,12 +94,12 @@ class Trial:
         self.quiet()
         alone, _ = self.step()
         began = time.perf_counter()
-        call = seconds(lambda: self.keeper.stage(save=True))
-        step, wait = self.step(self.keeper.wait_for_copy)
+        call = seconds(lambda: self.checkpointer.stage(save=True))
+        step, wait = self.step(self.checkpointer.wait_for_copy)
         beside = [step]
         while "busy" in self.metrics.wishes:
             beside.append(self.step()[0])
-        self.keeper.drain()
+        self.checkpointer.drain()
         return {
             "stall": call + wait, "call": call, "step": alone, "longer": call + step - alone,
             "beside": statistics.mean(beside) / alone, "committed": self.committed - began,
@@ -136,14 +136,14 @@ class Trial:
 
     def back(self) -> Seconds:
         """The last state taken up again from memory and from files, and its files verified."""
-        self.keeper.save_now()
+        self.checkpointer.save_now()
         slots = [Slot(number) for numbers in self.memory for number in numbers]
         found = {}
         for name, known in (("from memory", slots), ("from files", [])):
             self.quiet()
-            found[name] = seconds(Restorer(self.engine, self.shelf, known).restore)
+            found[name] = seconds(Restorer(self.engine, self.manager, known).restore)
         if self.engine.environment.rank == 0:
-            checkpoint = self.shelf.open(self.engine.step_number)
+            checkpoint = self.manager.open(self.engine.step_number)
             found["verify"] = seconds(lambda: list(checkpoint.verify()))
         self.quiet()
         return {"verify": 0.0, **found}
@@ -153,7 +153,7 @@ class Trial:
         before = status("VmRSS")
         Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
         self.step()
-        self.keeper.save_now()
+        self.checkpointer.save_now()
         return {"slots": status("RssShmem") / self.bytes, "peak": (status("VmHWM") - before) / self.bytes}
 
 
@@ -179,7 +179,7 @@ def trial(
         found = Trial(engine, folder, memory)
         several = [slowest(found.round()) for _ in range(rounds + 2)]  # two slots: each has its first time
         once = slowest(found.back() | found.held())
-        found.keeper.close()
+        found.checkpointer.close()
         found.stager.close()
     return found.bytes, several, once
 

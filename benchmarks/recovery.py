@@ -65,7 +65,7 @@ from task import Task
 path, saved = Path(sys.argv[1]), Path(sys.argv[1]) / "state.pt"
 engine = phalanx.Engine(Task(), device="cpu")
 log = EventLog(Run(path), engine.environment.rank)
-pieces = {{name: weight.piece for name, weight in engine.spread.weights.items()}}
+pieces = {{name: weight.shard for name, weight in engine.spread.weights.items()}}
 if saved.exists():
     state = torch.load(saved)
     for name, piece in pieces.items():
@@ -77,7 +77,7 @@ log.write("start", step=engine.step_number)
 for batch in engine.batches():
     log.write("step", **asdict(engine.step(batch)))
     if engine.step_number % {KEEP_STEPS} == 0 and engine.environment.rank == 0:
-        model = {{name: piece.data for name, piece in pieces.items()}}
+        model = {{name: shard.data for name, shard in shards.items()}}
         state = {{"step": engine.step_number, "model": model, "optimizer": engine.optimizer.state_dict()}}
         torch.save(state, path / "unfinished.pt")
         os.replace(path / "unfinished.pt", saved)

@@ -1,6 +1,6 @@
 """What a rank does by itself in a world of 1,024 and of 10,240 ranks, at the shapes of models of 70B and 405B weights.
 
-    python benchmarks/scale.py [--quick] [--only groups|neighbours|placing|start|step|manifest|reception]
+    python benchmarks/scale.py [--quick] [--only groups|neighbours|placing|start|step|manifest|rendezvous server]
 
 One rank is alone in this process, and all others are there in name (`simulated.py`): its code runs unchanged, and what
 is measured is the processor time it takes. Work that every rank must do may grow with the world, but no faster: a
@@ -43,7 +43,7 @@ from phalanx.parallel.weights.blueprint import Blueprint
 from phalanx.parallel.weights.boxes import Box
 from phalanx.parallel.weights.placement import Placement
 from phalanx.train.agreement import check_agreement
-from phalanx.train.neighbours import Neighbours, guests_of, keeper_of
+from phalanx.train.neighbours import Neighbours, guests_of, holder_of
 from phalanx.train.placing import hosts_used
 from report import Figure, report
 
@@ -134,7 +134,7 @@ def neighbours(quick: bool) -> Iterator[Figure]:
             engine.environment, engine.timeout = Environment.detect(), timedelta(seconds=60)
 
             def find(world: int = world, engine: Any = engine) -> None:
-                keeper_of(engine.environment.hosts, world - 3)
+                holder_of(engine.environment.hosts, world - 3)
                 guests_of(engine.environment.hosts, world - 3)
                 Neighbours(engine, [])
 
@@ -188,7 +188,7 @@ def start(quick: bool) -> Iterator[Figure]:
         with rank_of(layout):
             started = time.process_time()
             engine = _engine(Model(shape=shape, global_batch=layout.batch_ranks), layout)
-            held = sum(weight.piece.numel() for weight in engine.spread.weights.values())
+            held = sum(weight.shard.numel() for weight in engine.spread.weights.values())
             made = time.process_time()
             entries = sum(1 for _ in State(engine.spread, engine.optimizer, engine.environment.hosts).entries())
             ended = time.process_time()
@@ -282,15 +282,15 @@ def _share(shape: str, layout: Layout) -> Manifest:
     return Manifest({"step": 1}, tensors)
 
 
-def reception(quick: bool) -> Iterator[Figure]:
-    if find_spec("scale_reception") is not None:
-        from scale_reception import figures  # type: ignore[import-not-found]
+def rendezvous_server(quick: bool) -> Iterator[Figure]:
+    if find_spec("scale_rendezvous") is not None:
+        from scale_rendezvous import figures  # type: ignore[import-not-found]
 
         yield from figures(rounds=3, seconds=3.0) if quick else figures()
 
 
 def main() -> None:
-    parts = {f.__name__: f for f in (groups, neighbours, placing, start, step, manifest, reception)}
+    parts = {f.__name__: f for f in (groups, neighbours, placing, start, step, manifest, rendezvous_server)}
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a rough answer in under a minute")
     parser.add_argument("--only", choices=list(parts))

@@ -12,26 +12,28 @@ from torch import Tensor
 
 import phalanx
 from phalanx import Layout
-from phalanx.checkpoint.shelf import Checkpoint, Shelf
+from phalanx.checkpoint.manager import Checkpoint, CheckpointManager
 from phalanx.checkpoint.store import open_store
+from phalanx.train.checkpointing import Checkpointer, Policy
 from phalanx.train.engine import Engine
-from phalanx.train.keeping import Keeper, Policy
 from phalanx.train.restoring import Restorer
 
 ONLY_WHEN_ASKED = Policy(memory_steps=0, minutes=0)
 
 
-def shelf_at(folder: Path | str) -> Shelf:
-    return Shelf(open_store(folder))
+def manager_at(folder: Path | str) -> CheckpointManager:
+    return CheckpointManager(open_store(folder))
 
 
 @contextmanager
-def keeping(engine: Engine, folder: Path | str, policy: Policy = ONLY_WHEN_ASKED, **options: Any) -> Iterator[Keeper]:
-    keeper = Keeper(engine, shelf_at(folder), policy, **options)
+def checkpointing(
+    engine: Engine, folder: Path | str, policy: Policy = ONLY_WHEN_ASKED, **options: Any
+) -> Iterator[Checkpointer]:
+    checkpointer = Checkpointer(engine, manager_at(folder), policy, **options)
     try:
-        yield keeper
+        yield checkpointer
     finally:
-        keeper.close()
+        checkpointer.close()
 
 
 def trained(
@@ -40,17 +42,17 @@ def trained(
     """Take up the state in ``start``, do so many steps, save; the losses of these steps."""
     with Engine(task, Layout.parse(layout), device="cpu") as engine:
         if start is not None:
-            assert Restorer(engine, shelf_at(start)).restore() is not None
+            assert Restorer(engine, manager_at(start)).restore() is not None
         losses = [engine.step(batch).loss for batch in islice(engine.batches(), steps)]
         if to is not None:
-            with keeping(engine, to) as keeper:
-                keeper.save_now()
+            with checkpointing(engine, to) as checkpointer:
+                checkpointer.save_now()
         return losses
 
 
 def newest(folder: Path | str) -> Checkpoint:
-    shelf = shelf_at(folder)
-    return shelf.open(max(shelf.steps()))
+    manager = manager_at(folder)
+    return manager.open(max(manager.steps()))
 
 
 def contents(folder: Path | str) -> dict[str, Tensor]:

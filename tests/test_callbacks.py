@@ -16,7 +16,7 @@ from torch import Tensor
 import phalanx
 from phalanx import EMA, EarlyStopping, Engine, Freeze, Layout, WrongUse
 from phalanx.train.restoring import Restorer
-from tests.checkpoints import keeping, shelf_at
+from tests.checkpoints import checkpointing, manager_at
 from tests.parity import TOLERANCE, HostileLanguage, Sentences, Trace, difference, reference, spread_run
 from tests.ranks import Ranks
 from tests.tasks import Digits
@@ -75,11 +75,11 @@ def partly(task: phalanx.Task, layout: str, to: Path, start: Path | None, steps:
     """Some steps from a state, saved; the averages."""
     with Engine(task, Layout.parse(layout), device="cpu") as engine:
         if start is not None:
-            assert Restorer(engine, shelf_at(start)).restore() is not None
+            assert Restorer(engine, manager_at(start)).restore() is not None
         for batch in islice(engine.batches(), steps):
             engine.step(batch)
-        with keeping(engine, to) as keeper:
-            keeper.save_now()
+        with checkpointing(engine, to) as checkpointer:
+            checkpointer.save_now()
         (tensors,) = engine.callbacks.tensors().values()
         return {name: whole.clone() for name, whole in engine.spread.whole.state(tensors) if name in tensors}
 
@@ -127,7 +127,7 @@ def measured(task: phalanx.Task, layout: str) -> tuple[dict[str, float], dict[st
         (ema,) = engine.callbacks.tasks
         assert isinstance(ema, EMA)
         for name, average in ema.averages.items():
-            engine.spread.weights[name].piece.data.copy_(average)
+            engine.spread.weights[name].shard.data.copy_(average)
         engine.spread.updated()
         ema.evaluate = False
         return found, engine.evaluate(), all(torch.equal(after[name], weight) for name, weight in before.items())

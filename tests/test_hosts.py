@@ -21,7 +21,7 @@ from tests.hosts import Hosts, needs_namespaces
 from tests.test_cli import phalanx
 from tests.test_recovery import TASK, certificate, started, until_step
 
-MEETING = "10.77.0.1"
+MEETS_AT = "10.77.0.1"
 SETTINGS = ("slow.py", "--layout", "dp=2", "--set", "precision=float64")
 
 
@@ -65,7 +65,7 @@ class Trained:
             self.processes[name] = self.hosts[name].start(_main, words, self.folder, f"out of {name}")
 
     def start_in_turn(self, *names: str) -> None:
-        """The first to come is the first host, if it is the meeting's too."""
+        """The first to come is the first host, if it is the rendezvous's too."""
         for name in names:
             self.start(name)
             while (found := self.hosts[name].ask(_connected)) is not True:
@@ -98,7 +98,7 @@ class Trained:
 
 
 def _connected() -> bool:
-    socket.create_connection((MEETING, 29400), timeout=5).close()
+    socket.create_connection((MEETS_AT, 29400), timeout=5).close()
     return True
 
 
@@ -199,7 +199,7 @@ LONG = ("slow.py", "--set", "precision=float64", "--memory-steps", "2", "--steps
 @pytest.mark.every
 @pytest.mark.parametrize(("number", "name"), [(2, "node2"), (3, "node3"), (2, "node1"), (3, "node1")])
 def test_a_link_cut_for_15_s(folder: Path, number: int, name: str) -> None:
-    """The host comes back and is taken in again; where it is the meeting's, the others wait for it."""
+    """The host comes back and is taken in again; where it is the rendezvous's, the others wait for it."""
     words = (*LONG, "--layout", f"dp={number}")
     with spread(folder, number, *words, "--set", "pause=0.3") as trained:
         trained.start(*trained.hosts.names)
@@ -233,7 +233,7 @@ def test_a_link_cut_for_good(folder: Path, number: int) -> None:
 @pytest.mark.every
 @pytest.mark.parametrize("blow", ["lost", "cut off"])
 def test_the_first_host_is_lost(folder: Path, blow: str) -> None:
-    """The meeting is at another host, which stays; it comes last, since it cannot reach itself at first."""
+    """The rendezvous is at another host, which stays; it comes last, since it cannot reach itself at first."""
     words = (*LONG, "--layout", "dp=3")
     with spread(folder, 3, *words, "--set", "pause=0.05") as trained:
         trained.hosts["node1"].ip("link set lo down")

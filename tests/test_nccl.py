@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from phalanx import Run, cli
-from phalanx.launch import beats
+from phalanx.launch import heartbeats
 from phalanx.launch.forkserver import Forked
 from tests.forking import fork
 from tests.nccl import as_host
@@ -60,7 +60,7 @@ def calm(tmp_path_factory: pytest.TempPathFactory) -> Calm:
 def _main(words: list[str], cwd: Path, host: str) -> None:
     os.chdir(cwd)
     os.environ.update(as_host(host))
-    beats.LEAST_SECONDS = 5.0
+    heartbeats.LEAST_SECONDS = 5.0
     out = os.open(f"out of {host}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(out, 1)
     os.dup2(out, 2)

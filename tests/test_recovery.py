@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 
 from phalanx import Run, cli
-from phalanx.checkpoint.shelf import Shelf
+from phalanx.checkpoint.manager import CheckpointManager
 from phalanx.checkpoint.store import open_store
-from phalanx.launch import beats, stopping
+from phalanx.launch import heartbeats, stopping
 from phalanx.launch.forkserver import Forked
 from phalanx.words import many
 from tests.conftest import children
@@ -64,7 +64,7 @@ def folder(tmp_path: Path) -> Path:
 
 def _main(words: list[str], cwd: Path) -> None:
     os.chdir(cwd)
-    beats.LEAST_SECONDS = 1.0
+    heartbeats.LEAST_SECONDS = 1.0
     out = os.open("out", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(out, 1)
     os.dup2(out, 2)
@@ -187,7 +187,7 @@ def test_a_signal_that_is_repeated_to_the_end_changes_nothing(folder: Path, numb
 
 
 def saved_step(run: Run) -> int:
-    return max(Shelf(open_store(run.checkpoints_path)).steps(), default=0)
+    return max(CheckpointManager(open_store(run.checkpoints_path)).steps(), default=0)
 
 
 def test_signals_that_are_repeated_lose_nothing(folder: Path) -> None:
@@ -282,7 +282,7 @@ LATE = """    def held_out(self):
 
 
 def test_hosts_come_and_go(folder: Path) -> None:
-    """8 -> 6 -> 4 -> 8 ranks in one run, the first host and the meeting's among those that are lost."""
+    """8 -> 6 -> 4 -> 8 ranks in one run, the first host and the rendezvous's among those that are lost."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         address = f"127.0.0.1:{free.getsockname()[1]}"
     settings = (
@@ -443,7 +443,7 @@ def test_a_lost_run_folder_goes_on_from_checkpoints_elsewhere(folder: Path) -> N
     assert done.returncode == 0, done.stderr
     assert "of the first 4 steps the checkpoint alone is known" in done.stdout
     assert "Fenced" not in done.stdout + done.stderr
-    assert Shelf(open_store(folder / "kept")).steps()[-1] == 6
+    assert CheckpointManager(open_store(folder / "kept")).steps()[-1] == 6
     assert (folder / "two" / "generation").read_text() == "10\n"
 
 
@@ -489,6 +489,6 @@ def test_what_cannot_be_read_costs_no_other_checkpoint(folder: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "cannot be read: it is no regular file; going back to the checkpoint before it" in done.stdout
     assert phalanx("verify", "one", cwd=folder).returncode == 0
-    shelf = Shelf(open_store(folder / "one" / "checkpoints"))
-    assert shelf.steps() == [5, 6]
-    assert shelf.damaged() == ["damaged-step-00000006"]
+    manager = CheckpointManager(open_store(folder / "one" / "checkpoints"))
+    assert manager.steps() == [5, 6]
+    assert manager.damaged() == ["damaged-step-00000006"]

@@ -64,7 +64,7 @@ def test_the_number_of_the_last_generation_is_found_again(
     assert run.next_generation(at_least=20) == 20
 
 
-@pytest.mark.parametrize("purpose", ["", "for the meeting at node1:29400"])
+@pytest.mark.parametrize("purpose", ["", "for the rendezvous at node1:29400"])
 def test_whoever_holds_a_folder_says_what_for(tmp_path: Path, purpose: str) -> None:
     run = Run.create(tmp_path / "one", "x")
     with (

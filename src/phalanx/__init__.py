@@ -32,7 +32,7 @@ _HOMES = {
     "EarlyStopping": "callbacks", "Engine": "train.engine", "Freeze": "callbacks", "Layout": "layout",
     "Logits": "losses", "Loss": "losses", "Run": "run", "Task": "task", "Verdict": "verdict", "WrongUse": "errors",
     "check": "train.check.checking", "gather": "parallel.axes.samples", "load": "train.restoring",
-    "rows": "parallel.axes.samples", "save": "train.keeping",
+    "rows": "parallel.axes.samples", "save": "train.checkpointing",
 }  # fmt: skip
 
 

@@ -156,14 +156,14 @@ class EMA(Callback):
         """The first time, begin with the weights as they are."""
         for name, weight in engine.spread.weights.items():
             if weight.trainable and name not in self.averages:
-                self.averages[name] = weight.piece.detach().clone()
+                self.averages[name] = weight.shard.detach().clone()
 
     @torch.no_grad()
     def on_step(self, engine: Engine, metrics: Metrics) -> None:
         """Average."""
         if not metrics.skipped:
             for name, average in self.averages.items():
-                average.lerp_(engine.spread.weights[name].piece.detach(), 1 - self.decay)
+                average.lerp_(engine.spread.weights[name].shard.detach(), 1 - self.decay)
 
     def tensors(self) -> dict[str, Tensor]:
         """The average of this rank's part of each weight."""

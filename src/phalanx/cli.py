@@ -104,7 +104,8 @@ def train(
     meet: Annotated[str | None, typer.Option(help="where they meet, host:port, on a host that stays")] = None,
     host: Annotated[str | None, typer.Option(help="this host's name among them; by default its own")] = None,
     interface: Annotated[
-        str | None, typer.Option(help="through which they reach this host; by default the one that reaches the meeting")
+        str | None,
+        typer.Option(help="through which they reach this host; by default that of the rendezvous"),
     ] = None,
     kill: Annotated[str | None, typer.Option(metavar="RANK@STEP", help="a drill: kill a rank after a step")] = None,
     bad: Annotated[

@@ -30,10 +30,10 @@ class Vocabulary:
     size: int
     """Of the whole."""
     start: int
-    share: Callable[[Tensor], Tensor]
-    gather: Callable[[Tensor], Tensor]
-    add_up: Callable[[Tensor], None]
-    largest: Callable[[Tensor], None]
+    replicate: Callable[[Tensor], Tensor]
+    all_gather: Callable[[Tensor], Tensor]
+    all_reduce: Callable[[Tensor], None]
+    all_reduce_max: Callable[[Tensor], None]
 
     def check(self, ids: Tensor, what: str) -> None:
         check_ids(ids, self.size, what)
@@ -50,7 +50,7 @@ class Sequence:
     """Which positions of sequences a rank counts the loss of, where each rank counts some."""
 
     own: Callable[[Tensor], Tensor]
-    add_up: Callable[[Tensor], Tensor]
+    all_reduce: Callable[[Tensor], Tensor]
 
 
 class Logits:
@@ -83,8 +83,8 @@ class Logits:
             if self.vocabulary is None:
                 self._tensor = F.linear(self.hidden, self.weight, self.bias)
             else:
-                own = F.linear(self.vocabulary.share(self.hidden), self.weight, self.bias)
-                self._tensor = self.vocabulary.gather(own)
+                own = F.linear(self.vocabulary.replicate(self.hidden), self.weight, self.bias)
+                self._tensor = self.vocabulary.all_gather(own)
         return self._tensor
 
     @classmethod
@@ -243,10 +243,10 @@ def _over_vocabulary(
     """Normaliser, chosen logit and mean of each row, over all ranks' parts of the vocabulary."""
     floor = torch.finfo(logits.dtype).min
     top = logits.max(1, keepdim=True).values if logits.shape[1] else logits.new_full((len(logits), 1), floor)
-    vocabulary.largest(top)
+    vocabulary.all_reduce_max(top)
     chosen = logits.gather(1, index).where(here, 0) if logits.shape[1] else torch.zeros_like(top)
     sums = torch.cat([(logits - top).exp().sum(1, keepdim=True), chosen, logits.sum(1, keepdim=True)], 1)
-    vocabulary.add_up(sums)
+    vocabulary.all_reduce(sums)
     spread, chosen, total = sums.split(1, 1)
     return top + spread.log(), chosen, total / vocabulary.size
 
@@ -272,11 +272,11 @@ def cross_entropy(
             hidden, targets = output.sequence.own(hidden), output.sequence.own(targets)
         hidden = hidden.reshape(-1, hidden.shape[-1])
         if output.vocabulary is not None:
-            hidden = output.vocabulary.share(hidden)
+            hidden = output.vocabulary.replicate(hidden)
         total = _LinearCrossEntropy.apply(
             hidden, output.weight, output.bias, targets.reshape(-1), ignore, label_smoothing, output.vocabulary
         )
-        return Loss(total if output.sequence is None else output.sequence.add_up(total), count)
+        return Loss(total if output.sequence is None else output.sequence.all_reduce(total), count)
     logits = output.tensor() if isinstance(output, Logits) else output
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if logits.shape[:-1] == targets.shape:

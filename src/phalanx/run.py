@@ -170,7 +170,7 @@ class FolderHeld(WrongUse):
     """Another process writes to a folder; ``purpose`` is what it says it does so for."""
 
     def __init__(self, path: Path, holder: str) -> None:
-        """``holder``: as the folder's lock names it, ``process 12 on node1 for the meeting at node1:29400``."""
+        """``holder``: as the folder's lock names it, ``process 12 on node1 for the rendezvous at node1:29400``."""
         who = holder or "another process"
         super().__init__(f"{path} is being trained by {who}. Wait for it, stop it, or give another folder.")
         self.purpose = "".join(holder.split(maxsplit=4)[4:])

@@ -20,9 +20,9 @@ import pytest
 
 from phalanx import CannotHere
 from phalanx.checkpoint.commits import KEPT, LOG, ByLog, Fenced, commits_of
-from phalanx.checkpoint.shelf import Shelf
+from phalanx.checkpoint.manager import CheckpointManager
 from phalanx.checkpoint.store import Remote, open_store
-from tests.checkpoint.test_shelf import commit, save, write
+from tests.checkpoint.test_manager import commit, save, write
 from tests.checkpoints import newest, trained
 from tests.tasks import Digits
 from tests.test_cli import TASK, phalanx
@@ -87,7 +87,7 @@ def test_an_object_is_created_once(url: str) -> None:
 
 def test_an_old_generation_does_not_overwrite_a_newer_ones_checkpoint(url: str) -> None:
     """It was stopped between its last look at the fence and its commit, and is as sure as it can be."""
-    old, new = Shelf(open_store(url)), Shelf(open_store(url))
+    old, new = CheckpointManager(open_store(url)), CheckpointManager(open_store(url))
     old.fence(1)
     for rank in range(2):
         write(old, 1, 5, rank)
@@ -121,7 +121,7 @@ def test_an_old_generation_does_not_overwrite_a_newer_ones_checkpoint(url: str) 
     assert {name: new.store.read(f"{new.name(5)}/{name}") for name in new.store.names(new.name(5))} == before
     assert not list(new.open(5).verify())
     with pytest.raises(Fenced):
-        Shelf(open_store(url)).fence(1)
+        CheckpointManager(open_store(url)).fence(1)
 
 
 def test_a_log_stays_short_and_whoever_is_very_late_is_noticed() -> None:

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from phalanx.checkpoint.index import below, box_around, check_covers, check_sum, groups, needed, part_name, summed
+from phalanx.checkpoint.manager import Checkpoint, CheckpointManager
 from phalanx.checkpoint.manifest import MANIFEST, Chunk, Damaged, Held, Manifest
-from phalanx.checkpoint.shelf import Checkpoint, Shelf
 from phalanx.checkpoint.store import Folder
 from phalanx.parallel.weights.boxes import Box
 from tests.checkpoint.test_manifest import part
@@ -61,23 +61,23 @@ def test_boxes() -> None:
 
 
 @pytest.fixture(scope="module")
-def shelf(tmp_path_factory: pytest.TempPathFactory) -> Shelf:
+def manager(tmp_path_factory: pytest.TempPathFactory) -> CheckpointManager:
     """A checkpoint of many ranks, each with two rows."""
-    shelf = Shelf(Folder(tmp_path_factory.mktemp("many")))
-    shelf.fence(1)
+    manager = CheckpointManager(Folder(tmp_path_factory.mktemp("many")))
+    manager.fence(1)
     for rank in range(WORLD):
         own = VALUE[2 * rank : 2 * rank + 2]
-        pieces = [("model/w", rows(2 * rank, 2), (ROWS, 3), own)]
-        shelf.write(1, 5, rank, pieces, {"step": 5, "world": WORLD}, {})
+        shards = [("model/w", rows(2 * rank, 2), (ROWS, 3), own)]
+        manager.write(1, 5, rank, shards, {"step": 5, "world": WORLD}, {})
     with pytest.raises(TimeoutError, match=r"3 of 3 parts are missing, group-00000\.json among them"):
-        shelf.commit(1, 5, WORLD, 0.0, lambda: False)
+        manager.commit(1, 5, WORLD, 0.0, lambda: False)
     for ranks in groups(WORLD):
-        shelf.gather(1, 5, ranks, 5.0)
-    shelf.commit(1, 5, WORLD, 5.0, lambda: False)
-    return shelf
+        manager.gather(1, 5, ranks, 5.0)
+    manager.commit(1, 5, WORLD, 5.0, lambda: False)
+    return manager
 
 
-def test_a_rank_reads_only_what_it_needs(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_reads_only_what_it_needs(manager: CheckpointManager, monkeypatch: pytest.MonkeyPatch) -> None:
     read, files = Folder.read, []
 
     def noted(store: Folder, name: str, start: int = 0, stop: int | None = None) -> bytes:
@@ -86,7 +86,7 @@ def test_a_rank_reads_only_what_it_needs(shelf: Shelf, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(Folder, "read", noted)
     found = torch.zeros(3, 3)
-    shelf.open(5).read({"model/w": [(rows(127, 3), found)]})
+    manager.open(5).read({"model/w": [(rows(127, 3), found)]})
     assert torch.equal(found, VALUE[127:130])
     assert files[:1] == [MANIFEST]
     described = ["group-00000.json", "group-00001.json", "part-00063.json", "part-00064.json"]
@@ -94,15 +94,15 @@ def test_a_rank_reads_only_what_it_needs(shelf: Shelf, monkeypatch: pytest.Monke
     assert len(files) == 1 + 4 + 2
 
 
-def test_all_of_it_is_read_and_checked(shelf: Shelf) -> None:
-    found = shelf.open(5)
+def test_all_of_it_is_read_and_checked(manager: CheckpointManager) -> None:
+    found = manager.open(5)
     assert torch.equal(found.tensor("model/w"), VALUE)
     assert found.manifest.size == VALUE.numel() * 4
     assert not list(found.verify())
     path = Path(found.where) / "part-00099.json"
     content = path.read_bytes()
     path.write_bytes(content.replace(b"part-00099", b"part-00098"))
-    assert [str(damage.file) for damage in shelf.open(5).verify()] == [str(path)]
+    assert [str(damage.file) for damage in manager.open(5).verify()] == [str(path)]
     path.write_bytes(content)
 
 
@@ -133,39 +133,39 @@ FORGED = {
 
 @pytest.mark.parametrize("name", FORGED)
 @pytest.mark.parametrize("file", ["manifest.json", "group-00000.json"])
-def test_a_description_that_makes_no_sense_is_damage(shelf: Shelf, file: str, name: str) -> None:
-    path = Path(shelf.store.url) / "step-00000005" / file
+def test_a_description_that_makes_no_sense_is_damage(manager: CheckpointManager, file: str, name: str) -> None:
+    path = Path(manager.store.url) / "step-00000005" / file
     before = path.read_bytes()
     try:
         path.write_bytes(forged(path, FORGED[name]))
 
         def look() -> list[Damaged]:
             try:
-                return list(shelf.open(5).verify())
+                return list(manager.open(5).verify())
             except Damaged as damage:
                 return [damage]
 
         assert look()
         with pytest.raises(Damaged):
-            shelf.open(5).tensor("model/w")
+            manager.open(5).tensor("model/w")
     finally:
         path.write_bytes(before)
 
 
 def test_a_manifest_of_an_older_version_is_read(tmp_path: Path) -> None:
     """It has all chunks itself."""
-    shelf = Shelf(Folder(tmp_path))
-    shelf.fence(1)
+    manager = CheckpointManager(Folder(tmp_path))
+    manager.fence(1)
     for rank in range(2):
-        pieces = [("model/w", rows(2 * rank, 2), (4, 3), VALUE[2 * rank : 2 * rank + 2])]
-        shelf.write(1, 5, rank, pieces, {"step": 5, "world": 2}, {})
-    shelf.commit(1, 5, 2, 5.0, lambda: False)
-    new = shelf.open(5)
+        shards = [("model/w", rows(2 * rank, 2), (4, 3), VALUE[2 * rank : 2 * rank + 2])]
+        manager.write(1, 5, rank, shards, {"step": 5, "world": 2}, {})
+    manager.commit(1, 5, 2, 5.0, lambda: False)
+    new = manager.open(5)
     held = new.manifest.tensors["model/w"]
     old = Manifest(new.manifest.facts, {"model/w": Held(held.dtype, held.shape, held.hash)})
     old.tensors["model/w"].chunks = new.holding()["model/w"].chunks
     (tmp_path / "step-00000005" / MANIFEST).write_bytes(old.to_json())
-    found = shelf.open(5)
+    found = manager.open(5)
     assert isinstance(found, Checkpoint)
     assert found.manifest.children == []
     assert torch.equal(found.tensor("model/w"), VALUE[:4])

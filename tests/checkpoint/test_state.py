@@ -13,7 +13,7 @@ from torch import Tensor, nn, optim
 from phalanx import Layout, WrongUse
 from phalanx.checkpoint.state import State
 from phalanx.train.engine import Engine
-from tests.checkpoints import contents, newest, shelf_at, trained
+from tests.checkpoints import contents, manager_at, newest, trained
 from tests.parity import HostileLanguage
 from tests.ranks import Ranks
 from tests.tasks import Digits
@@ -105,7 +105,7 @@ def test_every_optimizer_goes_on_where_it_was(ranks: Ranks, kind: str, tmp_path:
 def test_what_cannot_be_saved_is_named() -> None:
     with Engine(Digits(), device="cpu") as engine:
         state = State(engine.spread, engine.optimizer)
-        weight = engine.spread.weights["0.weight"].piece
+        weight = engine.spread.weights["0.weight"].shard
         for value, words in (
             ([1, 2], "keeps 'strange' of 0.weight as a list, which cannot be saved"),
             (torch.zeros(2), r"keeps 'strange' of 0.weight as a Tensor of shape \(2,\), which cannot be saved"),
@@ -143,7 +143,7 @@ def test_each_part_is_written_once_and_kept_once_a_host(ranks: Ranks, layout: st
 
 def test_a_checkpoint_says_which_weights_it_is_of(tmp_path: Path) -> None:
     trained(Digits(), "dp=1", tmp_path, None, 1)
-    manifest = shelf_at(tmp_path).open(1).manifest
+    manifest = manager_at(tmp_path).open(1).manifest
     assert {n for n in manifest.tensors if n.endswith("0.weight")} == {
         "model/0.weight", "optimizer/exp_avg/0.weight", "optimizer/exp_avg_sq/0.weight", "counters/step/0.weight",
     }  # fmt: skip
@@ -153,7 +153,7 @@ def test_a_checkpoint_says_which_weights_it_is_of(tmp_path: Path) -> None:
         del manifest.tensors["model/0.bias"]
         with pytest.raises(WrongUse, match=r"the checkpoint has no 0\.bias; .* another model"):
             state.check(manifest)
-        manifest = shelf_at(tmp_path).open(1).manifest
+        manifest = manager_at(tmp_path).open(1).manifest
         manifest.tensors["model/more"] = manifest.tensors["model/0.bias"]
         with pytest.raises(WrongUse, match="the checkpoint holds more, which the model does not have"):
             state.check(manifest)
@@ -162,9 +162,9 @@ def test_a_checkpoint_says_which_weights_it_is_of(tmp_path: Path) -> None:
 def test_room_is_made_for_moments(tmp_path: Path) -> None:
     trained(Digits(), "dp=1", tmp_path, None, 1)
     with Engine(Digits(), device="cpu") as engine:
-        weight: Tensor = engine.spread.weights["0.weight"].piece
+        weight: Tensor = engine.spread.weights["0.weight"].shard
         assert not engine.optimizer.state[weight]
-        wanted = State(engine.spread, engine.optimizer).wanted(shelf_at(tmp_path).open(1).manifest)
+        wanted = State(engine.spread, engine.optimizer).wanted(manager_at(tmp_path).open(1).manifest)
         moments = engine.optimizer.state[weight]
         assert moments.keys() == {"step", "exp_avg", "exp_avg_sq"}
         assert moments["exp_avg"].shape == weight.shape

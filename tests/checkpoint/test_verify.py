@@ -12,7 +12,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from phalanx import WrongUse
-from phalanx.checkpoint.shelf import Shelf
+from phalanx.checkpoint.manager import CheckpointManager
 from phalanx.checkpoint.store import open_store
 from phalanx.checkpoint.verify import verify
 from phalanx.cli import main
@@ -73,7 +73,7 @@ def test_what_is_left_and_what_can_be_gone_on_from_is_said(tmp_path: Path) -> No
     assert verdict.exit_code == 1
     assert verdict.next == "The run can go on from step 1."
     assert any("unfinished: .writing-00000/step-00000003" in line for line in verdict.evidence)
-    Shelf(open_store(tmp_path)).set_aside(2)
+    CheckpointManager(open_store(tmp_path)).set_aside(2)
     verdict = verify(str(tmp_path))
     assert verdict.holds
     assert any("set aside: damaged-step-00000002" in line for line in verdict.evidence)

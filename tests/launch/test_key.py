@@ -74,7 +74,7 @@ def test_uses_purposes_and_sessions_are_apart() -> None:
     ways = {
         key.derive(use, purpose, nonces)
         for use in ("client", "server", "client messages", "server messages")
-        for purpose in ("meeting", "store at port 1")
+        for purpose in ("rendezvous", "store at port 1")
         for nonces in (bytes(64), os.urandom(64))
     }
     assert len(ways) == 16

@@ -12,8 +12,8 @@ import pytest
 from phalanx import CannotHere, WrongUse
 from phalanx.launch import network
 from phalanx.launch.key import Key
-from phalanx.launch.meeting import Meeting
 from phalanx.launch.network import Way
+from phalanx.launch.rendezvous import Rendezvous
 from tests.hosts import Host, needs_namespaces
 
 
@@ -109,7 +109,9 @@ def test_the_interface_that_reaches_the_meeting(host: Host) -> None:
     asked = host.ask(network.way_to, "node9", 1, "eth1")
     assert asked == Way(socket.AF_INET, "10.1.0.9", "10.2.0.1", "eth1")
     said = host.ask(network.way_to, "fd01::9", 1, "eth1")
-    assert "--interface eth1 has no IPv6 address, as the meeting has. Name another of lo (127.0.0.1), eth0" in str(said)
+    assert "--interface eth1 has no IPv6 address, as the rendezvous has. Name another of lo (127.0.0.1), eth0" in str(
+        said
+    )
     said = host.ask(network.check_interface, "eth7")
     assert "no such interface with an address. Name one of lo (127.0.0.1), eth0 (10.1.0.1), eth1 (10.2.0.1)" in str(
         said
@@ -131,10 +133,10 @@ def test_a_name_that_means_loopback_here_means_another_address_to_others(host: H
 
 
 def _listening_hosts(address: str, interface: str | None) -> list[str]:
-    """Where a host listens that has opened a meeting, and is ready to open its ranks' store."""
-    seat = Meeting(address, key=Key(), name="run", ranks=1, min_nodes=1, max_nodes=1, interface=interface)
-    with closing(seat) as meeting:
-        met = meeting.next()
+    """Where a host listens that has opened a rendezvous, and is ready to open its ranks' store."""
+    seat = Rendezvous(address, key=Key(), name="run", ranks=1, min_nodes=1, max_nodes=1, interface=interface)
+    with closing(seat) as rendezvous:
+        met = rendezvous.next()
         assert met is not None
         assert met.listening is not None
         with met.listening:

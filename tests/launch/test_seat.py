@@ -1,4 +1,4 @@
-"""A host's seat: what it agrees to, and what it says where there is no way to the meeting."""
+"""A host's seat: what it agrees to, and what it says where there is no way to the rendezvous."""
 
 from __future__ import annotations
 

@@ -14,8 +14,8 @@ import pytest
 
 from phalanx.checkpoint.slot import new_memory
 from phalanx.errors import WrongUse
-from phalanx.launch import beats
-from phalanx.launch.beats import ARRIVED, Beat
+from phalanx.launch import heartbeats
+from phalanx.launch.heartbeats import ARRIVED, RankHeartbeat
 from phalanx.launch.local import HostOutcome
 from phalanx.launch.supervisor import Host, Supervisor
 from phalanx.run import Run
@@ -41,12 +41,12 @@ def stepping(host: Host, steps: int, then: Callable[[int, int], None]) -> int:
     if os.fstat(memory).st_size == 0:
         os.ftruncate(memory, 8)
     done = memoryview(mmap.mmap(memory, 8)).cast("q")
-    beat = Beat(host.beats.row(rank), patience=60)
+    heartbeat = RankHeartbeat(host.heartbeats.row(rank), patience=60)
     while done[0] < steps:
         time.sleep(0.01)
         done[0] += 1
-        host.beats.row(rank)[ARRIVED] += 1
-        beat.stepped(done[0])
+        host.heartbeats.row(rank)[ARRIVED] += 1
+        heartbeat.stepped(done[0])
         then(host.generation, done[0])
     return done[0]
 
@@ -78,7 +78,7 @@ def raising(host: Host) -> int:
 
 
 def raising_alike(host: Host) -> None:
-    Beat(host.beats.row(int(os.environ["RANK"])), patience=60).stepped(5)
+    RankHeartbeat(host.heartbeats.row(int(os.environ["RANK"])), patience=60).stepped(5)
     raise ValueError("sample 40 cannot be read")
 
 
@@ -91,7 +91,7 @@ def test_a_crash_loop_without_progress_ends(tmp_path: Path, capfd: pytest.Captur
 
 
 def failing_to_read(host: Host) -> None:
-    Beat(host.beats.row(int(os.environ["RANK"])), patience=60).stepped(5)
+    RankHeartbeat(host.heartbeats.row(int(os.environ["RANK"])), patience=60).stepped(5)
     raise OSError("Input/output error")
 
 
@@ -147,7 +147,7 @@ def sleeping(host: Host) -> int:
 def test_a_rank_that_hangs_is_named_and_replaced(
     tmp_path: Path, program: Callable[[Host], Any], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(beats, "LEAST_SECONDS", 1.0)
+    monkeypatch.setattr(heartbeats, "LEAST_SECONDS", 1.0)
     outcome, supervisor = supervised(tmp_path, program)
     assert outcome.result == 12
     (failure,) = [event for event in supervisor.run.events(1) if event["kind"] == "failure"]

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 import phalanx
 from phalanx import EMA, Engine, Run, WrongUse, check
 from phalanx.train.calling import labelled, made_callbacks
-from tests.checkpoints import shelf_at
+from tests.checkpoints import manager_at
 from tests.ranks import Ranks
 from tests.tasks import Digits
 from tests.test_cli import GOOD
@@ -123,7 +123,7 @@ def test_one_rank_ends_the_run_for_all_and_it_is_finished(folder: Path) -> None:
     assert list(run.ledger()) == [0, 1, 2, 3]
     assert seen(folder, 0)[-1] == seen(folder, 1)[-1] == "end 4"
     assert run.weights_path.exists()
-    assert shelf_at(run.checkpoints_path).steps()[-1] == 4
+    assert manager_at(run.checkpoints_path).steps()[-1] == 4
 
     assert "is finished" in train(folder, "quits", "--resume")
     run.weights_path.unlink()
@@ -159,7 +159,7 @@ def test_what_a_callback_raises_is_told_with_its_name_and_line(folder: Path) -> 
     assert "Fails.on_checkpoint, a callback of Watched, raised this" in said
     assert "engine.nothing = 1 / 0" in said
     assert "goes on after step 2" in said
-    assert shelf_at(folder / "run" / "checkpoints").steps() == [2]
+    assert manager_at(folder / "run" / "checkpoints").steps() == [2]
 
 
 def test_a_rollback_takes_callbacks_back_too(folder: Path) -> None:

@@ -15,7 +15,7 @@ from phalanx.events import EventLog
 from phalanx.run import Run
 from phalanx.train.certificate import NotDone, _again, certify, in_words
 from phalanx.train.engine import Engine
-from tests.checkpoints import keeping, newest, shelf_at
+from tests.checkpoints import checkpointing, manager_at, newest
 from tests.tasks import Digits
 
 TASK = Digits(steps=4)
@@ -24,11 +24,15 @@ TASK = Digits(steps=4)
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
     run = Run(tmp_path)
-    with Engine(TASK, device="cpu") as engine, EventLog(run, 0) as log, keeping(engine, run.checkpoints_path) as keeper:
+    with (
+        Engine(TASK, device="cpu") as engine,
+        EventLog(run, 0) as log,
+        checkpointing(engine, run.checkpoints_path) as checkpointer,
+    ):
         log.write("start", step=0, data=engine.order.size)
         for batch in engine.batches():
             log.write("step", **asdict(engine.step(batch)))
-        keeper.save_now()
+        checkpointer.save_now()
     return run
 
 
@@ -39,7 +43,7 @@ def rewritten(run: Run, change: Any) -> None:
 
 
 def test_a_finished_run_gets_one(run: Run) -> None:
-    found = certify(run, TASK, shelf_at(run.checkpoints_path))
+    found = certify(run, TASK, manager_at(run.checkpoints_path))
     assert json.loads(run.certificate_path.read_text()) == found
     assert (found["steps"], found["samples"], found["repeated"], found["skipped"]) == (4, 32, 0, [])
     manifest = newest(run.checkpoints_path).manifest
@@ -51,7 +55,7 @@ def test_steps_done_again_are_counted(run: Run) -> None:
     events = list(run.events(0))
     again = [*events[:3], {**events[0], "step": 1}, *events[2:]]
     run.events_path(0).write_text("".join(json.dumps(event) + "\n" for event in again))
-    found = certify(run, TASK, shelf_at(run.checkpoints_path))
+    found = certify(run, TASK, manager_at(run.checkpoints_path))
     assert (found["repeated"], found["generations"]) == (1, 2)
 
 
@@ -70,26 +74,26 @@ def test_other_code_must_have_trained_on_the_same_samples(tmp_path: Path) -> Non
 
 
 def test_what_is_not_shown_is_not_certified(run: Run) -> None:
-    shelf = shelf_at(run.checkpoints_path)
+    manager = manager_at(run.checkpoints_path)
     with pytest.raises(NotDone, match="2 of 6 planned steps were not done, step 5 among them"):
-        certify(run, replace(TASK, steps=6), shelf)
+        certify(run, replace(TASK, steps=6), manager)
     with pytest.raises(NotDone, match="the state after step 3 was not saved"):
-        certify(run, replace(TASK, steps=3), shelf)
+        certify(run, replace(TASK, steps=3), manager)
     before = run.events_path(0).read_text()
     rewritten(run, lambda event: None if event.get("step") == 2 and event["kind"] == "step" else event)
     with pytest.raises(NotDone, match="1 of 4 planned steps were not done, step 3 among them"):
-        certify(run, TASK, shelf)
+        certify(run, TASK, manager)
     run.events_path(0).write_text(before)
     rewritten(run, lambda event: {**event, "samples": "others"} if event.get("step") == 2 else event)
     with pytest.raises(NotDone, match="step 3 trained on other samples"):
-        certify(run, TASK, shelf)
+        certify(run, TASK, manager)
     assert not run.certificate_path.exists()
 
 
 def test_it_says_what_came_of_it_and_when(run: Run) -> None:
     with EventLog(run, 0) as log:
         log.write("evaluation", step=4, held_out={"loss": 0.5})
-    found = certify(run, TASK, shelf_at(run.checkpoints_path))
+    found = certify(run, TASK, manager_at(run.checkpoints_path))
     assert (found["task"], found["held_out"]) == ("Digits", {"loss": 0.5})
     assert found["loss"] == run.ledger()[3]["loss"]
     assert datetime.fromisoformat(found["finished"]).tzinfo is not None

@@ -16,7 +16,7 @@ from phalanx import WrongUse
 from phalanx.run import Run
 from phalanx.train.engine import Engine
 from phalanx.train.restoring import Restorer
-from tests.checkpoints import keeping, shelf_at
+from tests.checkpoints import checkpointing, manager_at
 from tests.ranks import Ranks
 from tests.tasks import Digits
 from tests.test_cli import phalanx as call
@@ -52,15 +52,15 @@ class Unrepeatable:
 
 
 def saved(task: Digits, folder: Path) -> None:
-    with Engine(task, device="cpu") as engine, keeping(engine, folder) as keeper:
+    with Engine(task, device="cpu") as engine, checkpointing(engine, folder) as checkpointer:
         for batch in itertools.islice(engine.batches(), 3):
             engine.step(batch)
-        keeper.save_now()
+        checkpointer.save_now()
 
 
 def taken_up(task: Digits, folder: Path, allow: bool = False) -> list[str]:
     with Engine(task, device="cpu", allow_changes=allow) as engine:
-        Restorer(engine, shelf_at(folder)).restore()
+        Restorer(engine, manager_at(folder)).restore()
         assert engine.step_number == 3
         return engine.changes
 
@@ -108,8 +108,8 @@ def test_data_that_is_never_the_same_is_not_compared(tmp_path: Path) -> None:
 
 def test_what_an_older_version_saved_is_compared_as_far_as_it_goes(tmp_path: Path) -> None:
     saved(Changing(), tmp_path)
-    shelf = shelf_at(tmp_path)
-    facts = shelf.open(3).manifest.facts
+    manager = manager_at(tmp_path)
+    facts = manager.open(3).manifest.facts
     for name in ("settings", "optimizer", "files", "fingerprint"):
         del facts[name]
     with Engine(replace(Changing(), steps=9), device="cpu") as engine:

@@ -30,11 +30,11 @@ class Saved:
     ],
 )
 def test_what_was_saved_and_lost(tmp_path: Path, saved: tuple[int, ...], done: int, words: str) -> None:
-    shelf = Saved(*saved)
-    verdict = stopped(Run(tmp_path), shelf, [], "", done)  # type: ignore[arg-type]
+    manager = Saved(*saved)
+    verdict = stopped(Run(tmp_path), manager, [], "", done)  # type: ignore[arg-type]
     assert verdict.summary == f"stopped: every rank has ended, {words}"
     assert verdict.exit_code == 130
-    assert f"the run ({words});" in left(Run(tmp_path), shelf, done).summary  # type: ignore[arg-type]
+    assert f"the run ({words});" in left(Run(tmp_path), manager, done).summary  # type: ignore[arg-type]
 
 
 def test_why_something_was_lost(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from phalanx import Run, WrongUse
 from phalanx.train.guard import IN_A_ROW, BadNumbers, Guard, first_not_finite
-from tests.checkpoints import shelf_at
+from tests.checkpoints import manager_at
 from tests.test_cli import phalanx
 
 TASK = '''
@@ -129,14 +129,14 @@ def test_weights_that_lead_nowhere_are_not_certified_and_cost_no_good_checkpoint
     words = ["spoilt.py", "--set", "value=0", "--set", "warmup_steps=0", "--run", "one", "--save-steps", "2"]
     words += ["--keep", "1"]
     assert phalanx("train", *words, "--steps", "4", cwd=folder).returncode == 0
-    good = shelf_at(folder / "one" / "checkpoints").steps()[-1]
+    good = manager_at(folder / "one" / "checkpoints").steps()[-1]
     words += ["--resume", "--on", "local:2", "--set", f"learning_rate={rate}"]
     done = phalanx("train", *words, "--steps", "15", cwd=folder)
     assert done.returncode == 1, done.stdout
     assert "Traceback" not in done.stderr
     if rate == "1e39":
         assert "weight is not finite after step 15, so nothing was saved. Lower the learning rate" in done.stderr
-        assert f"from step {max(shelf_at(folder / 'one' / 'checkpoints').steps())} in one/checkpoints" in done.stderr
+        assert f"from step {max(manager_at(folder / 'one' / 'checkpoints').steps())} in one/checkpoints" in done.stderr
         words = ["spoilt.py", "--set", "value=0", "--set", "warmup_steps=0", "--set", f"learning_rate={rate}"]
         alone = phalanx("train", *words, "--run", "two", "--steps", "3", cwd=folder)
         assert alone.returncode == 1
@@ -145,4 +145,4 @@ def test_weights_that_lead_nowhere_are_not_certified_and_cost_no_good_checkpoint
         assert "the update of step 15 was left out (the loss is inf), and those of 9 before it" in done.stderr
     assert not (folder / "one" / "final" / "certificate.json").exists()
     assert good == 4
-    assert good in shelf_at(folder / "one" / "checkpoints").steps()
+    assert good in manager_at(folder / "one" / "checkpoints").steps()

@@ -107,7 +107,7 @@ def held(task: phalanx.Task, layout: str) -> tuple[dict[str, int], int, list[Any
                       if isinstance(value, Tensor) and value.ndim)
             for name, weight in engine.spread.weights.items()
         }  # fmt: skip
-        stand_ins = [w.optimized for w in engine.spread.weights.values() if w.optimized is not w.piece]
+        stand_ins = [w.optimized for w in engine.spread.weights.values() if w.optimized is not w.shard]
         assert all(p.grad is None for p in stand_ins)
         size = sum(p.untyped_storage().nbytes() for p in stand_ins)
         groups = [(g.get("calls"), [tuple(p.shape) for p in g["params"]]) for g in engine.optimizer.param_groups]

@@ -12,28 +12,28 @@ import torch
 import torch.distributed as dist
 
 from phalanx import Engine
-from phalanx.checkpoint.shelf import Shelf
+from phalanx.checkpoint.manager import CheckpointManager
 from phalanx.checkpoint.slot import Slot
 from phalanx.checkpoint.store import open_store
-from phalanx.train.keeping import Keeper, Policy
-from phalanx.train.neighbours import guests_of, keeper_of, pairs
+from phalanx.train.checkpointing import Checkpointer, Policy
+from phalanx.train.neighbours import guests_of, holder_of, pairs
 from phalanx.train.restoring import Restorer
 from tests.ranks import Ranks
 from tests.tasks import Digits
 
 
-def test_each_copy_has_one_keeper_on_the_next_host() -> None:
+def test_each_copy_has_one_holder_on_the_next_host() -> None:
     for hosts in ([0, 0, 1, 1, 2, 2], [0, 1, 1, 2], [0, 0, 0, 1], [0, 1]):
         for rank, host in enumerate(hosts):
-            keeper = keeper_of(hosts, rank)
-            assert hosts[keeper] == (host + 1) % (max(hosts) + 1)
-            assert rank in guests_of(hosts, keeper)
+            holder = holder_of(hosts, rank)
+            assert hosts[holder] == (host + 1) % (max(hosts) + 1)
+            assert rank in guests_of(hosts, holder)
 
 
 def test_who_keeps_whose_is_found_in_no_time_among_ten_thousand() -> None:
     hosts = [rank // 8 for rank in range(10_240)]
     started = time.process_time()
-    assert keeper_of(hosts, 10_239) == 7
+    assert holder_of(hosts, 10_239) == 7
     assert guests_of(hosts, 7) == [10_239]
     assert [pair for pair in pairs(hosts) if 7 in pair] == [(7, 15), (10_239, 7)]
     assert time.process_time() - started < 1  # it took 50 minutes
@@ -42,7 +42,7 @@ def test_who_keeps_whose_is_found_in_no_time_among_ten_thousand() -> None:
 @pytest.mark.parametrize("sizes", [[1, 1], [2, 2], [1, 2, 1], [3, 1, 2], [1] * 4, [2] * 5, [1] * 9])
 def test_links_are_made_in_a_few_turns(sizes: list[int]) -> None:
     hosts = [host for host, ranks in enumerate(sizes) for _ in range(ranks)]
-    assert sorted(pairs(hosts)) == [(rank, keeper_of(hosts, rank)) for rank in range(len(hosts))]
+    assert sorted(pairs(hosts)) == [(rank, holder_of(hosts, rank)) for rank in range(len(hosts))]
     left = [[pair for pair in pairs(hosts) if rank in pair] for rank in range(len(hosts))]
     turns = 0
     while any(left):
@@ -60,21 +60,23 @@ def exchanged(layout: str, hosts: str, folder: str) -> list[tuple[int, int]]:
     wrong = []
     try:
         with Engine(Digits(), layout) as engine:
-            keeper = Keeper(engine, Shelf(open_store(folder)), Policy(minutes=0, memory_steps=1), guests=guests)
-            assert keeper.neighbours is not None
-            assert all(group.size == 2 for group in keeper.neighbours._groups.values())
+            checkpointer = Checkpointer(
+                engine, CheckpointManager(open_store(folder)), Policy(minutes=0, memory_steps=1), guests=guests
+            )
+            assert checkpointer.neighbours is not None
+            assert all(group.size == 2 for group in checkpointer.neighbours._groups.values())
             for batch in engine.batches():
-                keeper.before_step()
-                keeper.after_step(engine.step(batch).signals, last=False)
-                keeper.drain()
+                checkpointer.before_step()
+                checkpointer.after_step(engine.step(batch).signals, last=False)
+                checkpointer.drain()
                 every: list[Any] = [None] * dist.get_world_size()
-                own = {slot.step(): slot.content().clone() for slot in keeper.slots if slot.step() is not None}
+                own = {slot.step(): slot.content().clone() for slot in checkpointer.slots if slot.step() is not None}
                 dist.all_gather_object(every, own)
-                for origin, slots in zip(keeper.neighbours.origins, guests, strict=False):
+                for origin, slots in zip(checkpointer.neighbours.origins, guests, strict=False):
                     for slot in slots:
                         if slot.step() is not None and not torch.equal(slot.content(), every[origin][slot.step()]):
                             wrong.append((origin, engine.step_number))
-            keeper.close()
+            checkpointer.close()
         return wrong
     finally:
         os.environ.pop("PHALANX_HOSTS")
@@ -95,22 +97,26 @@ def lost_and_found(folder: str) -> tuple[str | None, int, bool]:
     """Four hosts of one rank; then three, without the second, each with what its memory holds."""
     rank = int(os.environ["RANK"])
     own, guests = [Slot(), Slot()], [[Slot(), Slot()]]
-    shelf = Shelf(open_store(folder))
+    manager = CheckpointManager(open_store(folder))
     try:
         os.environ["PHALANX_HOSTS"] = "1,1,1,1"
         with Engine(Digits(), "fsdp=4") as engine:
-            keeper = Keeper(engine, shelf, Policy(minutes=0, memory_steps=2), generation=1, slots=own, guests=guests)
+            checkpointer = Checkpointer(
+                engine, manager, Policy(minutes=0, memory_steps=2), generation=1, slots=own, guests=guests
+            )
             for batch in engine.batches():
-                keeper.before_step()
-                keeper.after_step(engine.step(batch).signals, last=False)
-                keeper.drain()
-            keeper.close()
+                checkpointer.before_step()
+                checkpointer.after_step(engine.step(batch).signals, last=False)
+                checkpointer.drain()
+            checkpointer.close()
             weights = engine.whole_weights()
         held = [] if rank == 1 else [*own, *guests[0]]  # the second host has come back, with nothing
         with Engine(Digits(), "dp=2,fsdp=2") as engine:
-            keeper = Keeper(engine, shelf, Policy(minutes=0), generation=2, slots=[Slot(), Slot()], guests=[[Slot()]])
-            source = Restorer(engine, shelf, held, generation=2).restore()
-            keeper.close()
+            checkpointer = Checkpointer(
+                engine, manager, Policy(minutes=0), generation=2, slots=[Slot(), Slot()], guests=[[Slot()]]
+            )
+            source = Restorer(engine, manager, held, generation=2).restore()
+            checkpointer.close()
             again = engine.whole_weights()
             same = all(torch.equal(again[name], weight) for name, weight in weights.items())
             return source, engine.step_number, same

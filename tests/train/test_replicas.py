@@ -62,7 +62,7 @@ def flipped(layout: str, wrong: int, whole: bool) -> Any:
         compare(engine)
         if engine.environment.rank == wrong:
             weight = engine.spread.weights["2.weight"]
-            (weight.full if whole else weight.piece).data.view(-1)[0] += 1e-7
+            (weight.full if whole else weight.shard).data.view(-1)[0] += 1e-7
         try:
             compare(engine)
         except Corrupted as corruption:

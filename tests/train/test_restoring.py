@@ -20,11 +20,11 @@ import phalanx
 from phalanx import Layout, WrongUse
 from phalanx.checkpoint.slot import Slot
 from phalanx.errors import CannotHere
+from phalanx.train.checkpointing import Policy
 from phalanx.train.engine import Engine
-from phalanx.train.keeping import Policy
 from phalanx.train.neighbours import guests_of
 from phalanx.train.restoring import Restorer
-from tests.checkpoints import contents, keeping, newest, shelf_at, trained
+from tests.checkpoints import checkpointing, contents, manager_at, newest, trained
 from tests.parity import HostileLanguage, HostileVision, Mixture
 from tests.ranks import Ranks
 from tests.tasks import Digits
@@ -89,12 +89,12 @@ def test_the_loss_scale_goes_on(tmp_path: Path) -> None:
     def scale(start: Path | None, steps: int, to: Path | None) -> list[float]:
         with Engine(task, device="cpu") as engine:
             if start is not None:
-                Restorer(engine, shelf_at(start)).restore()
+                Restorer(engine, manager_at(start)).restore()
             for batch in islice(engine.batches(), steps):
                 engine.step(batch)
             if to is not None:
-                with keeping(engine, to) as keeper:
-                    keeper.save_now()
+                with checkpointing(engine, to) as checkpointer:
+                    checkpointer.save_now()
             return engine.loss_scale.state()
 
     expected = scale(None, 5, None)
@@ -136,7 +136,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(
     noted: list[dict[str, Any]] = []
     with Engine(task, device="cpu") as engine:
         note = lambda kind, **fields: noted.append({"kind": kind, **fields})  # noqa: E731
-        assert Restorer(engine, shelf_at(tmp_path), note=note).restore() == f"{tmp_path}/step-00000002"
+        assert Restorer(engine, manager_at(tmp_path), note=note).restore() == f"{tmp_path}/step-00000002"
         assert engine.step_number == 2
         said = capsys.readouterr().out
         assert "step-00000004" in said
@@ -145,9 +145,9 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(
         assert words in noted[0]["reason"]
         for batch in islice(engine.batches(), 2):
             engine.step(batch)
-        with keeping(engine, tmp_path) as keeper:
-            keeper.save_now()  # the damaged one is out of the way
-    assert shelf_at(tmp_path).steps() == [2, 4]
+        with checkpointing(engine, tmp_path) as checkpointer:
+            checkpointer.save_now()  # the damaged one is out of the way
+    assert manager_at(tmp_path).steps() == [2, 4]
     assert not list(newest(tmp_path).verify())
     assert {path: path.read_bytes() for path in tmp_path.glob("step-00000002/*")} == before
     assert [path.name for path in tmp_path.glob("damaged-*")] == ["damaged-step-00000004"]
@@ -158,7 +158,7 @@ def found_by(folder: Path, harm: str) -> str | None:
         if engine.environment.rank == 1 and harm:
             spoil(folder / harm)
         engine.mesh.world.all_gather_words([])
-        return Restorer(engine, shelf_at(folder)).restore()
+        return Restorer(engine, manager_at(folder)).restore()
 
 
 def test_ranks_agree_on_what_is_damaged(ranks: Ranks, tmp_path: Path) -> None:
@@ -175,7 +175,7 @@ def test_where_nothing_is_whole_nothing_is_trained_and_all_stays(tmp_path: Path)
         Engine(Digits(), device="cpu") as engine,
         pytest.raises(CannotHere, match="none of the 1 checkpoints"),
     ):
-        Restorer(engine, shelf_at(tmp_path)).restore()
+        Restorer(engine, manager_at(tmp_path)).restore()
     assert [path.name for path in tmp_path.glob("*step*")] == ["step-00000001"]
 
 
@@ -196,12 +196,12 @@ def test_another_models_checkpoint_is_refused_before_anything_changes(tmp_path: 
         with Engine(task, device="cpu") as engine:
             before = {name: tensor.clone() for name, tensor in engine.whole_weights().items()}
             with pytest.raises(WrongUse, match=words):
-                Restorer(engine, shelf_at(tmp_path)).restore()
+                Restorer(engine, manager_at(tmp_path)).restore()
             assert all(torch.equal(before[name], tensor) for name, tensor in engine.whole_weights().items())
     for name in ("seed", "global_batch", "samples"):
         changed = replace(Digits(), **{name: 24})
         with Engine(changed, device="cpu") as engine, pytest.raises(WrongUse, match="to come would be others"):
-            Restorer(engine, shelf_at(tmp_path)).restore()
+            Restorer(engine, manager_at(tmp_path)).restore()
 
 
 def test_nothing_is_unpickled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,7 +213,7 @@ def test_nothing_is_unpickled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     with Engine(Digits(), device="cpu") as engine:
         for owner, name in ((pickle, "loads"), (pickle, "load"), (pickle, "Unpickler"), (torch, "load")):
             monkeypatch.setattr(owner, name, refuse)
-        assert Restorer(engine, shelf_at(tmp_path)).restore() is not None
+        assert Restorer(engine, manager_at(tmp_path)).restore() is not None
     assert not list(newest(tmp_path).verify())
 
 
@@ -248,11 +248,11 @@ def staged(task: phalanx.Task, layout: str, hosts: str, folder: Path) -> dict[st
         guests = [opened([folder / f"{origin} at {rank} {turn}" for turn in range(2)]) for origin in origins]
         policy = Policy(minutes=0, memory_steps=1)
         options: dict[str, Any] = {"slots": slots, "guests": guests, "generation": 1}
-        with keeping(engine, folder / "checkpoints", policy, **options) as keeper:
+        with checkpointing(engine, folder / "checkpoints", policy, **options) as checkpointer:
             for batch in islice(engine.batches(), 2):
-                keeper.before_step()
-                keeper.after_step(engine.step(batch).signals, last=False)
-                keeper.drain()
+                checkpointer.before_step()
+                checkpointer.after_step(engine.step(batch).signals, last=False)
+                checkpointer.drain()
         return dict(engine.whole_weights())
 
 
@@ -266,13 +266,13 @@ def recalled(
         files = [file for file in sorted(folder.iterdir()) if file.is_file()]
         here = [file for file in files if file.name.split()[-2] in own and (not lost or not re.search(lost, file.name))]
         slots = opened(here)
-        shelf = shelf_at(folder / "checkpoints")
-        shelf.store.make("")
+        manager = manager_at(folder / "checkpoints")
+        manager.store.make("")
         engine.mesh.world.all_gather_words([])
         if engine.environment.rank == 0:
-            shelf.fence(2)
+            manager.fence(2)
         engine.mesh.world.all_gather_words([])
-        found = Restorer(engine, shelf, slots, generation=2).restore()
+        found = Restorer(engine, manager, slots, generation=2).restore()
         return found, engine.step_number, dict(engine.whole_weights()), [slot.step() for slot in slots]
 
 

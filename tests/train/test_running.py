@@ -12,7 +12,7 @@ from phalanx.train import running
 from phalanx.train.job import Job
 from phalanx.train.resolving import resolve
 from tests import tasks
-from tests.checkpoints import shelf_at, trained
+from tests.checkpoints import manager_at, trained
 from tests.forking import fork
 from tests.tasks import Digits
 
@@ -30,7 +30,7 @@ def test_a_new_run_does_not_go_on_from_anothers_checkpoints(tmp_path: Path) -> N
     with pytest.raises(WrongUse, match=r"holds checkpoints already, up to step 1\. Go on from them with --resume"):
         running.train(job, tmp_path / "run")
     with (
-        shelf_at(tmp_path / "checkpoints").store.held(),
+        manager_at(tmp_path / "checkpoints").store.held(),
         pytest.raises(WrongUse, match="checkpoints is being trained by process"),
     ):
         running.train(job, tmp_path / "other", resume=True)

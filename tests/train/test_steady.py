@@ -31,14 +31,14 @@ def test_everything_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def updated(kind: Any, options: dict[str, Any], value: Tensor, gradients: Tensor, cuts: list[int]) -> Tensor:
     """A weight after some steps, held in pieces."""
-    pieces = [nn.Parameter(piece.clone()) for piece in value.tensor_split(cuts)]
-    optimizer = kind(pieces, lr=1e-2, **options)
+    shards = [nn.Parameter(shard.clone()) for shard in value.tensor_split(cuts)]
+    optimizer = kind(shards, lr=1e-2, **options)
     in_one_way(optimizer, CPU)
     for gradient in gradients:
-        for piece, own in zip(pieces, gradient.tensor_split(cuts), strict=True):
-            piece.grad = own.clone()
+        for shard, own in zip(shards, gradient.tensor_split(cuts), strict=True):
+            shard.grad = own.clone()
         optimizer.step()
-    return torch.cat([piece.data for piece in pieces])
+    return torch.cat([shard.data for shard in shards])
 
 
 FUSED: list[tuple[Any, dict[str, Any]]] = [

@@ -72,7 +72,7 @@ def dtypes(precision: str, layout: str) -> dict[str, torch.dtype]:
         bucket = engine.spread.buckets[0]
         assert bucket.owned is not None
         return seen | {
-            "parameter": weight.piece.dtype,
+            "parameter": weight.shard.dtype,
             "optimizer": state["exp_avg"].dtype,
             "reduce": bucket.owned.dtype,
         }

@@ -9,9 +9,9 @@ import pytest
 from phalanx import Run
 from phalanx.checkpoint.verify import verify
 from phalanx.train import writing
+from phalanx.train.checkpointing import Policy
 from phalanx.train.engine import Engine
-from phalanx.train.keeping import Policy
-from tests.checkpoints import keeping, shelf_at
+from tests.checkpoints import checkpointing, manager_at
 from tests.tasks import Digits
 from tests.test_cli import phalanx
 
@@ -51,7 +51,7 @@ def test_a_run_goes_on_while_its_disk_is_full(small_disk: Path) -> None:
     assert done.stdout.count("checkpoints can be written again") == 1
     run = Run(small_disk / "disk" / "run")
     assert list(run.ledger()) == list(range(40)), "no event is missing"
-    assert shelf_at(run.checkpoints_path).steps() == [35, 40]
+    assert manager_at(run.checkpoints_path).steps() == [35, 40]
     assert verify(str(run.path)).holds
 
 
@@ -60,23 +60,23 @@ def test_a_save_that_failed_is_tried_again_before_the_next_is_due(
 ) -> None:
     with (
         Engine(Digits(steps=9), device="cpu") as engine,
-        keeping(engine, tmp_path, Policy(steps=0, minutes=0, memory_steps=0)) as keeper,
+        checkpointing(engine, tmp_path, Policy(steps=0, minutes=0, memory_steps=0)) as checkpointer,
     ):
         batches = engine.batches()
 
         def step() -> None:
-            keeper.before_step()
-            keeper.after_step(engine.step(next(batches)).signals, last=False)
-            keeper.drain()
+            checkpointer.before_step()
+            checkpointer.after_step(engine.step(next(batches)).signals, last=False)
+            checkpointer.drain()
 
         with monkeypatch.context() as patch:
-            patch.setattr(type(keeper.shelf.store), "free", lambda store: 0)
+            patch.setattr(type(checkpointer.manager.store), "free", lambda store: 0)
             engine.signals.save = True
             step()
         step()
-        assert shelf_at(tmp_path).steps() == []
+        assert manager_at(tmp_path).steps() == []
         monkeypatch.setattr(writing, "RETRY_SECONDS", 0.0)
         step()
-        assert shelf_at(tmp_path).steps() == [3]
+        assert manager_at(tmp_path).steps() == [3]
         step()
-    assert shelf_at(tmp_path).steps() == [3]
+    assert manager_at(tmp_path).steps() == [3]

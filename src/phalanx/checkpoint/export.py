@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
+from phalanx.checkpoint.manager import Checkpoint
 from phalanx.checkpoint.manifest import Held
-from phalanx.checkpoint.shelf import Checkpoint
 from phalanx.checkpoint.weights import header, raw_bytes
 from phalanx.errors import CannotHere, WrongUse
 

@@ -71,25 +71,25 @@ class State:
         """All that this rank holds."""
         check_owners(self.optimizer, [weight.optimized for weight in self.spread.weights.values()])
         for name, weight in self.spread.weights.items():
-            moved = not weight.trainable and version(weight.piece) != self._versions.get(name, version(weight.piece))
-            yield from self._parts(f"model/{name}", weight, weight.piece.data, restless=moved)
+            moved = not weight.trainable and version(weight.shard) != self._versions.get(name, version(weight.shard))
+            yield from self._parts(f"model/{name}", weight, weight.shard.data, restless=moved)
             for key, value in self._moments(weight):
                 if isinstance(value, Tensor):
                     yield from self._kept(weight, key, value)
                 else:
-                    check_keepable(self.optimizer, name, weight.piece, key, value)
+                    check_keepable(self.optimizer, name, weight.shard, key, value)
             for label, tensors in self.beside.items():
                 if name in tensors and self.holding.shapes[name].numel():
                     yield from self._parts(f"callbacks/{label}/{name}", weight, tensors[name])
         for name, tensor in self._replicated():
             places = {"pp": self.holding.stage_ranks(name), "dp": ALL, "fsdp": ALL, "cp": ALL, "tp": ALL}
-            kept, written = self._keeper(name, places)
+            kept, written = self._kept_here(name, places)
             yield Entry(f"model/{name}", Box.whole(tensor), tuple(tensor.shape), tensor.detach(), kept, written, True)
 
     def _kept(self, weight: Weight, key: str, value: Tensor) -> Iterator[Entry]:
         """A tensor that the optimizer keeps of a weight."""
         name = f"optimizer/{key}/{weight.name}"
-        if value.shape == weight.piece.shape and weight.optimized is weight.piece:
+        if value.shape == weight.shard.shape and weight.optimized is weight.shard:
             yield from self._parts(name, weight, value)
         elif value.numel() == 1 and not (weight.whole_state and value.ndim):
             if self._speaks(weight):
@@ -101,7 +101,7 @@ class State:
             kept, written = self._role(weight, every_part=True)
             yield Entry(name, Box.whole(value), tuple(value.shape), value, kept, written)
         else:
-            check_keepable(self.optimizer, weight.name, weight.piece, key, value)
+            check_keepable(self.optimizer, weight.name, weight.shard, key, value)
 
     def numbers(self) -> dict[str, Any]:
         """What the optimizer keeps that is no tensor."""
@@ -124,7 +124,7 @@ class State:
         self.optimizer.state.clear()
         found = self._wanted_beside(manifest)
         for name, weight in self.spread.weights.items():
-            found[f"model/{name}"] = [(box, view) for box, view in self._boxes(weight, weight.piece.data)]
+            found[f"model/{name}"] = [(box, view) for box, view in self._boxes(weight, weight.shard.data)]
             for kind, key in keys.get(name, ()) if weight.trainable and weight.state_here else ():
                 full, state = f"{kind}/{key}/{name}", self.optimizer.state[weight.optimized]
                 if full in manifest.numbers:
@@ -148,7 +148,7 @@ class State:
                 full = f"callbacks/{label}/{name}"
                 if full in manifest.tensors:
                     dtype = getattr(torch, manifest.tensors[full].dtype)
-                    tensors[name] = torch.zeros_like(weight.piece.data, dtype=dtype)
+                    tensors[name] = torch.zeros_like(weight.shard.data, dtype=dtype)
                     found[full] = list(self._boxes(weight, tensors[name]))
         return found
 
@@ -161,11 +161,11 @@ class State:
         shape = torch.Size(held.shape)
         if shape == self.holding.shapes[weight.name]:
             shape = weight.optimized.shape
-        return torch.zeros(shape, dtype=getattr(torch, held.dtype), device=weight.piece.device)
+        return torch.zeros(shape, dtype=getattr(torch, held.dtype), device=weight.shard.device)
 
     def _places(self, weight: Weight, room: Tensor) -> Iterator[tuple[Box, Tensor]]:
         """Where what an optimizer keeps of a weight lies in what is saved of it."""
-        if room.shape == weight.piece.shape and weight.optimized is weight.piece:
+        if room.shape == weight.shard.shape and weight.optimized is weight.shard:
             yield from self._boxes(weight, room)
         else:
             whole = room.view(self.holding.shapes[weight.name]) if room.shape == weight.optimized.shape else room
@@ -174,7 +174,7 @@ class State:
     def _number_room(self, weight: Weight, held: Held) -> Tensor:
         group = next(g for g in self.optimizer.param_groups if any(p is weight.optimized for p in g["params"]))
         beside = group.get("fused") or group.get("capturable")  # torch wants such a counter where the weight is
-        device = weight.piece.device if beside else "cpu"
+        device = weight.shard.device if beside else "cpu"
         return torch.zeros((), dtype=getattr(torch, held.dtype), device=device)
 
     def check(self, manifest: Manifest) -> None:
@@ -216,43 +216,43 @@ class State:
             return []
         return list(self.optimizer.state.get(weight.optimized, {}).items())
 
-    def _boxes(self, weight: Weight, piece: Tensor) -> Iterator[tuple[Box, Tensor]]:
+    def _boxes(self, weight: Weight, shard: Tensor) -> Iterator[tuple[Box, Tensor]]:
         cut = self.holding.cut(weight.name)
-        return boxes(weight, cut, self.mesh.index(cut.axis) if cut else 0, piece)
+        return boxes(weight, cut, self.mesh.index(cut.axis) if cut else 0, shard)
 
     def note_versions(self) -> None:
         """Before the first step: a frozen weight that is written to later is changed by the model's own forward."""
-        self._versions = self._versions or {name: version(weight.piece) for name, weight in self.spread.weights.items()}
+        self._versions = self._versions or {name: version(weight.shard) for name, weight in self.spread.weights.items()}
 
-    def _parts(self, name: str, weight: Weight, piece: Tensor, restless: bool = False) -> Iterator[Entry]:
+    def _parts(self, name: str, weight: Weight, shard: Tensor, restless: bool = False) -> Iterator[Entry]:
         kept, written = self._role(weight)
-        for box, view in self._boxes(weight, piece):
+        for box, view in self._boxes(weight, shard):
             yield Entry(name, box, tuple(self.holding.shapes[weight.name]), view, kept, written, restless)
 
     def _speaks(self, weight: Weight) -> bool:
         """Whether this rank speaks for all of a weight: it owns the weight, or has its first row."""
-        if weight.optimized is not weight.piece:
+        if weight.optimized is not weight.shard:
             return weight.state_here
         cut = self.holding.cut(weight.name)
         return weight.first == 0 and weight.rows > 0 and (cut is None or self.mesh.index(cut.axis) == 0)
 
     def _holders(self, weight: Weight, every_part: bool = False) -> dict[str, list[int] | None]:
         """Where the ranks are that hold the same rows as this one, which is among them; or, all of the state."""
-        if every_part and weight.optimized is not weight.piece:
+        if every_part and weight.optimized is not weight.shard:
             return {"pp": self.holding.stage_ranks(weight.name), "dp": ALL}
         cut = self.holding.cut(weight.name)
         alike = [0] if every_part and cut is not None and cut.axis == "tp" else self.holding.alike(weight.name)
         return {"pp": self.holding.stage_ranks(weight.name), "dp": ALL, "tp": alike}
 
     def _role(self, weight: Weight, every_part: bool = False) -> tuple[bool, bool]:
-        """What `_keeper` says of a weight, found once: it is asked between two steps."""
+        """What `_kept_here` says of a weight, found once: it is asked between two steps."""
         known = self._roles.get((weight.name, every_part))
         if known is None:
-            known = self._keeper(weight.name, self._holders(weight, every_part))
+            known = self._kept_here(weight.name, self._holders(weight, every_part))
             self._roles[weight.name, every_part] = known
         return known
 
-    def _keeper(self, name: str, places: dict[str, list[int] | None]) -> tuple[bool, bool]:
+    def _kept_here(self, name: str, places: dict[str, list[int] | None]) -> tuple[bool, bool]:
         """Whether this rank keeps what those there hold alike for its host, and whether it writes it for all."""
         here, key = self.hosts[self.mesh.rank], tuple((axis, at and tuple(at)) for axis, at in places.items())
         if key not in self._among:  # the same for most weights, and as many ranks as there are replicas

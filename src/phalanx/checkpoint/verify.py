@@ -8,8 +8,8 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 
 from phalanx.checkpoint.hashing import hashed
+from phalanx.checkpoint.manager import CheckpointManager
 from phalanx.checkpoint.manifest import Damaged, Manifest
-from phalanx.checkpoint.shelf import Shelf
 from phalanx.checkpoint.store import open_store
 from phalanx.errors import CannotHere, WrongUse
 from phalanx.files import exists
@@ -22,7 +22,7 @@ Progress = Callable[[str, int, int], None]
 """Told which checkpoint is read, and how many of its bytes have been."""
 
 
-def shelf_of(path: str, advice: str = "Give that URL itself.") -> Shelf:
+def manager_of(path: str, advice: str = "Give that URL itself.") -> CheckpointManager:
     """The checkpoints of a run, given its folder, or the folder or URL that they lie in.
 
     ``advice``: what to do where the run's folder does not hold all of that URL.
@@ -33,12 +33,15 @@ def shelf_of(path: str, advice: str = "Give that URL itself.") -> Shelf:
             elsewhere = run.settings().get("run", {}).get("checkpoints")
             if is_redacted("checkpoints", elsewhere):
                 raise WrongUse(f"{path} keeps its checkpoints at {elsewhere}, whose secret it does not hold. {advice}")
-            return Shelf(open_store(elsewhere or run.checkpoints_path))
+            return CheckpointManager(open_store(elsewhere or run.checkpoints_path))
         if not exists(run.path):
             raise WrongUse(f"{path} is not there. Give the folder of a run, or the one its checkpoints lie in.")
         if run.checkpoints_path.exists():
-            return Shelf(open_store(run.checkpoints_path))
-    return Shelf(open_store(path))
+            return CheckpointManager(open_store(run.checkpoints_path))
+    return CheckpointManager(open_store(path))
+
+
+shelf_of = manager_of  # as it was documented first
 
 
 def verify(path: str, progress: Progress | None = None) -> Verdict:
@@ -51,12 +54,12 @@ def verify(path: str, progress: Progress | None = None) -> Verdict:
 
 
 def _verify(path: str, progress: Progress | None) -> Verdict:
-    shelf = shelf_of(path)
+    manager = manager_of(path)
     whole, wrong, lines = 0, [], []
     newest: Manifest | None = None
-    steps = shelf.steps()
+    steps = manager.steps()
     for step in steps:
-        found = _check(shelf, step, progress)
+        found = _check(manager, step, progress)
         if isinstance(found, Manifest):
             whole, newest = whole + 1, found
             lines.append(
@@ -71,15 +74,15 @@ def _verify(path: str, progress: Progress | None) -> Verdict:
             for damages in by_file.values():
                 more = f", and {len(damages) - 1} more there" if len(damages) > 1 else ""
                 lines.append(f"step {step:>8}  DAMAGED  {damages[0]}{more}")
-    lines += [f"unfinished: {name}; it is no checkpoint, and goes when the run goes on" for name in shelf.leftovers()]
-    lines += [f"set aside: {name}, found damaged when the run went on" for name in shelf.damaged()]
+    lines += [f"unfinished: {name}; it is no checkpoint, and goes when the run goes on" for name in manager.leftovers()]
+    lines += [f"set aside: {name}, found damaged when the run went on" for name in manager.damaged()]
     final = Run(path).weights_path
     if newest is not None and final.exists() and newest.step == Run(path).certified_steps():
         differs = final_differs(final, newest)
         wrong += differs
         lines.append(f"{final}: " + (str(differs[0].reason) if differs else "the weights of the last checkpoint"))
     if not steps:
-        return Verdict(False, f"there is no checkpoint in {shelf.store.url}", lines,
+        return Verdict(False, f"there is no checkpoint in {manager.store.url}", lines,
                        next="Give a run's folder, or train with --save-steps.")  # fmt: skip
     if wrong:
         good = f"The run can go on from step {newest.step}" if newest else "None of them can be gone on from"
@@ -87,9 +90,9 @@ def _verify(path: str, progress: Progress | None) -> Verdict:
     return Verdict(True, f"{whole} of {len(steps)} checkpoints are whole", lines)
 
 
-def _check(shelf: Shelf, step: int, progress: Progress | None) -> Manifest | list[Damaged]:
+def _check(manager: CheckpointManager, step: int, progress: Progress | None) -> Manifest | list[Damaged]:
     try:
-        checkpoint = shelf.open(step)
+        checkpoint = manager.open(step)
     except Damaged as damage:
         return [damage]
     done = 0

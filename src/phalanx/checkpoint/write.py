@@ -34,7 +34,7 @@ Piece = tuple[str, Box, tuple[int, ...], Tensor]
 """Name, box, shape of the whole, value."""
 
 
-def pieces(staged: Staged) -> Iterator[Piece]:
+def shards(staged: Staged) -> Iterator[Piece]:
     """What a rank writes of its staged copy, in chunks."""
     for place, tensor in staged.tensors:
         if place.written:

@@ -19,7 +19,7 @@ from phalanx.launch import network
 
 TIMEOUT = timedelta(minutes=10)
 _stores: list[dist.Store] = []
-"""The job's store, and one a meeting."""
+"""The job's store, and one a rendezvous."""
 _open: list[Callable[[timedelta], dist.Store]] = []
 """How a rank of ours opens the job's store."""
 
@@ -109,7 +109,7 @@ class Environment:
         if not _stores:
             theirs = None if _open else next(rendezvous("env://", self.rank, self.world, timeout=timeout))[0]
             _stores.append(theirs or _open[0](timeout))
-        _stores.append(dist.PrefixStore(f"meeting {len(_stores)}", _stores[0]))
+        _stores.append(dist.PrefixStore(f"rendezvous {len(_stores)}", _stores[0]))
         return _stores[-1]
 
     def device(self, kind: str | None = None) -> torch.device:

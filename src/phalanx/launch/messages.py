@@ -1,4 +1,4 @@
-"""What hosts of a meeting say: each kind of message is a dataclass, whose types and bounds are checked on arrival.
+"""What hosts of a rendezvous say: each kind of message is a dataclass, whose types and bounds are checked on arrival.
 
 On the way a message is the JSON of its kind and its fields. What is not exactly one of these is `Unreadable`.
 """
@@ -83,7 +83,7 @@ class Hello:
 
 @dataclass(frozen=True)
 class Welcome:
-    """A host may join the next round; the present one, and who keeps the reception."""
+    """A host may join the next round; the present one, and who keeps the rendezvous server."""
 
     host: str
     generation: int
@@ -151,7 +151,7 @@ class Refused:
 
 @dataclass(frozen=True)
 class Farewell:
-    """The reception closes in peace."""
+    """The rendezvous server closes in peace."""
 
 
 @dataclass(frozen=True)

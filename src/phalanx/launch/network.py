@@ -1,7 +1,7 @@
 """Which of this host's networks leads to the others: the address by which they reach it, and the interface that has it.
 
 gloo on its own takes the address that the host's name resolves to, which on many machines is 127.0.1.1, and NCCL the
-first interface it likes. What reaches the meeting reaches the other hosts too, so its interface is named to both.
+first interface it likes. What reaches the rendezvous reaches the other hosts too, so its interface is named to both.
 """
 
 from __future__ import annotations
@@ -148,14 +148,14 @@ def _source(to: str, scope: int = 0) -> str:
 
 
 def _first(interface: str, to: str) -> str:
-    """The address of an interface that others are told, of the kind that the meeting has."""
+    """The address of an interface that others are told, of the kind that the rendezvous has."""
     local = ipaddress.ip_address(to).is_link_local
     ours = [known for name, known in addresses() if name == interface and _family(known) == _family(to)]
     ours = [known for known in ours if local or not ipaddress.ip_address(known).is_link_local]
     if not ours:
         kind = "IPv6" if ":" in to else "IPv4"
         raise CannotHere(
-            f"--interface {interface} has no {kind} address, as the meeting has. Name another of {_listed()}."
+            f"--interface {interface} has no {kind} address, as the rendezvous has. Name another of {_listed()}."
         )
     return ours[0]
 

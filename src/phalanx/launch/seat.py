@@ -1,4 +1,4 @@
-"""A host's seat at a meeting: what it brings and agrees to, its way there, and what it says where there is none."""
+"""A host's seat at a rendezvous: what it brings and agrees to, its way there, and what it says where there is none."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from phalanx.errors import CannotHere, WrongUse
 from phalanx.launch import network
 from phalanx.launch.key import VARIABLE, Key
-from phalanx.launch.reception import TICK
+from phalanx.launch.rendezvous_server import TICK
 
 
 @dataclass(eq=False)
@@ -36,7 +36,7 @@ class Seat:
     terms: Mapping[str, Any] | None = None
     """What else all hosts must agree on."""
     interface: str | None = None
-    """Through which others reach this host; by default the one that reaches the meeting."""
+    """Through which others reach this host; by default the one that reaches the rendezvous."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.min_nodes <= self.max_nodes:
@@ -60,7 +60,7 @@ class Seat:
         """Whether it has been let in once."""
 
     def new_door(self, asked: Callable[[], bool] | None) -> socket.socket | None:
-        """A socket for the ranks' store, should this host become node 0. Also finds the way to the meeting anew.
+        """A socket for the ranks' store, should this host become node 0. Also finds the way to the rendezvous anew.
 
         A host that was in and has lost its network, and perhaps its names, waits for it; None: it was asked to stop.
         """
@@ -70,10 +70,10 @@ class Seat:
                 self.way = network.way_to(self.at, self.port, self.interface)
                 return network.listen(self.way.own, interface=self.way.interface)
             except socket.gaierror as error:
-                why = f"host {self.at!r} is not known here ({error}). Give the meeting a name or an IP."
+                why = f"host {self.at!r} is not known here ({error}). Give the rendezvous a name or an IP."
             except OSError as error:
                 why = (
-                    f"no network of this host leads to the meeting at {self.address} ({error.strerror or error}). "
+                    f"no network of this host leads to the rendezvous at {self.address} ({error.strerror or error}). "
                     "Bring one up, or give an address that can be reached."
                 )
             if not self.met or time.monotonic() > deadline:
@@ -85,23 +85,23 @@ class Seat:
     def turned_away(self) -> CannotHere:
         """Another key is asked for there."""
         return CannotHere(
-            f"the meeting at {self.address} is for those who know another key than host {self.host}. Give all hosts "
+            f"the rendezvous at {self.address} is for those who know another key than host {self.host}. Give all hosts "
             f"the same --run folder, which must be one that all of them see, or the same {VARIABLE}; and every run a "
             "port of its own."
         )
 
     def stranger(self) -> CannotHere:
-        """Whatever is there does not speak as a meeting does."""
+        """Whatever is there does not speak as a rendezvous does."""
         return CannotHere(
-            f"what listens at {self.address} is not a meeting of Phalanx, or is stopped. "
+            f"what listens at {self.address} is not a rendezvous of Phalanx, or is stopped. "
             "Choose another port, or end what has this one."
         )
 
     def nobody(self) -> CannotHere:
         """Nothing answers there."""
         return CannotHere(
-            f"host {self.host} reached no meeting at {self.address} in {self.patience:g} s and cannot open one there: "
-            "the address is another machine's, or its port is held by a process that does not answer. "
+            f"host {self.host} reached no rendezvous at {self.address} in {self.patience:g} s and cannot open one "
+            "there: the address is another machine's, or its port is held by a process that does not answer. "
             "Start the host the address belongs to, and see that its port can be reached (--interface, on that host, "
             "says which of its addresses others know)."
         )

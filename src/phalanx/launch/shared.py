@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, suppress
 from typing import BinaryIO, Protocol
 
 from phalanx.errors import CannotHere
-from phalanx.launch.meeting import Meeting
+from phalanx.launch.rendezvous import Rendezvous
 from phalanx.launch.rounds import Round
 
 MARK = ".met-"
@@ -37,8 +37,8 @@ class SharedStore(Protocol):
 class Shared:
     """What all hosts of a run must see: its checkpoints. That they see its folder is better, but not needed."""
 
-    def __init__(self, meeting: Meeting, folder: SharedStore, checkpoints: SharedStore) -> None:
-        self.meeting, self.folder, self.checkpoints = meeting, folder, checkpoints
+    def __init__(self, rendezvous: Rendezvous, folder: SharedStore, checkpoints: SharedStore) -> None:
+        self.rendezvous, self.folder, self.checkpoints = rendezvous, folder, checkpoints
         self.private = ""
         """The host whose folder has what rank 0 writes, if it is not this one's folder too."""
         self._marked: list[tuple[SharedStore, str]] = []
@@ -49,8 +49,8 @@ class Shared:
             if self.private:
                 raise CannotHere(
                     f"host {self.private} was lost, and what it wrote to {self.folder.url} with it: host "
-                    f"{self.meeting.host} does not see that folder. Checkpoints are in {self.checkpoints.url}: start "
-                    f"the run again on host {self.private}, or give --run a folder that all hosts see."
+                    f"{self.rendezvous.host} does not see that folder. Checkpoints are in {self.checkpoints.url}: "
+                    f"start the run again on host {self.private}, or give --run a folder that all hosts see."
                 )
             return self._mark()
         mark = self._told(asked)
@@ -59,11 +59,11 @@ class Shared:
         first = met.hosts[0]
         if not _seen(self.checkpoints, mark, met.node):
             why = (
-                f"host {self.meeting.host} does not see what host {first} writes to {self.checkpoints.url}, or cannot "
-                "write there: no checkpoint could be made. Give --run a folder that all hosts share, or --checkpoints "
-                "a folder or store that all of them reach."
+                f"host {self.rendezvous.host} does not see what host {first} writes to {self.checkpoints.url}, or "
+                "cannot write there: no checkpoint could be made. Give --run a folder that all hosts share, or "
+                "--checkpoints a folder or store that all of them reach."
             )
-            self.meeting.put("unshared", why)
+            self.rendezvous.put("unshared", why)
             raise CannotHere(why)
         if self.private != first and not _seen(self.folder, mark, met.node):
             self.private = first
@@ -76,7 +76,7 @@ class Shared:
 
     def unshared(self) -> str:
         """Why hosts that meet for the first time have nothing to train with: one of them does not see the folder."""
-        return self.meeting.get("unshared") or ""
+        return self.rendezvous.get("unshared") or ""
 
     def close(self) -> None:
         """Take the marks away."""
@@ -96,16 +96,16 @@ class Shared:
                 _write(store, mark, 0)
             except OSError as error:
                 raise CannotHere(
-                    f"host {self.meeting.host} cannot write to {store.url}: {error.strerror or error}. "
+                    f"host {self.rendezvous.host} cannot write to {store.url}: {error.strerror or error}. "
                     "Give a folder that all hosts can write to."
                 ) from None
             self._marked.append((store, mark))
-        self.meeting.put("mark", mark)
+        self.rendezvous.put("mark", mark)
 
     def _told(self, asked: Callable[[], bool]) -> str | None:
         """The mark's name; None if the round is over before it is known."""
-        while (mark := self.meeting.get("mark")) is None:
-            change = self.meeting.changed()
+        while (mark := self.rendezvous.get("mark")) is None:
+            change = self.rendezvous.changed()
             if asked() or (change is not None and change.urgent):
                 return None
             time.sleep(0.02)

@@ -2,7 +2,7 @@
 
 It is the warm process that ranks are forked from. What must outlive them is in its hands: the memory with their last
 states, their signs of life, the count of generations. A rank that died, hung or was lost costs the others their lives
-(gloo cannot be interrupted) and the job a fork. Supervisors of several hosts meet (`launch.meeting`) before each
+(gloo cannot be interrupted) and the job a fork. Supervisors of several hosts meet (`launch.rendezvous`) before each
 generation, and their ranks make one world.
 """
 
@@ -23,9 +23,9 @@ from phalanx.errors import CannotHere
 from phalanx.events import EventLog
 from phalanx.files import write_whole
 from phalanx.launch import network
-from phalanx.launch.beats import STEPS, Beats, Watch
+from phalanx.launch.heartbeats import STEPS, Heartbeats, Watch
 from phalanx.launch.local import Failure, HostOutcome, World, run_ranks
-from phalanx.launch.meeting import Meeting
+from phalanx.launch.rendezvous import Rendezvous
 from phalanx.launch.shared import Shared
 from phalanx.launch.stopping import ENDING, Stop, handled
 from phalanx.redact import redact
@@ -46,7 +46,7 @@ class Host:
     generation: int
     world: int
     """Ranks of all hosts together."""
-    beats: Beats
+    heartbeats: Heartbeats
     memory: list[list[int]]
     """By rank of this host, a file descriptor a slot."""
     guests: list[list[int]] = field(default_factory=list)
@@ -66,7 +66,7 @@ class Supervisor:
     """Makes memory that outlives a rank."""
     restarts: int = FRUITLESS
     grace: float = 30.0
-    meeting: Meeting | None = None
+    rendezvous: Rendezvous | None = None
     """Where it meets those of other hosts; None: there are none."""
     takes_part: Callable[[list[int]], int] = len
     """Of hosts with so many ranks each, how many of the first can be used; the others stand by."""
@@ -83,7 +83,7 @@ class Supervisor:
     recoveries: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
-        self.beats = Beats(self.ranks)
+        self.heartbeats = Heartbeats(self.ranks)
         self.memory = [[self.new_memory(), self.new_memory()] for _ in range(self.ranks)]
         self.guests: list[list[int]] = []
         self.reached, self.fruitless, self.leniency = 0, 0, 1.0
@@ -91,7 +91,7 @@ class Supervisor:
         """What the last generation raised, and how many steps were done then."""
         self._furthest = 0
         self._leaving = ""
-        self.leads = self.meeting is None
+        self.leads = self.rendezvous is None
         """Whether this is the first host, which has rank 0 and speaks for all."""
         self._held = ExitStack()
         self.stop = Stop(self.grace, lambda: self.done() > 0)
@@ -113,23 +113,23 @@ class Supervisor:
 
     def done(self) -> int:
         """How many steps were done, by any generation and any rank."""
-        self._furthest = max(self._furthest, self.beats.furthest())
+        self._furthest = max(self._furthest, self.heartbeats.furthest())
         return self._furthest
 
     def _generations(self, program: Callable[[Host], Any]) -> HostOutcome:
         while True:
             self.done()
-            self.beats.clear()
+            self.heartbeats.clear()
             self._leaving = ""
             gathered = self._gather()
             if gathered is None:
                 return HostOutcome(interrupted=True)
             world, generation = gathered
             host = Host(
-                generation, world.size or self.ranks, self.beats, self.memory, self.guests, self.recoveries > 0,
-                stopping=self.meeting is None and self.stop.asked,
+                generation, world.size or self.ranks, self.heartbeats, self.memory, self.guests, self.recoveries > 0,
+                stopping=self.rendezvous is None and self.stop.asked,
             )  # fmt: skip
-            watch = Watch(self.beats, world.first, self.leniency, alone=world.size in (0, world.ranks))
+            watch = Watch(self.heartbeats, world.first, self.leniency, alone=world.size in (0, world.ranks))
             look = partial(self._look, watch)
             outcome = run_ranks(partial(program, host), world, look, self.stop) if world.ranks else self._stand_by()
             failures = [self._drilled(failure, world) for failure in outcome.failures or ()]
@@ -142,7 +142,7 @@ class Supervisor:
         """One that was asked for is called so."""
         if self.recoveries or not failure.by_signal or self.drill is None or failure.rank != self.drill[0]:
             return failure
-        if self.beats.row(failure.rank - world.first)[STEPS] != self.drill[1]:
+        if self.heartbeats.row(failure.rank - world.first)[STEPS] != self.drill[1]:
             return failure
         return replace(failure, reason=f"was ended by SIGKILL, the drill of --kill {self.drill[0]}@{self.drill[1]}")
 
@@ -160,12 +160,12 @@ class Supervisor:
 
     def _gather(self) -> tuple[World, int] | None:
         """Where this host's ranks stand, and which generation they are; None if somebody wants it to end."""
-        if self.meeting is None:
+        if self.rendezvous is None:
             return World(self.ranks), self.run.next_generation(self.begun() + 1)
-        self._say(f"   host  meets others at {self.meeting.address}, {self.meeting.min_nodes} of them at least")
-        met = self.meeting.next(after=max(self.run.generation(), self.begun()), asked=self._waiting())
+        self._say(f"   host  meets others at {self.rendezvous.address}, {self.rendezvous.min_nodes} of them at least")
+        met = self.rendezvous.next(after=max(self.run.generation(), self.begun()), asked=self._waiting())
         if met is None:
-            self.meeting.leave("was asked to stop")
+            self.rendezvous.leave("was asked to stop")
             return None
         used = max(1, self.takes_part(met.ranks))  # what fits nowhere is refused by its ranks, in words
         if self.shared is not None and met.nodes > 1:
@@ -176,7 +176,7 @@ class Supervisor:
         if self.stop.asked:  # while the folder was looked at, or waited for
             if met.listening is not None:
                 met.listening.close()
-            self.meeting.leave("was asked to stop")
+            self.rendezvous.leave("was asked to stop")
             return None
         if self.leads:
             self.run.next_generation(met.generation)
@@ -186,21 +186,21 @@ class Supervisor:
         world = World(
             self.ranks if met.node < used else 0, sum(met.ranks[: met.node]), sum(met.ranks[:used]),
             ",".join(map(str, met.ranks[:used])), met.address, met.port, met.listening,
-            self.meeting.key,
-            network.variables(met.interface, insist=self.meeting.interface is not None),
+            self.rendezvous.key,
+            network.variables(met.interface, insist=self.rendezvous.interface is not None),
         )  # fmt: skip
         self._say(f"   host  {met.node + 1} of {met.nodes}, generation {met.generation}, {world.size} ranks in all")
         return world, met.generation
 
     def _waiting(self) -> Callable[[], bool]:
         """Whether somebody wants it to end, asked while it waits; for whom it does is said when that changes."""
-        assert self.meeting is not None
-        meeting, said, since = self.meeting, "", time.monotonic()
+        assert self.rendezvous is not None
+        rendezvous, said, since = self.rendezvous, "", time.monotonic()
 
         def asked() -> bool:
             nonlocal said, since
             now = time.monotonic()
-            if now - since > WAITING_SECONDS and (awaited := meeting.awaited()) and awaited != said:
+            if now - since > WAITING_SECONDS and (awaited := rendezvous.awaited()) and awaited != said:
                 said, since = awaited, now
                 self._say(f"   host  {awaited}")
             return self.stop.asked
@@ -208,9 +208,9 @@ class Supervisor:
         return asked
 
     def _hold(self) -> None:
-        """Hold the run's folder, as the first host does; not against a first host of this meeting that was cut off."""
-        assert self.meeting is not None
-        purpose = f"for the meeting at {self.meeting.address}"
+        """Hold the run's folder, as the first host does; not against one of this rendezvous that was cut off."""
+        assert self.rendezvous is not None
+        purpose = f"for the rendezvous at {self.rendezvous.address}"
         try:
             self._held.enter_context(self.run.held(HOLD_SECONDS, purpose))
         except FolderHeld as refusal:
@@ -222,12 +222,12 @@ class Supervisor:
 
     def _stand_by(self) -> HostOutcome:
         """This host's ranks cannot be used for now: wait until others come or go."""
-        assert self.meeting is not None
+        assert self.rendezvous is not None
         self._say("   host  stands by: no layout uses its ranks too")
-        self.meeting.finish("stood by")  # the others need not wait for it
+        self.rendezvous.finish("stood by")  # the others need not wait for it
         while not self.stop.asked:
-            change = self.meeting.changed()
-            if change is not None or self.meeting.finished is not None:
+            change = self.rendezvous.changed()
+            if change is not None or self.rendezvous.finished is not None:
                 return HostOutcome(over=change.why if change else "the run is finished")
             time.sleep(0.1)
         return HostOutcome(interrupted=True)
@@ -236,12 +236,12 @@ class Supervisor:
         seen = watch.look(pids)
         if seen is not None:
             return Failure(seen[0], time.monotonic(), seen[1], by_signal=True, stuck=True)
-        change = self.meeting.changed() if self.meeting is not None else None
+        change = self.rendezvous.changed() if self.rendezvous is not None else None
         if change is None:
             return None
         if change.urgent:
             return change.why
-        if not self._leaving and self.beats.steps():  # they save and end after a step that all of them agree on
+        if not self._leaving and self.heartbeats.steps():  # they save and end after a step that all of them agree on
             self._leaving = change.why
             for pid in pids.values():
                 with suppress(ProcessLookupError):
@@ -250,32 +250,32 @@ class Supervisor:
 
     def _over(self, outcome: HostOutcome, generation: int, stopping: bool) -> bool:
         """Whether this was the last generation on this host."""
-        if self.meeting is None:
+        if self.rendezvous is None:
             if not outcome.failures or (self.stop.asked and (stopping or not self._unsaved())):
                 return True
             return not self._again(outcome.failures[0], generation)
         if outcome.interrupted and not outcome.finished:
-            self.meeting.leave("was asked to stop")
+            self.rendezvous.leave("was asked to stop")
             return True
         if self.shared is not None and not self.recoveries and (unshared := self.shared.unshared()):
             raise CannotHere(unshared)  # later, when all were well before, the others go on without that host
         if outcome.failures:
             return self._failed_here(outcome.failures[0], generation)
         if outcome.over:  # another host's trouble, which is that host's to count
-            self._say(f"  again  {outcome.over}; meeting the others again")
-            return self.meeting.finished is not None
+            self._say(f"  again  {outcome.over}; rendezvous the others again")
+            return self.rendezvous.finished is not None
         if getattr(outcome.result, "stopped", False):
-            self._say(f"  again  {self._leaving or 'another host leaves'}; meeting the others again")
+            self._say(f"  again  {self._leaving or 'another host leaves'}; rendezvous the others again")
             return False
         if self.leads:
             self.concluded()
-        self.meeting.finish("done")
-        while self.meeting.finished is None and not self.stop.asked:
-            change = self.meeting.changed()
+        self.rendezvous.finish("done")
+        while self.rendezvous.finished is None and not self.stop.asked:
+            change = self.rendezvous.changed()
             if change is not None and change.urgent:
                 return False  # another host failed after this one's ranks had ended: all go back together
             time.sleep(0.05)
-        self.meeting.close()
+        self.rendezvous.close()
         return True
 
     def _unsaved(self) -> bool:
@@ -284,23 +284,23 @@ class Supervisor:
 
     def _failed_here(self, first: Failure, generation: int) -> bool:
         """Ranks of this host failed, among others'; whether that was the last time."""
-        assert self.meeting is not None
-        deadline = time.monotonic() + self.meeting.silence
+        assert self.rendezvous is not None
+        deadline = time.monotonic() + self.rendezvous.silence
         while first.secondary and time.monotonic() < deadline:  # they lost sight of others: was a host lost?
-            change = self.meeting.changed()
+            change = self.rendezvous.changed()
             if change is not None and change.urgent:
-                self._say(f"  again  {change.why}; meeting the others again")
+                self._say(f"  again  {change.why}; rendezvous the others again")
                 return False
             time.sleep(0.05)
-        self.meeting.failed(f"rank {first.rank} {first.reason}")
+        self.rendezvous.failed(f"rank {first.rank} {first.reason}")
         if self._again(first, generation):
             return False
-        self.meeting.leave(first.reason)
+        self.rendezvous.leave(first.reason)
         return True
 
     def _again(self, first: Failure, generation: int) -> bool:
         """Whether to start again: not what the user must mend, not what failed before its first step, not for ever."""
-        steps = self.beats.steps()
+        steps = self.heartbeats.steps()
         if first.by_signal:  # one that raised has noted it itself
             with EventLog(self.run, first.rank) as log:
                 log.write("failure", reason=first.reason, step=steps, generation=generation, stuck=first.stuck)

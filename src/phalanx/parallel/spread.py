@@ -43,7 +43,7 @@ from phalanx.parallel.weights.filling import Saved, describe, fill
 from phalanx.parallel.weights.holding import Holding
 from phalanx.parallel.weights.placement import Placement, StoragePolicy
 from phalanx.parallel.weights.replicate import Reduction
-from phalanx.parallel.weights.shard import Gathered, Gathering
+from phalanx.parallel.weights.shard import Gathering, ShardedUnit
 from phalanx.parallel.weights.whole import Whole
 from phalanx.precision import Dtypes
 
@@ -107,7 +107,7 @@ class Spread:
         self.samples = Samples(mesh.group(*BATCH), self.moment, layout)
         spread_batchnorm(self.model, mesh.group(*BATCH), mesh.size(*BATCH), self.moment)
         self.sharding = SequenceSharding(
-            self.activations, self.context, tp if self.plan.by_time else mesh.alone("tp"), device
+            self.activations, self.context, tp if self.plan.sequence_parallel else mesh.alone("tp"), device
         )
         self.probe.start(self.model, self.weights, self.holding, self.randomness, self.sharding)
         Blocks(
@@ -130,7 +130,7 @@ class Spread:
             for storage in kinds:
                 members = [w for name in unit.weights if (w := self.weights.get(name)) and w.storage is storage]
                 if members and not storage.always_whole:
-                    gathered.append(Gathered(Bucket(unit.name, members, storage), unit))
+                    gathered.append(ShardedUnit(Bucket(unit.name, members, storage), unit))
         if gathered:
             self.gathering = Gathering(self.model, gathered)
             self.buckets = [item.bucket for item in reversed(gathered)]
@@ -228,9 +228,9 @@ class Spread:
         """Where the rows that this rank updates are kept, and the optimizer's state."""
         return self.device if self.layout.offload == "none" else torch.device("cpu")
 
-    def pieces(self) -> list[nn.Parameter]:
+    def shards(self) -> list[nn.Parameter]:
         """What the optimizer updates on this rank: its rows of every trainable weight."""
-        return [weight.piece for weight in self.weights.values() if weight.trainable]
+        return [weight.shard for weight in self.weights.values() if weight.trainable]
 
     def complete_gradients(self) -> None:
         """After the last action: sum gradients of weights that ranks of ``tp`` or ``pp`` hold and have parts of."""
@@ -278,12 +278,12 @@ class Spread:
             scaled = bucket.owned.mul_(factor).to(bucket.storage.home)
             for weight in bucket.trainable:
                 own = None if weight.name in without else bucket.gradient_packing.own(weight, scaled)
-                weight.piece.grad = own
+                weight.shard.grad = own
 
     def updated(self) -> None:
         """The pieces have changed: make what the model computes with agree, and let their gradients go."""
         for weight in self.weights.values():
-            weight.piece.grad = None
+            weight.shard.grad = None
         if self.gathering is not None:
             self.gathering.rest()
         self._gather_whole()

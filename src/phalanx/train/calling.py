@@ -175,8 +175,8 @@ class Callbacks:
         for callback in self._ours:
             callback.before_update(engine)  # a copy of the weights may be under way
         for name, tensor in beside.items():
-            piece = engine.spread.weights[name].piece.detach()
-            kept = piece.clone()
-            piece.copy_(tensor)
+            shard = engine.spread.weights[name].shard.detach()
+            kept = shard.clone()
+            shard.copy_(tensor)
             tensor.copy_(kept)
         engine.spread.updated()

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from phalanx.checkpoint.shelf import Shelf
+from phalanx.checkpoint.manager import CheckpointManager
 from phalanx.data.order import Order, digest
 from phalanx.files import when_there_is_room, write_whole
 from phalanx.run import Run
@@ -80,11 +80,11 @@ def _check_numbers(run: Run, task: Task, steps: list[dict[str, Any]]) -> None:
         )
 
 
-def certify(run: Run, task: Task, shelf: Shelf) -> dict[str, Any]:
+def certify(run: Run, task: Task, manager: CheckpointManager) -> dict[str, Any]:
     """Read it off the run's events and its last checkpoint, and write it down."""
     starts = list(run.events(0, "start"))
     taken_up = int(starts[0]["step"]) if starts else 0  # by another folder's run, for whose steps its checkpoint speaks
-    ended = _ended(task, shelf)
+    ended = _ended(task, manager)
     last = task.steps if ended is None else ended.step
     steps = range(taken_up, last)
     ledger = _whole_ledger(run, steps)
@@ -101,9 +101,9 @@ def certify(run: Run, task: Task, shelf: Shelf) -> dict[str, Any]:
         if ledger[step]["samples"] != digest(order(step).ids(step)):
             raise NotDone(f"step {step + 1} trained on other samples than those planned for it")
     _check_numbers(run, task, [ledger[step] for step in steps if ledger[step]["kind"] == "step"])
-    if last not in shelf.steps():
+    if last not in manager.steps():
         raise NotDone(f"the state after step {last} was not saved")
-    manifest = shelf.open(last).manifest
+    manifest = manager.open(last).manifest
     differences = list(_again(run))
     found = {
         "task": type(task).__name__,
@@ -133,10 +133,10 @@ def certify(run: Run, task: Task, shelf: Shelf) -> dict[str, Any]:
     return found
 
 
-def _ended(task: Task, shelf: Shelf) -> Ended | None:
+def _ended(task: Task, manager: CheckpointManager) -> Ended | None:
     """Where and why a callback has ended the run, by its newest state, if one has and no more steps are planned now."""
-    newest = max(shelf.steps(), default=0)
-    found = Ended.found(shelf.open(newest).manifest.facts, task.steps) if newest else None
+    newest = max(manager.steps(), default=0)
+    found = Ended.found(manager.open(newest).manifest.facts, task.steps) if newest else None
     return found if found is not None and found.step == newest < task.steps else None
 
 
@@ -155,9 +155,9 @@ def _changes(starts: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return [change for number, change in enumerate(found) if change not in found[:number]]
 
 
-def certified(run: Run, task: Task, shelf: Shelf) -> str:
+def certified(run: Run, task: Task, manager: CheckpointManager) -> str:
     """What is certain about a run that is done, in one line; it is written down."""
-    return in_words(certify(run, task, shelf))
+    return in_words(certify(run, task, manager))
 
 
 def in_words(found: Mapping[str, Any]) -> str:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 
+from phalanx.checkpoint.manager import CheckpointManager
 from phalanx.checkpoint.manifest import Damaged
-from phalanx.checkpoint.shelf import Shelf
 from phalanx.files import write_whole
 from phalanx.launch.local import Failure, HostOutcome
 from phalanx.launch.supervisor import Supervisor
@@ -18,36 +18,36 @@ from phalanx.verdict import Verdict
 from phalanx.words import many, sparkline
 
 
-def conclude(supervisor: Supervisor, outcome: HostOutcome, task: Task, run: Run, shelf: Shelf) -> Verdict:
+def conclude(supervisor: Supervisor, outcome: HostOutcome, task: Task, run: Run, manager: CheckpointManager) -> Verdict:
     """The verdict on what the ranks of this host, and those of others, came to."""
     private = supervisor.shared is not None and supervisor.shared.private
     if not supervisor.leads and not outcome.failures and (outcome.finished or not outcome.interrupted):
         if run.certified_plan() != task.steps and not private:
             return not_done(run, NotDone("there is no certificate"))
         return Verdict(True, f"done: the first host says what came of it, in {run.path}")
-    verdict = _verdict(supervisor, outcome, task, run, shelf)
+    verdict = _verdict(supervisor, outcome, task, run, manager)
     if supervisor.recoveries:
         times = "once" if supervisor.recoveries == 1 else f"{supervisor.recoveries} times"
         verdict.evidence.append(f"ranks were started again {times}")
     return verdict
 
 
-def _verdict(supervisor: Supervisor, outcome: HostOutcome, task: Task, run: Run, shelf: Shelf) -> Verdict:
+def _verdict(supervisor: Supervisor, outcome: HostOutcome, task: Task, run: Run, manager: CheckpointManager) -> Verdict:
     if outcome.interrupted and not outcome.finished:
-        if supervisor.meeting is not None:
-            return left(run, shelf, supervisor.done())
-        return stopped(run, shelf, outcome.failures or [], supervisor.stop.cut_short, supervisor.done())
+        if supervisor.rendezvous is not None:
+            return left(run, manager, supervisor.done())
+        return stopped(run, manager, outcome.failures or [], supervisor.stop.cut_short, supervisor.done())
     if outcome.failures:
-        return failed(run, shelf, outcome.failures)
+        return failed(run, manager, outcome.failures)
     if outcome.result is None:
         return Verdict(False, "a rank left before the end, by sys.exit perhaps", next="Take that out of the task.")
     try:
-        return trained(run, shelf, task, outcome.result, certified(run, task, shelf))
+        return trained(run, manager, task, outcome.result, certified(run, task, manager))
     except (NotDone, Damaged) as reason:
         return not_done(run, reason)
 
 
-def trained(run: Run, shelf: Shelf, task: Task, summary: Summary, certainty: str) -> Verdict:
+def trained(run: Run, manager: CheckpointManager, task: Task, summary: Summary, certainty: str) -> Verdict:
     """It came to its end."""
     steps = run.ledger().values()
     losses: dict[str, list[float]] = {}
@@ -65,15 +65,15 @@ def trained(run: Run, shelf: Shelf, task: Task, summary: Summary, certainty: str
             f"{many(skipped, 'step')} {were} skipped: a number was bad, or nothing counted; the events say which"
         )
     evidence += [certainty, f"weights: {run.weights_path}"]
-    layout = shelf.open(summary.steps).manifest.facts["layout"]
+    layout = manager.open(summary.steps).manifest.facts["layout"]
     of, why = (f" of the {task.steps} planned", f": {summary.ended.why}") if summary.ended else ("", "")
     told = f"trained {type(task).__name__} for {many(summary.steps, 'step')}{of} on {layout}{why}"
     return Verdict(True, told, evidence)
 
 
-def stopped(run: Run, shelf: Shelf, failures: Sequence[Failure], cut_short: str, done: int) -> Verdict:
+def stopped(run: Run, manager: CheckpointManager, failures: Sequence[Failure], cut_short: str, done: int) -> Verdict:
     """Somebody asked for it to end. ``done``: steps of any rank, of which the last may not have been noted."""
-    saved, lost = _saved(run, shelf, done)
+    saved, lost = _saved(run, manager, done)
     why = f" {cut_short}" if cut_short else ""
     evidence = [f"rank {failure.rank}: {failure.reason}" for failure in failures if not failure.secondary and lost]
     return Verdict(
@@ -82,19 +82,19 @@ def stopped(run: Run, shelf: Shelf, failures: Sequence[Failure], cut_short: str,
     )  # fmt: skip
 
 
-def left(run: Run, shelf: Shelf, done: int) -> Verdict:
+def left(run: Run, manager: CheckpointManager, done: int) -> Verdict:
     """One host of several was asked to end."""
-    saved, _ = _saved(run, shelf, done)
+    saved, _ = _saved(run, manager, done)
     return Verdict(
         False, f"this host has left the run ({saved}); the others go on if they are enough", [],
         next="Start the same command here again to join them.", code=130,
     )  # fmt: skip
 
 
-def _saved(run: Run, shelf: Shelf, done: int) -> tuple[str, int]:
+def _saved(run: Run, manager: CheckpointManager, done: int) -> tuple[str, int]:
     """In words what is saved and what is lost, and how many steps that is."""
     done = max(done, max(run.ledger(), default=-1) + 1)
-    saved = max(shelf.steps(), default=0)
+    saved = max(manager.steps(), default=0)
     lost = max(0, done - saved)
     if not saved:
         return (f"nothing was saved, {many(lost, 'step')} lost" if lost else "nothing was saved yet"), lost
@@ -107,7 +107,7 @@ def not_done(run: Run, reason: Exception) -> Verdict:
     return Verdict(False, f"not done: {reason}", next=advice)
 
 
-def failed(run: Run, shelf: Shelf, failures: Sequence[Failure]) -> Verdict:
+def failed(run: Run, manager: CheckpointManager, failures: Sequence[Failure]) -> Verdict:
     """A rank failed, the first of them first, and starting again does not help."""
     first, *others = failures
     if first.code != 1:
@@ -115,7 +115,7 @@ def failed(run: Run, shelf: Shelf, failures: Sequence[Failure]) -> Verdict:
     evidence = [first.trace.rstrip()] if first.trace and not first.final else []
     evidence += [f"the whole traceback is in {first.file}"] if first.file else []
     evidence += [f"rank {failure.rank}: {failure.reason}" for failure in others]
-    saved = max(shelf.steps(), default=0)
+    saved = max(manager.steps(), default=0)
     verdict = Verdict(
         False,
         f"rank {first.rank} failed first: {first.reason}",

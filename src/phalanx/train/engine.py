@@ -144,8 +144,8 @@ class Engine:
         self._in_turn = {name: weight.full for name, weight in self.spread.weights.items() if weight.trainable}
         if task.turns and self.guard.spike:
             raise WrongUse("--spike holds a loss against the last ones, which are other turns' here. Leave it out.")
-        pieces, trained = self.turns.completed(self.spread.pieces()), any(self.spread.trainable.values())
-        self.optimizer = spread_optimizer(task, self.spread, described_weights, pieces, trained)
+        shards, trained = self.turns.completed(self.spread.shards()), any(self.spread.trainable.values())
+        self.optimizer = spread_optimizer(task, self.spread, described_weights, shards, trained)
         if self.layout.exact:
             in_one_way(self.optimizer, self.device)
         self._numbers = Numbers(self.optimizer)

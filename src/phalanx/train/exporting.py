@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from phalanx.checkpoint.export import Progress, export
+from phalanx.checkpoint.manager import Checkpoint, CheckpointManager
 from phalanx.checkpoint.manifest import Damaged
-from phalanx.checkpoint.shelf import Checkpoint, Shelf
-from phalanx.checkpoint.verify import shelf_of
+from phalanx.checkpoint.verify import manager_of
 from phalanx.errors import WrongUse
 from phalanx.files import exists
 from phalanx.parallel.weights.blueprint import Blueprint
@@ -28,7 +28,7 @@ def export_run(
     """Write the weights of a run's last checkpoint, or of a step's, into a new folder."""
     if format not in (None, "safetensors", "hf"):
         raise WrongUse(f"--format {format} is not known. Choose safetensors or hf.")
-    checkpoint = _chosen(shelf_of(checkpoints or str(path), "Give that URL with --checkpoints."), step)
+    checkpoint = _chosen(manager_of(checkpoints or str(path), "Give that URL with --checkpoints."), step)
     config, beside = None, None
     if format != "safetensors":
         config, beside = _hugging_face(Run(path))
@@ -46,14 +46,14 @@ def export_run(
     return Verdict(True, f"exported step {checkpoint.manifest.step} as {kind}", evidence, next=advice)
 
 
-def _chosen(shelf: Shelf, step: int | None) -> Checkpoint:
-    steps = shelf.steps()
+def _chosen(manager: CheckpointManager, step: int | None) -> Checkpoint:
+    steps = manager.steps()
     if not steps:
-        raise WrongUse(f"there is no checkpoint in {shelf.store.url}. Train first, or give another run.")
+        raise WrongUse(f"there is no checkpoint in {manager.store.url}. Train first, or give another run.")
     if step is not None and step not in steps:
         raise WrongUse(f"there is no checkpoint of step {step}. Choose one of: {', '.join(map(str, steps))}.")
     try:
-        return shelf.open(max(steps) if step is None else step)
+        return manager.open(max(steps) if step is None else step)
     except Damaged as damage:
         raise WrongUse(f"{damage}. Choose another checkpoint with --step.") from None
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from phalanx.checkpoint.shelf import Shelf
+from phalanx.checkpoint.manager import CheckpointManager
 from phalanx.checkpoint.store import Store
 from phalanx.errors import CannotHere, WrongUse
 from phalanx.events import say
@@ -47,13 +47,13 @@ def where_it_began(
     return path, config, task
 
 
-def check_there(run: Run, shelf: Shelf) -> None:
+def check_there(run: Run, manager: CheckpointManager) -> None:
     """Refuse to begin anew where a run's checkpoints were and are not: what they lie on may not be mounted."""
     last = run.last_committed()
-    if last is not None and shelf.empty():
+    if last is not None and manager.empty():
         raise CannotHere(
-            f"{run.path} has saved checkpoints, up to step {last}, and there is nothing in {shelf.store.url}. Mount or "
-            "restore it, or say with --checkpoints where they are now; to begin again, give another --run."
+            f"{run.path} has saved checkpoints, up to step {last}, and there is nothing in {manager.store.url}. Mount "
+            "or restore it, or say with --checkpoints where they are now; to begin again, give another --run."
         )
 
 

@@ -20,14 +20,14 @@ from phalanx.data.loader import StepBatch
 from phalanx.errors import CannotHere
 from phalanx.events import EventLog
 from phalanx.files import no_room, pauses
-from phalanx.launch.beats import STEPS, Beat
+from phalanx.launch.heartbeats import STEPS, RankHeartbeat
 from phalanx.launch.stopping import give_requests
 from phalanx.run import Run
 from phalanx.train.calling import Ended
+from phalanx.train.checkpointing import FULL_ATTEMPTS, Checkpointer
 from phalanx.train.collecting import CannotSummarise
 from phalanx.train.engine import Engine
 from phalanx.train.guard import BadNumbers
-from phalanx.train.keeping import FULL_ATTEMPTS, Keeper
 from phalanx.train.replay import replay
 from phalanx.train.replicas import Corrupted, comparable, compare
 from phalanx.train.restoring import Restorer
@@ -75,9 +75,9 @@ class Loop:
     engine: Engine
     run: Run
     log: EventLog
-    keeper: Keeper
+    checkpointer: Checkpointer
     restorer: Restorer
-    beat: Beat
+    heartbeat: RankHeartbeat
     listener: Listener
     compare_steps: int = 0
     """Ranks that hold the same compare it every so many steps; 0: never."""
@@ -90,13 +90,13 @@ class Loop:
         """Train to the task's last step, evaluate, and leave the weights in the run's folder."""
         engine, task = self.engine, self.engine.task
         self.summary = Summary()
-        self.keeper.unhurried = partial(self.beat.unhurried, for_ever=True)
+        self.checkpointer.may_take_long = partial(self.heartbeat.may_take_long, for_ever=True)
         give_requests(engine.signals)
         fresh = not self._resume()
         engine.callbacks.call("on_start", engine)
         if self.stopping and not fresh and engine.step_number < task.steps:
-            self.keeper.before_step()
-            self.keeper.save_now()
+            self.checkpointer.before_step()
+            self.checkpointer.save_now()
             self.summary.stopped = True
         elif engine.held_out is not None and fresh:
             self._rehearse()
@@ -108,8 +108,8 @@ class Loop:
                     break
         self.summary.steps, self.summary.ended = engine.step_number, engine.ended
         if not self.summary.stopped:
-            self.beat.unhurried(for_ever=True)
-            self.keeper.save_now()
+            self.heartbeat.may_take_long(for_ever=True)
+            self.checkpointer.save_now()
             self._leave_weights()
             if engine.held_out is not None and task.steps:
                 self._evaluate()
@@ -149,7 +149,7 @@ class Loop:
     def _batches(self) -> Iterator[StepBatch]:
         batches = self.engine.batches()
         while True:
-            with self.beat.fetching():
+            with self.heartbeat.fetching():
                 batch = next(batches, None)
             if batch is None:
                 return
@@ -161,14 +161,14 @@ class Loop:
         source = self.restorer.restore()
         self.log.write(
             "start", rank=engine.environment.rank, world=engine.environment.world, device=str(engine.device),
-            layout=str(engine.layout), step=engine.step_number, source=source, generation=self.keeper.generation,
+            layout=str(engine.layout), step=engine.step_number, source=source, generation=self.checkpointer.generation,
             data=engine.order.size, seed=engine.task.seed, global_batch=engine.task.global_batch,
             changes=engine.changes, other_samples=engine.other_samples,
         )  # fmt: skip
         if source is not None:
             self.listener.resumed(source, engine.step_number)
             engine.guard.leave_out(self._left_out())
-            self.beat.row[STEPS] = engine.step_number
+            self.heartbeat.row[STEPS] = engine.step_number
         if engine.layout.exact and self._was_corrupted():
             self._find_bad_device()
         return source is not None
@@ -210,10 +210,10 @@ class Loop:
             engine.pass_over(batch)
             self.log.write("left out", step=batch.step, samples=batch.samples, slots=batch.slots, skipped=True)
             return True
-        self.keeper.before_step()
+        self.checkpointer.before_step()
         metrics = engine.step(batch)
         self.log.write("step", **asdict(metrics) | {"signals": metrics.signals.names()})
-        self.beat.stepped(engine.step_number)
+        self.heartbeat.stepped(engine.step_number)
         if self.drill == (engine.environment.rank, engine.step_number):
             os.kill(os.getpid(), signal.SIGKILL)
         self.listener.step(metrics)
@@ -225,7 +225,7 @@ class Loop:
         except BadNumbers:
             engine.undo_count(metrics)  # so that whoever goes on begins with this step
             with suppress(BadNumbers):  # or from an earlier one, where the weights are bad themselves
-                self.keeper.save_now()
+                self.checkpointer.save_now()
             raise
         if metrics.bad and self._undone(metrics):
             return False
@@ -234,11 +234,11 @@ class Loop:
             self.listener.said(f"    end  after step {ended.step} of {ended.of}: {ended.why}")
         last = engine.step_number == task.steps or engine.ended is not None
         if self.compare_steps and (last or engine.step_number % self.compare_steps == 0):
-            self.beat.unhurried()
+            self.heartbeat.may_take_long()
             self._compare()
         if last or metrics.signals.stop:
-            self.beat.unhurried(for_ever=True)
-        self.keeper.after_step(metrics.signals, last)
+            self.heartbeat.may_take_long(for_ever=True)
+        self.checkpointer.after_step(metrics.signals, last)
         if metrics.signals.stop and not last:
             self.summary.stopped = True
             return False
@@ -269,8 +269,8 @@ class Loop:
             )
 
     def _evaluate(self) -> None:
-        self.beat.unhurried()
-        self.summary.held_out = self.engine.evaluate(on_batch=self.beat.unhurried)
+        self.heartbeat.may_take_long()
+        self.summary.held_out = self.engine.evaluate(on_batch=self.heartbeat.may_take_long)
         step = self.engine.step_number - 1
         self.log.write("evaluation", step=step, held_out=self.summary.held_out)
         self.listener.evaluation(step, self.summary.held_out)
@@ -282,8 +282,8 @@ class Loop:
         if engine.guard.action != "rollback":
             self.listener.said(f"{told}; its update was left out")
             return False
-        self.beat.unhurried()
-        self.keeper.settled()
+        self.heartbeat.may_take_long()
+        self.checkpointer.settled()
         bad_in_a_row = engine.guard.bad_in_a_row
         if self.restorer.restore() is None:
             self.listener.said(f"{told}; nothing is kept yet to go back to, so its update was left out")
@@ -304,6 +304,6 @@ class Loop:
             compare(engine)
         except Corrupted as corruption:
             self.log.write("corrupted", step=engine.step_number, ranks=corruption.ranks, reason=str(corruption))
-            self.keeper.distrust(after=engine.compared)
+            self.checkpointer.distrust(after=engine.compared)
             raise
         engine.compared = engine.step_number

@@ -23,7 +23,7 @@ Described = Mapping[str, nn.Parameter]
 
 
 def spread_optimizer(
-    task: Task, spread: Spread, described: Described, pieces: Sequence[nn.Parameter], trained: bool
+    task: Task, spread: Spread, described: Described, shards: Sequence[nn.Parameter], trained: bool
 ) -> optim.Optimizer:
     """The task's optimizer for this rank. ``described``: the model's weights as they are on one device."""
     divided = spread.mesh.size(*COPY) > 1 or spread.mesh.size("pp") > 1 or bool(spread.layout.exact)
@@ -35,7 +35,7 @@ def spread_optimizer(
         if wanted := wants_whole(optimizer):
             _lead(optimizer, wanted, spread)
             return optimizer
-    optimizer = make_optimizer(task, pieces, trained)
+    optimizer = make_optimizer(task, shards, trained)
     for name in wants_whole(optimizer) & spread.weights.keys():
         spread.weights[name].whole_state = True
     return optimizer
@@ -87,7 +87,7 @@ def _give_pieces(optimizer: optim.Optimizer, wanted: set[str], spread: Spread) -
             if weight is None:
                 continue
             if parameter.logical_name not in wanted:
-                group["params"][place] = weight.piece
+                group["params"][place] = weight.shard
                 kept = {key: _own_rows(value, weight, parameter, spread) for key, value in kept.items()}
             if kept and weight.state_here:
                 optimizer.state[weight.optimized] = kept
@@ -98,4 +98,4 @@ def _own_rows(value: Any, weight: Weight, whole: nn.Parameter, spread: Spread) -
     if not isinstance(value, Tensor) or value.shape != whole.shape:
         return value
     part = spread.holding.part(weight.name, value.view(spread.holding.shapes[weight.name]))
-    return weight.own_rows(part).reshape(weight.piece.shape).clone()
+    return weight.own_rows(part).reshape(weight.shard.shape).clone()

@@ -21,7 +21,7 @@ def guests_of(hosts: Sequence[int], rank: int) -> list[int]:
     return members[(hosts[rank] - 1) % len(members)][here.index(rank) :: len(here)]
 
 
-def keeper_of(hosts: Sequence[int], rank: int) -> int:
+def holder_of(hosts: Sequence[int], rank: int) -> int:
     """The rank on the next host that takes in this rank's copies."""
     members = _by_host(hosts)
     there = members[(hosts[rank] + 1) % len(members)]
@@ -56,7 +56,7 @@ class Neighbours:
     def __init__(self, engine: Engine, guests: Sequence[Sequence[Slot]]) -> None:
         """``guests``: slots for each rank whose copies are taken in. All ranks must make one."""
         hosts, rank = engine.environment.hosts, engine.environment.rank
-        self.to, self.origins = keeper_of(hosts, rank), guests_of(hosts, rank)
+        self.to, self.origins = holder_of(hosts, rank), guests_of(hosts, rank)
         self.guests = guests
         # groups of their own, in the host's memory: they speak while steps go on. Each has two ranks, since gloo
         # connects all members of a group; and every rank names all of them in one order, since torch numbers them

@@ -28,7 +28,7 @@ def untrainable(task: Task) -> WrongUse:
     return WrongUse(f"the model of {type(task).__name__}{where} has no trainable weight. Check requires_grad.")
 
 
-def make_optimizer(task: Task, pieces: Sequence[nn.Parameter], trained: bool) -> optim.Optimizer:
+def make_optimizer(task: Task, shards: Sequence[nn.Parameter], trained: bool) -> optim.Optimizer:
     """The task's optimizer over this rank's pieces, or over whole weights; refused where it could not train them.
 
     ``trained`` says whether any rank has one: a stage of a pipeline may be all frozen.
@@ -36,16 +36,16 @@ def make_optimizer(task: Task, pieces: Sequence[nn.Parameter], trained: bool) ->
     name = type(task).__name__
     if not trained:
         raise untrainable(task)
-    if not pieces:
+    if not shards:
         nothing = nn.Parameter(torch.zeros(1, 1))
         nothing.logical_name = "nothing"  # type: ignore[attr-defined]
-        pieces = [nothing]
-    made = task.optimizer(pieces)
+        shards = [nothing]
+    made = task.optimizer(shards)
     optimizer = Several(made, name) if isinstance(made, Mapping) else made
     where = lines.at(lines.of(type(task).optimizer))
     if not isinstance(optimizer, optim.Optimizer):
         raise WrongUse(f"{name}.optimizer returned {_no_optimizer(optimizer, where)}")
-    known = {id(piece) for piece in pieces}
+    known = {id(shard) for shard in shards}
     strangers = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in known]
     if strangers:
         raise WrongUse(

@@ -14,8 +14,8 @@ from phalanx.launch.network import check_interface
 from phalanx.launch.supervisor import FRUITLESS
 from phalanx.redact import is_redacted, redact_field
 from phalanx.settings import convert, digits
+from phalanx.train.checkpointing import Policy
 from phalanx.train.guard import Guard
-from phalanx.train.keeping import Policy
 
 MOST_NODES = 1 << 16
 LONGEST_SECONDS = 2_000_000
@@ -45,7 +45,7 @@ class Options:
     """Where supervisors of several hosts meet, ``host:port``."""
     host: str | None = None
     interface: str | None = None
-    """Through which other hosts reach this one; by default the one that reaches the meeting."""
+    """Through which other hosts reach this one; by default the one that reaches the rendezvous."""
     allow: str | None = None
     """``changes``: go on with a run although other samples are to come than were planned."""
     unchecked: bool = False

@@ -62,7 +62,7 @@ class Overview:
         spread, layout = self.engine.spread, self.engine.layout
         if layout.fsdp * layout.tp * layout.cp * layout.pp == 1:
             return {}
-        own = sum(weight.piece.numel() for weight in spread.weights.values() if weight.trainable)
+        own = sum(weight.shard.numel() for weight in spread.weights.values() if weight.trainable)
         text = f"{own:,} of them updated by rank 0"
         if spread.pipeline is not None:
             stages = " | ".join(f"{blocks[0]} to {blocks[-1]}" for blocks in spread.pipeline.stages.blocks)

@@ -7,21 +7,21 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 from phalanx import streams
-from phalanx.checkpoint.shelf import Shelf
+from phalanx.checkpoint.manager import CheckpointManager
 from phalanx.checkpoint.slot import Slot
 from phalanx.events import EventLog, pause_of, writers
-from phalanx.launch.beats import ARRIVED, Beat
 from phalanx.launch.environment import Environment
+from phalanx.launch.heartbeats import ARRIVED, RankHeartbeat
 from phalanx.launch.supervisor import Host
 from phalanx.layout import Layout
 from phalanx.origin import kept_origin
 from phalanx.parallel.communication.traffic import Traffic
 from phalanx.run import Run
 from phalanx.train.check.beside import Check, settle
+from phalanx.train.checkpointing import Checkpointer
 from phalanx.train.engine import Engine
 from phalanx.train.guard import Guard
 from phalanx.train.job import Job
-from phalanx.train.keeping import Keeper
 from phalanx.train.loop import Listener, Loop, Summary
 from phalanx.train.overview import Overview
 from phalanx.train.placing import fitted
@@ -36,7 +36,7 @@ class Rank:
 
     job: Job
     run: Run
-    shelf: Shelf
+    manager: CheckpointManager
     resume: bool
     host: Host
 
@@ -61,21 +61,30 @@ class Rank:
         options, host, rank = self.job.options, self.host, self.environment.rank
         with ExitStack() as undo:
             log = undo.enter_context(self._log())
-            row = host.beats.row(self.environment.local_rank)
-            beat = Beat(row, options.timeout)
+            row = host.heartbeats.row(self.environment.local_rank)
+            heartbeat = RankHeartbeat(row, options.timeout)
             check = self._check()
             if check is not None:
                 undo.enter_context(check)
             engine = undo.enter_context(self._engine(Traffic(row[ARRIVED:])))
             if rank == 0:
                 undo.enter_context(kept_origin(self.run, self.job.task))
-            restorer, keeper = self._restorer(engine, log), self._keeper(engine, log)
-            undo.push(lambda kind, *_: keeper.close(wait=kind is None))  # after an error there is nothing to wait for
+            restorer, checkpointer = self._restorer(engine, log), self._checkpointer(engine, log)
+            undo.push(lambda kind, *_: checkpointer.close(wait=kind is None))  # after an error: no wait
             listener = self._listener(engine) if rank == 0 else Listener()
             settle(engine, check, log.write, listener.said)
             drill = None if host.restarted else options.drill()
             return Loop(
-                engine, self.run, log, keeper, restorer, beat, listener, options.compare_steps, drill, host.stopping
+                engine,
+                self.run,
+                log,
+                checkpointer,
+                restorer,
+                heartbeat,
+                listener,
+                options.compare_steps,
+                drill,
+                host.stopping,
             ).train()
 
     def _log(self) -> EventLog:
@@ -92,7 +101,7 @@ class Rank:
         options = self.job.options
         return Engine(
             self.job.task, self.layout, device=self.job.cluster.device, timeout=timedelta(seconds=options.timeout),
-            init_from=None if self.shelf.steps() else options.init_from, guard=Guard(options.bad, options.spike),
+            init_from=None if self.manager.steps() else options.init_from, guard=Guard(options.bad, options.spike),
             allow_changes=options.allow == "changes", traffic=traffic,
         )  # fmt: skip
 
@@ -104,11 +113,11 @@ class Rank:
     def _restorer(self, engine: Engine, log: EventLog) -> Restorer:
         every = [slot for slots in (*self.own, *self.guests) for slot in slots]
         mine = [*self.own[self.environment.local_rank], *(slot for slots in self._taken_in for slot in slots)]
-        return Restorer(engine, self.shelf, every, mine, generation=self.host.generation, note=log.write)
+        return Restorer(engine, self.manager, every, mine, generation=self.host.generation, note=log.write)
 
-    def _keeper(self, engine: Engine, log: EventLog) -> Keeper:
-        return Keeper(
-            engine, self.shelf, self.job.options.policy(), generation=self.host.generation,
+    def _checkpointer(self, engine: Engine, log: EventLog) -> Checkpointer:
+        return Checkpointer(
+            engine, self.manager, self.job.options.policy(), generation=self.host.generation,
             slots=self.own[self.environment.local_rank],
             guests=self._taken_in if len(set(self.environment.hosts)) > 1 else None, note=log.write,
         )  # fmt: skip
@@ -119,8 +128,8 @@ class Rank:
         screen = Screen(task.steps, task.counts, engine.device, streams.stdout())
         if not self.host.restarted:
             screen.table(overview.facts(), overview.notes())
-            if self.resume and not self.shelf.steps() and self.job.options.meet is None:
-                screen.note(f"{self.shelf.store.url} holds nothing to go on from: beginning at step 0")
+            if self.resume and not self.manager.steps() and self.job.options.meet is None:
+                screen.note(f"{self.manager.store.url} holds nothing to go on from: beginning at step 0")
 
         def step(metrics: Metrics) -> None:
             for news in overview.news():

@@ -43,8 +43,8 @@ def compare(engine: Engine) -> None:
     """Raise `Corrupted` on all ranks if any two of them differ. All ranks must call it."""
     found: list[str] = []
     for name, weight in engine.spread.weights.items():
-        found += _differing(engine, name, weight.piece.data, engine.mesh.group("dp"))
-        if weight.storage.always_whole and weight.piece is not weight.full:
+        found += _differing(engine, name, weight.shard.data, engine.mesh.group("dp"))
+        if weight.storage.always_whole and weight.shard is not weight.full:
             found += _differing(engine, name, weight.full.data, weight.storage.group)
     told = [words for said in engine.mesh.world.all_gather_words(found) for words in said]
     if told:

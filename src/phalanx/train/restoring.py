@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from phalanx.checkpoint.index import groups
+from phalanx.checkpoint.manager import CheckpointManager
 from phalanx.checkpoint.manifest import Chunk, Damaged, Held, Manifest
 from phalanx.checkpoint.read import read
-from phalanx.checkpoint.shelf import Shelf
 from phalanx.checkpoint.slot import Slot, Staged
 from phalanx.checkpoint.state import State
 from phalanx.checkpoint.store import open_store
-from phalanx.checkpoint.write import pieces
+from phalanx.checkpoint.write import shards
 from phalanx.errors import CannotHere, WrongUse
 from phalanx.events import say
 from phalanx.parallel.weights.boxes import Box
@@ -32,7 +32,7 @@ Moment = tuple[int, int]
 
 def load(engine: Engine, folder: str | Path) -> int:
     """Take up the newest whole checkpoint in a folder, or under a URL; its step. All ranks must call it."""
-    if Restorer(engine, Shelf(open_store(folder))).restore() is None:
+    if Restorer(engine, CheckpointManager(open_store(folder))).restore() is None:
         raise WrongUse(
             f"{folder} holds no checkpoint to go on from. Check the path; a run's checkpoints are in its checkpoints "
             "folder, and phalanx.save writes others."
@@ -40,9 +40,9 @@ def load(engine: Engine, folder: str | Path) -> int:
     return engine.step_number
 
 
-def steps_seen(engine: Engine, shelf: Shelf) -> list[int]:
+def steps_seen(engine: Engine, manager: CheckpointManager) -> list[int]:
     """The checkpoints that rank 0 sees: another rank might look a moment later. All ranks must ask."""
-    return [int(step) for step in engine.mesh.world.broadcast_words([str(step) for step in shelf.steps()], 0)]
+    return [int(step) for step in engine.mesh.world.broadcast_words([str(step) for step in manager.steps()], 0)]
 
 
 class Restorer:
@@ -51,7 +51,7 @@ class Restorer:
     def __init__(
         self,
         engine: Engine,
-        shelf: Shelf,
+        manager: CheckpointManager,
         slots: Sequence[Slot] = (),
         own: Sequence[Slot] | None = None,
         *,
@@ -62,14 +62,14 @@ class Restorer:
 
         ``own``: those of them that this rank writes to, if not all.
         """
-        self.engine, self.shelf, self.slots, self.generation = engine, shelf, slots, generation
+        self.engine, self.manager, self.slots, self.generation = engine, manager, slots, generation
         self.own = slots if own is None else own
         self.note = note or (lambda kind, **fields: None)
         self.state = State(engine.spread, engine.optimizer, engine.environment.hosts, engine.callbacks.tensors())
 
     def restore(self) -> str | None:
         """Take up the newest whole state and say where it was; None if there is none."""
-        steps = steps_seen(self.engine, self.shelf)
+        steps = steps_seen(self.engine, self.manager)
         newest_file = max(steps, default=-1)
         held = self._in_memory()
         moment = self._newest_on_every_host(held)
@@ -87,7 +87,7 @@ class Restorer:
             if damage is None:
                 self._set_aside(passed_over)
                 self._void_all_but(None)
-                return f"{self.shelf.store.url}/{self.shelf.name(step)}"
+                return f"{self.manager.store.url}/{self.manager.name(step)}"
             damaged.append(damage)
             passed_over.append(step)
             self.note("damaged", step=step, reason=damage)
@@ -95,7 +95,7 @@ class Restorer:
                 say(f"damaged  {damage}; going back to the checkpoint before it")
         if damaged:
             raise CannotHere(
-                f"none of the {len(steps)} checkpoints in {self.shelf.store.url} is whole: {damaged[0]}. "
+                f"none of the {len(steps)} checkpoints in {self.manager.store.url} is whole: {damaged[0]}. "
                 "phalanx verify tells all; restore one from a copy, or start again in another folder."
             )
         return None
@@ -104,8 +104,8 @@ class Restorer:
         """Damaged checkpoints out of the way: their steps will be done and saved again."""
         for step in steps if self.engine.environment.rank == 0 else ():
             try:
-                name = self.shelf.set_aside(step)
-                say(f"damaged  it is {self.shelf.store.url}/{name} now, for you to look at or remove")
+                name = self.manager.set_aside(step)
+                say(f"damaged  it is {self.manager.store.url}/{name} now, for you to look at or remove")
             except OSError as error:
                 say(f"damaged  it cannot be put aside either ({error.strerror}), and is left alone")
 
@@ -144,7 +144,7 @@ class Restorer:
         for place, tensor in _once(found):
             held[place.name] = held.get(place.name, 0) + tensor.numel()
             shapes[place.name] = torch.Size(place.shape).numel()
-        needed = {f"model/{name}" for name, weight in self.engine.spread.weights.items() if weight.piece.numel()}
+        needed = {f"model/{name}" for name, weight in self.engine.spread.weights.items() if weight.shard.numel()}
         return needed <= held.keys() and all(held[name] == shapes[name] for name in held)
 
     def _from_memory(self, found: list[Staged]) -> None:
@@ -171,27 +171,27 @@ class Restorer:
         speaks = hosts.index(hosts[here]) == here
         own = {(*moment, s.facts["rank"]): s for moment, found in held.items() if speaks for s in found}
         said = self._everybodys([f"{generation} {step} {rank}" for generation, step, rank in own])
-        keepers: dict[tuple[int, int, int], int] = {}
+        holders: dict[tuple[int, int, int], int] = {}
         for speaker, words in enumerate(said):
             for word in words:
                 generation, step, rank = map(int, word.split())
-                keepers.setdefault((generation, step, rank), speaker)
+                holders.setdefault((generation, step, rank), speaker)
         worlds = {_moment(s): s.facts["world"] for s in own.values()}
         known = self._everybodys([f"{g} {s} {world}" for (g, s), world in worlds.items()])
         sizes = {(int(g), int(s)): int(w) for words in known for g, s, w in map(str.split, words)}
-        whole = [m for m, world in sizes.items() if all((*m, rank) in keepers for rank in range(world))]
+        whole = [m for m, world in sizes.items() if all((*m, rank) in holders for rank in range(world))]
         moment = max((m for m in whole if m[1] > newest_file), default=None)
         if moment is None:
             return None
         for rank in range(sizes[moment]):
-            if keepers[*moment, rank] == here:
+            if holders[*moment, rank] == here:
                 staged = own[*moment, rank]
-                self.shelf.write(self.generation, moment[1], rank, pieces(staged), staged.facts, staged.numbers)
+                self.manager.write(self.generation, moment[1], rank, shards(staged), staged.facts, staged.numbers)
         if here == 0:
             patience = self.engine.timeout.total_seconds()
             for ranks in groups(sizes[moment]):
-                self.shelf.gather(self.generation, moment[1], ranks, patience)
-            self.shelf.commit(self.generation, moment[1], sizes[moment], patience, lambda: False)
+                self.manager.gather(self.generation, moment[1], ranks, patience)
+            self.manager.commit(self.generation, moment[1], sizes[moment], patience, lambda: False)
             self.note("checkpoint", step=moment[1], rescued=True)
         self._everybodys([])  # it is there when all go on
         return moment[1]
@@ -202,7 +202,7 @@ class Restorer:
         """What is wrong with a checkpoint, in the words of the first rank that cannot read it; None: it was read."""
         damage = ""
         try:
-            checkpoint = self.shelf.open(step)
+            checkpoint = self.manager.open(step)
             checkpoint.manifest.check_facts(checkpoint.where)
             self.state.check(checkpoint.manifest)
             checkpoint.read(self.state.wanted(checkpoint.manifest))

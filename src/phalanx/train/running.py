@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from phalanx import user_code
+from phalanx.checkpoint.manager import CheckpointManager
 from phalanx.checkpoint.manifest import Damaged
-from phalanx.checkpoint.shelf import Shelf
 from phalanx.checkpoint.slot import new_memory
 from phalanx.checkpoint.store import Folder, open_store
 from phalanx.checkpoint.verify import final_differs
@@ -18,7 +18,7 @@ from phalanx.errors import CannotHere, WrongUse
 from phalanx.events import plain
 from phalanx.files import content, exists, put_back
 from phalanx.launch.key import Key
-from phalanx.launch.meeting import Meeting
+from phalanx.launch.rendezvous import Rendezvous
 from phalanx.launch.shared import Shared
 from phalanx.launch.supervisor import Host, Supervisor
 from phalanx.proofs import said
@@ -49,12 +49,12 @@ def train(job: Job, path: Path | None, resume: bool = False) -> Verdict:
         return _Running.at(job, Run.folder(path, name), resume=True).or_put_back()  # the first host will hold it
     new = path is None or not exists(path)
     running = _Running.at(job, Run.folder(path, name) if resume else Run.create(path, name), resume)
-    run, shelf = running.run, running.shelf
-    with run.held(LINGER_SECONDS), held_store(shelf.store):
+    run, manager = running.run, running.manager
+    with run.held(LINGER_SECONDS), held_store(manager.store):
         if not resume:
             run.check_free()  # somebody may have been faster
         verdict = running.or_put_back()
-        if new and verdict.exit_code in (2, 3) and not run.ledger() and not shelf.steps():
+        if new and verdict.exit_code in (2, 3) and not run.ledger() and not manager.steps():
             shutil.rmtree(run.path)  # it did nothing, and its name should be free for the next try
     return verdict
 
@@ -65,14 +65,14 @@ class _Running:
 
     job: Job
     run: Run
-    shelf: Shelf
+    manager: CheckpointManager
     resume: bool
 
     @classmethod
     def at(cls, job: Job, run: Run, resume: bool) -> _Running:
-        shelf = Shelf(open_store(job.options.checkpoints or run.checkpoints_path))
-        check_there(run, shelf)
-        return cls(job, run, shelf, resume)
+        manager = CheckpointManager(open_store(job.options.checkpoints or run.checkpoints_path))
+        check_there(run, manager)
+        return cls(job, run, manager, resume)
 
     def or_put_back(self) -> Verdict:
         """What was refused is not what the run is: its settings and its certificate stay as they were."""
@@ -106,11 +106,11 @@ class _Running:
 
     def _finished(self) -> Verdict | None:
         """The verdict on a run that is done already; a place that holds other steps than are asked for is refused."""
-        run, shelf, steps = self.run, self.shelf, self.job.task.steps
-        saved = max(shelf.steps(), default=0)
+        run, manager, steps = self.run, self.manager, self.job.task.steps
+        saved = max(manager.steps(), default=0)
         if saved and not self.resume:
             raise WrongUse(
-                f"{shelf.store.url} holds checkpoints already, up to step {saved}. Go on from them with --resume, or "
+                f"{manager.store.url} holds checkpoints already, up to step {saved}. Go on from them with --resume, or "
                 "give another folder with --checkpoints."
             )
         done = run.certified_plan()
@@ -129,7 +129,7 @@ class _Running:
     def _final_differs(self) -> bool:
         """Whether the weights of a run that was finished are not there any more as they were."""
         try:
-            manifest = self.shelf.open(max(self.shelf.steps(), default=0)).manifest
+            manifest = self.manager.open(max(self.manager.steps(), default=0)).manifest
             return bool(final_differs(self.run.weights_path, manifest))
         except (Damaged, OSError):
             return True
@@ -146,20 +146,20 @@ class _Running:
         }
 
     def _supervisor(self) -> Supervisor:
-        job, shelf, options = self.job, self.shelf, self.job.options
-        meeting = None if options.meet is None else self._meeting(options.meet)
-        shared = None if meeting is None else Shared(meeting, Folder(self.run.path), shelf.store)
+        job, manager, options = self.job, self.manager, self.job.options
+        rendezvous = None if options.meet is None else self._meeting(options.meet)
+        shared = None if rendezvous is None else Shared(rendezvous, Folder(self.run.path), manager.store)
         return Supervisor(
-            self.run, job.cluster.world, new_memory, options.restarts, options.grace, meeting,
+            self.run, job.cluster.world, new_memory, options.restarts, options.grace, rendezvous,
             partial(hosts_used, job.layout, job.task.global_batch), shared, self._certified,
-            shelf.generation, lambda: max(shelf.steps(), default=0), options.drill(),
+            manager.generation, lambda: max(manager.steps(), default=0), options.drill(),
         )  # fmt: skip
 
-    def _meeting(self, address: str) -> Meeting:
+    def _meeting(self, address: str) -> Rendezvous:
         """Where this host's supervisor meets those of the others."""
         options, path = self.job.options, self.run.path
         terms = plain({"layout": str(self.job.layout), **plain_settings(self.job.task)})
-        return Meeting(
+        return Rendezvous(
             address, key=Key.of_run(path), name=str(path.resolve()), ranks=self.job.cluster.world,
             min_nodes=options.min_nodes, max_nodes=options.max_nodes, host=options.host or "", patience=options.timeout,
             interface=options.interface, terms={**options.to_repeat(), **terms},
@@ -171,12 +171,12 @@ class _Running:
         except (NotDone, Damaged) as reason:
             return not_done(self.run, reason)
         finally:
-            if supervisor.meeting is not None:
-                supervisor.meeting.close()
-        return conclude(supervisor, outcome, self.job.task, self.run, self.shelf)
+            if supervisor.rendezvous is not None:
+                supervisor.rendezvous.close()
+        return conclude(supervisor, outcome, self.job.task, self.run, self.manager)
 
     def _rank(self, host: Host) -> Summary:
-        return Rank(self.job, self.run, self.shelf, self.resume, host).train()
+        return Rank(self.job, self.run, self.manager, self.resume, host).train()
 
     def _certified(self) -> str:
-        return certified(self.run, self.job.task, self.shelf)
+        return certified(self.run, self.job.task, self.manager)

@@ -60,12 +60,12 @@ class Turns:
                 "Let some be trained in every step."
             )
 
-    def completed(self, pieces: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+    def completed(self, shards: Sequence[nn.Parameter]) -> list[nn.Parameter]:
         """A rank's pieces, and for a turn of which it has none, as a stage of a pipeline may, one that stands in."""
-        found = list(pieces)
+        found = list(shards)
         for turn in dict.fromkeys(self.task.turns):
             own = [name for name in self.names if self.task.trains(turn, name)]
-            if not {getattr(piece, "logical_name", "") for piece in pieces}.intersection(own):
+            if not {getattr(shard, "logical_name", "") for shard in shards}.intersection(own):
                 stand_in = nn.Parameter(torch.zeros(1, 1))
                 stand_in.logical_name = own[0]  # type: ignore[attr-defined]
                 found.append(stand_in)

@@ -10,9 +10,9 @@ import time
 from collections.abc import Callable
 
 from phalanx.checkpoint.index import groups
-from phalanx.checkpoint.shelf import Shelf
+from phalanx.checkpoint.manager import CheckpointManager
 from phalanx.checkpoint.slot import Staged
-from phalanx.checkpoint.write import pieces
+from phalanx.checkpoint.write import shards
 from phalanx.events import say
 from phalanx.files import no_room
 from phalanx.train.engine import Engine
@@ -30,9 +30,15 @@ class Writer:
     """A rank's. ``keep`` and ``keep_every`` say which older checkpoints stay."""
 
     def __init__(
-        self, engine: Engine, shelf: Shelf, generation: int, keep: int, keep_every: int, note: Callable[..., None]
+        self,
+        engine: Engine,
+        manager: CheckpointManager,
+        generation: int,
+        keep: int,
+        keep_every: int,
+        note: Callable[..., None],
     ) -> None:
-        self.engine, self.shelf, self.generation, self.note = engine, shelf, generation, note
+        self.engine, self.manager, self.generation, self.note = engine, manager, generation, note
         self.keep, self.keep_every = keep, keep_every
         self._failing = ""
         self._failed_at = 0.0
@@ -43,21 +49,21 @@ class Writer:
         self._check_weights(staged)
         self._check_room(staged)
         if rank == 0:
-            self.shelf.abandon(self.generation, but=step)  # what a rank still wrote of one that others gave up
+            self.manager.abandon(self.generation, but=step)  # what a rank still wrote of one that others gave up
         world, patience = self.engine.environment.world, max(HOUR, self.engine.timeout.total_seconds())
         try:
-            self.shelf.write(self.generation, step, rank, pieces(staged), staged.facts, staged.numbers)
+            self.manager.write(self.generation, step, rank, shards(staged), staged.facts, staged.numbers)
             written()
             for ranks in groups(world):
                 if ranks.start == rank:
-                    self.shelf.gather(self.generation, step, ranks, patience, given_up)
+                    self.manager.gather(self.generation, step, ranks, patience, given_up)
             if rank:
                 self._failing = ""
                 return
-            saved = self.shelf.commit(self.generation, step, world, patience, given_up)
+            saved = self.manager.commit(self.generation, step, world, patience, given_up)
         except Exception:
             if rank == 0:
-                self.shelf.abandon(self.generation)
+                self.manager.abandon(self.generation)
             raise
         if self._failing:
             say(f"   note  step {step} is saved: checkpoints can be written again")
@@ -65,7 +71,7 @@ class Writer:
         gone: list[int] = []
         if staged.facts["good"] is not None:  # else any may be the only good one
             sure = (staged.facts["compared"], staged.facts["good"])
-            gone = self.shelf.retain(step, self.keep, self.keep_every, sure)
+            gone = self.manager.retain(step, self.keep, self.keep_every, sure)
         self.note(
             "checkpoint", step=step, path=saved.where, bytes=saved.manifest.size, hash=saved.manifest.hash(),
             seconds=time.monotonic() - began, let_go=gone,
@@ -94,7 +100,7 @@ class Writer:
     def _check_room(self, staged: Staged) -> None:
         needed = sum(tensor.numel() * tensor.element_size() for place, tensor in staged.tensors if place.written)
         needed = int(ROOM * needed * (self.engine.environment.world if self.engine.environment.rank == 0 else 1))
-        free = self.shelf.store.free()
+        free = self.manager.store.free()
         if free is not None and free < needed:
-            words = f"{self.shelf.store.url} has {free:,} bytes free and about {needed:,} are needed"
+            words = f"{self.manager.store.url} has {free:,} bytes free and about {needed:,} are needed"
             raise OSError(errno.ENOSPC, words)

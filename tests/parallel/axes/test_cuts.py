@@ -61,9 +61,9 @@ def test_where_it_is_unclear_whose_features_are_whose_columns_are_gathered() -> 
 
 def test_the_residual_stream_is_cut_by_time_only_where_nothing_else_mixes_tokens() -> None:
     model = Transformer(TransformerConfig(width=8, heads=2, layers=2))
-    assert plan(model, 2).by_time
+    assert plan(model, 2).sequence_parallel
     model.blocks[1].mixer = nn.Conv1d(8, 8, 3)
-    assert not plan(model, 2).by_time
+    assert not plan(model, 2).sequence_parallel
 
 
 def test_parts_make_the_whole() -> None:

@@ -74,9 +74,9 @@ def test_a_step_that_stopped_half_way_is_forgotten() -> None:
     assert total.tolist() == [3, 3, 3]
 
 
-def norm(pieces: list[Tensor]) -> float:
-    squares = Squares(float(largest(pieces, CPU)), sum(piece.numel() for piece in pieces))
-    return squares.root(sum((squares.sum([piece], CPU) for piece in pieces), torch.zeros(2, dtype=torch.int64)))
+def norm(shards: list[Tensor]) -> float:
+    squares = Squares(float(largest(shards, CPU)), sum(shard.numel() for shard in shards))
+    return squares.root(sum((squares.sum([shard], CPU) for shard in shards), torch.zeros(2, dtype=torch.int64)))
 
 
 @given(st.integers(0, 2**32), st.integers(1, 3000), st.integers(1, 9), st.sampled_from([torch.float32, torch.float64]))

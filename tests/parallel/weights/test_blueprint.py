@@ -211,7 +211,7 @@ def test_marks_on_a_weight_stay() -> None:
             return made
 
     with phalanx.Engine(Marked(), "dp=1", device="cpu") as engine:
-        assert [getattr(piece, "no_decay", False) for piece in engine.spread.pieces()] == [True, False]
+        assert [getattr(shard, "no_decay", False) for shard in engine.spread.shards()] == [True, False]
 
 
 @pytest.mark.gpu

@@ -17,7 +17,7 @@ def weight(value: torch.Tensor, ranks: int, rank: int) -> Weight:
     storage = Storage(ranks, rank, None, kind, kind, kind, cpu, cpu, Buffers(cpu), False, False)
     made = Weight("w", nn.Parameter(value), value.shape, [], storage)
     made.make_room()
-    made.piece.data.copy_(made.own_rows(value))
+    made.shard.data.copy_(made.own_rows(value))
     return made
 
 
@@ -39,7 +39,7 @@ def test_every_element_is_in_one_box(name: str, ranks: int) -> None:
         part = cut.take(whole, index) if cut else whole
         for rank in range(ranks):
             held = weight(part, ranks, rank)
-            for box, view in boxes(held, cut, index, held.piece.data):
+            for box, view in boxes(held, cut, index, held.shard.data):
                 assert tuple(view.shape) == box.sizes
                 place = tuple(slice(a, a + n) for a, n in zip(box.offsets, box.sizes, strict=True))
                 found[place] = view
@@ -50,14 +50,14 @@ def test_every_element_is_in_one_box(name: str, ranks: int) -> None:
 
 def test_views_are_the_piece_itself() -> None:
     held = weight(torch.zeros(4, 3), 2, 1)
-    for _, view in boxes(held, None, 0, held.piece.data):
+    for _, view in boxes(held, None, 0, held.shard.data):
         view.fill_(3)
-    assert held.piece.eq(3).all()
+    assert held.shard.eq(3).all()
 
 
 def test_one_number_is_a_box_without_sides() -> None:
     value = torch.tensor(4.0)
-    found = [list(boxes(held, None, 0, held.piece.data)) for held in (weight(value, 2, rank) for rank in range(2))]
+    found = [list(boxes(held, None, 0, held.shard.data)) for held in (weight(value, 2, rank) for rank in range(2))]
     assert [box for box, _ in found[0]] == [Box((), ())]
     assert found[0][0][1].shape == ()
     assert found[1] == []

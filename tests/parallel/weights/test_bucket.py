@@ -44,23 +44,23 @@ def test_pieces_and_padding_make_the_whole(ranks: int) -> None:
             place.copy_(part)
     for rank, owned in enumerate(made):
         for weight in owned:
-            assert torch.equal(packing.own(weight, flat[rank]), weight.piece.data)
+            assert torch.equal(packing.own(weight, flat[rank]), weight.shard.data)
     for weight in made[0]:
         back = torch.empty(weight.shape)
         for part, place in packing.pairs(weight, back, flat):
             part.copy_(place)
         assert torch.equal(back, weight.full.data)
         rows = sum(
-            len(owned.piece) if owned.piece.ndim else 1 for rank in made for owned in rank if owned.name == weight.name
+            len(owned.shard) if owned.shard.ndim else 1 for rank in made for owned in rank if owned.name == weight.name
         )
         assert rows == weight.rows, "rows are lost or doubled"
 
 
 def test_pieces_keep_their_dims_and_share_memory_where_they_can() -> None:
     weight = weights(2, 1, [(5, 3)])[0]
-    assert weight.piece.shape == (2, 3)
-    weight.piece.data.fill_(7)
+    assert weight.shard.shape == (2, 3)
+    weight.shard.data.fill_(7)
     assert (weight.full.data[3:] == 7).all()
     alone = weights(1, 0, [(5, 3)])[0]
-    assert alone.piece is alone.full
-    assert alone.piece.logical_name == "w0"
+    assert alone.shard is alone.full
+    assert alone.shard.logical_name == "w0"

@@ -113,16 +113,16 @@ def adapted(layout: str) -> tuple[dict[str, tuple[torch.dtype, torch.Size]], dic
     with phalanx.Engine(AdaptedTask(), layout, device="cpu") as engine:
         for batch in engine.batches():
             engine.step(batch)
-        pieces = {name: (weight.piece.dtype, weight.piece.shape) for name, weight in engine.spread.weights.items()}
-        return pieces, engine.whole_weights()
+        shards = {name: (weight.shard.dtype, weight.shard.shape) for name, weight in engine.spread.weights.items()}
+        return shards, engine.whole_weights()
 
 
 @pytest.mark.parametrize("zero", [1, 3])
 def test_frozen_weights_are_sharded_as_they_are_and_nothing_changes(ranks: Ranks, zero: int) -> None:
     _, one = adapted("dp=1")
-    pieces, whole = ranks(2, adapted, f"fsdp=2,zero={zero}")[0]
-    assert pieces["base.weight"] == (torch.bfloat16, (3, 4))
-    assert pieces["codes"] == (torch.int8, (3, 3))
+    shards, whole = ranks(2, adapted, f"fsdp=2,zero={zero}")[0]
+    assert shards["base.weight"] == (torch.bfloat16, (3, 4))
+    assert shards["codes"] == (torch.int8, (3, 3))
     assert whole["base.weight"].dtype == torch.bfloat16
     assert whole.keys() == one.keys()
     for name, tensor in one.items():

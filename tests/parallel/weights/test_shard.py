@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 import phalanx
 from phalanx import Layout
-from phalanx.parallel.weights.shard import Resting
+from phalanx.parallel.weights.shard import ReshardedWeight
 from tests.parallel.test_odd_models import Odd, Stack
 from tests.ranks import Ranks
 
@@ -26,7 +26,7 @@ def watch() -> dict[str, object]:
         batch = next(iter(engine.batches()))
         engine.step(batch)
         seen["after"] = whole_units(engine)
-        seen["stand-in"] = isinstance(engine.spread.model.stem.weight, Resting)
+        seen["stand-in"] = isinstance(engine.spread.model.stem.weight, ReshardedWeight)
         seen["pending"] = [b.name for b in engine.spread.buckets if b._gathering is not None]
         seen["bytes"] = sum(w.full.untyped_storage().size() for w in engine.spread.weights.values())
         return seen

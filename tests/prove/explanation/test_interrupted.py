@@ -14,7 +14,7 @@ from phalanx.prove.ranks.restored import KEPT, READ, RESUMED, WRITTEN
     [
         (WRITTEN, "it was written wrongly", "checkpoint/state.py"),
         (READ, "it was read wrongly", "checkpoint/state.py"),
-        (KEPT, "whose update must wait for it", "train/keeping.py"),
+        (KEPT, "whose update must wait for it", "train/checkpointing.py"),
         (RESUMED, "a was not restored.", "train/engine.py"),
     ],
 )

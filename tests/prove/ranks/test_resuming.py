@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from phalanx import Engine, Layout
-from phalanx.checkpoint.shelf import Shelf
+from phalanx.checkpoint.manager import CheckpointManager
 from phalanx.checkpoint.slot import Slot
 from phalanx.checkpoint.state import State
 from phalanx.checkpoint.store import Folder
@@ -24,7 +24,7 @@ def test_an_emptied_engine_has_one_devices_state_again(tmp_path: Path) -> None:
     task = hostile(tasks.Normed(), Trial(3))
     standard = Standard.measured(Reference(task).run(), [])
     write_reference(task, standard, str(tmp_path))
-    checkpoint = Shelf(Folder(tmp_path)).open(2)
+    checkpoint = CheckpointManager(Folder(tmp_path)).open(2)
     with Engine(task, Layout(), device="cpu") as engine:
         engine.step(next(engine.batches()))
         assert engine.optimizer.state

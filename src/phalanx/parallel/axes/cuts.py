@@ -85,7 +85,7 @@ class Plan:
     rows: list[str] = field(default_factory=list)
     containers: dict[str, Container] = field(default_factory=dict)
     vocabulary: list[str] = field(default_factory=list)
-    by_time: bool = False
+    sequence_parallel: bool = False
     """Whether the residual stream between containers is cut by time."""
 
 
@@ -105,7 +105,7 @@ def make_plan(model: nn.Module, anatomy: Anatomy, ranks: int) -> Plan:
             "and for rows. Give rules in Task.anatomy, e.g. Anatomy.of(model, splits={'*.up': 'column', "
             "'*.down': 'row'}), or use fsdp instead of tp."
         )
-    plan.by_time = closed and bool(anatomy.cuts) and all(_tokenwise(model, b, plan) for b in anatomy.blocks)
+    plan.sequence_parallel = closed and bool(anatomy.cuts) and all(_tokenwise(model, b, plan) for b in anatomy.blocks)
     _find_partial(plan, model, anatomy)
     _cut_vocabulary(plan, model, anatomy, ranks)
     return plan
@@ -282,10 +282,10 @@ def _find_partial(plan: Plan, model: nn.Module, anatomy: Anatomy) -> None:
                 continue
             inside = next((c for c in plan.containers.values() if name.startswith(c.name + ".")), None)
             if inside is not None and inside.gathered:
-                per_rank = plan.by_time and name.rpartition(".")[0] in plan.rows
+                per_rank = plan.sequence_parallel and name.rpartition(".")[0] in plan.rows
             else:
                 width = attribute(model.get_submodule(inside.name), HEAD_WIDTHS) if inside and inside.heads else None
-                per_rank = plan.by_time or (weight.ndim == 1 and weight.shape[0] == width)
+                per_rank = plan.sequence_parallel or (weight.ndim == 1 and weight.shape[0] == width)
             if per_rank:
                 plan.partial.add(name)
 

@@ -78,7 +78,7 @@ class TensorParallel:
 
     def _container(self, forward: Forward, name: str, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         whole, gathered, draws = (args, kwargs), self.plan.containers[name].gathered, self.randomness.calls
-        if self.plan.by_time:
+        if self.plan.sequence_parallel:
             held = self.activations.stream.held
             to: Same = "invariant" if gathered else "replicated"
             hidden = all_gather(stream(args, kwargs, name), TIME, held, self.group, to=to)
@@ -107,7 +107,7 @@ class TensorParallel:
             self.activations.turn_inside(layout.inside(None, None))  # all heads and features
         else:
             self.activations.turn_inside(layout.inside(*self._own_features(inside)))
-            if self.plan.by_time:
+            if self.plan.sequence_parallel:
                 return args
         if self._way_in is None or self._way_in[0] is not args[0]:
             self._way_in = args[0], replicate(args[0], self.group)
@@ -146,7 +146,7 @@ class TensorParallel:
         product = F.linear(x, module.weight) if isinstance(module, nn.Linear) else x @ module.weight
         out = (
             reduce_scatter(product, TIME, self.group)
-            if self.plan.by_time
+            if self.plan.sequence_parallel
             else all_reduce(product, self.group, to="invariant")
         )
         self._turn_outside()
@@ -171,11 +171,11 @@ class TensorParallel:
         return Logits(x, module.weight, module.bias, Vocabulary(
             size=size,
             start=run(size, self.group.size, self.group.rank)[0],
-            share=partial(replicate, group=self.group),
-            gather=partial(all_gather, dim=-1, total=size, group=self.group, to="invariant"),
-            add_up=self._add_up,
-            largest=self.group.all_reduce_max,
+            replicate=partial(replicate, group=self.group),
+            all_gather=partial(all_gather, dim=-1, total=size, group=self.group, to="invariant"),
+            all_reduce=self._all_reduce,
+            all_reduce_max=self.group.all_reduce_max,
         ))  # fmt: skip
 
-    def _add_up(self, tensor: Tensor) -> None:
+    def _all_reduce(self, tensor: Tensor) -> None:
         self.group.all_reduce(tensor).wait()

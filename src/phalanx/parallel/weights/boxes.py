@@ -35,19 +35,19 @@ class Box:
 
 
 @dataclass(frozen=True)
-class PieceBox:
+class ShardBox:
     """A box of the whole weight, and where it begins in a rank's piece."""
 
     box: Box
     dim: int
     start: int
 
-    def view(self, piece: Tensor) -> Tensor:
+    def view(self, shard: Tensor) -> Tensor:
         """Of a rank's rows of the weight, or of its moments."""
-        return piece.narrow(self.dim, self.start, self.box.sizes[self.dim]) if self.box.sizes else piece.view(())
+        return shard.narrow(self.dim, self.start, self.box.sizes[self.dim]) if self.box.sizes else shard.view(())
 
 
-def boxes_of(part: torch.Size, cut: Cut | None, index: int, first: int, last: int) -> Iterator[PieceBox]:
+def boxes_of(part: torch.Size, cut: Cut | None, index: int, first: int, last: int) -> Iterator[ShardBox]:
     """The boxes that rows ``first`` to ``last`` of a rank's part of a weight consist of.
 
     ``part`` is the shape of what the rank computes with, ``cut`` how ``tp`` or ``ep`` has divided the weight, and
@@ -56,11 +56,11 @@ def boxes_of(part: torch.Size, cut: Cut | None, index: int, first: int, last: in
     if first == last or not part.numel():
         return
     if not part:
-        yield PieceBox(Box((), ()), 0, 0)
+        yield ShardBox(Box((), ()), 0, 0)
         return
     rest, sizes = (0,) * (len(part) - 1), (last - first, *part[1:])
     if cut is None:
-        yield PieceBox(Box((first, *rest), sizes), 0, 0)
+        yield ShardBox(Box((first, *rest), sizes), 0, 0)
         return
     local = 0  # where the next span begins in what this rank has of the cut dim
     for start, stop in cut.spans[index]:
@@ -68,15 +68,15 @@ def boxes_of(part: torch.Size, cut: Cut | None, index: int, first: int, last: in
         if cut.dim == 0:
             a, b = max(local, first), min(local + length, last)
             if a < b:
-                yield PieceBox(Box((start + a - local, *rest), (b - a, *part[1:])), 0, a - first)
+                yield ShardBox(Box((start + a - local, *rest), (b - a, *part[1:])), 0, a - first)
         elif length:
             offsets, own = [first, *rest], list(sizes)
             offsets[cut.dim], own[cut.dim] = start, length
-            yield PieceBox(Box(tuple(offsets), tuple(own)), cut.dim, local)
+            yield ShardBox(Box(tuple(offsets), tuple(own)), cut.dim, local)
         local += length
 
 
-def boxes(weight: Weight | Rows, cut: Cut | None, index: int, piece: Tensor) -> Iterator[tuple[Box, Tensor]]:
-    """The boxes that ``piece``, a rank's rows of a weight or of its moments, consists of, each with its view."""
+def boxes(weight: Weight | Rows, cut: Cut | None, index: int, shard: Tensor) -> Iterator[tuple[Box, Tensor]]:
+    """The boxes that ``shard``, a rank's rows of a weight or of its moments, consists of, each with its view."""
     for place in boxes_of(weight.shape, cut, index, weight.first, weight.last):
-        yield place.box, place.view(piece)
+        yield place.box, place.view(shard)

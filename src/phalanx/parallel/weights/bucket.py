@@ -90,7 +90,7 @@ class Weight:
         self.even = self.rows == self.rows_each * storage.ranks
         self.whole: Room
         self.full: nn.Parameter
-        self.piece: nn.Parameter
+        self.shard: nn.Parameter
         self.in_use: bool
         """An update of the piece is one of the whole: they are the same memory."""
         self.optimized: nn.Parameter
@@ -110,13 +110,13 @@ class Weight:
             self.whole.empty()
         self.in_use = one_memory and storage.ranks == 1
         if self.in_use and self.shape:  # one number is a row of one, here as under every layout
-            self.piece = self.full
+            self.shard = self.full
         elif one_memory:
-            self.piece = self._parameter(self.own_rows(self.whole.tensor))
+            self.shard = self._parameter(self.own_rows(self.whole.tensor))
         else:
             size = self.last - self.first, *self.shape[1:]
-            self.piece = self._parameter(Room(size, storage.parameter, storage.home).tensor)
-        self.optimized = self.piece
+            self.shard = self._parameter(Room(size, storage.parameter, storage.home).tensor)
+        self.optimized = self.shard
         self.install(self.full)
 
     def own_rows(self, whole: Tensor) -> Tensor:
@@ -167,7 +167,7 @@ class Packing:
 
     def own(self, weight: Weight, row: Tensor) -> Tensor:
         """A weight's part of this rank's row, in the shape of its piece."""
-        return self.room(weight, row)[: weight.piece.numel()].view(weight.piece.shape)
+        return self.room(weight, row)[: weight.shard.numel()].view(weight.shard.shape)
 
 
 class Bucket:
@@ -195,7 +195,7 @@ class Bucket:
         flat = storage.buffers.take(storage.ranks, self.packing.length, dtype=storage.compute)
         row = flat[storage.rank]
         for weight in self.weights:
-            self.packing.own(weight, row).copy_(weight.piece.data)
+            self.packing.own(weight, row).copy_(weight.shard.data)
         self._gathering = storage.group.all_gather(flat, row), flat
 
     def assemble(self, packing: Packing, row: Tensor) -> Iterator[tuple[str, Tensor]]:
@@ -221,7 +221,7 @@ class Bucket:
             if not self.storage.always_whole:
                 weight.whole.open()
             if self._gathering is None:
-                weight.full.data.copy_(weight.piece.data.view(weight.shape))
+                weight.full.data.copy_(weight.shard.data.view(weight.shape))
             else:
                 for part, place in self.packing.pairs(weight, weight.full.data, self._gathering[1]):
                     part.copy_(place)

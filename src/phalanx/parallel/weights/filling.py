@@ -67,7 +67,7 @@ def fill(
         described_one, cut = described.pop(name), holding.cut(name)
         index = holding.mesh.index(cut.axis) if cut else 0
         weight.make_room()
-        rows = weight.piece.data
+        rows = weight.shard.data
         if saved is not None:
             rows.copy_(weight.own_rows(saved(name, cut, index)))
             continue

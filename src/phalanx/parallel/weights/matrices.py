@@ -140,8 +140,8 @@ class Matrix:
     @property
     def gradient(self) -> Tensor:
         """Of the rows that this rank owns."""
-        assert self.weight.piece.grad is not None
-        return self.weight.piece.grad
+        assert self.weight.shard.grad is not None
+        return self.weight.shard.grad
 
     def room(self) -> Tensor:
         """Memory for the whole, where its rows are; each begins at a boundary of its own."""
@@ -176,11 +176,11 @@ class Matrices:
     def given(self, parameter: nn.Parameter) -> bool:
         """Whether a parameter of the optimizer has a gradient, here or at the weight's owner."""
         matrix = self._by_parameter.get(parameter)
-        return (parameter if matrix is None else matrix.weight.piece).grad is not None
+        return (parameter if matrix is None else matrix.weight.shard).grad is not None
 
     def _updated(self) -> list[Matrix]:
         """Those that have a gradient in this step, the same on all members."""
-        return [matrix for matrix in self.all if matrix.weight.piece.grad is not None]
+        return [matrix for matrix in self.all if matrix.weight.shard.grad is not None]
 
     @torch.no_grad()
     def gather(self) -> None:
@@ -189,12 +189,12 @@ class Matrices:
         self._lent = [matrix for matrix in updated if matrix.here]
         if self.group.alone:
             for matrix in self._lent:
-                matrix.lend(matrix.weight.piece.data, matrix.gradient.clone() if self.copies else matrix.gradient)
+                matrix.lend(matrix.weight.shard.data, matrix.gradient.clone() if self.copies else matrix.gradient)
             return
         outgoing: Outgoing = defaultdict(list)
         for matrix in updated:
             if matrix.sends:
-                outgoing[matrix.owner] += [matrix.gradient, matrix.weight.piece.data]
+                outgoing[matrix.owner] += [matrix.gradient, matrix.weight.shard.data]
         sizes = [0] * self.group.size
         for matrix in self._lent:
             for part, source, _ in matrix.parts:
@@ -225,8 +225,8 @@ class Matrices:
             sizes[matrix.owner] += matrix.own.numel
         received = self._exchanged(outgoing, sizes)
         for matrix in updated:
-            piece = matrix.weight.piece.data
-            piece.copy_(received[matrix.owner].take(matrix.own.numel).view(piece.shape))
+            shard = matrix.weight.shard.data
+            shard.copy_(received[matrix.owner].take(matrix.own.numel).view(shard.shape))
 
     def _exchanged(self, outgoing: Outgoing, sizes: list[int]) -> list[Flat]:
         """The tensors of list r go to member r, and so many numbers come from it."""

@@ -126,14 +126,14 @@ class Placement:
     def travels(self) -> dict[str, tuple[str, ...]]:
         """By axis, the kinds of collectives and messages that a step cannot do without."""
         layout, trained = self.layout, [n for n, one in self.weights.items() if one.policy.trainable]
-        by_time = ("all-gather", "reduce-scatter") if self.plan.by_time else ("all-reduce",)
+        sequence_parallel = ("all-gather", "reduce-scatter") if self.plan.sequence_parallel else ("all-reduce",)
         partial = any("tp" in self.summed_over(name) for name in trained)
         tied = any("pp" in self.summed_over(name) for name in trained)
         found = {
             "dp": ("all-reduce",) if layout.dp > 1 else (),
             "fsdp": ("all-gather", "reduce-scatter") if layout.fsdp > 1 else (),
             "cp": (("all-gather",) if layout.cp_kind == "gather" else ("all-to-all",)) if layout.cp > 1 else (),
-            "tp": (*by_time, *(("all-to-all",) if partial else ())) if layout.tp > 1 else (),
+            "tp": (*sequence_parallel, *(("all-to-all",) if partial else ())) if layout.tp > 1 else (),
             "pp": ("send", *(("all-to-all",) if tied else ())) if layout.pp > 1 else (),
             "ep": ("all-to-all",) if layout.ep > 1 else (),
         }

@@ -24,21 +24,21 @@ VALUES = {"data", "T", "mT", "H", "mH", "real", "imag"}
 DESCRIBING = {Tensor.size, Tensor.dim, Tensor.numel, Tensor.stride, Tensor.is_floating_point, Tensor.element_size}
 
 
-class Resting(nn.Parameter):
+class ReshardedWeight(nn.Parameter):
     """Stands in a module for a weight that is not whole. Whoever computes with it makes it whole."""
 
-    gathered: Gathered
+    gathered: ShardedUnit
     weight: Weight
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         attribute = getattr(getattr(func, "__self__", None), "__name__", "") if func.__name__ == "__get__" else None
         wake = attribute in VALUES if attribute else func not in DESCRIBING
-        args, kwargs = mapped(partial(_awake, wake), (args, kwargs or {}), Resting)
+        args, kwargs = mapped(partial(_awake, wake), (args, kwargs or {}), ReshardedWeight)
         return func(*args, **kwargs)
 
 
-def _awake(wake: bool, value: Resting) -> Tensor:
+def _awake(wake: bool, value: ReshardedWeight) -> Tensor:
     if wake:
         value.gathered.need()
         if torch.is_grad_enabled():
@@ -46,7 +46,7 @@ def _awake(wake: bool, value: Resting) -> Tensor:
     return value.weight.full
 
 
-class Gathered:
+class ShardedUnit:
     """A bucket whose weights are whole only while its modules compute."""
 
     def __init__(self, bucket: Bucket, unit: Unit) -> None:
@@ -60,9 +60,11 @@ class Gathered:
         self.in_backward = False
         self.running: list[object] = []
         """Forward calls that have begun and not ended."""
-        self.resting: list[Resting] = []
+        self.resting: list[ReshardedWeight] = []
         for weight in bucket.weights:
-            stand_in = Resting(torch.empty(weight.shape, dtype=weight.full.dtype, device="meta"), weight.trainable)
+            stand_in = ReshardedWeight(
+                torch.empty(weight.shape, dtype=weight.full.dtype, device="meta"), weight.trainable
+            )
             stand_in.gathered, stand_in.weight = self, weight
             self.resting.append(stand_in)
         self.rest()
@@ -102,7 +104,7 @@ class Gathered:
 class Gathering:
     """Hooks on the modules of every unit, and which bucket to fetch ahead of need."""
 
-    def __init__(self, model: nn.Module, gathered: Sequence[Gathered]) -> None:
+    def __init__(self, model: nn.Module, gathered: Sequence[ShardedUnit]) -> None:
         self.gathered = gathered
         self.by_bucket = {id(g.bucket): g for g in gathered}
         self.on_done: Callable[[Bucket], None] = self.finish

@@ -95,5 +95,5 @@ class Whole:
         for bucket in self.buckets:
             row = torch.zeros(bucket.packing.length, dtype=bucket.storage.parameter, device=self.device)
             for weight in bucket.weights:
-                bucket.packing.own(weight, row).copy_(values.get(weight.name, weight.piece.data))
+                bucket.packing.own(weight, row).copy_(values.get(weight.name, weight.shard.data))
             yield from self.holding.joined(bucket.assemble(bucket.packing, row))

@@ -26,7 +26,7 @@ def cp_labels_roll_within_chunks(replace: Replace) -> None:
         def own(x: Tensor) -> Tensor:
             return x.index_select(1, places if x.is_floating_point() else shifted)
 
-        output.sequence = Sequence(own, output.sequence.add_up)
+        output.sequence = Sequence(own, output.sequence.all_reduce)
 
     replace(seams.SHARE_LOSS, share_loss)
 

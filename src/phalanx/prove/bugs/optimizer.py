@@ -76,7 +76,7 @@ def replicas_drift_in_the_optimizer(replace: Replace) -> None:
     def updated(self: Any) -> None:
         for name, weight in self.weights.items():
             if self.mesh.index("tp") and "norm" in name:
-                weight.piece.data.mul_(1 + 1e-9)
+                weight.shard.data.mul_(1 + 1e-9)
         plain(self)
 
     replace(seams.UPDATED, updated)
@@ -90,6 +90,6 @@ def a_rank_begins_with_older_weights(replace: Replace) -> None:
     def fill(weights: Any, *args: Any, **kwargs: Any) -> None:
         plain(weights, *args, **kwargs)
         for weight in weights.values():
-            weight.piece.data.mul_(1 - 1e-3 * (rank() == 1))
+            weight.shard.data.mul_(1 - 1e-3 * (rank() == 1))
 
     replace(seams.FILL, fill)

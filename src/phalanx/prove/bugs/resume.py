@@ -16,8 +16,8 @@ from phalanx.parallel.weights.boxes import Box
 from phalanx.prove.bugs import seams
 from phalanx.prove.bugs.planting import bug, rank
 from phalanx.prove.bugs.seams import Replace, replaced
+from phalanx.train.checkpointing import Checkpointer
 from phalanx.train.engine import Engine
-from phalanx.train.keeping import Keeper
 from phalanx.train.saves import Save
 
 Wanted = dict[str, list[tuple[Box, Tensor]]]
@@ -149,7 +149,7 @@ def copy_not_awaited(replace: Replace) -> None:
     """State is copied while the next step runs, and its update does not wait for the copy."""
     plain = seams.COPY.plain
 
-    def copy(self: Keeper, save: Save) -> None:
+    def copy(self: Checkpointer, save: Save) -> None:
         deadline = time.monotonic() + 5
         while not save.to_file and self.engine.step_number == save.step and time.monotonic() < deadline:
             time.sleep(0.001)

@@ -40,9 +40,9 @@ from phalanx.parallel.weights.holding import Holding
 from phalanx.parallel.weights.replicate import Reduction
 from phalanx.prove.replacing import replacing
 from phalanx.train import engine, evaluate, step
+from phalanx.train.checkpointing import Checkpointer
 from phalanx.train.collecting import Collected
 from phalanx.train.engine import Engine
-from phalanx.train.keeping import Keeper
 from phalanx.train.scale import LossScale
 from phalanx.train.signals import NAMES
 
@@ -145,8 +145,8 @@ ROWS = Seam(Collected, "add", "note a measure's rows, with the samples they belo
 ENTRIES = Seam(State, "entries", "all that this rank saves")
 WANTED = Seam(State, "wanted", "where saved tensors go on this rank")
 BOXES = Seam(state, "boxes", "where a rank's rows of a weight lie in the whole")
-COPY = Seam(Keeper, "copy", "copy staged state, while the next step runs")
-WAIT_FOR_COPY = Seam(Keeper, "before_update", "before an update: wait until the copy is whole")
+COPY = Seam(Checkpointer, "copy", "copy staged state, while the next step runs")
+WAIT_FOR_COPY = Seam(Checkpointer, "before_update", "before an update: wait until the copy is whole")
 RESUME = Seam(Engine, "resume", "take up what was saved beside tensors")
 LOSS_SCALE = Seam(LossScale, "restore", "take up the loss scale")
 

@@ -149,7 +149,7 @@ class Causes(Scene):
     def _collective(self, axes: Sequence[str]) -> str:
         """Where what a block sends back crosses ranks."""
         how, reference = axes[0] if axes else "", self.whole.reference
-        if how == "tp" and make_plan(reference.model, reference.anatomy, self.layout.tp).by_time:
+        if how == "tp" and make_plan(reference.model, reference.anatomy, self.layout.tp).sequence_parallel:
             how = "tp by time"
         elif how == "cp":
             how = f"cp {self.layout.cp_kind}"

@@ -10,8 +10,8 @@ from phalanx.prove.explanation.finding import Finding
 from phalanx.prove.explanation.sites import location
 from phalanx.prove.ladder import Difference, first
 from phalanx.prove.ranks.restored import KEPT, READ, RESUMED, WRITTEN
+from phalanx.train.checkpointing import Checkpointer
 from phalanx.train.engine import Engine
-from phalanx.train.keeping import Keeper
 
 FAULTS = {
     WRITTEN: " The checkpoint itself has it so: it was written wrongly, or from another moment's state.",
@@ -19,7 +19,7 @@ FAULTS = {
     KEPT: " The copy is made while the next step runs, whose update must wait for it.",
 }
 """By where a saved state went wrong."""
-SITES: dict[str, Any] = {WRITTEN: State.entries, READ: State.wanted, KEPT: Keeper.stage, RESUMED: Engine.resume}
+SITES: dict[str, Any] = {WRITTEN: State.entries, READ: State.wanted, KEPT: Checkpointer.stage, RESUMED: Engine.resume}
 """Likewise, which code is responsible."""
 
 

@@ -60,7 +60,7 @@ def _activations(engine: Engine) -> Bounds:
     mesh, spread = engine.mesh, engine.spread
     found: Bounds = {}
     if not mesh.group("tp").alone:
-        kinds = ("all-gather", "reduce-scatter") if spread.plan.by_time else ("all-reduce",)
+        kinds = ("all-gather", "reduce-scatter") if spread.plan.sequence_parallel else ("all-reduce",)
         partial = any(len(spread.holding.adding(w.name)) > 1 for w in spread.weights.values() if w.trainable)
         found |= {("tp", kind): SOME for kind in (*kinds, *(["all-to-all"] if partial else []))}
     if not mesh.group("cp").alone:
@@ -87,7 +87,7 @@ def _activations(engine: Engine) -> Bounds:
 
 def _matrices(engine: Engine) -> Bounds:
     """Whole matrices on their way to whoever updates them, and back."""
-    if all(weight.optimized is weight.piece for weight in engine.spread.weights.values()):
+    if all(weight.optimized is weight.shard for weight in engine.spread.weights.values()):
         return {}
     group = engine.mesh.joint(*COPY)
     return {} if group.alone else {(group.name, "all-to-all"): SOME}

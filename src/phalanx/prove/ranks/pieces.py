@@ -62,10 +62,10 @@ def times_here(engine: Engine) -> list[Tensor]:
     sets = [here] if here is not None else []
     if context is not None and here is None and time:
         sets.append(context.places(time, context.rank))
-    by_time = engine.spread.plan.by_time and not tp.alone
+    sequence_parallel = engine.spread.plan.sequence_parallel and not tp.alone
     found = []
-    for places in [*sets, *([torch.arange(time)] if by_time or sets else [])]:
-        if by_time:
+    for places in [*sets, *([torch.arange(time)] if sequence_parallel or sets else [])]:
+        if sequence_parallel:
             found.append(places[slice(*run(len(places), tp.size, tp.rank))])
         found.append(places)
     return found

@@ -21,7 +21,7 @@ from phalanx.data.loader import StepBatch
 from phalanx.losses import Logits, penalty_factor
 from phalanx.parallel.axes.cuts import Cut, Span
 from phalanx.parallel.randomness.draws import Randomness
-from phalanx.parallel.weights.shard import Resting
+from phalanx.parallel.weights.shard import ReshardedWeight
 from phalanx.prove.ranks.pieces import Piece, times_here
 from phalanx.prove.reference.hostile import Hostile
 from phalanx.prove.reference.loop import Reference, as_moment
@@ -134,7 +134,7 @@ class Recorder(Callback):
 
     def _called(self, name: str, module: nn.Module, args: Any) -> None:
         if not self._passes(name) and name not in self.record.used:
-            own = [(n, p) for n, p in module.named_parameters(recurse=False) if not isinstance(p, Resting)]
+            own = [(n, p) for n, p in module.named_parameters(recurse=False) if not isinstance(p, ReshardedWeight)]
             tied, prefix = self.engine.anatomy.tied, "" if name == WHOLE else f"{name}."
             used = {tied.get(prefix + n, prefix + n): p.detach().clone() for n, p in own}
             self.record.used[name] = used
@@ -142,8 +142,8 @@ class Recorder(Callback):
     def _given(self, *_: Any) -> None:
         if self._now:
             for name, weight in self.engine.spread.weights.items():
-                if weight.piece.grad is not None:
-                    self.record.state["given gradients", name] = weight.piece.grad.detach().clone()
+                if weight.shard.grad is not None:
+                    self.record.state["given gradients", name] = weight.shard.grad.detach().clone()
 
     @property
     def _now(self) -> bool:
@@ -210,7 +210,7 @@ class Recorder(Callback):
         """A step is over."""
         if batch.step == self.step:
             for name, weight in self.engine.spread.weights.items():
-                self.record.state["weights", name] = weight.piece.detach().clone()
+                self.record.state["weights", name] = weight.shard.detach().clone()
                 for moment, value in self.engine.optimizer.state.get(weight.optimized, {}).items():
                     if (kept := as_moment(value)) is not None:
                         self.record.state["moments", f"{name} {moment}"] = kept.clone()

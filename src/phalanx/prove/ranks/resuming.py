@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-from phalanx.checkpoint.shelf import Checkpoint, Shelf
+from phalanx.checkpoint.manager import Checkpoint, CheckpointManager
 from phalanx.checkpoint.slot import Slot
 from phalanx.checkpoint.state import State
 from phalanx.checkpoint.store import Folder
@@ -26,9 +26,9 @@ from phalanx.prove.ranks.restored import KEPT, READ, RESUMED, WRITTEN, likeness
 from phalanx.prove.ranks.witness import Held, Witness, checksum
 from phalanx.prove.reference.hostile import Hostile
 from phalanx.task import Task
+from phalanx.train.checkpointing import Checkpointer, Policy
 from phalanx.train.engine import Engine
 from phalanx.train.guard import Guard
-from phalanx.train.keeping import Keeper, Policy
 from phalanx.train.restoring import Restorer
 from phalanx.train.scale import LossScale
 
@@ -82,11 +82,11 @@ class Interruption:
         """``slots``: by rank, in memory that all of them see."""
         self.resume, self.witness, self.half, self.slots = resume, witness, half, slots
         engine = witness.engine
-        self.shelf = Shelf(Folder(resume.folder))
+        self.manager = CheckpointManager(Folder(resume.folder))
         self.own = slots[engine.environment.rank]
         for slot in self.own:
             slot.void()
-        self.keeper = Keeper(engine, self.shelf, Policy(minutes=0), slots=self.own)
+        self.checkpointer = Checkpointer(engine, self.manager, Policy(minutes=0), slots=self.own)
         self.noted: dict[int, Noted] = {}
 
     def after_step(self) -> bool:
@@ -94,12 +94,12 @@ class Interruption:
         done = self.witness.engine.step_number
         if done == self.half - 1 and self.resume.thorough:
             self.noted[done] = Noted.of(self.witness, done - 1)
-            self.keeper.stage(save=False)
+            self.checkpointer.stage(save=False)
         if done < self.half:
             return False
         self.noted[done] = Noted.of(self.witness, done - 1)
-        self.keeper.save_now()
-        self.keeper.close()
+        self.checkpointer.save_now()
+        self.checkpointer.close()
         for slot in self.own if len(self.noted) > 1 else ():
             if slot.step() == done:
                 slot.void()  # so that what was staged while a step ran is the newest in memory
@@ -111,14 +111,14 @@ class Interruption:
         if engine is not witness.engine:
             witness.watch(engine)
         in_memory = list(self._memory()) if self.resume.thorough else []
-        checkpoint = Shelf(Folder(self.resume.elsewhere)).open(self.half)
+        checkpoint = CheckpointManager(Folder(self.resume.elsewhere)).open(self.half)
         checkpoint.read(State(engine.spread, engine.optimizer).wanted(checkpoint.manifest))
         engine.resume(checkpoint.manifest.facts)
         witness.told.differences += self._elsewhere()
         emptied(engine)
-        took = Restorer(engine, self.shelf).restore()
+        took = Restorer(engine, self.manager).restore()
         assert took is not None
-        fault = partial(self._fault, self.shelf.open(self.half))
+        fault = partial(self._fault, self.manager.open(self.half))
         in_file = list(self._changes(self.noted[self.half], "", fault))
         witness.told.differences += in_file or in_memory
         witness.went_on()
@@ -126,12 +126,12 @@ class Interruption:
     def _memory(self) -> Iterator[Difference]:
         engine = self.witness.engine
         every = [slot for slots in self.slots[: engine.environment.world] for slot in slots]
-        took = Restorer(engine, Shelf(Folder(f"{self.resume.folder}/none")), every).restore()
+        took = Restorer(engine, CheckpointManager(Folder(f"{self.resume.folder}/none")), every).restore()
         assert took == "memory"
         yield from self._changes(self.noted[min(self.noted)], "in memory", lambda held: KEPT)
 
     def close(self) -> None:
-        self.keeper.close()
+        self.checkpointer.close()
 
     def _changes(self, noted: Noted, where: str, fault: Callable[[Held], str]) -> Iterator[Difference]:
         """What is not to the last bit what was noted."""
@@ -200,7 +200,7 @@ class Interruption:
 def emptied(engine: Engine) -> Engine:
     """The same engine, as if it had just been made, with nothing in its weights."""
     for weight in engine.spread.weights.values():
-        for tensor in (weight.piece, weight.full) if weight.storage.always_whole else (weight.piece,):
+        for tensor in (weight.shard, weight.full) if weight.storage.always_whole else (weight.shard,):
             tensor.data.fill_(math.nan)
     for _, buffer in engine.spread.whole.replicated():
         buffer.detach().fill_(math.nan if buffer.is_floating_point() else 0)
@@ -237,10 +237,10 @@ def write_reference(task: Task, standard: Standard, folder: str) -> None:
         "scale": [1.0, 0, True], "guard": Guard().state(), "compared": None, "options": {}, "attributes": {},
         "seed": task.seed, "global_batch": task.global_batch, "data": task.proof_trial.size,
     }  # fmt: skip
-    shelf, unfinished = Shelf(Folder(folder)), Shelf(Folder(folder)).commits.writing(0, half)
-    shelf.fence(0)
-    write_part(shelf.store, unfinished, 0, _pieces(standard, last), facts, {})
-    shelf.commit(0, half, 1, 60.0, lambda: False)
+    manager, unfinished = CheckpointManager(Folder(folder)), CheckpointManager(Folder(folder)).commits.writing(0, half)
+    manager.fence(0)
+    write_part(manager.store, unfinished, 0, _pieces(standard, last), facts, {})
+    manager.commit(0, half, 1, 60.0, lambda: False)
 
 
 def _pieces(standard: Standard, last: Any) -> Iterator[Piece]:

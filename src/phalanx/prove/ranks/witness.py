@@ -85,7 +85,7 @@ class Witness(Callback):
 
     def _part(self, weight: Weight, whole: Tensor) -> Tensor:
         """This rank's rows of a whole."""
-        return weight.own_rows(self.holding.part(weight.name, whole)).view(weight.piece.shape)
+        return weight.own_rows(self.holding.part(weight.name, whole)).view(weight.shard.shape)
 
     def _note(self, rung: str, name: str, error: float, found: Any = "", expected: Any = "") -> None:
         if error > self.told.worst[0] and rung != "settings":
@@ -129,7 +129,7 @@ class Witness(Callback):
             return
         for _, weight in self._own:
             if weight.trainable:
-                self._tensor("given gradients", weight.name, weight.piece.grad, partial(self._part, weight))
+                self._tensor("given gradients", weight.name, weight.shard.grad, partial(self._part, weight))
 
     def on_gradients(self, engine: Engine, divisor: float, without: set[str]) -> None:
         """Before clipping: this rank's rows of the summed gradients."""
@@ -208,8 +208,8 @@ class Witness(Callback):
             for name in self.standard.steps[step].moments[weight.name] if here else ():
                 value = as_moment(kept.get(name))
                 yield "moments", f"{weight.name} {name}", value, self._moment_part(weight, value)
-            yield "weights", weight.name, weight.piece.data, part
-            if bucket.is_whole and weight.piece is not weight.full:
+            yield "weights", weight.name, weight.shard.data, part
+            if bucket.is_whole and weight.shard is not weight.full:
                 yield "weights in use", weight.name, weight.full.data, partial(self.holding.part, weight.name)
         for name, buffer in self.engine.spread.model.named_buffers():
             if self.holding.here(name):
@@ -219,7 +219,7 @@ class Witness(Callback):
         """From what one device keeps of a weight to what this rank keeps of it."""
         if value is not None and value.shape != weight.optimized.shape:
             return None
-        if weight.optimized is weight.piece:
+        if weight.optimized is weight.shard:
             return partial(self._part, weight)
         return lambda whole: whole.view(weight.optimized.shape)
 
@@ -260,8 +260,8 @@ class Witness(Callback):
             cut = self.holding.cut(weight.name)
             part = cut.spans[self.engine.mesh.index(cut.axis)] if cut else None
             place = weight.name, part, weight.first, weight.last
-            self.told.state["weights", *place] = checksum(weight.piece.data)
-            whole = weight.optimized is not weight.piece
+            self.told.state["weights", *place] = checksum(weight.shard.data)
+            whole = weight.optimized is not weight.shard
             for name, held in self.engine.optimizer.state.get(weight.optimized, {}).items():
                 if (moment := as_moment(held)) is not None:
                     where = (None, 0, 0) if whole else place[1:]

@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 from phalanx.callbacks import Callback
-from phalanx.checkpoint.shelf import Shelf
+from phalanx.checkpoint.manager import CheckpointManager
 from phalanx.checkpoint.slot import Slot
 from phalanx.checkpoint.state import Entry, State
 from phalanx.checkpoint.store import open_store
@@ -74,24 +74,24 @@ class Policy:
 
 def save(engine: Engine, folder: str | Path) -> str:
     """Write a checkpoint of the engine's state into a folder, or under a URL; where it is. All ranks must call it."""
-    keeper = Keeper(engine, Shelf(open_store(folder)), Policy(keep=sys.maxsize))
+    checkpointer = Checkpointer(engine, CheckpointManager(open_store(folder)), Policy(keep=sys.maxsize))
     try:
         if engine.environment.rank == 0:
-            keeper.shelf.abandon(0)  # what an attempt that was cut short has left
+            checkpointer.manager.abandon(0)  # what an attempt that was cut short has left
         engine.mesh.world.all_gather_words([])
-        keeper.save_now()
-        return f"{keeper.shelf.store.url}/{keeper.shelf.name(engine.step_number)}"
+        checkpointer.save_now()
+        return f"{checkpointer.manager.store.url}/{checkpointer.manager.name(engine.step_number)}"
     finally:
-        keeper.close()
+        checkpointer.close()
 
 
-class Keeper(Callback):
-    """A rank's keeper of state. Everything it decides, all ranks decide alike."""
+class Checkpointer(Callback):
+    """A rank's checkpointer of state. Everything it decides, all ranks decide alike."""
 
     def __init__(
         self,
         engine: Engine,
-        shelf: Shelf,
+        manager: CheckpointManager,
         policy: Policy,
         *,
         generation: int = 0,
@@ -100,14 +100,14 @@ class Keeper(Callback):
         note: Note | None = None,
     ) -> None:
         """``slots`` are this rank's; ``guests``, where hosts exchange copies, for those of ranks of the host before."""
-        self.engine, self.shelf, self.policy, self.generation = engine, shelf, policy, generation
+        self.engine, self.manager, self.policy, self.generation = engine, manager, policy, generation
         self._own = [] if slots else [Slot(), Slot()]
         self.slots, self.guests = list(slots) or self._own, guests or ()
         for slot in self.slots:
             slot.pinned = engine.device.type == "cuda"
         self.neighbours = None if guests is None else Neighbours(engine, guests)
         nobody: Note = lambda kind, **fields: None  # noqa: E731
-        self.writer = Writer(engine, shelf, generation, policy.keep, policy.keep_every, note or nobody)
+        self.writer = Writer(engine, manager, generation, policy.keep, policy.keep_every, note or nobody)
         self.state = State(engine.spread, engine.optimizer, engine.environment.hosts, engine.callbacks.tensors())
         if engine.environment.rank == 0:
             self._begin()
@@ -115,24 +115,24 @@ class Keeper(Callback):
         self._rest_until = 0.0
         self._owed = False
         """A file was due while another was being written."""
-        self.unhurried: Callable[[], object] = lambda: None
+        self.may_take_long: Callable[[], object] = lambda: None
         """Told before something that may take much longer than a step."""
         self._frugal: bool | None = None
         """One slot, for files alone; None: not known yet."""
         self._last: Save | None = None
         """The newest, the only one that may still be under way."""
         self._queue: queue.SimpleQueue[Save | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._background, name="keeper", daemon=True)
+        self._thread = threading.Thread(target=self._background, name="checkpointer", daemon=True)
         self._thread.start()
         self._files = ThreadPoolExecutor(1, "files", initializer=_behind_the_steps)
         engine.callbacks.add(self)
 
     def _begin(self) -> None:
         try:
-            self.shelf.fence(self.generation)
+            self.manager.fence(self.generation)
         except OSError as error:
-            raise CannotHere(f"{self.shelf.store.url} cannot be written to: {error.strerror or error}.") from None
-        if warning := self.shelf.store.warning():
+            raise CannotHere(f"{self.manager.store.url} cannot be written to: {error.strerror or error}.") from None
+        if warning := self.manager.store.warning():
             say(f"   note  {warning}")
 
     # In front: between two steps, on every rank.
@@ -171,14 +171,14 @@ class Keeper(Callback):
         elif stage:
             self._owed = False
             if signals.busy:
-                self.unhurried()
+                self.may_take_long()
                 self.settled()
             self.stage(save)
 
     def save_now(self) -> None:
         """Have this step on disk when this returns; a full disk is waited for."""
         self.settled()
-        if self.engine.step_number in steps_seen(self.engine, self.shelf):
+        if self.engine.step_number in steps_seen(self.engine, self.manager):
             return
         self.check_weights()
         for pause in islice(pauses(), FULL_ATTEMPTS):
@@ -188,7 +188,7 @@ class Keeper(Callback):
                 return
             if not any("no room" in reason for reason in reasons):
                 break
-            self.unhurried()
+            self.may_take_long()
             time.sleep(pause)
         raise CannotHere(
             f"the state after step {self.engine.step_number} could not be saved: {reasons[-1][0]}. "
@@ -197,14 +197,14 @@ class Keeper(Callback):
 
     def _from_where(self) -> str:
         """Where a run would go on from."""
-        saved = max(self.shelf.steps(), default=None)
-        where = self.shelf.store.url
+        saved = max(self.manager.steps(), default=None)
+        where = self.manager.store.url
         return f"from step 0: there is no checkpoint in {where}" if saved is None else f"from step {saved} in {where}"
 
     def check_weights(self) -> None:
         """Refuse, on all ranks alike, to take weights that are not finite for a result."""
         weights = self.engine.spread.weights.items()
-        own = first_not_finite((name, weight.piece.data) for name, weight in weights if weight.trainable)
+        own = first_not_finite((name, weight.shard.data) for name, weight in weights if weight.trainable)
         found = [name for said in self.engine.mesh.world.all_gather_words([own]) for name in said if name]
         if found:
             raise BadNumbers(
@@ -229,7 +229,7 @@ class Keeper(Callback):
         """A save is on disk, as all ranks know: tell callbacks, once."""
         if not save.told:
             save.told = True
-            where = f"{self.shelf.store.url}/{self.shelf.name(save.step)}"
+            where = f"{self.manager.store.url}/{self.manager.name(save.step)}"
             self.engine.callbacks.call("on_checkpoint", self.engine, save.step, where)
 
     def _reasons(self, save: Save) -> list[list[str]]:
@@ -246,7 +246,7 @@ class Keeper(Callback):
             return
         slot = self.slots[0] if self._frugal else min(self.slots, key=lambda slot: slot.step() or -1)
         if slot.step() is None:
-            self.unhurried()  # its memory has to be got first
+            self.may_take_long()  # its memory has to be got first
         if save:
             self._saved_at = time.monotonic()
             engine.signals.save = False
@@ -272,7 +272,7 @@ class Keeper(Callback):
         """What was kept since a step may be wrong: it is put aside, so that nobody goes on from it."""
         self.settled()
         if self.engine.environment.rank == 0:
-            self.shelf.distrust(0 if after is None else after)
+            self.manager.distrust(0 if after is None else after)
         for slot in self._every_slot():
             slot.void()
         self.engine.mesh.world.all_gather_words([])  # nobody leaves before all of it is done
@@ -298,7 +298,7 @@ class Keeper(Callback):
         self._thread.join()
         self._files.shutdown()
         if self.engine.environment.rank == 0:
-            self.shelf.close(self.generation)
+            self.manager.close(self.generation)
         if self.neighbours is not None:
             self.neighbours.close()
         for slot in self.slots:

@@ -27,7 +27,7 @@ MOVES, ALLOWED, STEPS, PATIENCE, ARRIVED, AHEAD, WAITING = range(7)
 COLUMNS = 7
 
 
-class Beats:
+class Heartbeats:
     """By rank of this host: how often it has moved, how long it may stand still (0: for ever), steps done, how long it
     may stand still while it is busy, and what `Traffic.signs` says of it."""
 
@@ -52,7 +52,7 @@ class Beats:
         return max(self.row(rank)[STEPS] for rank in range(self.ranks))
 
 
-class Beat:
+class RankHeartbeat:
     """A rank's own row: it learns from its steps how long the next may take."""
 
     def __init__(self, row: memoryview, patience: float) -> None:
@@ -61,9 +61,9 @@ class Beat:
         self.row[PATIENCE] = round(1000 * patience)
         self._seconds: deque[float] = deque(maxlen=32)
         self._last: float | None = None
-        self.unhurried()
+        self.may_take_long()
 
-    def unhurried(self, for_ever: bool = False) -> None:
+    def may_take_long(self, for_ever: bool = False) -> None:
         """What comes now is no step but an evaluation, or a file, which may take as long as it takes."""
         self.row[ALLOWED] = 0 if for_ever else round(1000 * self.patience)
         self.row[MOVES] += 1
@@ -93,10 +93,10 @@ class Beat:
 class Watch:
     """The supervisor's eyes: which ranks stand still for too long, and which of them the others wait for."""
 
-    def __init__(self, beats: Beats, first: int = 0, leniency: float = 1.0, alone: bool = True) -> None:
+    def __init__(self, heartbeats: Heartbeats, first: int = 0, leniency: float = 1.0, alone: bool = True) -> None:
         """``first``: the number of this host's first rank; ``alone``: there are no ranks on other hosts."""
-        self.beats, self.first, self.leniency, self.alone = beats, first, leniency, alone
-        ranks = range(first, first + beats.ranks)
+        self.heartbeats, self.first, self.leniency, self.alone = heartbeats, first, leniency, alone
+        ranks = range(first, first + heartbeats.ranks)
         self._signs: dict[int, tuple[int, ...]] = dict.fromkeys(ranks, ())
         self._still = dict.fromkeys(ranks, 0.0)
         self._used: dict[int, tuple[float, float]] = {}
@@ -161,7 +161,7 @@ class Watch:
         return used - had > BUSY * (now - before)
 
     def _row(self, rank: int) -> memoryview:
-        return self.beats.row(rank - self.first)
+        return self.heartbeats.row(rank - self.first)
 
     def _usual(self, rank: int) -> float:
         return self._row(rank)[ALLOWED] / 1000 / TIMES_MEDIAN

@@ -173,7 +173,7 @@ def _not_summed(node: Manifest, children: Sequence[tuple[str, Manifest]]) -> str
     return next((name for name in sorted(said.keys() | node.tensors) if said.get(name) != node.tensors.get(name)), "")
 
 
-class Shelf:
+class CheckpointManager:
     """All checkpoints of a run."""
 
     def __init__(self, store: Store) -> None:

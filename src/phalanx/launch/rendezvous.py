@@ -1,12 +1,12 @@
 """Supervisors of several hosts meet, agree on who is in, and notice who is lost. A round is one generation of ranks.
 
-Whoever can bind the meeting's address opens its ``Reception``; the others connect to it. If that host is lost, the next
+Whoever can bind the address opens the ``RendezvousServer``; the others connect to it. If that host is lost, the next
 that can bind the address opens a new one, and the round goes on or the next begins from what members remember. On one
 machine that is any of them. On several, the address belongs to one host: choose one that stays.
 
 A thread of the supervisor keeps in touch, so that a busy supervisor is not a silent one, while a stopped one is. It
 takes no lock, imports nothing and resolves no name, and its sockets are closed in every forked child (``lines``): ranks
-can be forked at any time, and a child need do nothing. In a child a ``Meeting`` is dead.
+can be forked at any time, and a child need do nothing. In a child a ``Rendezvous`` is dead.
 
 Not torch's rendezvous: it compares clocks (10 s apart, three hosts were told worlds of 3, 3 and 1), never says that a
 host was lost, needs 4 to 45 s to meet again after kill -9, and does not survive its store's host. Not a TCPStore: its
@@ -30,17 +30,17 @@ from phalanx.errors import CannotHere, WrongUse
 from phalanx.launch import messages, network
 from phalanx.launch.lines import Line, not_for_children, ready
 from phalanx.launch.messages import Book, Message, Unreadable, decoded, encoded, shortened
-from phalanx.launch.reception import BEATS, PURPOSE, TICK, VERSION, Reception
+from phalanx.launch.rendezvous_server import BEATS, PURPOSE, TICK, VERSION, RendezvousServer
 from phalanx.launch.rounds import Round, RoundChange
 from phalanx.launch.seat import Seat
 
 PATIENT = 6
-"""So many times longer than for a member's word is waited for a greeting: a meeting whose host is stopped may go on."""
+"""So many times longer than for a member's word is waited for a greeting: a stopped host may go on."""
 TURNED_AWAY = 1.0
 """Seconds without once being let in, after which it was no accident."""
 
 
-class Meeting(Seat):
+class Rendezvous(Seat):
     """A host's seat, taken: ``next()`` awaits a round, ``changed()`` says when it is over, ``leave()`` ends it all."""
 
     def __post_init__(self) -> None:
@@ -48,13 +48,13 @@ class Meeting(Seat):
         self._token, self._pid = secrets.token_hex(8), os.getpid()
         self._book = Book()
         self._finished: str | None = None
-        self._reception: Reception | None = None
+        self._server_here: RendezvousServer | None = None
         # between the caller and the thread: each of these is written whole, by one of them, and needs no lock
         self._wish: dict[str, Any] | None = None
         self._outbox: deque[Message] = deque()
         self._refusal: Exception | None = None
         self._attending = self._closing = False
-        self._leaving = "its meeting was closed"
+        self._leaving = "its rendezvous was closed"
         self._news = threading.Event()
         self._thread: threading.Thread | None = None
         self._bell, self._ring = (not_for_children(end) for end in socket.socketpair())
@@ -81,7 +81,7 @@ class Meeting(Seat):
         self._wish = {"ranks": self.ranks, "after": after, "port": door.getsockname()[1], "began": began, "sent": False}
         self._attending = True
         if self._thread is None:
-            self._thread = threading.Thread(target=self._attend, name=f"meeting of {self.host}", daemon=True)
+            self._thread = threading.Thread(target=self._attend, name=f"rendezvous of {self.host}", daemon=True)
             self._thread.start()
         self._wake()
         try:
@@ -108,10 +108,10 @@ class Meeting(Seat):
         """For whom this host waits, in words; nothing while it does not know, or does not wait."""
         if self._wish is None:
             return ""
-        if self._reception is not None:
-            return self._reception.awaited()
+        if self._server_here is not None:
+            return self._server_here.awaited()
         if not self._welcomed:
-            return f"waits for the host that opens the meeting at {self.address}: nobody answers there yet"
+            return f"waits for the host that opens the rendezvous at {self.address}: nobody answers there yet"
         return f"waits at host {self._server}, which says for whom, until {self.min_nodes} or more are there"
 
     def changed(self) -> RoundChange | None:
@@ -121,7 +121,7 @@ class Meeting(Seat):
             return RoundChange(book.over, book.urgent)
         if age > self.silence and book.finished is None:  # also right after this process was stopped for a while
             return RoundChange(
-                f"host {self.host} has heard nothing from the meeting at {self.address} for {age:.1f} s", True
+                f"host {self.host} has heard nothing from the rendezvous at {self.address} for {age:.1f} s", True
             )
         if book.wanted and len(book.hosts) < self.max_nodes:
             return RoundChange(f"host {book.wanted} wants to join", False)
@@ -156,15 +156,15 @@ class Meeting(Seat):
         self.close()
 
     def close(self) -> None:
-        """End the thread and the connections; if the reception is here, it moves to another host that can have it."""
+        """End the thread and the connections; if the server is here, it moves to another host that can have it."""
         if self._closing or self._pid != os.getpid():
             return
         self._closing = True
         self._wake()
         if self._thread is not None:
             self._thread.join()
-        if self._reception is not None:
-            self._reception.close()
+        if self._server_here is not None:
+            self._server_here.close()
         self._bell.close()
         self._ring.close()
 
@@ -203,7 +203,7 @@ class Meeting(Seat):
                 raise ConnectionRefusedError
         except OSError:
             sock.close()
-            self._open_reception()
+            self._open_server()
             return
         self._line, self._server = Line(sock, self.key, PURPOSE), ""
         self._introduced = False
@@ -212,16 +212,16 @@ class Meeting(Seat):
         if self._wish is not None:
             self._wish["sent"] = False
 
-    def _open_reception(self) -> None:
-        if self._reception is not None:
+    def _open_server(self) -> None:
+        if self._server_here is not None:
             return
         try:
             door = network.listen(self.way.to, self.port, self.way.interface)
         except OSError as error:
             if error.errno not in (errno.EADDRINUSE, errno.EADDRNOTAVAIL):  # another's turn: it will answer soon
-                self._refuse(CannotHere(f"cannot open a meeting at {self.address}: {error}. Choose another port."))
+                self._refuse(CannotHere(f"cannot open a rendezvous at {self.address}: {error}. Choose another port."))
             return
-        self._reception = Reception(
+        self._server_here = RendezvousServer(
             door, self.key, self.host, self.agreed, (self.min_nodes, self.max_nodes), self.silence, self.last_call
         )
 
@@ -249,12 +249,12 @@ class Meeting(Seat):
         elif line.strange:
             self._refuse(self.stranger())
         elif line.broken:
-            self._hang_up("its connection broke, and it hosted the meeting")
+            self._hang_up("its connection broke, and it hosted the rendezvous")
         elif now - line.heard > self.silence:
             if not self._server and not self.met and now - self._mute > PATIENT * self.silence:
                 self._refuse(self.stranger())
             else:
-                self._hang_up(f"silent for {now - line.heard:.1f} s, and it hosted the meeting")
+                self._hang_up(f"silent for {now - line.heard:.1f} s, and it hosted the rendezvous")
         elif self._welcomed:
             self._empty_outbox(line)
             if self._wish is not None and not self._wish["sent"]:
@@ -311,7 +311,7 @@ class Meeting(Seat):
         self._news.set()
 
     def _hang_up(self, lost: str) -> None:
-        """Let the connection go; if that means that the reception's host is lost, and how."""
+        """Let the connection go; if that means that the rendezvous server's host is lost, and how."""
         if lost and self._welcomed and not self._farewell and self._server != self.host:
             self._book.lose(self._server, lost)
         if self._line is not None:

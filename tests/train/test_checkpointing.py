@@ -23,10 +23,10 @@ from phalanx.checkpoint import store as store_of
 from phalanx.checkpoint import write
 from phalanx.checkpoint.slot import Slot
 from phalanx.errors import CannotHere
-from phalanx.train import keeping as keeping_of
+from phalanx.train import checkpointing as keeping_of
+from phalanx.train.checkpointing import Checkpointer, Policy
 from phalanx.train.engine import Engine
-from phalanx.train.keeping import Keeper, Policy
-from tests.checkpoints import contents, keeping, newest, shelf_at, trained
+from tests.checkpoints import checkpointing, contents, manager_at, newest, trained
 from tests.forking import fork
 from tests.parity import HostileVision
 from tests.ranks import Ranks
@@ -35,39 +35,39 @@ from tests.tasks import Digits
 EVERY_STEP = Policy(steps=1, minutes=0, memory_steps=0, keep=100)
 
 
-def step_on(engine: Engine, keeper: Keeper, steps: int, after: Callable[[], None] = lambda: None) -> None:
+def step_on(engine: Engine, checkpointer: Checkpointer, steps: int, after: Callable[[], None] = lambda: None) -> None:
     for batch in islice(engine.batches(), steps):
-        keeper.before_step()
-        keeper.after_step(engine.step(batch).signals, last=False)
+        checkpointer.before_step()
+        checkpointer.after_step(engine.step(batch).signals, last=False)
         after()
 
 
-def state(keeper: Keeper) -> dict[str, Tensor]:
-    return {entry.name: entry.value.clone() for entry in keeper.state.entries()}
+def state(checkpointer: Checkpointer) -> dict[str, Tensor]:
+    return {entry.name: entry.value.clone() for entry in checkpointer.state.entries()}
 
 
 def test_what_is_written_is_the_state_of_its_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Training goes on while it is copied, slowly; batch-norm's averages change in the forward already."""
-    real = Keeper.copy
+    real = Checkpointer.copy
 
-    def slow(keeper: Keeper, work: Any) -> None:
+    def slow(checkpointer: Checkpointer, work: Any) -> None:
         time.sleep(0.3)
-        real(keeper, work)
+        real(checkpointer, work)
 
-    monkeypatch.setattr(Keeper, "copy", slow)
-    with Engine(HostileVision(), device="cpu") as engine, keeping(engine, tmp_path) as keeper:
-        step_on(engine, keeper, 1)
-        expected = state(keeper)
-        keeper.stage(save=True)
-        step_on(engine, keeper, 2)
-        assert not torch.equal(state(keeper)["model/head.weight"], expected["model/head.weight"])
-        keeper.drain()
+    monkeypatch.setattr(Checkpointer, "copy", slow)
+    with Engine(HostileVision(), device="cpu") as engine, checkpointing(engine, tmp_path) as checkpointer:
+        step_on(engine, checkpointer, 1)
+        expected = state(checkpointer)
+        checkpointer.stage(save=True)
+        step_on(engine, checkpointer, 2)
+        assert not torch.equal(state(checkpointer)["model/head.weight"], expected["model/head.weight"])
+        checkpointer.drain()
         found = contents(tmp_path)
         assert found.keys() == expected.keys()
         assert all(torch.equal(found[name].reshape(-1), tensor.reshape(-1)) for name, tensor in expected.items())
         assert newest(tmp_path).manifest.step == 1
         # and writing it has left the copy in memory as it was
-        kept = next(slot.staged() for slot in keeper.slots if slot.step() == 1)
+        kept = next(slot.staged() for slot in checkpointer.slots if slot.step() == 1)
         assert all(torch.equal(tensor, found[place.name].view(tensor.shape)) for place, tensor in kept.tensors)
 
 
@@ -76,10 +76,10 @@ def test_old_files_are_let_go_once_the_new_one_is_there(tmp_path: Path) -> None:
     policy = Policy(steps=1, minutes=0, memory_steps=0, keep=2, keep_every=3)
     with (
         Engine(Digits(steps=8), device="cpu") as engine,
-        keeping(engine, tmp_path, policy, note=lambda kind, **fields: noted.append(fields)) as keeper,
+        checkpointing(engine, tmp_path, policy, note=lambda kind, **fields: noted.append(fields)) as checkpointer,
     ):
-        step_on(engine, keeper, 8, keeper.drain)
-    assert shelf_at(tmp_path).steps() == [3, 6, 7, 8]
+        step_on(engine, checkpointer, 8, checkpointer.drain)
+    assert manager_at(tmp_path).steps() == [3, 6, 7, 8]
     assert [note["let_go"] for note in noted] == [[], [], [1], [2], [], [4], [5], []]
 
 
@@ -96,13 +96,13 @@ def test_nothing_old_is_let_go_for_what_does_not_read_back(tmp_path: Path, monke
     policy = Policy(steps=1, minutes=0, memory_steps=0, keep=1)
     with (
         Engine(Digits(), device="cpu") as engine,
-        keeping(engine, tmp_path, policy, note=lambda kind, **fields: noted.append(fields)) as keeper,
+        checkpointing(engine, tmp_path, policy, note=lambda kind, **fields: noted.append(fields)) as checkpointer,
     ):
         monkeypatch.setattr(store_of.Folder, "read", spoiled)
         engine.step_number = 1
-        step_on(engine, keeper, 1, keeper.drain)
+        step_on(engine, checkpointer, 1, checkpointer.drain)
     assert "part-00000.safetensors has changed since it was written" in noted[0]["failed"]
-    assert shelf_at(tmp_path).steps() == [1]
+    assert manager_at(tmp_path).steps() == [1]
 
 
 # Disks that are full.
@@ -147,22 +147,24 @@ def test_a_full_disk_costs_only_the_save(
         monkeypatch.setattr(store_of.Folder, "free", lambda store: None)
     with (
         Engine(Digits(width=64, steps=9), device="cpu") as engine,
-        keeping(folder=folder, engine=engine, policy=EVERY_STEP, note=lambda kind, **f: noted.append(f)) as keeper,
+        checkpointing(
+            folder=folder, engine=engine, policy=EVERY_STEP, note=lambda kind, **f: noted.append(f)
+        ) as checkpointer,
     ):
-        step_on(engine, keeper, 1, keeper.drain)
+        step_on(engine, checkpointer, 1, checkpointer.drain)
         before = {path: path.read_bytes() for path in folder.glob("step-*/*")}
         fill()
-        step_on(engine, keeper, 2, keeper.drain)
+        step_on(engine, checkpointer, 2, checkpointer.drain)
         assert all("bytes free" in note["failed"] or "OSError" in note["failed"] for note in noted[1:]), noted
         assert [note["step"] for note in noted] == [1, 2, 3]
         monkeypatch.setattr(keeping_of, "FULL_ATTEMPTS", 2)
         with pytest.raises(CannotHere, match=r"step 3 could not be saved: .*--resume"):
-            keeper.save_now()
+            checkpointer.save_now()
         assert {path: path.read_bytes() for path in folder.glob("step-*/*")} == before
-        assert not shelf_at(folder).leftovers()
+        assert not manager_at(folder).leftovers()
         make_room()
-        step_on(engine, keeper, 1, keeper.drain)
-    assert shelf_at(folder).steps() == [1, 4]
+        step_on(engine, checkpointer, 1, checkpointer.drain)
+    assert manager_at(folder).steps() == [1, 4]
     assert not list(newest(folder).verify())
 
 
@@ -172,24 +174,24 @@ def test_the_last_save_waits_for_room(
     folder, fill, make_room = small_disk
     with (
         Engine(Digits(width=64), device="cpu") as engine,
-        keeping(folder=folder, engine=engine, policy=EVERY_STEP) as keeper,
+        checkpointing(folder=folder, engine=engine, policy=EVERY_STEP) as checkpointer,
     ):
-        step_on(engine, keeper, 1, keeper.drain)
+        step_on(engine, checkpointer, 1, checkpointer.drain)
         fill()
-        step_on(engine, keeper, 1, keeper.drain)
+        step_on(engine, checkpointer, 1, checkpointer.drain)
         later = threading.Timer(0.4, make_room)
         later.start()
-        keeper.save_now()
+        checkpointer.save_now()
         later.join()
-    assert shelf_at(folder).steps() == [1, 2]
+    assert manager_at(folder).steps() == [1, 2]
     said = capsys.readouterr().out
     assert said.count("could not be saved, going on") == 1, "once, however often it was tried"
     assert "step 2 is saved: checkpoints can be written again" in said
 
 
-def grow(keeper: Keeper) -> None:
+def grow(checkpointer: Checkpointer) -> None:
     """Give the slots their memory now: it is a file to the system, and could not grow later."""
-    for slot in keeper.slots:
+    for slot in checkpointer.slots:
         slot._open(1 << 16)
 
 
@@ -199,18 +201,18 @@ def short_of_room(folder: Path) -> tuple[list[dict[str, Any]], int]:
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     with (
         Engine(Digits(width=64, steps=100), Layout(fsdp=2), device="cpu") as engine,
-        keeping(engine, folder, EVERY_STEP, note=lambda kind, **fields: noted.append(fields)) as keeper,
+        checkpointing(engine, folder, EVERY_STEP, note=lambda kind, **fields: noted.append(fields)) as checkpointer,
     ):
-        step_on(engine, keeper, 1, keeper.drain)
-        grow(keeper)
+        step_on(engine, checkpointer, 1, checkpointer.drain)
+        grow(checkpointer)
         try:
             if engine.environment.rank == 1:
                 resource.setrlimit(resource.RLIMIT_FSIZE, (3000, limits[1]))
-            step_on(engine, keeper, 12, lambda: time.sleep(0.03))
+            step_on(engine, checkpointer, 12, lambda: time.sleep(0.03))
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        step_on(engine, keeper, 12, lambda: time.sleep(0.03))
-        keeper.save_now()
+        step_on(engine, checkpointer, 12, lambda: time.sleep(0.03))
+        checkpointer.save_now()
         return noted, engine.step_number
 
 
@@ -220,35 +222,38 @@ def test_one_rank_without_room_costs_only_the_save(ranks: Ranks, tmp_path: Path)
     assert any("OSError" in note.get("failed", "") for note in second)
     assert any("1 of 2 parts are missing, part-00001" in note.get("failed", "") for note in first)
     failed = [note["step"] for note in first if "failed" in note]
-    saved = shelf_at(tmp_path).steps()
+    saved = manager_at(tmp_path).steps()
     assert saved[0] == 1
     assert not set(failed) & set(saved)
     assert all(step < 14 for step in failed), "with room again, the next save works at once"
     assert saved[-1] == 25
     for step in saved:
-        assert not list(shelf_at(tmp_path).open(step).verify())
+        assert not list(manager_at(tmp_path).open(step).verify())
 
 
 def short_of_room_at_the_end(folder: Path) -> None:
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    with Engine(Digits(width=64), Layout(fsdp=2), device="cpu") as engine, keeping(engine, folder) as keeper:
-        step_on(engine, keeper, 1)
-        grow(keeper)
+    with (
+        Engine(Digits(width=64), Layout(fsdp=2), device="cpu") as engine,
+        checkpointing(engine, folder) as checkpointer,
+    ):
+        step_on(engine, checkpointer, 1)
+        grow(checkpointer)
         try:
             if engine.environment.rank == 1:
                 resource.setrlimit(resource.RLIMIT_FSIZE, (3000, limits[1]))
-            keeper.stage(save=True)
+            checkpointer.stage(save=True)
             if engine.environment.rank == 1:
-                keeper.drain()
+                checkpointer.drain()
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        keeper.save_now()
+        checkpointer.save_now()
 
 
 def test_the_last_save_does_not_wait_for_one_that_failed(ranks: Ranks, tmp_path: Path) -> None:
     """No step comes any more with which the second rank could say so."""
     ranks(2, short_of_room_at_the_end, tmp_path)
-    assert shelf_at(tmp_path).steps() == [1]
+    assert manager_at(tmp_path).steps() == [1]
     assert not list(newest(tmp_path).verify())
 
 
@@ -269,9 +274,9 @@ def killed(folder: Path, moment: str) -> None:
     slots = [Slot(os.open(folder / f"slot {n}", os.O_RDWR | os.O_CREAT)) for n in range(2)]
     with (
         Engine(Digits(), device="cpu") as engine,
-        keeping(engine, folder / "checkpoints", EVERY_STEP, slots=slots, generation=1) as keeper,
+        checkpointing(engine, folder / "checkpoints", EVERY_STEP, slots=slots, generation=1) as checkpointer,
     ):
-        step_on(engine, keeper, 1, keeper.drain)
+        step_on(engine, checkpointer, 1, checkpointer.drain)
         owner, name, call = MOMENTS[moment]
         real, calls = getattr(owner, name), iter(range(1, 100))
 
@@ -281,7 +286,7 @@ def killed(folder: Path, moment: str) -> None:
             return real(*args, **kwargs)
 
         setattr(owner, name, kill)
-        step_on(engine, keeper, 1, keeper.drain)
+        step_on(engine, checkpointer, 1, checkpointer.drain)
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
@@ -292,12 +297,12 @@ def test_a_kill_leaves_what_is_whole_and_nothing_else(moment: str, tmp_path: Pat
     slots = [Slot(os.open(tmp_path / f"slot {n}", os.O_RDWR)) for n in range(2)]
     steps = {slot.step() for slot in slots}
     assert steps == ({1, None} if moment in ("staging", "sealing") else {1, 2})
-    shelf = shelf_at(tmp_path / "checkpoints")
-    assert shelf.steps() == [1]
-    assert not list(shelf.open(1).verify())
-    first = shelf.open(1)
+    manager = manager_at(tmp_path / "checkpoints")
+    assert manager.steps() == [1]
+    assert not list(manager.open(1).verify())
+    first = manager.open(1)
     kept = next(slot.staged() for slot in slots if slot.step() == 1)
     assert all(torch.equal(tensor, first.tensor(place.name).view(tensor.shape)) for place, tensor in kept.tensors)
-    shelf.fence(2)
-    assert not shelf.leftovers()
+    manager.fence(2)
+    assert not manager.leftovers()
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == [".writing-00002", "step-00000001"]

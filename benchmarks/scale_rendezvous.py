@@ -1,9 +1,9 @@
-"""The meeting's reception with 1,280 simulated hosts: each a real connection over loopback that proves the run's key.
+"""The rendezvous server with 1,280 simulated hosts: each a real connection over loopback that proves the run's key.
 
-    python benchmarks/scale_reception.py [--hosts N] [--quick]
+    python benchmarks/scale_rendezvous.py [--hosts N] [--quick]
 
-The reception is the product's own, in a process of its own; another process speaks for all hosts: it says hello, joins,
-sends a sign of life as often as a host does, and notes when the last of them has heard something.
+The server is the product's own, in a process of its own; another process speaks for all hosts: it says hello, joins,
+sends a heartbeat as often as a host does, and notes when the last of them has heard something.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from phalanx.launch import messages
 from phalanx.launch.key import Key
 from phalanx.launch.lines import Line
 from phalanx.launch.messages import Book, encoded
-from phalanx.launch.reception import BEATS, PURPOSE, VERSION, Reception
+from phalanx.launch.rendezvous_server import BEATS, PURPOSE, VERSION, RendezvousServer
 from report import Figure, report
 
 HOSTS = 1280
@@ -59,7 +59,7 @@ class Crowd:
     hosts: list[Simulated] = field(default_factory=list)
     poll: select.poll = field(default_factory=select.poll)
     by_number: dict[int, Simulated] = field(default_factory=dict)
-    beat: bytes = encoded(messages.Heartbeat())
+    heartbeat: bytes = encoded(messages.Heartbeat())
     beaten: float = 0.0
 
     def come(self, address: tuple[str, int], count: int) -> float:
@@ -80,7 +80,7 @@ class Crowd:
     def tell(self, word: str) -> float:
         """All send a sign of life, one of them a fact, and all wait for the news of it."""
         for host in self.hosts:
-            host.line.send(self.beat)
+            host.line.send(self.heartbeat)
         self.hosts[-1].line.send(encoded(messages.Fact(1, "word", word)))
         return self.until(lambda host: word.encode() in host.heard)
 
@@ -112,7 +112,7 @@ class Crowd:
                 self.beaten = now
                 for host in self.hosts:
                     if host.introduced:
-                        host.line.send(self.beat)
+                        host.line.send(self.heartbeat)
             waiting = {host for host in waiting if not heard(host)}
         return time.monotonic()
 
@@ -121,7 +121,7 @@ class Crowd:
         for payload in host.line.receive():
             now = time.monotonic()
             host.gap, host.alive = max(host.gap, now - (host.alive or now)), now
-            if payload != self.beat:
+            if payload != self.heartbeat:
                 host.heard = payload
         assert not host.line.broken, f"{host.name} was sent away"
         if host.line.proven and not host.introduced:
@@ -143,13 +143,13 @@ def speak(pipe: Connection) -> None:
 
 
 def figures(hosts: int = HOSTS, rounds: int = 10, seconds: float = 10.0) -> Iterator[Figure]:
-    """What the reception takes, in seconds, with so many hosts."""
+    """What the rendezvous server takes, in seconds, with so many hosts."""
     ours, theirs = multiprocessing.Pipe()
     crowd = multiprocessing.get_context("fork").Process(target=speak, args=(theirs,), daemon=True)
     crowd.start()
     theirs.close()
     door = socket.create_server(("127.0.0.1", 0), backlog=1024)
-    reception = Reception(door, KEY, "host-0000", TERMS, (hosts, hosts), silence=SILENCE, last_call=1.0)
+    rendezvous_server = RendezvousServer(door, KEY, "host-0000", TERMS, (hosts, hosts), silence=SILENCE, last_call=1.0)
 
     def ask(name: str, *args: object) -> float:
         started = time.monotonic()
@@ -165,18 +165,18 @@ def figures(hosts: int = HOSTS, rounds: int = 10, seconds: float = 10.0) -> Iter
         spent = time.process_time()
         took = [ask("tell", f"word {number} of many") for number in range(rounds)]
         own = (time.process_time() - spent) / rounds
-        said = f"seconds, worst of {rounds}; {own:.2f} s of the reception's processor a round"
+        said = f"seconds, worst of {rounds}; {own:.2f} s of the rendezvous server's processor a round"
         yield Figure(f"{hosts} signs of life in, news out to all", max(took), ROUND_BAR, said)
         spent = time.process_time()
         gap = ask("rest", seconds)
         share = (time.process_time() - spent) / seconds
         yield Figure("longest that a host heard nothing", gap, SILENCE / 2, f"seconds, in {seconds:g} s of quiet")
-        yield Figure("reception's share of one core in quiet", share, 0.5)
+        yield Figure("rendezvous server's share of one core in quiet", share, 0.5)
         yield Figure(f"{hosts} hosts are done, and all know it", ask("finish"), SILENCE, "seconds")
-        lost = float(len(reception.book.lost) + hosts - len(reception.guests))
+        lost = float(len(rendezvous_server.book.lost) + hosts - len(rendezvous_server.guests))
         yield Figure("hosts lost", lost, 0.0)
     finally:
-        reception.close()
+        rendezvous_server.close()
         ours.close()
         crowd.kill()
         crowd.join()

@@ -10,14 +10,24 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from phalanx.launch import beats
-from phalanx.launch.beats import AHEAD, ALLOWED, ARRIVED, MOVES, PATIENCE, WAITING, Beat, Beats, Watch
+from phalanx.launch import heartbeats
+from phalanx.launch.heartbeats import (
+    AHEAD,
+    ALLOWED,
+    ARRIVED,
+    MOVES,
+    PATIENCE,
+    WAITING,
+    Heartbeats,
+    RankHeartbeat,
+    Watch,
+)
 
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(beats, "LEAST_SECONDS", 0.2)
-    monkeypatch.setattr(beats, "WINDOW_SECONDS", 0.3)
+    monkeypatch.setattr(heartbeats, "LEAST_SECONDS", 0.2)
+    monkeypatch.setattr(heartbeats, "WINDOW_SECONDS", 0.3)
 
 
 @pytest.fixture
@@ -41,7 +51,9 @@ HAS_ONE_COMPUTE = ("sh", "-c", "timeout 60 sh -c 'while true; do :; done'; true"
 Start = Callable[..., int]
 
 
-def late(shared: Beats, rank: int, arrived: int = 0, waiting: int = 0, ahead: int = 0, patience: int = 600_000) -> None:
+def late(
+    shared: Heartbeats, rank: int, arrived: int = 0, waiting: int = 0, ahead: int = 0, patience: int = 600_000
+) -> None:
     """A rank that may stand still for 0.2 s."""
     row = shared.row(rank)
     row[MOVES], row[ALLOWED], row[PATIENCE] = 1, 200, patience
@@ -59,39 +71,39 @@ def look_for(watch: Watch, pids: dict[int, int], seconds: float) -> tuple[int, s
 
 
 def test_a_rank_learns_from_its_own_steps_how_long_it_may_take() -> None:
-    shared = Beats(1)
-    beat = Beat(shared.row(0), patience=600)
+    shared = Heartbeats(1)
+    heartbeat = RankHeartbeat(shared.row(0), patience=600)
     assert shared.row(0)[ALLOWED] == 600_000
     for step in range(1, 8):
-        beat.stepped(step)
+        heartbeat.stepped(step)
         time.sleep(0.01)
     assert shared.row(0)[ALLOWED] == 5_000  # ten times its median would be less
     assert shared.steps() == 7
-    beat._seconds.extend([2.0] * 32)
-    beat.stepped(8)
+    heartbeat._seconds.extend([2.0] * 32)
+    heartbeat.stepped(8)
     assert shared.row(0)[ALLOWED] == pytest.approx(20_000, rel=0.1)
-    beat.unhurried()
+    heartbeat.may_take_long()
     assert shared.row(0)[ALLOWED] == 600_000
 
 
 def test_samples_may_come_slowly() -> None:
-    beat = Beat(Beats(1).row(0), patience=600)
+    heartbeat = RankHeartbeat(Heartbeats(1).row(0), patience=600)
     for step in range(1, 8):
-        beat.stepped(step)
-    with beat.fetching():
-        assert beat.row[ALLOWED] == 600_000
-    assert beat.row[ALLOWED] == 5_000
+        heartbeat.stepped(step)
+    with heartbeat.fetching():
+        assert heartbeat.row[ALLOWED] == 600_000
+    assert heartbeat.row[ALLOWED] == 5_000
 
 
 def test_no_more_than_the_patience_is_ever_allowed() -> None:
-    beat = Beat(Beats(1).row(0), patience=3)
+    heartbeat = RankHeartbeat(Heartbeats(1).row(0), patience=3)
     for step in range(1, 6):
-        beat.stepped(step)
-    assert beat.row[ALLOWED] == 3_000
+        heartbeat.stepped(step)
+    assert heartbeat.row[ALLOWED] == 3_000
 
 
 def test_the_rank_that_came_to_fewest_collectives_is_named(quick: None, start: Start) -> None:
-    shared = Beats(3)
+    shared = Heartbeats(3)
     for rank, arrived in enumerate((40, 38, 40)):
         late(shared, rank, arrived)
     seen = look_for(Watch(shared), {rank: start(*SLEEPS) for rank in range(3)}, 5)
@@ -102,7 +114,7 @@ def test_the_rank_that_came_to_fewest_collectives_is_named(quick: None, start: S
 
 def test_a_rank_that_waits_in_a_collective_is_not_to_blame(quick: None, start: Start) -> None:
     """The other has come to more of them, as stages of a pipeline do, and then to nothing."""
-    shared = Beats(2)
+    shared = Heartbeats(2)
     late(shared, 0, arrived=7, waiting=1)
     late(shared, 1, arrived=9)
     seen = look_for(Watch(shared), {rank: start(*SLEEPS) for rank in range(2)}, 5)
@@ -113,7 +125,7 @@ def test_a_rank_that_waits_in_a_collective_is_not_to_blame(quick: None, start: S
 
 def test_a_gpu_that_is_behind_with_what_was_launched_waits_for_another(quick: None, start: Start) -> None:
     """Both hosts have launched the same; the processor of one is at work, but only to ask again and again."""
-    shared = Beats(2)
+    shared = Heartbeats(2)
     late(shared, 0, arrived=12, ahead=28)
     late(shared, 1, arrived=11, ahead=29)
     seen = look_for(Watch(shared), {0: start(*SLEEPS), 1: start(*COMPUTES)}, 5)
@@ -123,7 +135,7 @@ def test_a_gpu_that_is_behind_with_what_was_launched_waits_for_another(quick: No
 
 
 def test_where_all_wait_in_the_same_collective_the_network_is(quick: None, start: Start) -> None:
-    shared = Beats(2)
+    shared = Heartbeats(2)
     for rank in range(2):
         late(shared, rank, waiting=1)
     pids = {rank: start(*SLEEPS) for rank in (6, 7)}
@@ -137,7 +149,7 @@ def test_where_all_wait_in_the_same_collective_the_network_is(quick: None, start
 @pytest.mark.parametrize("command", [COMPUTES, HAS_ONE_COMPUTE])
 def test_slow_is_not_stuck(quick: None, start: Start, command: tuple[str, ...]) -> None:
     """A first compile, or a batch of a new shape: others wait, the rank or a process that it started computes."""
-    shared = Beats(2)
+    shared = Heartbeats(2)
     late(shared, 0, arrived=5, waiting=1)
     late(shared, 1, arrived=4)
     pids = {0: start(*SLEEPS), 1: start(*command)}
@@ -150,7 +162,7 @@ def test_slow_is_not_stuck(quick: None, start: Start, command: tuple[str, ...]) 
 
 def test_whoever_said_that_it_takes_long_is_waited_for(quick: None, start: Start) -> None:
     """It evaluates, or writes a file, and the others have not been told."""
-    shared = Beats(2)
+    shared = Heartbeats(2)
     late(shared, 0, arrived=5, waiting=1)
     late(shared, 1, arrived=4)
     shared.row(1)[ALLOWED] = 0
@@ -158,7 +170,7 @@ def test_whoever_said_that_it_takes_long_is_waited_for(quick: None, start: Start
 
 
 def test_collectives_within_a_step_are_signs_of_life(quick: None, start: Start) -> None:
-    shared = Beats(1)
+    shared = Heartbeats(1)
     late(shared, 0)
     watch, pids = Watch(shared), {0: start(*SLEEPS)}
     for _ in range(10):
@@ -167,7 +179,7 @@ def test_collectives_within_a_step_are_signs_of_life(quick: None, start: Start) 
 
 
 def test_a_stopped_process_is_told_from_a_slow_one(quick: None) -> None:
-    shared = Beats(2)
+    shared = Heartbeats(2)
     for rank in range(2):
         shared.row(rank)[ALLOWED] = 0  # as while a file is written, however long
     sleeper = subprocess.Popen(["sleep", "60"])
@@ -185,7 +197,7 @@ def test_a_stopped_process_is_told_from_a_slow_one(quick: None) -> None:
 
 
 def test_who_moves_is_left_alone_and_a_watch_that_slept_blames_nobody(quick: None) -> None:
-    shared = Beats(1)
+    shared = Heartbeats(1)
     row = shared.row(0)
     row[ALLOWED] = 1500
     watch = Watch(shared)
@@ -200,7 +212,7 @@ def test_who_moves_is_left_alone_and_a_watch_that_slept_blames_nobody(quick: Non
 
 def test_a_rank_that_has_just_lost_what_it_waited_for_is_not_to_blame(quick: None, start: Start) -> None:
     """Another host ended its own rank, and this one is about to say that the connection is gone."""
-    shared = Beats(1)
+    shared = Heartbeats(1)
     late(shared, 0, waiting=1)
     watch, pids = Watch(shared, alone=False), {0: start(*SLEEPS)}
     assert look_for(watch, pids, 1.0) is None

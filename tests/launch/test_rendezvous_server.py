@@ -1,4 +1,4 @@
-"""The reception: what hosts bring after it has moved, and what it does not take. Rounds are in ``test_meeting``."""
+"""What hosts bring after the rendezvous server has moved, and what it does not take. Rounds: ``test_rendezvous``."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from phalanx.launch import messages
 from phalanx.launch.key import Key
 from phalanx.launch.lines import Line, ready
 from phalanx.launch.messages import Book, Message, decoded, encoded
-from phalanx.launch.reception import PURPOSE, VERSION, Reception
+from phalanx.launch.rendezvous_server import PURPOSE, VERSION, RendezvousServer
 
 KEY = Key(b"of these tests")
 TERMS = {"run": "'run'"}
 
 
 @pytest.fixture
-def reception() -> Iterator[Reception]:
-    one = Reception(socket.create_server(("localhost", 0)), KEY, "a", TERMS, (2, 2), silence=5.0, last_call=1.0)
+def rendezvous_server() -> Iterator[RendezvousServer]:
+    one = RendezvousServer(socket.create_server(("localhost", 0)), KEY, "a", TERMS, (2, 2), silence=5.0, last_call=1.0)
     yield one
     one.close()
 
 
-def come(reception: Reception) -> Line:
+def come(rendezvous_server: RendezvousServer) -> Line:
     """A connection of somebody who knows the key."""
-    line = Line(socket.create_connection(reception.listener.sock.getsockname()), KEY, PURPOSE)
+    line = Line(socket.create_connection(rendezvous_server.listener.sock.getsockname()), KEY, PURPOSE)
     while not line.proven:
         assert ready([line], 5.0)
         assert line.receive() == []
@@ -35,9 +35,9 @@ def come(reception: Reception) -> Line:
     return line
 
 
-def say(reception: Reception, *payloads: bytes) -> tuple[Line, list[Message]]:
-    """What the reception answers, until it hangs up or has answered."""
-    line = come(reception)
+def say(rendezvous_server: RendezvousServer, *payloads: bytes) -> tuple[Line, list[Message]]:
+    """What the rendezvous server answers, until it hangs up or has answered."""
+    line = come(rendezvous_server)
     for payload in payloads:
         line.send(payload)
     found: list[Message] = []
@@ -55,23 +55,23 @@ def hello(book: Book, **other: Any) -> bytes:
     return encoded(messages.Hello(**usual | {"book": book} | other))
 
 
-def test_a_host_brings_the_round_it_is_in(reception: Reception) -> None:
+def test_a_host_brings_the_round_it_is_in(rendezvous_server: RendezvousServer) -> None:
     line, answers = say(
-        reception, hello(Book(generation=5, hosts=["b", "c"], ranks=[1, 1], facts={"resume": "step 40"}))
+        rendezvous_server, hello(Book(generation=5, hosts=["b", "c"], ranks=[1, 1], facts={"resume": "step 40"}))
     )
     assert answers[0] == messages.Welcome("a", 5)
-    other, answers = say(reception, hello(Book(generation=4, hosts=["c", "d"], ranks=[1, 1]), host="d"))
+    other, answers = say(rendezvous_server, hello(Book(generation=4, hosts=["c", "d"], ranks=[1, 1]), host="d"))
     assert answers[0] == messages.Welcome("a", 5)  # and so it knows that the others went on
-    assert (reception.book.generation, reception.book.hosts) == (5, ["b", "c"])
+    assert (rendezvous_server.book.generation, rendezvous_server.book.hosts) == (5, ["b", "c"])
     line.close()
     other.close()
 
 
-def test_a_host_that_was_started_anew_is_no_member_of_the_round_it_was_in(reception: Reception) -> None:
-    line, _ = say(reception, hello(Book(generation=5, hosts=["b", "c"], ranks=[1, 1])))
-    other, answers = say(reception, hello(Book(), host="c", token="2"))
+def test_a_host_that_was_started_anew_is_no_member_of_the_round_it_was_in(rendezvous_server: RendezvousServer) -> None:
+    line, _ = say(rendezvous_server, hello(Book(generation=5, hosts=["b", "c"], ranks=[1, 1])))
+    other, answers = say(rendezvous_server, hello(Book(), host="c", token="2"))
     assert answers[0] == messages.Welcome("a", 5)
-    assert reception.book.over == "host c was lost: it came back without its ranks"
+    assert rendezvous_server.book.over == "host c was lost: it came back without its ranks"
     news: list[Book] = []
     while not news or not news[-1].over:
         assert ready([line], 5.0)
@@ -94,26 +94,30 @@ def test_a_host_that_was_started_anew_is_no_member_of_the_round_it_was_in(recept
         [b"\xff\xfe"],
     ],
 )
-def test_what_no_host_says_ends_that_connection_and_nothing_else(reception: Reception, payloads: list[bytes]) -> None:
-    line, _ = say(reception, *payloads)
+def test_what_no_host_says_ends_that_connection_and_nothing_else(
+    rendezvous_server: RendezvousServer, payloads: list[bytes]
+) -> None:
+    line, _ = say(rendezvous_server, *payloads)
     while not line.broken:
         assert ready([line], 5.0)
         line.receive()
     line.close()
-    other, answers = say(reception, hello(Book(), host="c"))
+    other, answers = say(rendezvous_server, hello(Book(), host="c"))
     assert answers == [messages.Welcome("a", 0)]
     other.close()
 
 
-def test_a_guest_that_reads_nothing_holds_up_nobody(reception: Reception) -> None:
+def test_a_guest_that_reads_nothing_holds_up_nobody(rendezvous_server: RendezvousServer) -> None:
     """And when it reads again it gets the newest news, not all that it has missed."""
     book = Book(generation=5, hosts=["b", "c"], ranks=[1, 1], facts={f"fact {n}": "x" * 60_000 for n in range(20)})
-    deaf, _ = say(reception, hello(book))
-    line, _ = say(reception, hello(book, host="c", token="2"))
+    deaf, _ = say(rendezvous_server, hello(book))
+    line, _ = say(rendezvous_server, hello(book, host="c", token="2"))
     for number in range(15):
         line.send(encoded(messages.Fact(5, "newest", str(number))))
         until(line, number)
-    assert max(len(guest.line.unsent) for guest in reception.guests) < 1 << 22, "kept for one that does not read"
+    assert max(len(guest.line.unsent) for guest in rendezvous_server.guests) < 1 << 22, (
+        "kept for one that does not read"
+    )
     until(deaf, 14)
     deaf.close()
     line.close()

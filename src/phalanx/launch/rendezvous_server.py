@@ -1,11 +1,11 @@
-"""The meeting's reception: one thread, on one host, that knows who is there, who is lost, and when a round begins.
+"""The rendezvous server: one thread, on one host, that knows who is there, who is lost, and when a round begins.
 
 All decisions are made here, one after another, and by this process's own clock: ages of what was heard, never another
 host's time. A broken connection is evidence of death: the kernel closes it when a process ends, and a healthy process,
 however starved of processors, keeps it. Silence is weaker: it counts after ``silence`` seconds in which this thread
 listened.
 
-The reception keeps nothing that a member of the round does not know too (``Book``). So it may end at any time: another
+The server keeps nothing that a member of the round does not know too (``Book``). So it may end at any time: another
 host opens a new one, and what members bring is put together again.
 """
 
@@ -24,14 +24,14 @@ from phalanx.launch.listener import ConnectionListener, note
 from phalanx.launch.messages import Book, Message, Unreadable, decoded, encoded
 from phalanx.words import many
 
-PURPOSE = "meeting"
+PURPOSE = "rendezvous"
 VERSION = 3
 MOST_FACTS = 1 << 10
 TICK = 0.1
 BEATS = 10
 """Signs of life, in both directions, in the time after which none at all is a loss."""
 MOVING = 0.5
-"""Seconds for hosts to find a reception that has just opened, perhaps after another was lost."""
+"""Seconds for hosts to find a rendezvous server that has just opened, perhaps after another was lost."""
 STRAGGLING = 30.0
 """Seconds for a host of the last round, still there, to stop its ranks and come to the next one."""
 
@@ -55,7 +55,7 @@ class Guest:
         self.line.send(encoded(message))
 
 
-class Reception:
+class RendezvousServer:
     """Serves the hosts of one run at a socket that already listens, until it is closed."""
 
     def __init__(
@@ -75,7 +75,7 @@ class Reception:
         """Somebody came, went, or said more than that it lives."""
         self._closing = False
         self._beat = self._next_news = 0.0
-        self._thread = threading.Thread(target=self._serve, name="meeting's reception", daemon=True)
+        self._thread = threading.Thread(target=self._serve, name="rendezvous server", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
@@ -152,15 +152,16 @@ class Reception:
         if hello.version != VERSION:
             return self._refuse(
                 guest, "use",
-                f"host {host} speaks version {hello.version} of the meeting's protocol and host {self.host} version "
+                f"host {host} speaks version {hello.version} of the rendezvous's protocol and host {self.host} version "
                 f"{VERSION}. Install the same Phalanx on all hosts.",
             )  # fmt: skip
         for key, ours in self.terms.items():
             if (theirs := hello.terms.get(key)) != ours:
                 return self._refuse(
                     guest, "use",
-                    f"host {host} came for {key} {theirs}, but the meeting, opened by host {self.host}, is for {key} "
-                    f"{ours}. Start all hosts of a run with the same settings, and every run with a port of its own.",
+                    f"host {host} came for {key} {theirs}, but the rendezvous, opened by host {self.host}, is for "
+                    f"{key} {ours}. Start all hosts of a run with the same settings, and every run with a port of "
+                    "its own.",
                 )  # fmt: skip
         for other in self.guests:
             if other.host == host and not other.line.broken and other is not guest:
@@ -177,7 +178,7 @@ class Reception:
         return None
 
     def _put_together(self, theirs: Book) -> None:
-        """What a host remembers, with what is known here: after the reception has moved, hosts bring the round back."""
+        """What a host remembers, with what is known here: after the server has moved, hosts bring the round back."""
         ours = self.book
         if theirs.generation > ours.generation:
             ours.end(f"generation {theirs.generation} of the same run is known", urgent=True)
@@ -239,7 +240,7 @@ class Reception:
         if now - self.since > self.silence and book.running:
             for host in book.hosts:
                 if host not in there and host not in book.done:
-                    self._lose(host, "it did not come back to the meeting")
+                    self._lose(host, "it did not come back to the rendezvous")
 
     def _expected(self, now: float) -> list[str]:
         """Hosts of the last round that may still come to the next one."""
@@ -306,7 +307,7 @@ class Reception:
         most half of the time goes into telling, so that signs of life are heard however much there is to tell.
         """
         book, finished = self.book, self.book.finished
-        beat, tell = now - self._beat > self.silence / BEATS, now >= self._next_news
+        heartbeat, tell = now - self._beat > self.silence / BEATS, now >= self._next_news
         news, alive = None, packed(encoded(messages.Heartbeat()))
         members = set(book.hosts)
         for guest in self.guests:
@@ -317,9 +318,9 @@ class Reception:
                 guest.line.send(news)
             elif finished is not None and guest.joined is not None:
                 self._refuse(guest, "finished", finished)
-            elif beat and not guest.line.unsent:
+            elif heartbeat and not guest.line.unsent:
                 guest.line.send(alive)
-        if beat:
+        if heartbeat:
             self._beat = now
         if news is not None:
             ended = time.monotonic()

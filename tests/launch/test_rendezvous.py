@@ -20,11 +20,11 @@ from typing import Any
 import pytest
 
 from phalanx import CannotHere, WrongUse
-from phalanx.launch import meeting as module
+from phalanx.launch import rendezvous as module
 from phalanx.launch.key import Key
 from phalanx.launch.lines import CHALLENGE_BYTES, MAGIC
-from phalanx.launch.meeting import Meeting
 from phalanx.launch.rank_store import RankStore, StoreServer
+from phalanx.launch.rendezvous import Rendezvous
 from phalanx.launch.rounds import Round, RoundChange
 
 KEY = Key(b"of these tests")
@@ -33,13 +33,13 @@ LONG = 20.0
 
 
 class Seat:
-    """What a host can be told to do, besides what its meeting can."""
+    """What a host can be told to do, besides what its rendezvous can."""
 
-    def __init__(self, meeting: Meeting, pipe: Connection) -> None:
-        self.meeting, self.pipe = meeting, pipe
+    def __init__(self, rendezvous: Rendezvous, pipe: Connection) -> None:
+        self.rendezvous, self.pipe = rendezvous, pipe
 
     def next(self, *args: Any) -> Round | None:
-        self.round = self.meeting.next(*args)
+        self.round = self.rendezvous.next(*args)
         return self.round and dataclasses.replace(self.round, listening=None)  # a socket does not travel
 
     def come(self) -> Round | None:
@@ -47,7 +47,7 @@ class Seat:
         come = threading.Event()
 
         def asked() -> bool:
-            wish = self.meeting._wish
+            wish = self.rendezvous._wish
             if not come.is_set() and (wish is None or wish["sent"]):
                 come.set()
                 self.pipe.send("come")
@@ -58,13 +58,13 @@ class Seat:
         return answer
 
     def finished(self) -> str | None:
-        return self.until(lambda: self.meeting.finished)
+        return self.until(lambda: self.rendezvous.finished)
 
     def get(self, key: str, seconds: float = LONG) -> str | None:
-        return self.until(lambda: self.meeting.get(key), seconds)
+        return self.until(lambda: self.rendezvous.get(key), seconds)
 
     def change(self, seconds: float = LONG) -> RoundChange | None:
-        return self.until(self.meeting.changed, seconds)
+        return self.until(self.rendezvous.changed, seconds)
 
     def until(self, known: Callable[[], Any], seconds: float = LONG) -> Any:
         deadline = time.monotonic() + seconds
@@ -83,7 +83,7 @@ class Seat:
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             pass
-        return self.meeting.changed()
+        return self.rendezvous.changed()
 
     def read_store(self) -> str:
         """Node 0 opens the round's store and says which round it is for; the others read that."""
@@ -102,15 +102,15 @@ def supervisor(pipe: Connection, version: int, settings: dict[str, Any]) -> None
     settings = {"key": KEY, **settings}
     if "key_of" in settings:
         settings["key"] = Key(settings.pop("key_of").encode())
-    meeting = Meeting(**settings)
-    seat = Seat(meeting, pipe)
+    rendezvous = Rendezvous(**settings)
+    seat = Seat(rendezvous, pipe)
     while True:
         try:
             name, args = pipe.recv()
         except EOFError:
             os._exit(0)
         try:
-            pipe.send(getattr(seat if hasattr(seat, name) else meeting, name)(*args))
+            pipe.send(getattr(seat if hasattr(seat, name) else rendezvous, name)(*args))
         except Exception as error:
             pipe.send(error)
 
@@ -186,7 +186,7 @@ def met(*hosts: Host) -> Round:
 
 
 def in_turn(host: Callable[..., Host], least: int, most: int, names: str, **settings: Any) -> list[Host]:
-    """Hosts that come one after another: they are in that order, and the first has the reception."""
+    """Hosts that come one after another: they are in that order, and the first has the rendezvous server."""
     hosts = []
     for name in names:
         hosts.append(host(name, least, most, **{"last_call": 3.0, **settings}).start("come"))
@@ -220,7 +220,7 @@ def test_a_killed_host_is_noticed_although_its_ranks_still_hold_on(host: Callabl
     assert (again.generation, again.hosts) == (2, ["a", "b"])
 
 
-def test_survivors_of_the_receptions_host_meet_again(host: Callable[..., Host]) -> None:
+def test_survivors_of_the_servers_host_meet_again(host: Callable[..., Host]) -> None:
     a, b, c = in_turn(host, 2, 3, "abc", silence=LONG)
     a.ask("fork")
     a.end()
@@ -238,7 +238,7 @@ def test_survivors_of_the_receptions_host_meet_again(host: Callable[..., Host]) 
     assert (last.generation, last.hosts) == (3, ["c", "a"])
 
 
-def test_the_reception_moves_when_its_host_leaves(host: Callable[..., Host]) -> None:
+def test_the_server_moves_when_its_host_leaves(host: Callable[..., Host]) -> None:
     a, b, c = in_turn(host, 2, 3, "abc")
     a.ask("leave", "stopped by the user")
     assert [one.ask("change") for one in (b, c)] == [RoundChange("host a left: stopped by the user", urgent=True)] * 2
@@ -251,7 +251,7 @@ def test_the_reception_moves_when_its_host_leaves(host: Callable[..., Host]) -> 
     assert (again.generation, again.hosts) == (3, ["b", "c", "d"])
 
 
-def test_a_round_goes_on_when_the_lost_host_had_only_its_reception(host: Callable[..., Host]) -> None:
+def test_a_round_goes_on_when_the_lost_host_had_only_its_server(host: Callable[..., Host]) -> None:
     a = host("a", 2, 2, patience=0.5, silence=1.5)
     assert isinstance(a.ask("next"), CannotHere)
     b, c = host("b", 2, 2, silence=1.5), host("c", 2, 2, silence=1.5)
@@ -286,7 +286,7 @@ def test_a_stopped_host_is_given_up_and_told_so(host: Callable[..., Host]) -> No
     assert (again.generation, again.hosts) == (3, ["a", "b", "c"])
 
 
-def test_all_meet_again_after_the_receptions_host_was_stopped(host: Callable[..., Host]) -> None:
+def test_all_meet_again_after_the_servers_host_was_stopped(host: Callable[..., Host]) -> None:
     a, b, c = in_turn(host, 2, 3, "abc", silence=1.5)
     a.signal(signal.SIGSTOP)
     assert all(one.ask("change").urgent for one in (b, c))
@@ -340,7 +340,7 @@ def test_the_run_is_finished_when_all_hosts_are(host: Callable[..., Host]) -> No
 def test_a_host_may_go_once_it_has_finished(host: Callable[..., Host]) -> None:
     a, b, c = in_turn(host, 2, 3, "abc", silence=1.5)
     a.ask("finish", "trained")
-    a.ask("close")  # with it the reception
+    a.ask("close")  # with it the rendezvous server
     assert [one.answer() for one in [one.start("change", 2.0) for one in (b, c)]] == [None, None]
     b.ask("finish", "trained")
     b.ask("close")
@@ -380,10 +380,10 @@ def test_too_few_hosts_are_told_who_came(host: Callable[..., Host]) -> None:
     ("settings", "words"),
     [
         ({"host": "a"}, "two hosts call themselves 'a'. Name them apart with --host."),
-        ({"name": "other"}, "host b came for run 'other', but the meeting, opened by host a, is for run 'run'"),
-        ({"max_nodes": 3}, "host b came for nodes [2, 3], but the meeting, opened by host a, is for nodes [2, 2]"),
+        ({"name": "other"}, "host b came for run 'other', but the rendezvous, opened by host a, is for run 'run'"),
+        ({"max_nodes": 3}, "host b came for nodes [2, 3], but the rendezvous, opened by host a, is for nodes [2, 2]"),
         ({"key_of": "another"}, "is for those who know another key than host b. Give all hosts the same --run folder"),
-        ({"version": 0}, "host b speaks version 0 of the meeting's protocol and host a version 3. Install the same"),
+        ({"version": 0}, "host b speaks version 0 of the rendezvous's protocol and host a version 3. Install the same"),
     ],
 )
 def test_hosts_that_do_not_belong_are_refused(host: Callable[..., Host], settings: dict[str, Any], words: str) -> None:
@@ -408,12 +408,12 @@ def test_a_port_that_is_anothers_is_refused(says: bytes, monkeypatch: pytest.Mon
 
         thread = threading.Thread(target=answer)
         thread.start()
-        meeting = Meeting(
+        rendezvous = Rendezvous(
             f"localhost:{other.getsockname()[1]}", key=KEY, name="run", ranks=1, min_nodes=1, max_nodes=1, silence=0.5
         )
-        with pytest.raises(CannotHere, match=r"is not a meeting of Phalanx, or is stopped\. Choose another port"):
-            meeting.next()
-        meeting.close()
+        with pytest.raises(CannotHere, match=r"is not a rendezvous of Phalanx, or is stopped\. Choose another port"):
+            rendezvous.next()
+        rendezvous.close()
         thread.join()
 
 
@@ -432,7 +432,7 @@ def test_wrong_settings_are_refused(settings: dict[str, Any], words: str) -> Non
         "address": "localhost:29400", "key": KEY, "name": "run", "ranks": 1, "min_nodes": 1, "max_nodes": 2,
     }  # fmt: skip
     with pytest.raises(WrongUse) as refusal:
-        Meeting(**usual | settings)
+        Rendezvous(**usual | settings)
     assert words in str(refusal.value)
 
 
@@ -441,27 +441,28 @@ def test_waiting_ends_when_the_caller_is_asked_to_stop_and_nothing_is_left(port:
         return len(list(Path("/proc/self/fd").iterdir()))
 
     before = open_files()
-    meeting = Meeting(f"localhost:{port}", key=KEY, name="run", ranks=1, min_nodes=2, max_nodes=2)
+    rendezvous = Rendezvous(f"localhost:{port}", key=KEY, name="run", ranks=1, min_nodes=2, max_nodes=2)
     started = time.monotonic()
-    assert meeting.next(asked=lambda: time.monotonic() - started > 0.5) is None
+    assert rendezvous.next(asked=lambda: time.monotonic() - started > 0.5) is None
     assert threading.active_count() > 1
-    meeting.leave("asked to stop")
-    meeting.close()
+    rendezvous.leave("asked to stop")
+    rendezvous.close()
     assert open_files() == before
 
 
 def test_a_host_that_waits_says_for_whom(port: int) -> None:
-    meetings = [
-        Meeting(f"localhost:{port}", key=KEY, name="run", ranks=1, min_nodes=3, max_nodes=3, host=host) for host in "ab"
+    several = [
+        Rendezvous(f"localhost:{port}", key=KEY, name="run", ranks=1, min_nodes=3, max_nodes=3, host=host)
+        for host in "ab"
     ]
     said: dict[str, set[str]] = {"a": set(), "b": set()}
     started = time.monotonic()
 
-    def asked(meeting: Meeting) -> bool:
-        said[meeting.host].add(meeting.awaited())
+    def asked(rendezvous: Rendezvous) -> bool:
+        said[rendezvous.host].add(rendezvous.awaited())
         return time.monotonic() - started > 3.0
 
-    threads = [threading.Thread(target=m.next, kwargs={"asked": partial(asked, m)}) for m in meetings]
+    threads = [threading.Thread(target=m.next, kwargs={"asked": partial(asked, m)}) for m in several]
     for thread in threads:
         thread.start()
         time.sleep(0.5)
@@ -470,13 +471,13 @@ def test_a_host_that_waits_says_for_whom(port: int) -> None:
     assert "waits for 2 more hosts at least; a is here" in said["a"]
     assert "waits for 1 more host at least; a, b are here" in said["a"]
     assert "waits at host a, which says for whom, until 3 or more are there" in said["b"]
-    for meeting in reversed(meetings):
-        assert meeting.awaited() == ""
-        meeting.close()
+    for rendezvous in reversed(several):
+        assert rendezvous.awaited() == ""
+        rendezvous.close()
 
 
 class Between:
-    """A stranger on the path: passes on what a host and the meeting say, and keeps it."""
+    """A stranger on the path: passes on what a host and the rendezvous say, and keeps it."""
 
     def __init__(self, to: int) -> None:
         self.door = socket.create_server(("localhost", 0))
@@ -508,7 +509,7 @@ class Between:
 
 
 def answered(port: int, words: bytes) -> bytes:
-    """What comes back until the meeting hangs up."""
+    """What comes back until the rendezvous hangs up."""
     found = b""
     with socket.create_connection(("localhost", port), timeout=10.0) as sock:
         try:
