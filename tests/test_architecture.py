@@ -17,12 +17,6 @@ import pytest
 from tests import picture
 from tests.picture import PAGE, SOURCE, graph, name_of
 
-LONG = {"train.engine"}
-"""Files of more than 350 lines."""
-SAME_NAME: set[str] = set()
-"""Classes that share their name with another."""
-PRIVATE: set[str] = set()
-"""Files that use a private name of another file."""
 FIRST_PAGE = 45
 """Lines up to the first heading after those that a newcomer reads."""
 
@@ -105,8 +99,7 @@ def test_no_two_files_import_each_other() -> None:
 
 def test_files_stay_small() -> None:
     lines = {name_of(path): path.read_text().count("\n") for path in modules()}
-    assert {name for name, count in lines.items() if count > 350} == LONG
-    assert max(lines.values()) <= 400
+    assert not {name for name, count in lines.items() if count > 350}
 
 
 def test_functions_stay_small() -> None:
@@ -124,7 +117,7 @@ def test_no_two_classes_have_one_name() -> None:
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.ClassDef)
     ]
-    assert {one for one, other in pairwise(sorted(names)) if one == other} == SAME_NAME
+    assert not {one for one, other in pairwise(sorted(names)) if one == other}
 
 
 def _private(names: Iterator[str]) -> set[str]:
@@ -153,7 +146,7 @@ def _used(tree: ast.AST) -> set[str]:
 def test_private_names_are_used_in_their_own_file() -> None:
     trees = {name_of(path): ast.parse(path.read_text()) for path in modules() if path.name != "torch_private.py"}
     ours = set().union(*map(_defined, trees.values()))
-    assert {name for name, tree in trees.items() if (_used(tree) - _defined(tree)) & ours} == PRIVATE
+    assert not {name for name, tree in trees.items() if (_used(tree) - _defined(tree)) & ours}
 
 
 def test_private_torch_names_are_in_one_file() -> None:

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 from phalanx import user_code
 from phalanx.data.fingerprint import Fingerprint
 from phalanx.data.loader import sample_at
-from phalanx.events import plain
+from phalanx.errors import WrongUse
+from phalanx.events import plain, say
 from phalanx.settings import convert, plain_settings, task_fields
 from phalanx.task import rates
 from phalanx.words import listed
@@ -66,6 +67,22 @@ def _numbers(options: Mapping[str, Any]) -> dict[str, Any]:
         for name, value in options.items()
         if all(isinstance(item, simple) for item in (value if isinstance(value, (tuple, list)) else [value]))
     }
+
+
+def allowed_changes(engine: Engine, facts: Mapping[str, Any], allow: bool) -> list[Change]:
+    """What is other than when a state was saved, said once; refused where other samples are to come, unless allowed."""
+    found = changes(engine, facts)
+    others = [change.words for change in found if change.order]
+    if others and not allow:
+        raise WrongUse(
+            f"since the state was saved, {'; '.join(others)}: the samples to come would be others, some of them "
+            "again and some never. Make it what it was, start a new run with --init-from, or go on all the same "
+            "with --allow changes, which the certificate will say."
+        )
+    if engine.environment.rank == 0:
+        for change in found:
+            say(f"changed  {change.words}")
+    return found
 
 
 def changes(engine: Engine, facts: Mapping[str, Any]) -> list[Change]:

@@ -26,7 +26,6 @@ from phalanx.data.kinds import count_samples
 from phalanx.data.loader import Loader, StepBatch, seed_globally
 from phalanx.data.order import Order
 from phalanx.errors import WrongUse
-from phalanx.events import say
 from phalanx.launch.environment import TIMEOUT, Environment
 from phalanx.layout import Layout
 from phalanx.parallel.communication.mesh import BATCH, Mesh
@@ -41,7 +40,7 @@ from phalanx.traces import explain
 from phalanx.train import rounds
 from phalanx.train.agreement import check_agreement
 from phalanx.train.calling import Callbacks, Ended
-from phalanx.train.changes import changes, described
+from phalanx.train.changes import allowed_changes, described
 from phalanx.train.clock import Clock
 from phalanx.train.evaluate import evaluate
 from phalanx.train.guard import Guard
@@ -258,18 +257,8 @@ class Engine:
 
     def resume(self, facts: Mapping[str, Any]) -> None:
         """Go on from where a run stood; its tensors are in place."""
-        found = changes(self, facts)
-        others = [change.words for change in found if change.order]
-        if others and not self.allow_changes:
-            raise WrongUse(
-                f"since the state was saved, {'; '.join(others)}: the samples to come would be others, some of them "
-                "again and some never. Make it what it was, start a new run with --init-from, or go on all the same "
-                "with --allow changes, which the certificate will say."
-            )
-        self.changes, self.other_samples = [change.words for change in found], bool(others)
-        if self.environment.rank == 0:
-            for words in self.changes:
-                say(f"changed  {words}")
+        found = allowed_changes(self, facts, self.allow_changes)
+        self.changes, self.other_samples = [change.words for change in found], any(change.order for change in found)
         self.step_number, self.samples, self.terms = facts["step"], facts["samples"], facts["terms"]
         self.loss_scale.restore(facts["scale"])
         self.guard.restore(facts["guard"])
