@@ -32,11 +32,21 @@ FEW = (
     "tp=2,fsdp=2", "pp=2,fsdp=2,micro_batch=4", "fsdp=2,cp=2,zero=1", "fsdp=2,cp=2,ep=2", "dp=2,tp=2",
     "fsdp=4,offload=params", "dp=2,fsdp=2,zero=2", "tp=2,pp=2,micro_batch=4",
 )  # fmt: skip
+MANY = (
+    "fsdp=2,tp=4", "fsdp=2,tp=2,pp=2,micro_batch=4", "dp=2,fsdp=2,tp=2", "pp=2,tp=4,micro_batch=4",
+    "fsdp=4,cp=2,ep=4", "fsdp=2,cp=2,tp=2,zero=2", "fsdp=2,cp=2,ep=2,pp=2,micro_batch=4", "fsdp=8,zero=1",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(("kind", "layouts"), [(kind, ("fsdp=4", *FEW[i::4])) for i, kind in enumerate(KINDS)])
 def test_whole_matrices_are_updated_as_on_one_device(ranks: Ranks, kind: str, layouts: tuple[str, ...]) -> None:
     compare(ranks, 4, [(whole_task(kind, parsed), parsed) for parsed in map(Layout.parse, layouts)])
+
+
+@pytest.mark.parametrize(("kind", "layouts"), [(kind, MANY[i::4]) for i, kind in enumerate(KINDS)])
+def test_on_eight_ranks(ranks: Ranks, kind: str, layouts: tuple[str, ...]) -> None:
+    """Also where ranks of tp hold keys alike, and where shards of a stage speak along tp."""
+    compare(ranks, 8, [(whole_task(kind, parsed), parsed) for parsed in map(Layout.parse, layouts)])
 
 
 @pytest.mark.every
