@@ -44,6 +44,16 @@ ASYNC_SAVE_BAR = 1.0
 Seconds = dict[str, float]
 
 
+class Waiting(phalanx.Callback):
+    """Notes what is waited for before an update."""
+
+    def __init__(self, wait: Callable[[], Any]) -> None:
+        self.wait, self.seconds = wait, 0.0
+
+    def before_update(self, engine: Any) -> None:
+        self.seconds += seconds(self.wait)
+
+
 class Trial:
     """On a rank: an engine, and every way of saving what it holds."""
 
@@ -54,6 +64,7 @@ class Trial:
         self.checkpointer = Checkpointer(
             engine, self.manager, Policy(minutes=0, memory_steps=0, keep=1), slots=slots, note=self._noted
         )
+        engine.callbacks.remove(self.checkpointer)  # what it waits for is timed here
         self.stager = DefaultStager(StagingOptions(False, False, True, False))
         self.batches, self.committed = engine.batches(), 0.0
         self.step()  # makes the moments
@@ -70,18 +81,16 @@ class Trial:
 
     def step(self, before_update: Callable[[], Any] = lambda: None) -> tuple[float, float]:
         """A step: its seconds, and those of them that ``before_update`` took."""
-        waited = 0.0
-
-        def wait() -> None:
-            nonlocal waited
-            waited = seconds(before_update)
 
         def step() -> None:
             self.checkpointer.before_step()
             self.metrics = self.engine.step(next(self.batches))
 
-        self.engine.before_update = wait
-        return seconds(step), waited
+        waiting = Waiting(before_update)
+        self.engine.callbacks.add(waiting)
+        took = seconds(step)
+        self.engine.callbacks.remove(waiting)
+        return took, waiting.seconds
 
     def quiet(self) -> None:
         """Begin together, with nothing left to be written."""
@@ -95,9 +104,9 @@ class Trial:
         alone, _ = self.step()
         began = time.perf_counter()
         call = seconds(lambda: self.checkpointer.stage(save=True))
-        step, wait = self.step(self.checkpointer.wait_for_copy)
+        step, wait = self.step(lambda: self.checkpointer.before_update(self.engine))
         beside = [step]
-        while "busy" in self.metrics.wishes:
+        while self.metrics.signals.busy:
             beside.append(self.step()[0])
         self.checkpointer.drain()
         return {

@@ -26,14 +26,23 @@ Gradients = dict[str, Tensor]
 SMALL: dict[str, Any] = {"width": 96, "layers": 3, "dropout": 0.1, "tied": True, "global_batch": 8, "megabytes": 0.3}
 
 
+class Noted(phalanx.Callback):
+    """Notes summed gradients, whole and before clipping."""
+
+    def __init__(self, found: Gradients) -> None:
+        self.found = found
+
+    def on_gradients(self, engine: Any, divisor: float, without: set[str]) -> None:
+        whole = engine.whole_gradients(divisor, without)
+        self.found.update({name: gradient for name, gradient in whole.items() if gradient is not None})
+
+
 def gradients(layout: str, device: str, precision: str = "fp32", experts: int = 0) -> Gradients:
     """The first step's, whole and before clipping."""
     found: Gradients = {}
     task = GPT(**SMALL, precision=precision, experts=experts)  # type: ignore[arg-type]
     with phalanx.Engine(task, layout, device=device) as engine:
-        engine.on_gradients = lambda *summed: found.update(
-            {n: g for n, g in engine.whole_gradients(*summed).items() if g is not None}
-        )
+        engine.callbacks.add(Noted(found))
         engine.step(next(engine.batches()))
     return {name: gradient.double().cpu() for name, gradient in found.items()}
 

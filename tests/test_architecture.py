@@ -59,6 +59,14 @@ def test_the_pictures_are_drawn_from_the_imports() -> None:
         assert picture.shown(PAGE.read_text(), title) == drawn, "draw it again: python -m tests.picture --write"
 
 
+def test_files_that_the_page_names_are_there() -> None:
+    page = PAGE.read_text()
+    known = {str(path.relative_to(SOURCE)) for path in picture.files()} | {path.name for path in picture.files()}
+    named = set(re.findall(r"`((?:\w+/)*\w+\.py)`", page))
+    assert len(named) > 100
+    assert not {name for name in named - known if not (PAGE.parent / name).exists()}
+
+
 def test_the_first_page_fits_a_screen() -> None:
     page = PAGE.read_text()
     assert page[: page.index("\n## What happens on the way")].count("\n") <= FIRST_PAGE

@@ -65,7 +65,7 @@ class Callback:
         """Take up what `state_dict` gave."""
 
     def tensors(self) -> dict[str, Tensor] | None:
-        """By weight, a tensor in the shape of this rank's part of it (``engine.spread.weights[name].piece``), or None.
+        """By weight, a tensor in the shape of this rank's part of it (``engine.spread.weights[name].shard``), or None.
 
         They are saved as the optimizer's moments are, for any layout to go on with, and written whole to the run's
         ``final`` folder. It must be the same dict whenever it is asked for: what is restored is put there.

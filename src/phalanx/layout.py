@@ -85,8 +85,8 @@ class Layout:
         """Read the text form: ``Layout.parse(str(layout)) == layout``."""
         hints = get_type_hints(cls)
         values: dict[str, Any] = {}
-        for part in filter(None, (shard.strip() for shard in text.split(","))):
-            name, equals, value = (shard.strip() for shard in part.partition("="))
+        for part in filter(None, (piece.strip() for piece in text.split(","))):
+            name, equals, value = (piece.strip() for piece in part.partition("="))
             if not equals or not value:
                 raise WrongUse(
                     f"{part!r} in the layout {text!r} is not name=value. Write it like fsdp=4,micro_batch=2."

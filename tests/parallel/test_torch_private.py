@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import sys
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from phalanx.parallel import torch_private
 from tests.ranks import Ranks
@@ -96,3 +99,17 @@ def count() -> int:
 
 def test_the_world_has_a_store(ranks: Ranks) -> None:
     assert sorted(ranks(2, count)) == [1, 2]
+
+
+def test_attention_is_one_of_these_operations() -> None:
+    seen = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    x = torch.randn(1, 2, 4, 8)
+    with Watch():
+        F.scaled_dot_product_attention(x, x, x)
+    assert set(seen) & set(torch_private.ATTENTION)

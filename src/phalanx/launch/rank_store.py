@@ -40,7 +40,7 @@ def purpose(port: int) -> str:
 
 
 def join(parts: Sequence[bytes]) -> bytes:
-    return b"".join(shard for part in parts for shard in (_SIZE.pack(len(part)), part))
+    return b"".join(piece for part in parts for piece in (_SIZE.pack(len(part)), part))
 
 
 def split(payload: bytes) -> list[bytes]:

@@ -262,10 +262,10 @@ class Supervisor:
         if outcome.failures:
             return self._failed_here(outcome.failures[0], generation)
         if outcome.over:  # another host's trouble, which is that host's to count
-            self._say(f"  again  {outcome.over}; rendezvous the others again")
+            self._say(f"  again  {outcome.over}; meeting the others again")
             return self.rendezvous.finished is not None
         if getattr(outcome.result, "stopped", False):
-            self._say(f"  again  {self._leaving or 'another host leaves'}; rendezvous the others again")
+            self._say(f"  again  {self._leaving or 'another host leaves'}; meeting the others again")
             return False
         if self.leads:
             self.concluded()
@@ -289,7 +289,7 @@ class Supervisor:
         while first.secondary and time.monotonic() < deadline:  # they lost sight of others: was a host lost?
             change = self.rendezvous.changed()
             if change is not None and change.urgent:
-                self._say(f"  again  {change.why}; rendezvous the others again")
+                self._say(f"  again  {change.why}; meeting the others again")
                 return False
             time.sleep(0.05)
         self.rendezvous.failed(f"rank {first.rank} {first.reason}")

@@ -116,3 +116,10 @@ def new_group(
         world.bound_device_id = bound
     c10d._world.pg_group_ranks[group] = {member: index for index, member in enumerate(members)}
     return group
+
+
+ATTENTION = tuple(
+    getattr(torch.ops.aten, f"_scaled_dot_product_{kind}").default
+    for kind in ("flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu")
+)
+"""What `F.scaled_dot_product_attention` becomes, on a GPU or a CPU."""

@@ -122,7 +122,7 @@ class Collected:
 
     def gathered(self, engine: Engine, samples: int) -> tuple[Gathered | None, bool]:
         """On rank 0 all rows of all ranks, a column after the other; and whether there are any. All must call it."""
-        if engine.mesh.index("cp", "tp"):  # others have the same samples
+        if not engine.mesh.counts_samples:
             self.columns = {}
         own = [json.dumps([name, column.kinds]) for name, column in sorted(self.columns.items())]
         every = [dict(json.loads(word) for word in words) for words in engine.mesh.world.all_gather_words(own)]

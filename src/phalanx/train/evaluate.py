@@ -113,6 +113,6 @@ def totals_over_ranks(engine: Engine, loader: Loader, sums: dict[str, Tensor]) -
         every = engine.gathered(table.transpose(0, 1)).flatten(0, 1)
         agreed = fold(by_leaf(engine, every))
     else:
-        agreed = table[:, 0] * (engine.mesh.index("cp", "tp") == 0)  # their ranks have the same samples
+        agreed = table[:, 0] * engine.mesh.counts_samples
         engine.mesh.world.all_reduce(agreed).wait()
     return {name: (total, count) for name, (total, count) in zip(sums, agreed.tolist(), strict=True)}

@@ -70,7 +70,7 @@ def wants_whole(optimizer: optim.Optimizer) -> set[str]:
     return {
         weight.logical_name
         for part in parts_of(optimizer)
-        if not (isinstance(part, ELEMENTWISE) or getattr(type(part), "elementwise", False))
+        if not getattr(type(part), "elementwise", isinstance(part, ELEMENTWISE))
         for group in part.param_groups
         for weight in group["params"]
     }

@@ -21,7 +21,6 @@ from phalanx.train.variant import Variant, variant
 SMALL_WEIGHTS, SMALL_LENGTH, SHORTEST = 300_000, 32, 6
 HEAD_WIDTH, VOCABULARY, CHUNK = 8, 131, 8
 LAYERS = ("layers", "num_layers", "n_layers", "n_layer", "depth", "num_hidden_layers")
-LENGTHS = ("length", "sequence_length", "seq_len", "max_length", "context_length", "block_size")
 
 
 @dataclass(frozen=True)

@@ -254,7 +254,7 @@ def _global_count(engine: Engine, own: Loss | None, micro_batches: int) -> float
     count = counted(own, torch.zeros(2, dtype=torch.float64, device=engine.device))[1]
     if engine.layout.exact:
         count *= engine.mesh.index(*BATCH) == 0  # whoever computes the first virtual micro-batch
-    count *= engine.mesh.index("cp", "tp") == 0
+    count *= engine.mesh.counts_samples
     summed_over_ranks(engine, count)
     return float(count) * (engine.layout.exact or micro_batches)
 
@@ -275,7 +275,7 @@ class Agreed:
 
 def _agree(engine: Engine, sums: Tensor) -> Agreed:
     spread = engine.spread
-    own = sums.sum(0) * (engine.mesh.index("cp", "tp") == 0)  # their ranks have the same samples
+    own = sums.sum(0) * engine.mesh.counts_samples
     few = torch.stack([*own[:2], spread.gradient_norm_squared(), own.new_tensor(len(spread.untouched()))])
     agreed = torch.cat([few, engine.signals.packed(own), own[2:]])
     summed_over_ranks(engine, agreed)

@@ -56,19 +56,24 @@ def test_it_is_made_for_ten_thousand_ranks_and_asked_about_any() -> None:
         assert 0 < sum(owned.values()) < sum(one.shape.numel() for one in placement.weights.values()) / 100
 
 
+def travels(layout: str) -> dict[str, tuple[str, ...]]:
+    placement = placed(layout)
+    return placement.travels(Grid(placement.layout, 0))
+
+
 def test_what_is_summed_and_what_travels() -> None:
     placement = placed("dp=2,tp=2,pp=2", tied=True)
     assert placement.summed_over("blocks.0.attention.q_proj.weight") == ("dp",)
     assert placement.summed_over("blocks.0.attention_norm.weight") == ("dp", "tp")
     assert placement.summed_over("embedding.weight") == ("dp", "pp")
     assert placement.weights["embedding.weight"].stages == (0, 1)
-    assert placement.travels() == {
+    assert placement.travels(Grid(placement.layout, 0)) == {
         "dp": ("all-reduce",), "tp": ("all-gather", "reduce-scatter", "all-to-all"), "pp": ("send", "all-to-all"),
     }  # fmt: skip
-    assert placed("fsdp=2,cp=2,cp_kind=ulysses").travels() == {
+    assert travels("fsdp=2,cp=2,cp_kind=ulysses") == {
         "fsdp": ("all-gather", "reduce-scatter"), "cp": ("all-to-all",),
     }  # fmt: skip
-    assert placed("dp=1").travels() == {}
+    assert travels("dp=1") == {}
 
 
 def test_what_cannot_be_cut_is_refused() -> None:

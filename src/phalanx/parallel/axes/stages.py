@@ -46,20 +46,20 @@ def divide(model: nn.Module, anatomy: Anatomy, ranks: int, schedule: str) -> Sta
             f"{how} needs a model whose blocks follow each other in one list, and none was found in "
             f"{type(model).__name__}. Name them in Task.anatomy, or use fsdp instead of pp."
         )
-    shards: list[list[str]] = []
+    pieces: list[list[str]] = []
     for block in anatomy.blocks:
-        if block in anatomy.cuts or not shards:
-            shards.append([])
-        shards[-1].append(block)
-    if len(shards) < parts:
+        if block in anatomy.cuts or not pieces:
+            pieces.append([])
+        pieces[-1].append(block)
+    if len(pieces) < parts:
         raise WrongUse(
-            f"{how} makes {parts} stages, and {type(model).__name__} can be cut into {len(shards)} at most "
-            f"({', '.join(anatomy.cuts[:3])}, ...). Use pp={max(1, len(shards) * ranks // parts)} or less."
+            f"{how} makes {parts} stages, and {type(model).__name__} can be cut into {len(pieces)} at most "
+            f"({', '.join(anatomy.cuts[:3])}, ...). Use pp={max(1, len(pieces) * ranks // parts)} or less."
         )
-    costs = [float(sum(_cost(model.get_submodule(block)) for block in shard)) for shard in shards]
+    costs = [float(sum(_cost(model.get_submodule(block)) for block in piece)) for piece in pieces]
     costs[0] += sum(_cost(model.get_submodule(name)) for name in anatomy.before)
     costs[-1] += sum(_cost(model.get_submodule(name)) for name in anatomy.after)
-    stages = tuple(tuple(b for shard in shards[start:stop] for b in shard) for start, stop in runs(costs, parts))
+    stages = tuple(tuple(b for piece in pieces[start:stop] for b in piece) for start, stop in runs(costs, parts))
     places = {block: frozenset([index % ranks]) for index, blocks in enumerate(stages) for block in blocks}
     places |= dict.fromkeys(anatomy.before, frozenset([0])) | dict.fromkeys(anatomy.after, frozenset([ranks - 1]))
     for name in anatomy.before:

@@ -10,6 +10,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from phalanx.parallel.forward.wrapper import Forward, Layer
 from phalanx.parallel.randomness.draws import Randomness
+from phalanx.parallel.torch_private import ATTENTION
 
 aten = torch.ops.aten
 COSTLY = {
@@ -17,10 +18,7 @@ COSTLY = {
     aten.addmm.default,
     aten.bmm.default,
     aten.convolution.default,
-    aten._scaled_dot_product_flash_attention.default,
-    aten._scaled_dot_product_efficient_attention.default,
-    aten._scaled_dot_product_cudnn_attention.default,
-    aten._scaled_dot_product_flash_attention_for_cpu.default,
+    *ATTENTION,
 }
 """Results that ``recompute=selective`` keeps: matrix products, convolutions and attention."""
 

@@ -1,7 +1,8 @@
 """The mesh: ranks in a grid with one axis a parallelism, and the process groups along its axes.
 
-Groups are made here and nowhere else, each with its axis as its name and the run's timeout: a group that torch makes
-for a mesh would wait 30 minutes and tell nobody which axis it was. A rank makes the groups that it is in and no others.
+The groups that steps speak along are made here and nowhere else, each with its axis as its name and the run's timeout:
+a group that torch makes for a mesh would wait 30 minutes and tell nobody which axis it was. A rank makes the groups that
+it is in and no others.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ AXES = ("pp", "dp", "fsdp", "cp", "tp")
 """From the outermost, whose members are far apart, to the innermost, who are neighbours."""
 BATCH = ("dp", "fsdp")
 """The axes along which samples differ."""
+SAME_SAMPLES = ("cp", "tp")
+"""The axes whose ranks have the same samples; ``pp``'s do too, and only its last stage has their loss."""
 SHARD = ("fsdp", "cp")
 """The axes over which one copy of the training state is cut; ranks of ``cp`` have the same samples and share it too."""
 EXPERTS = ("ep",)
@@ -89,6 +92,11 @@ class Grid:
         if axes not in self._indices:
             self._indices[axes] = self.members(axes).index(self.rank)
         return self._indices[axes]
+
+    @property
+    def counts_samples(self) -> bool:
+        """Whether this is the first of the ranks that have its samples, so that each sample counts once."""
+        return self.index(*SAME_SAMPLES) == 0
 
     def groups(self) -> dict[tuple[str, ...], Members]:
         """By axes: the group along them, where this rank is not alone on them; the same for axes that need no other.

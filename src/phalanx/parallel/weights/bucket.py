@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.parallel.communication.communicator import Communicator
+from phalanx.parallel.communication.differentiable import run
 from phalanx.parallel.communication.exact import Partial
 from phalanx.parallel.communication.memory import Buffers, Room
 from phalanx.parallel.communication.pending import Pending
@@ -27,7 +28,7 @@ class Storage:
     """How the weights of a run are kept on this rank."""
 
     ranks: int
-    """Ranks that share a weight: the ``fsdp`` degree."""
+    """Ranks that share a weight: ``fsdp x cp``, or of experts those of them that hold the same."""
     rank: int
     group: Communicator
     parameter: torch.dtype
@@ -56,10 +57,7 @@ class Rows:
 
     @classmethod
     def of(cls, shape: torch.Size, ranks: int, rank: int) -> Rows:
-        rows = shape[0] if shape else 1
-        each = math.ceil(rows / ranks)
-        first = min(rank * each, rows)
-        return cls(shape, first, min(first + each, rows))
+        return cls(shape, *run(shape[0] if shape else 1, ranks, rank))
 
     @property
     def size(self) -> torch.Size:

@@ -33,6 +33,7 @@ class Holding:
         return self._stage_ranks[name]
 
     def here(self, name: str) -> bool:
+        """Whether this rank's stages have it."""
         return self.mesh.index("pp") in self.stage_ranks(name)
 
     def cut(self, name: str) -> Cut | None:
@@ -40,8 +41,7 @@ class Holding:
 
     def shape(self, name: str) -> torch.Size:
         """Of the part that this rank computes with."""
-        cut = self.cut(name)
-        return cut.shape(self.shapes[name], self.mesh.index(cut.axis)) if cut else self.shapes[name]
+        return self.placement.weights[name].part(self.mesh)
 
     def part(self, name: str, whole: Tensor) -> Tensor:
         """What this rank computes with."""

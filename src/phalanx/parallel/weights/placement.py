@@ -3,7 +3,8 @@
 It says of every weight which part of it a rank computes with, which rows it owns and updates, where and in which dtype
 they are kept, and over which axes its gradient is summed; and of every axis what must travel along it. It is asked of
 a rank by the rank's place in the `Grid`, and never goes through all ranks. `Spread` applies it to a mesh; checks before
-a launch, a dry run, checkpoints and proofs read the same value.
+a launch, a dry run and a proof's census read the same value. One thing is learned later: a container whose code turns
+out to fix sizes is gathered (`cuts.gather_inside`), which changes the plan alone.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from phalanx.parallel.communication.differentiable import run
 from phalanx.parallel.communication.mesh import EXPERT_SHARD, SHARD, Grid
 from phalanx.parallel.weights.boxes import Box, boxes_of
 from phalanx.precision import DTYPES, Dtypes
+
+CP_TRAVELS = {"gather": ("all-gather",), "ulysses": ("all-to-all",)}
 
 
 @dataclass(frozen=True)
@@ -123,16 +126,17 @@ class Placement:
         }
         return tuple(axis for axis, summed in found.items() if summed and one.policy.trainable)
 
-    def travels(self) -> dict[str, tuple[str, ...]]:
-        """By axis, the kinds of collectives and messages that a step cannot do without."""
-        layout, trained = self.layout, [n for n, one in self.weights.items() if one.policy.trainable]
+    def travels(self, grid: Grid) -> dict[str, tuple[str, ...]]:
+        """By axis, the kinds of collectives and messages that a step of a rank cannot do without."""
+        layout = self.layout
+        trained = [n for n, one in self.weights.items() if one.policy.trainable and one.here(grid)]
         sequence_parallel = ("all-gather", "reduce-scatter") if self.plan.sequence_parallel else ("all-reduce",)
         partial = any("tp" in self.summed_over(name) for name in trained)
         tied = any("pp" in self.summed_over(name) for name in trained)
         found = {
             "dp": ("all-reduce",) if layout.dp > 1 else (),
             "fsdp": ("all-gather", "reduce-scatter") if layout.fsdp > 1 else (),
-            "cp": (("all-gather",) if layout.cp_kind == "gather" else ("all-to-all",)) if layout.cp > 1 else (),
+            "cp": CP_TRAVELS[layout.cp_kind] if layout.cp > 1 else (),
             "tp": (*sequence_parallel, *(("all-to-all",) if partial else ())) if layout.tp > 1 else (),
             "pp": ("send", *(("all-to-all",) if tied else ())) if layout.pp > 1 else (),
             "ep": ("all-to-all",) if layout.ep > 1 else (),

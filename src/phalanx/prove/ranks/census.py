@@ -59,22 +59,14 @@ def _agreed(engine: Engine, world: Communicator) -> int:
 def _activations(engine: Engine) -> Bounds:
     mesh, spread = engine.mesh, engine.spread
     found: Bounds = {}
-    if not mesh.group("tp").alone:
-        kinds = ("all-gather", "reduce-scatter") if spread.plan.sequence_parallel else ("all-reduce",)
-        partial = any(len(spread.holding.adding(w.name)) > 1 for w in spread.weights.values() if w.trainable)
-        found |= {("tp", kind): SOME for kind in (*kinds, *(["all-to-all"] if partial else []))}
-    if not mesh.group("cp").alone:
-        kinds = ("all-gather",) if engine.layout.cp_kind == "gather" else ("all-to-all",)
-        found |= {("cp", kind): SOME for kind in kinds}
+    travels = spread.placement.travels(mesh)
+    found |= {(axis, kind): SOME for axis in ("tp", "cp") for kind in travels.get(axis, ())}
     if spread.pipeline is not None:
         stages, rank = spread.pipeline.stages, mesh.index("pp")
         own = stages.of(rank)
         found |= {("pp forward", "send"): SOME} if min(own) < stages.last else {}
         found |= {("pp backward", "send"): SOME} if max(own) > 0 else {}
-        shared = any(len(spread.holding.stage_ranks(n)) > 1 and spread.trainable[n] for n in spread.trainable)
-        found |= {("pp", "all-to-all"): SOME} if shared and any(
-            len(spread.holding.stage_ranks(w.name)) > 1 for w in spread.weights.values()
-        ) else {}  # fmt: skip
+        found |= {("pp", "all-to-all"): SOME} if "all-to-all" in travels["pp"] else {}
     experts = mesh.group(*EXPERTS)
     if not experts.alone and engine.layout.ep > 1:
         found[experts.name, "all-to-all"] = SOME
