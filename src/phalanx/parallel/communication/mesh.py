@@ -1,8 +1,8 @@
 """The mesh: ranks in a grid with one axis a parallelism, and the process groups along its axes.
 
 The groups that steps speak along are made here and nowhere else, each with its axis as its name and the run's timeout:
-a group that torch makes for a mesh would wait 30 minutes and tell nobody which axis it was. A rank makes the groups that
-it is in and no others.
+a group that torch makes for a mesh would wait 30 minutes and tell nobody which axis it was. A rank makes the groups
+that it is in and no others.
 """
 
 from __future__ import annotations
