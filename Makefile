@@ -20,11 +20,11 @@ train: .venv/ready  ## prove that two ranks train like one, then train a small l
 	@echo "  $(BIN)/phalanx prove --inject norms_not_summed_over_tp        plant a known bug and see it caught"
 	@echo "  $(BIN)/phalanx train --help"
 
-test: .venv/ready lint  ## lint, then all tests
-	$(BIN)/pytest $(PYTEST)
+test: .venv/ready lint  ## lint, then all tests, a process a core
+	$(BIN)/pytest -n auto --maxprocesses 8 --dist worksteal $(PYTEST)
 
 test-every: .venv/ready lint  ## the exhaustive tests too: about an hour
-	$(BIN)/pytest --every
+	$(BIN)/pytest -n auto --maxprocesses 8 --dist worksteal --every
 
 lint: .venv/ready
 	$(BIN)/ruff check .
