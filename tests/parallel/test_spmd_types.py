@@ -106,7 +106,7 @@ def assumed(made: Spread) -> States:
     """By our code."""
     states = {
         "cp": {"first": V, "last": R, "hidden": R, "loss": R},
-        "tp": {"first": V if made.plan.by_time else I, "last": I, "hidden": I, "loss": I},
+        "tp": {"first": V if made.plan.sequence_parallel else I, "last": I, "hidden": I, "loss": I},
     }
     return {axis: states[axis] for axis in ("cp", "tp") if made.mesh.size(axis) > 1}
 
