@@ -55,7 +55,7 @@ def made_callbacks(task: Task) -> list[Callback]:
         if not isinstance(each, Callback):
             raise WrongUse(
                 f"{name} has a {type(each).__name__}, which is no callback. Make it a subclass of phalanx.Callback: "
-                f"class {type(each).__name__.title().replace('_', '')}(phalanx.Callback)"
+                "class Mine(phalanx.Callback)"
             )
         if any(each is other for other in found[:number]):
             raise WrongUse(f"{name} has the same {type(each).__name__} twice. Make two of them, or leave one out.")

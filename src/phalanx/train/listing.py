@@ -9,7 +9,7 @@ from phalanx.parallel.communication.mesh import Grid
 from phalanx.parallel.weights.placement import Placed, Placement
 from phalanx.words import columns
 
-HEAD = ("weight", "shape", "a rank has", "cut by", "gradient summed over")
+HEAD = ("weight", "shape", "a rank has", "updates", "cut by", "gradient summed over")
 
 
 def listed(placement: Placement, every: bool = False) -> list[str]:
@@ -23,13 +23,15 @@ def _row(placement: Placement, one: Placed, every: bool) -> tuple[str, ...]:
     grid = Grid(placement.layout, 0)
     start, stop = one.rows(grid)
     part = one.part(grid)
+    own = (stop - start, *part[1:]) if part else ()
     block = "" if every else next((b for b in placement.anatomy.blocks if one.name.startswith(f"{b}.")), "")
     name = f"{block.rpartition('.')[0]}.*{one.name.removeprefix(block)}" if block else one.name
     kept = "" if one.policy.trainable else f", frozen {str(one.policy.dtype).removeprefix('torch.')}"
     return (
         name,
         _by(one.shape),
-        _by((stop - start, *part[1:]) if part else ()),
+        _by(part if one.policy.always_whole else own),
+        _by(own) if one.policy.trainable else "nothing",
         (", ".join(_cuts(placement, one, bool(block))) or "nothing") + kept,
         ", ".join(placement.summed_over(one.name)) or "none",
     )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -75,18 +77,23 @@ class _Running:
         return cls(job, run, manager, resume)
 
     def or_put_back(self) -> Verdict:
-        """What was refused is not what the run is: its settings and its certificate stay as they were."""
+        """What was refused before a step is not what the run is: its settings and certificate stay as they were."""
+        began = time.time()
         before = {path: content(path) for path in (self.run.settings_path, self.run.certificate_path)}
         if self.job.options.meet is not None:
             before.clear()  # they are the first host's, which may have gone on since
         try:
             verdict = self._train()
         except (WrongUse, CannotHere):
-            put_back(before)
+            self._put_back(before, began)
             raise
         if verdict.exit_code in (2, 3):
-            put_back(before)
+            self._put_back(before, began)
         return verdict
+
+    def _put_back(self, before: Mapping[Path, tuple[bytes, int] | None], began: float) -> None:
+        if not any(event["time"] >= began for event in self.run.events(0, "step")):
+            put_back(before)
 
     def _train(self) -> Verdict:
         finished = self._finished()

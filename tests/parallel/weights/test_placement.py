@@ -94,7 +94,7 @@ class Adapted(nn.Module):
         self.adapter = nn.Linear(4, 3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.adapter(x) * self.seen + (x @ self.base.weight.to(x.dtype).T).tanh() @ (0.1 * self.codes)
+        return self.adapter(x) * self.seen + (x @ self.base.weight.to(x.dtype).T).tanh() @ (0.1 * self.codes.to(x.dtype))
 
 
 def test_policies() -> None:
@@ -115,7 +115,7 @@ class AdaptedTask(Digits):
 
 
 def adapted(layout: str) -> tuple[dict[str, tuple[torch.dtype, torch.Size]], dict[str, torch.Tensor]]:
-    with phalanx.Engine(AdaptedTask(), layout, device="cpu") as engine:
+    with phalanx.Engine(AdaptedTask(precision="bf16"), layout, device="cpu") as engine:
         for batch in engine.batches():
             engine.step(batch)
         shards = {name: (weight.shard.dtype, weight.shard.shape) for name, weight in engine.spread.weights.items()}
@@ -134,7 +134,7 @@ def test_frozen_weights_are_sharded_as_they_are_and_nothing_changes(ranks: Ranks
         assert (
             torch.equal(whole[name], tensor)
             if not tensor.is_floating_point()
-            else torch.allclose(whole[name], tensor, rtol=1e-5)
+            else torch.allclose(whole[name], tensor, rtol=0.02, atol=0.02)
         ), name
 
 

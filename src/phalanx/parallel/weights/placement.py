@@ -156,10 +156,10 @@ SHARDABLE = {torch.uint8, torch.int8, torch.int32, torch.int64}
 
 
 def _policy(weight: nn.Parameter, cut: Cut | None, layout: Layout, dtypes: Dtypes) -> StoragePolicy:
-    """What is trained is kept in the run's dtype. What is not is kept as it is, where that is narrower."""
+    """What is trained is kept in the run's dtype. What is not is kept as it is, where it is computed with as it is."""
     axes: tuple[str, ...] = EXPERT_SHARD if cut is not None and cut.axis == "ep" else SHARD
     number = weight.is_floating_point()
-    narrow = not weight.requires_grad and weight.dtype.itemsize < dtypes.parameter.itemsize < 8
+    narrow = not weight.requires_grad and weight.dtype == dtypes.compute
     if not number and weight.dtype not in SHARDABLE:
         axes = ()
     ranks = layout.fsdp * layout.cp // (layout.ep if axes == EXPERT_SHARD else 1)
