@@ -220,7 +220,7 @@ class Plain:
         (None, r"Giving.callbacks returned a NoneType, not callbacks. Return a list of them: return \[phalanx.EMA"),
         (ONE, "returned one EMA and no list"),
         ([EMA], r"has the class EMA itself. Make one of it: EMA\(\)"),
-        ([Plain()], r"has a Plain, which is no callback.*class Plain\(phalanx.Callback\)"),
+        ([Plain()], r"has a Plain, which is no callback.*class Mine\(phalanx.Callback\)"),
         ([ONE, ONE], "the same EMA twice"),
     ],
 )

@@ -94,7 +94,9 @@ class Adapted(nn.Module):
         self.adapter = nn.Linear(4, 3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.adapter(x) * self.seen + (x @ self.base.weight.to(x.dtype).T).tanh() @ (0.1 * self.codes.to(x.dtype))
+        return self.adapter(x) * self.seen + (x @ self.base.weight.to(x.dtype).T).tanh() @ (
+            0.1 * self.codes.to(x.dtype)
+        )
 
 
 def test_policies() -> None:
