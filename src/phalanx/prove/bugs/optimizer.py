@@ -52,9 +52,9 @@ def decay_on_flattened_norms(replace: Replace) -> None:
     """Pieces of sharded weights are told apart by their number of dims, and norms get weight decay."""
     plain = seams.MAKE_OPTIMIZER.plain
 
-    def spread_optimizer(*args: Any) -> Any:
-        made = plain(*args)
-        for group in made.param_groups:
+    def spread_optimizer(task: Any, spread: Any, *rest: Any) -> Any:
+        made = plain(task, spread, *rest)
+        for group in made.param_groups if spread.layout.fsdp > 1 else ():
             group["weight_decay"] = 0.1
         return made
 

@@ -31,6 +31,8 @@ def explain_stop(
     own = {rank: stop for rank, stop in stopped.items() if not is_about(stop.reason, *LET_DOWN)}
     if own:
         _say_error(finding, own)
+        if seen and rung == "resume":  # ranks that differ already cannot save one state
+            _say_seen(finding, first(seen)[0])
         return finding
     _say_waiting(finding, layout, ranks, [rank for rank in ranks if rank not in stopped])
     for axis, odd, words in _disorder({rank: stop.calls for rank, stop in stopped.items()}):
