@@ -197,8 +197,8 @@ class Freeze(Callback):
         for pattern, names in matched.items():
             if not names:
                 raise WrongUse(
-                    f"Freeze({pattern!r}) matches no weight that is trained; {closest(pattern, weights)} Use * for "
-                    "anything, as in 'encoder.*'."
+                    f"Freeze({pattern!r}) matches no weight that is trained (* is anything, as in 'encoder.*'); "
+                    f"{closest(pattern, weights)}"
                 )
         self._weights = frozenset(name for names in matched.values() for name in names)
 

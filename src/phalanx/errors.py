@@ -31,10 +31,14 @@ def may_pass(error: BaseException) -> bool:
     return getattr(error, "may_pass", False) or (error.__cause__ is not None and may_pass(error.__cause__))
 
 
+MOST_NAMES = 12
+
+
 def closest(word: str, known: Iterable[str]) -> str:
     """A clause that points at the nearest known name, e.g. ``did you mean 'width'?``."""
     names = sorted(known)
     near = difflib.get_close_matches(word, names, n=1, cutoff=0.5)
     if near:
         return f"did you mean {near[0]!r}?"
-    return "choose one of: " + ", ".join(names) if names else "there are none to choose from"
+    more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
+    return f"choose one of: {', '.join(names[:MOST_NAMES])}{more}" if names else "there are none to choose from"

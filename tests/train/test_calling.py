@@ -268,6 +268,8 @@ class Hoarding(phalanx.Callback):
     def state_dict(self) -> dict[str, Any]:
         return {"seen": {1, 2}}
 
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
 
 def test_state_that_cannot_be_saved_is_refused() -> None:
     with (
@@ -283,3 +285,25 @@ def test_two_that_evaluate_with_weights_of_theirs_are_refused() -> None:
         engine.step(next(engine.batches()))
         with pytest.raises(WrongUse, match="2 callbacks of Giving want evaluations"):
             engine.evaluate()
+
+
+class Misspelt(phalanx.Callback):
+    def on_steps(self, engine: Any, metrics: Any) -> None: ...
+
+
+class OneWay(phalanx.Callback):
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": 1}
+
+
+@pytest.mark.parametrize(
+    ("callback", "words"),
+    [
+        (Misspelt(), r"has a Misspelt whose on_steps nothing calls. Call it on_step."),
+        (OneWay(), r"has a OneWay with state_dict and without load_state_dict"),
+    ],
+    ids=["misspelt", "one way"],
+)
+def test_a_callback_that_could_not_work_is_refused(callback: phalanx.Callback, words: str) -> None:
+    with pytest.raises(WrongUse, match=words):
+        made_callbacks(Giving(gives=[callback]))

@@ -44,7 +44,7 @@ def refused_and_finished(tmp_path: Path) -> None:
     run = Run(tmp_path / "run")
     before = run.settings_path.read_bytes(), run.certificate_path.read_bytes()
     assert running.train(job_of(steps=1), run.path, resume=True).summary == f"{run.path} is finished"
-    with pytest.raises(WrongUse, match=r"is finished at step 1\. Give more --steps"):
+    with pytest.raises(WrongUse, match=r"is finished at step 1\. Give --steps 2 or more"):
         running.train(job_of(steps=0), run.path, resume=True)
     assert (run.settings_path.read_bytes(), run.certificate_path.read_bytes()) == before
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -57,9 +58,26 @@ def made_callbacks(task: Task) -> list[Callback]:
                 f"{name} has a {type(each).__name__}, which is no callback. Make it a subclass of phalanx.Callback: "
                 "class Mine(phalanx.Callback)"
             )
+        _check_methods(each, name)
         if any(each is other for other in found[:number]):
             raise WrongUse(f"{name} has the same {type(each).__name__} twice. Make two of them, or leave one out.")
     return list(found)
+
+
+def _check_methods(callback: Callback, name: str) -> None:
+    """Refuse a method that nobody calls for a letter, and a state that is never taken up."""
+    kind, known = type(callback), [method for method in vars(Callback) if not method.startswith("_")]
+    for method, value in vars(kind).items():
+        near = difflib.get_close_matches(method, known, n=1, cutoff=0.8)
+        if callable(value) and near and method not in known and not method.startswith("_"):
+            raise WrongUse(f"{name} has a {kind.__name__} whose {method} nothing calls. Call it {near[0]}.")
+    saves, loads = (getattr(kind, each) is not getattr(Callback, each) for each in ("state_dict", "load_state_dict"))
+    if saves != loads:
+        has, lacks = ("state_dict", "load_state_dict") if saves else ("load_state_dict", "state_dict")
+        raise WrongUse(
+            f"{name} has a {kind.__name__} with {has} and without {lacks}: a resumed run would not go on as it was. "
+            f"Give it a {lacks}."
+        )
 
 
 def labelled(callbacks: list[Callback]) -> dict[str, Callback]:

@@ -86,8 +86,16 @@ class Several(optim.Optimizer):
                 raise WrongUse(f"{task}.optimizer gave for {name!r} a {type(optimizer).__name__}, no optimizer.")
             groups += optimizer.param_groups
         every = [weight for group in groups for weight in group["params"]]
-        if not every or len({id(weight) for weight in every}) < len(every):
-            raise WrongUse(f"{task}.optimizer gave optimizers that share weights, or have none. Give each its own.")
+        if not every:
+            raise WrongUse(f"{task}.optimizer gave optimizers that have no weights. Give each its own.")
+        known: set[int] = set()
+        for weight in every:
+            if id(weight) in known:
+                raise WrongUse(
+                    f"{task}.optimizer gave optimizers that share weights, {weight.logical_name} first. Give each its "
+                    "own; weights are told apart by `is`, as in [p for p in params if not any(p is q for q in hidden)]."
+                )
+            known.add(id(weight))
         super().__init__(every, {})
         self.named, self.param_groups = dict(named), groups
         self.given: Callable[[nn.Parameter], bool] = lambda weight: weight.grad is not None

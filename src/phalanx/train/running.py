@@ -124,7 +124,11 @@ class _Running:
         if self.resume and done is not None and done >= steps and not self._final_differs():
             if done > steps:
                 at = run.certified_steps()
-                raise WrongUse(f"{run.path} is finished at step {at}. Give more --steps to go on, or leave them out.")
+                early = f" of {done} that were planned" if at != done else ""
+                raise WrongUse(
+                    f"{run.path} is finished at step {at}{early}. Give --steps {done + 1} or more to go on, or leave "
+                    "them out."
+                )
             try:
                 return Verdict(True, f"{run.path} is finished", [f"weights: {run.weights_path}", self._certified()])
             except (NotDone, Damaged) as reason:
