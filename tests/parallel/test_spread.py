@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -9,7 +10,7 @@ from torch import nn
 import phalanx
 from phalanx import Layout
 from tests.parity import HostileLanguage, HostileVision
-from tests.ranks import Ranks
+from tests.ranks import RankFailed, Ranks
 from tests.tasks import Digits
 
 
@@ -70,3 +71,34 @@ def test_whole_numbers_stay_as_they_are(ranks: Ranks) -> None:
     assert weights["codes"].dtype == torch.int8
     assert weights["codes"].flatten().tolist() == list(range(12))
     assert not torch.equal(weights["scale"], torch.full((3,), 0.1))
+
+
+class Counting(nn.Module):
+    """Counts in a weight of whole numbers, which should be a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.times = nn.Parameter(torch.zeros(4, dtype=torch.int64), requires_grad=False)
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.times.add_(1)
+        return self.layer(x)
+
+
+class CountingTask(Digits):
+    def model(self) -> nn.Module:
+        return Counting()
+
+
+def count(layout: str) -> list[int]:
+    with phalanx.Engine(CountingTask(steps=2), layout, device="cpu") as engine:
+        for batch in engine.batches():
+            engine.step(batch)
+        return engine.whole_weights()["times"].tolist()
+
+
+def test_what_a_model_writes_to_a_sharded_weight_is_not_lost_without_a_word(ranks: Ranks) -> None:
+    assert count("dp=1") == [2] * 4
+    with pytest.raises(RankFailed, match=r"the model's forward writes to times, which is no buffer"):
+        ranks(2, count, "fsdp=2")

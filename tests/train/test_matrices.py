@@ -235,3 +235,39 @@ def lbfgs(layout: str) -> None:
 def test_lbfgs_is_refused(ranks: Ranks) -> None:
     with pytest.raises(RankFailed, match="LBFGS evaluates the loss many times in a step"):
         ranks(2, lbfgs, "fsdp=2")
+
+
+class Eager(optim.SGD):
+    """Steps by whole rows, and begins a state before it looks whether there is a gradient."""
+
+    elementwise = False
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for weight in group["params"]:
+                state = self.state[weight]
+                state.setdefault("norm", torch.zeros_like(weight))
+                if weight.grad is not None:
+                    state["norm"] += weight.grad.norm()
+                    weight -= group["lr"] * weight.grad / (1 + state["norm"])
+
+
+@dataclass
+class LastBlock(HostileLanguage):
+    """Whole matrices in the last block alone: the stages before it have none."""
+
+    def optimizer(self, params: Any) -> Any:
+        last = f"blocks.{self.layers - 1}."
+        hidden = [p for p in params if p.ndim == 2 and p.logical_name.startswith(last)]
+        rest = [p for p in params if not any(p is other for other in hidden)]
+        return {"hidden": Eager(hidden, lr=1e-2), "rest": optim.AdamW(rest, lr=1e-3)}
+
+
+def test_a_stage_without_whole_matrices_and_an_optimizer_that_begins_state_for_all(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    layouts = [Layout.parse(layout) for layout in ("pp=2,fsdp=2,micro_batch=4", "fsdp=4")]
+    compare(ranks, 4, [(LastBlock(), layout) for layout in layouts])
+    ranks(2, trained, LastBlock(), "fsdp=2", tmp_path, None, 2)
+    assert any("norm" in name for name in newest(tmp_path).manifest.tensors)

@@ -80,6 +80,7 @@ class State:
                     check_keepable(self.optimizer, name, weight.shard, key, value)
             for label, tensors in self.beside.items():
                 if name in tensors and self.holding.shapes[name].numel():
+                    _check_shape(label, name, tensors[name], weight)
                     yield from self._parts(f"callbacks/{label}/{name}", weight, tensors[name])
         for name, tensor in self._replicated():
             places = {"pp": self.holding.stage_ranks(name), "dp": ALL, "fsdp": ALL, "cp": ALL, "tp": ALL}
@@ -212,7 +213,7 @@ class State:
             )
 
     def _moments(self, weight: Weight) -> list[tuple[str, Any]]:
-        if not weight.trainable or not self.holding.shapes[weight.name].numel():
+        if not weight.trainable or not weight.state_here or not self.holding.shapes[weight.name].numel():
             return []
         return list(self.optimizer.state.get(weight.optimized, {}).items())
 
@@ -275,6 +276,14 @@ class State:
                 loads[turns[known]] += math.prod(shape) + 1
             self._turns[of] = turns
         return self._turns[of].get(name, 0)
+
+
+def _check_shape(label: str, name: str, tensor: Tensor, weight: Weight) -> None:
+    if tensor.shape != weight.shard.shape:
+        raise WrongUse(
+            f"{label}.tensors() has for {name} the shape {tuple(tensor.shape)}, and this rank's part of it has "
+            f"{tuple(weight.shard.shape)}. Make it like engine.spread.weights[name].shard."
+        )
 
 
 def check_owners(optimizer: optim.Optimizer, weights: Sequence[Tensor]) -> None:

@@ -142,6 +142,8 @@ class Spread:
         )
         self.reduction = Reduction(self.buckets, self.mesh.group("dp"), self.gathering)
         self._gather_whole()
+        for weight in self.weights.values():
+            weight.note_version()
 
     def actions(self, micro_batches: int) -> Sequence[Action]:
         """What this rank does in a step, in order."""
@@ -281,9 +283,10 @@ class Spread:
                 weight.shard.grad = own
 
     def updated(self) -> None:
-        """The pieces have changed: make what the model computes with agree, and let their gradients go."""
+        """The shards have changed: make what the model computes with agree, and let their gradients go."""
         for weight in self.weights.values():
             weight.shard.grad = None
+            weight.check_unwritten()
         if self.gathering is not None:
             self.gathering.rest()
         self._gather_whole()

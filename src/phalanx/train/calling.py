@@ -69,7 +69,7 @@ def _check_methods(callback: Callback, name: str) -> None:
     kind, known = type(callback), [method for method in vars(Callback) if not method.startswith("_")]
     for method, value in vars(kind).items():
         near = difflib.get_close_matches(method, known, n=1, cutoff=0.8)
-        if callable(value) and near and method not in known and not method.startswith("_"):
+        if callable(value) and near and method not in known and method.startswith(("on_", "before_", "load_")):
             raise WrongUse(f"{name} has a {kind.__name__} whose {method} nothing calls. Call it {near[0]}.")
     saves, loads = (getattr(kind, each) is not getattr(Callback, each) for each in ("state_dict", "load_state_dict"))
     if saves != loads:
@@ -86,7 +86,12 @@ def labelled(callbacks: list[Callback]) -> dict[str, Callback]:
     for each in callbacks:
         kind = type(each).__name__
         count = sum(type(other).__name__ == kind for other in found.values())
-        found[f"{kind}-{count + 1}" if count else kind] = each
+        label = f"{kind}-{count + 1}" if count else kind
+        if label.lower() in {"model", *(other.lower() for other in found)}:
+            raise WrongUse(
+                f"a callback's class is called {kind}, and its file would be another's. Give it another name."
+            )
+        found[label] = each
     return found
 
 
@@ -156,7 +161,7 @@ class Callbacks:
                     f"{type(callback).__name__}.state_dict has what cannot be saved ({error}). Return numbers, text, "
                     "and lists and dicts of them; tensors in the shape of weights go into tensors()."
                 ) from error
-        return {label: state for label, state in found.items() if state}
+        return found
 
     def restore(self, state: dict[str, Any]) -> None:
         """Have each take up what it had."""

@@ -315,8 +315,10 @@ class Checkpointer(Callback):
             try:
                 self._carry(save)
             except BaseException as error:
-                self.writer.failed(save.step, error)
-                save.advance(Stage.FAILED, error)
+                try:
+                    self.writer.failed(save.step, error)
+                finally:  # whoever waits must not wait for ever
+                    save.advance(Stage.FAILED, error)
 
     def _carry(self, save: Save) -> None:
         """From the device to where it goes."""

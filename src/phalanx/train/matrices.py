@@ -71,15 +71,24 @@ def _lead(optimizer: optim.Optimizer, wanted: set[str], spread: Spread) -> None:
     shapes = {name: spread.holding.shapes[name] for name in made if name in wanted}
     stages = {name: spread.holding.stage_ranks(name) for name in shapes}
     owner = owners(shapes, stages, spread.mesh.size(*COPY))
-    matrices = Matrices(whole, spread.holding, spread.layout, owner)
-    _give_pieces(optimizer, wanted, spread)
+    like = torch.empty(0, dtype=spread.dtypes.parameter, device=spread.device)
+    matrices = Matrices(whole, spread.holding, spread.layout, owner, like)
+    _give_shards(optimizer, wanted, spread)
+    here = {weight.optimized for weight in spread.weights.values() if weight.state_here}
     optimizer.register_step_pre_hook(lambda *_: matrices.gather())
     optimizer.register_step_post_hook(lambda *_: matrices.scatter())
+    optimizer.register_step_post_hook(lambda *_: _forget(optimizer, here))
     if isinstance(optimizer, Several):
         optimizer.given = matrices.given
 
 
-def _give_pieces(optimizer: optim.Optimizer, wanted: set[str], spread: Spread) -> None:
+def _forget(optimizer: optim.Optimizer, here: set[nn.Parameter]) -> None:
+    """Drop the state that an optimizer began for weights that another rank updates."""
+    for parameter in [known for known in optimizer.state if isinstance(known, Tensor) and known not in here]:
+        del optimizer.state[parameter]
+
+
+def _give_shards(optimizer: optim.Optimizer, wanted: set[str], spread: Spread) -> None:
     """Put this rank's rows where a stand-in is updated element by element; keep state of what is updated here."""
     for group in optimizer.param_groups:
         for place, parameter in enumerate(group["params"]):

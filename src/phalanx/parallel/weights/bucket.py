@@ -15,12 +15,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from phalanx.errors import WrongUse
 from phalanx.parallel.communication.communicator import Communicator
 from phalanx.parallel.communication.differentiable import run
 from phalanx.parallel.communication.exact import Partial
 from phalanx.parallel.communication.memory import Buffers, Room
 from phalanx.parallel.communication.pending import Pending
-from phalanx.parallel.torch_private import install
+from phalanx.parallel.torch_private import install, storage_id, version
 
 
 @dataclass(frozen=True)
@@ -116,6 +117,7 @@ class Weight:
             self.shard = self._parameter(Room(size, storage.parameter, storage.home).tensor)
         self.optimized = self.shard
         self.install(self.full)
+        self.apart = storage_id(self.full) != storage_id(self.shard)
 
     def own_rows(self, whole: Tensor) -> Tensor:
         return whole.reshape(self.rows, *self.shape[1:])[self.first : self.last]
@@ -125,6 +127,18 @@ class Weight:
         vars(parameter).update(self.marks)  # what the model's author noted on it
         parameter.logical_name = self.name  # type: ignore[attr-defined]
         return parameter
+
+    def note_version(self) -> None:
+        """From here on, what the model's own code writes to it is seen."""
+        self._version = version(self.full)
+
+    def check_unwritten(self) -> None:
+        """Refuse a model that writes to a frozen weight, where what it wrote will be lost: it is not in the shard."""
+        if not self.trainable and self.apart and version(self.full) != self._version:
+            raise WrongUse(
+                f"the model's forward writes to {self.name}, which is no buffer, and what it writes is lost where "
+                "weights are sharded. Keep it with register_buffer."
+            )
 
     def install(self, parameter: nn.Parameter) -> None:
         """Make this the parameter that the model's modules see."""

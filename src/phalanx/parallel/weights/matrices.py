@@ -161,10 +161,13 @@ class Matrix:
 class Matrices:
     """The weights of this rank's stage that are updated whole, each by its owner."""
 
-    def __init__(self, weights: Sequence[Weight], holding: Holding, layout: Layout, owner: Mapping[str, int]) -> None:
-        """``owner``: of each weight, the member. All ranks of a copy must make it together."""
+    def __init__(
+        self, weights: Sequence[Weight], holding: Holding, layout: Layout, owner: Mapping[str, int], like: Tensor
+    ) -> None:
+        """``owner``: of each weight, the member. ``like``: of what travels. All ranks must make it together."""
         mesh, copy = holding.mesh, Copy.of(layout)
         self.group, self.member = mesh.joint(*COPY), mesh.index(*COPY)
+        self._empty = like.new_empty(0)
         self.copies = bool(layout.exact)
         """Of gradients, also where nothing travels: bits of a product may hang on where in memory a factor begins."""
         self.all = [
@@ -230,9 +233,8 @@ class Matrices:
 
     def _exchanged(self, outgoing: Outgoing, sizes: list[int]) -> list[Flat]:
         """The tensors of list r go to member r, and so many numbers come from it."""
-        storage, lists = self.all[0].weight.storage, [outgoing[member] for member in range(self.group.size)]
-        empty = torch.empty(0, dtype=storage.parameter, device=storage.device)
-        own = torch.cat([empty, *(tensor.reshape(-1).to(empty) for tensors in lists for tensor in tensors)])
+        lists = [outgoing[member] for member in range(self.group.size)]
+        own = torch.cat([self._empty, *(tensor.reshape(-1).to(self._empty) for tensors in lists for tensor in tensors)])
         counts = [sum(tensor.numel() for tensor in tensors) for tensors in lists]
         return [Flat(part) for part in self.group.all_to_all_rows(own, counts, sizes).split(sizes)]
 
