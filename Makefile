@@ -1,6 +1,7 @@
 # Two commands on a fresh clone: `make train` and `make test`. Everything they need goes into .venv.
 PYTHON ?= python3
 BIN := .venv/bin
+JOBS ?= auto
 
 .PHONY: train test test-every lint check bench clean
 
@@ -21,10 +22,10 @@ train: .venv/ready  ## prove that two ranks train like one, then train a small l
 	@echo "  $(BIN)/phalanx train --help"
 
 test: .venv/ready lint  ## lint, then all tests, a process a core
-	$(BIN)/pytest -n auto --maxprocesses 8 --dist worksteal $(PYTEST)
+	$(BIN)/pytest -n $(JOBS) --maxprocesses 8 --dist worksteal $(PYTEST)
 
 test-every: .venv/ready lint  ## the exhaustive tests too: about an hour
-	$(BIN)/pytest -n auto --maxprocesses 8 --dist worksteal --every
+	$(BIN)/pytest -n $(JOBS) --maxprocesses 8 --dist worksteal --every
 
 lint: .venv/ready
 	$(BIN)/ruff check .
