@@ -201,15 +201,19 @@ def emptied(engine: Engine) -> Engine:
     """The same engine, as if it had just been made, with nothing in its weights."""
     for weight in engine.spread.weights.values():
         for tensor in (weight.shard, weight.full) if weight.storage.always_whole else (weight.shard,):
-            tensor.data.fill_(math.nan)
+            _empty(tensor)
     for _, buffer in engine.spread.whole.replicated():
-        buffer.detach().fill_(math.nan if buffer.is_floating_point() else 0)
+        _empty(buffer)
     engine.optimizer.state.clear()
     for tensors in engine.callbacks.tensors().values():
         tensors.clear()
     engine.step_number, engine.samples, engine.terms, engine.compared = 0, 0, 0.0, None
     engine.loss_scale, engine.guard = LossScale(engine.loss_scale.dynamic), Guard()
     return engine
+
+
+def _empty(tensor: Tensor) -> None:
+    tensor.detach().fill_(math.nan if tensor.is_floating_point() else 0)
 
 
 def saved_name(rung: str, name: str) -> str:
