@@ -218,8 +218,7 @@ class State:
         return list(self.optimizer.state.get(weight.optimized, {}).items())
 
     def _boxes(self, weight: Weight, shard: Tensor) -> Iterator[tuple[Box, Tensor]]:
-        cut = self.holding.cut(weight.name)
-        return boxes(weight, cut, self.mesh.index(cut.axis) if cut else 0, shard)
+        return boxes(weight, self.holding.cut(weight.name), self.holding.index(weight.name), shard)
 
     def note_versions(self) -> None:
         """Before the first step: a frozen weight that is written to later is changed by the model's own forward."""
@@ -234,8 +233,7 @@ class State:
         """Whether this rank speaks for all of a weight: it owns the weight, or has its first row."""
         if weight.optimized is not weight.shard:
             return weight.state_here
-        cut = self.holding.cut(weight.name)
-        return weight.first == 0 and weight.rows > 0 and (cut is None or self.mesh.index(cut.axis) == 0)
+        return weight.first == 0 and weight.rows > 0 and self.holding.index(weight.name) == 0
 
     def _holders(self, weight: Weight, every_part: bool = False) -> dict[str, list[int] | None]:
         """Where the ranks are that hold the same rows as this one, which is among them; or, all of the state."""

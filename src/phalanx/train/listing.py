@@ -21,9 +21,8 @@ def listed(placement: Placement, every: bool = False) -> list[str]:
 
 def _row(placement: Placement, one: Placed, every: bool) -> tuple[str, ...]:
     grid = Grid(placement.layout, 0)
-    start, stop = one.rows(grid)
     part = one.part(grid)
-    own = (stop - start, *part[1:]) if part else ()
+    own = one.rows(grid).size if part else ()
     block = "" if every else next((b for b in placement.anatomy.blocks if one.name.startswith(f"{b}.")), "")
     name = f"{block.rpartition('.')[0]}.*{one.name.removeprefix(block)}" if block else one.name
     kept = "" if one.policy.trainable else f", frozen {str(one.policy.dtype).removeprefix('torch.')}"

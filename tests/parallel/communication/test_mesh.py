@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from phalanx import Layout
-from phalanx.parallel.communication.mesh import AXES, EXPERT_SHARD, EXPERTS, SHARD, Grid, Members, Mesh
+from phalanx.parallel.communication.mesh import AXES, EXPERT_SHARD, EXPERTS, GROUPS, SHARD, Grid, Members, Mesh
 from phalanx.parallel.torch_private import new_group
 from tests.ranks import Ranks
 
@@ -86,6 +86,15 @@ def test_members_make_the_same_groups_in_one_order(layout: str) -> None:
             after.setdefault(group, set()).add(before)
     list(TopologicalSorter(after).static_order())
     assert len({group.name for groups in orders.values() for group in groups}) == len(set().union(*orders.values()))
+
+
+@pytest.mark.parametrize("layout", ["dp=2,fsdp=3,cp=2,tp=2,pp=3", "fsdp=2,cp=4,ep=2,tp=2", "fsdp=4,cp=2,ep=8", "dp=6"])
+def test_a_place_is_that_among_the_members(layout: str) -> None:
+    parsed = Layout.parse(layout)
+    for grid in (Grid(parsed, rank) for rank in range(parsed.world)):
+        for axes in (*GROUPS, ("fsdp", "cp", "tp")):
+            assert grid.members(axes)[grid.index(*axes)] == grid.rank
+            assert len(grid.members(axes)) == grid.size(*axes)
 
 
 def test_a_rank_of_ten_thousand_makes_a_dozen_groups() -> None:

@@ -8,8 +8,8 @@ import torch
 from phalanx import Layout
 from phalanx.parallel.axes.cuts import Cut
 from phalanx.parallel.communication.mesh import EXPERT_SHARD, SHARD, Grid
-from phalanx.parallel.weights.bucket import Rows
-from phalanx.parallel.weights.matrices import COPY, Copy, MatrixPart, cost, owners
+from phalanx.parallel.weights.matrices import COPY, MatrixPart, cost, distinct, owners
+from phalanx.parallel.weights.placement import Placed, StoragePolicy
 
 CUTS = {
     "none": None,
@@ -20,50 +20,43 @@ CUTS = {
 }
 
 
-def put_together(copy: Copy, cut: Cut | None, whole: torch.Tensor) -> None:
+def placed(shape: tuple[int, ...], cut: Cut | None) -> Placed:
+    axes = EXPERT_SHARD if cut is not None and cut.axis == "ep" else SHARD
+    policy = StoragePolicy(torch.float32, torch.float32, axes, offloaded=False, always_whole=False, trainable=True)
+    return Placed("one", torch.Size(shape), policy, cut, (0,))
+
+
+def put_together(layout: str, cut: Cut | None, whole: torch.Tensor) -> None:
     """Each part taken out of the whole and laid where it belongs gives the whole, and each element once."""
+    parsed, one = Layout.parse(layout), placed(tuple(whole.shape), cut)
+    members = [Grid(parsed, rank) for rank in Grid(parsed, 0).members(COPY)]
     again, times, seen = torch.zeros_like(whole), torch.zeros_like(whole), []
-    for holders in copy.distinct(cut):
-        part, ones = copy.part(whole.shape, cut, holders[0]), torch.zeros_like(whole)
-        assert all(copy.part(whole.shape, cut, holder).rows == part.rows for holder in holders)
+    for part, holders in distinct(one, members):
+        ones = torch.zeros_like(whole)
+        assert all(MatrixPart.of(one, members[holder]).rows == part.rows for holder in holders)
         part.put(part.take(whole), again)
         part.put(torch.ones(part.numel), ones)
         times += ones
         seen += holders
     assert torch.equal(again, whole)
     assert times.eq(1).all()
-    assert sorted(seen) == list(range(copy.members))
+    assert sorted(seen) == list(range(len(members)))
 
 
-@pytest.mark.parametrize("copy", [Copy(1, 2), Copy(2, 2), Copy(6, 2), Copy(8, 2)])
+@pytest.mark.parametrize("layout", ["tp=2", "fsdp=2,tp=2", "fsdp=3,cp=2,tp=2", "dp=2,fsdp=8,tp=2,pp=2"])
 @pytest.mark.parametrize("name", CUTS)
-def test_parts_are_the_whole(name: str, copy: Copy) -> None:
-    put_together(copy, CUTS[name], torch.arange(70.0).view(7, 5, 2))
+def test_parts_are_the_whole(name: str, layout: str) -> None:
+    put_together(layout, CUTS[name], torch.arange(70.0).view(7, 5, 2))
 
 
-@pytest.mark.parametrize("copy", [Copy(2, 1, 2), Copy(4, 2, 2), Copy(6, 1, 2)])
-def test_parts_of_stacked_experts(copy: Copy) -> None:
-    put_together(copy, Cut(0, (((0, 4),), ((4, 8),)), "ep"), torch.arange(8 * 3 * 2.0).view(8, 3, 2))
+@pytest.mark.parametrize("layout", ["fsdp=2,ep=2", "fsdp=2,cp=2,tp=2,ep=2", "fsdp=6,ep=2"])
+def test_parts_of_stacked_experts(layout: str) -> None:
+    put_together(layout, Cut(0, (((0, 4),), ((4, 8),)), "ep"), torch.arange(8 * 3 * 2.0).view(8, 3, 2))
 
 
 def test_one_number_and_nothing() -> None:
     for whole in (torch.tensor(3.0), torch.zeros(0, 4)):
-        put_together(Copy(2), None, whole)
-
-
-@pytest.mark.parametrize("layout", ["fsdp=4", "dp=2,fsdp=2,cp=2,tp=2", "fsdp=2,cp=2,ep=2,pp=2", "fsdp=4,ep=2,tp=2"])
-def test_members_hold_what_the_mesh_says(layout: str) -> None:
-    parsed, shape = Layout.parse(layout), torch.Size((8, 4))
-    cuts = {"tp": Cut(1, (((0, 1),), ((1, 4),))), "ep": Cut(0, (((0, 4),), ((4, 8),)), "ep"), None: None}
-    for rank in range(parsed.world):
-        grid = Grid(parsed, rank)
-        for axis, cut in cuts.items():
-            if axis is None or getattr(parsed, axis) > 1:
-                shard = EXPERT_SHARD if axis == "ep" else SHARD
-                index = grid.index(axis) if axis else 0
-                whole = cut.shape(shape, index) if cut else shape
-                found = Copy.of(parsed).part(shape, cut, grid.index(*COPY))
-                assert found == MatrixPart(Rows.of(whole, grid.size(*shard), grid.index(*shard)), cut, index)
+        put_together("fsdp=2", None, whole)
 
 
 def test_work_is_shared_out_evenly() -> None:

@@ -58,7 +58,6 @@ class Grid:
             rank, self.coordinates[axis] = divmod(rank, self.degrees[axis])
         self._strides = {axis: math.prod(self.degrees[a] for a in AXES[i + 1 :]) for i, axis in enumerate(AXES)}
         self._members: dict[tuple[str, ...], tuple[int, ...]] = {}
-        self._indices: dict[tuple[str, ...], int] = {}
 
     def members(self, axes: tuple[str, ...]) -> tuple[int, ...]:
         """The ranks that differ from this one along these axes alone, itself among them."""
@@ -85,13 +84,19 @@ class Grid:
         return sorted(found)
 
     def size(self, *axes: str) -> int:
-        return len(self.members(axes)) if axes in (EXPERTS, EXPERT_SHARD) else math.prod(self.degrees[a] for a in axes)
+        if axes in (EXPERTS, EXPERT_SHARD):
+            return self.ep if axes == EXPERTS else self.size(*SHARD) // self.ep
+        return math.prod(self.degrees[axis] for axis in axes)
 
     def index(self, *axes: str) -> int:
         """This rank's place among the members of these axes."""
-        if axes not in self._indices:
-            self._indices[axes] = self.members(axes).index(self.rank)
-        return self._indices[axes]
+        if axes in (EXPERTS, EXPERT_SHARD):
+            return divmod(self.index(*SHARD), self.ep)[axes == EXPERTS]
+        place = 0
+        for axis in AXES:
+            if axis in axes:
+                place = place * self.degrees[axis] + self.coordinates[axis]
+        return place
 
     @property
     def counts_samples(self) -> bool:

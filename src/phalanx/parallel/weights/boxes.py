@@ -1,11 +1,10 @@
-"""Where a rank's piece lies in the whole weight, as boxes: the one map that checkpoints of any layout are read by."""
+"""Where a rank's shard lies in the whole weight, as boxes: the one map that checkpoints of any layout are read by."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from phalanx.parallel.axes.cuts import Cut
@@ -36,7 +35,7 @@ class Box:
 
 @dataclass(frozen=True)
 class ShardBox:
-    """A box of the whole weight, and where it begins in a rank's piece."""
+    """A box of the whole weight, and where it begins in a rank's shard."""
 
     box: Box
     dim: int
@@ -47,12 +46,12 @@ class ShardBox:
         return shard.narrow(self.dim, self.start, self.box.sizes[self.dim]) if self.box.sizes else shard.view(())
 
 
-def boxes_of(part: torch.Size, cut: Cut | None, index: int, first: int, last: int) -> Iterator[ShardBox]:
-    """The boxes that rows ``first`` to ``last`` of a rank's part of a weight consist of.
+def boxes_of(rows: Weight | Rows, cut: Cut | None, index: int) -> Iterator[ShardBox]:
+    """The boxes that a rank's rows of its part of a weight consist of.
 
-    ``part`` is the shape of what the rank computes with, ``cut`` how ``tp`` or ``ep`` has divided the weight, and
-    ``index`` the rank's place there.
+    ``cut`` is how ``tp`` or ``ep`` has divided the weight, and ``index`` the rank's place there.
     """
+    part, first, last = rows.shape, rows.first, rows.last
     if first == last or not part.numel():
         return
     if not part:
@@ -76,7 +75,7 @@ def boxes_of(part: torch.Size, cut: Cut | None, index: int, first: int, last: in
         local += length
 
 
-def boxes(weight: Weight | Rows, cut: Cut | None, index: int, shard: Tensor) -> Iterator[tuple[Box, Tensor]]:
+def boxes(rows: Weight | Rows, cut: Cut | None, index: int, shard: Tensor) -> Iterator[tuple[Box, Tensor]]:
     """The boxes that ``shard``, a rank's rows of a weight or of its moments, consists of, each with its view."""
-    for place in boxes_of(weight.shape, cut, index, weight.first, weight.last):
+    for place in boxes_of(rows, cut, index):
         yield place.box, place.view(shard)

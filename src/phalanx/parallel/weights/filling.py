@@ -64,8 +64,7 @@ def fill(
     """Fill this rank's rows of each weight, one at a time; weights that stay whole are gathered from them later."""
     described = dict(blueprint.model.named_parameters())
     for name, weight in weights.items():
-        described_one, cut = described.pop(name), holding.cut(name)
-        index = holding.mesh.index(cut.axis) if cut else 0
+        described_one, cut, index = described.pop(name), holding.cut(name), holding.index(name)
         weight.make_room()
         rows = weight.shard.data
         if saved is not None:

@@ -43,15 +43,18 @@ class Holding:
         """Of the part that this rank computes with."""
         return self.placement.weights[name].part(self.mesh)
 
+    def index(self, name: str) -> int:
+        """This rank's place along the axis that divides a weight."""
+        return self.placement.weights[name].index(self.mesh)
+
     def part(self, name: str, whole: Tensor) -> Tensor:
         """What this rank computes with."""
         cut = self.cut(name)
-        return cut.take(whole, self.mesh.index(cut.axis)) if cut else whole
+        return cut.take(whole, self.index(name)) if cut else whole
 
     def alike(self, name: str) -> list[int]:
         """The ranks of ``tp`` that hold the same as this one."""
-        cut, index = self.cut(name), self.mesh.index("tp")
-        return cut.sharers(index) if cut and cut.axis == "tp" else list(range(self.mesh.size("tp")))
+        return list(self.placement.weights[name].alike(self.mesh))
 
     def adding(self, name: str) -> list[int]:
         """The ranks of ``tp`` whose gradients add up: those that hold the same and each computed something else."""

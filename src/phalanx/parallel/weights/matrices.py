@@ -21,9 +21,11 @@ from torch import Tensor, nn
 
 from phalanx.layout import Layout
 from phalanx.parallel.axes.cuts import Cut
+from phalanx.parallel.communication.mesh import Grid
 from phalanx.parallel.weights.boxes import boxes
 from phalanx.parallel.weights.bucket import Rows, Weight
 from phalanx.parallel.weights.holding import Holding
+from phalanx.parallel.weights.placement import Placed
 
 COPY = ("fsdp", "cp", "tp")
 """The axes over which one copy of a stage's weights is divided."""
@@ -61,6 +63,11 @@ class MatrixPart:
     index: int
     """Along the cut's axis."""
 
+    @classmethod
+    def of(cls, one: Placed, grid: Grid) -> MatrixPart:
+        """What a rank holds of a weight."""
+        return cls(one.rows(grid), one.cut, one.index(grid))
+
     @cached_property
     def numel(self) -> int:
         return self.rows.size.numel()
@@ -78,59 +85,33 @@ class MatrixPart:
         return part.view(-1)
 
 
-@dataclass(frozen=True)
-class Copy:
-    """The ranks that share one copy of a stage's weights, each a member: ``fsdp x cp`` shards, ``tp`` of each."""
+def holders_of(one: Placed, grid: Grid) -> list[int]:
+    """The members that hold the same of a weight as a rank, which is among them."""
+    first = grid.index(*COPY) - grid.index("tp")  # ``tp``'s are neighbours
+    return [first + other for other in one.alike(grid)]
 
-    shards: int
-    tp: int = 1
-    ep: int = 1
 
-    @classmethod
-    def of(cls, layout: Layout) -> Copy:
-        return cls(layout.fsdp * layout.cp, layout.tp, layout.ep)
-
-    @property
-    def members(self) -> int:
-        return self.shards * self.tp
-
-    def part(self, shape: torch.Size, cut: Cut | None, member: int) -> MatrixPart:
-        """What a member holds of a weight."""
-        (shard, index), shards = divmod(member, self.tp), self.shards
-        if cut is None:
-            return MatrixPart(Rows.of(shape, shards, shard), None, 0)
-        if cut.axis == "ep":
-            (shard, index), shards = divmod(shard, self.ep), shards // self.ep
-        return MatrixPart(Rows.of(cut.shape(shape, index), shards, shard), cut, index)
-
-    def holders(self, cut: Cut | None, member: int) -> list[int]:
-        """The members that hold the same as this one."""
-        first, index = member - member % self.tp, member % self.tp
-        alike = cut.sharers(index) if cut is not None and cut.axis == "tp" else range(self.tp)
-        return [first + other for other in alike]
-
-    def distinct(self, cut: Cut | None) -> Iterator[list[int]]:
-        """All members, those that hold the same together."""
-        for member in range(self.members):
-            holders = self.holders(cut, member)
-            if holders[0] == member:
-                yield holders
+def distinct(one: Placed, members: Sequence[Grid]) -> Iterator[tuple[MatrixPart, list[int]]]:
+    """All parts of a weight, each with the members that hold it."""
+    for member, grid in enumerate(members):
+        alike = holders_of(one, grid)
+        if alike[0] == member:
+            yield MatrixPart.of(one, grid), alike
 
 
 class Matrix:
     """A weight that is updated whole."""
 
-    def __init__(self, weight: Weight, shape: torch.Size, cut: Cut | None, copy: Copy, owner: int, member: int) -> None:
-        """``member``: which of those of the ``copy`` this rank is."""
-        self.weight, self.shape, self.owner, self.here = weight, shape, owner, owner == member
-        self.own = copy.part(shape, cut, member)
-        self.sends = self._source(copy.holders(cut, member)) == member
+    def __init__(self, weight: Weight, one: Placed, members: Sequence[Grid], member: int, owner: int) -> None:
+        """``member``: which of those that share a copy of the stage's weights this rank is."""
+        self.weight, self.shape, self.owner, self.here = weight, one.shape, owner, owner == member
+        self.own = MatrixPart.of(one, members[member])
+        self.sends = self._source(holders_of(one, members[member])) == member
         weight.state_here = self.here
         self.blank = weight.optimized.data
         """Of the whole shape, without memory."""
-        every = copy.distinct(cut) if self.here else ()
-        parts = ((copy.part(shape, cut, holders[0]), holders) for holders in every)
-        self.parts = [(part, self._source(holders), holders) for part, holders in parts if part.numel]
+        every = distinct(one, members) if self.here else ()
+        self.parts = [(part, self._source(holders), holders) for part, holders in every if part.numel]
         """At the owner: all parts, who sends each, and who holds it."""
 
     def _source(self, holders: Sequence[int]) -> int:
@@ -165,14 +146,13 @@ class Matrices:
         self, weights: Sequence[Weight], holding: Holding, layout: Layout, owner: Mapping[str, int], like: Tensor
     ) -> None:
         """``owner``: of each weight, the member. ``like``: of what travels. All ranks must make it together."""
-        mesh, copy = holding.mesh, Copy.of(layout)
+        mesh, placed = holding.mesh, holding.placement.weights
+        members = [Grid(layout, rank) for rank in mesh.members(COPY)]
         self.group, self.member = mesh.joint(*COPY), mesh.index(*COPY)
         self._empty = like.new_empty(0)
         self.copies = bool(layout.exact)
         """Of gradients, also where nothing travels: bits of a product may hang on where in memory a factor begins."""
-        self.all = [
-            Matrix(w, holding.shapes[w.name], holding.cut(w.name), copy, owner[w.name], self.member) for w in weights
-        ]
+        self.all = [Matrix(weight, placed[weight.name], members, self.member, owner[weight.name]) for weight in weights]
         self._by_parameter = {matrix.weight.optimized: matrix for matrix in self.all}
         self._lent: list[Matrix] = []
 

@@ -9,7 +9,7 @@ out to fix sizes is gathered (`cuts.gather_inside`), which changes the plan alon
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,9 +23,9 @@ from phalanx.parallel.axes.context import check_context
 from phalanx.parallel.axes.cuts import Cut, Plan, make_plan
 from phalanx.parallel.axes.expert import cut_experts
 from phalanx.parallel.axes.stages import Stages, divide
-from phalanx.parallel.communication.differentiable import run
 from phalanx.parallel.communication.mesh import EXPERT_SHARD, SHARD, Grid
 from phalanx.parallel.weights.boxes import Box, boxes_of
+from phalanx.parallel.weights.bucket import Rows
 from phalanx.precision import DTYPES, Dtypes
 
 CP_TRAVELS = {"gather": ("all-gather",), "ulysses": ("all-to-all",)}
@@ -64,21 +64,27 @@ class Placed:
         """Whether a rank's stages have it."""
         return grid.index("pp") in self.stages
 
+    def index(self, grid: Grid) -> int:
+        """A rank's place along the axis that divides it."""
+        return 0 if self.cut is None else grid.index(self.cut.axis)
+
     def part(self, grid: Grid) -> torch.Size:
         """The shape of what a rank computes with."""
-        return self.shape if self.cut is None else self.cut.shape(self.shape, grid.index(self.cut.axis))
+        return self.shape if self.cut is None else self.cut.shape(self.shape, self.index(grid))
 
-    def rows(self, grid: Grid) -> tuple[int, int]:
+    def alike(self, grid: Grid) -> Sequence[int]:
+        """The ranks of ``tp`` that compute with the same part of it as a rank."""
+        return self.cut.sharers(self.index(grid)) if self.cut and self.cut.axis == "tp" else range(grid.size("tp"))
+
+    def rows(self, grid: Grid) -> Rows:
         """Which rows of its part a rank owns and updates."""
-        part, axes = self.part(grid), self.policy.axes
-        return run(part[0] if part else 1, grid.size(*axes), grid.index(*axes))
+        axes = self.policy.axes
+        return Rows.of(self.part(grid), grid.size(*axes), grid.index(*axes))
 
     def boxes(self, grid: Grid) -> list[Box]:
         """Where the rows that a rank owns lie in the whole weight."""
-        if not self.here(grid):
-            return []
-        index = 0 if self.cut is None else grid.index(self.cut.axis)
-        return [place.box for place in boxes_of(self.part(grid), self.cut, index, *self.rows(grid))]
+        places = boxes_of(self.rows(grid), self.cut, self.index(grid)) if self.here(grid) else ()
+        return [place.box for place in places]
 
 
 @dataclass(frozen=True)
@@ -147,8 +153,7 @@ class Placement:
         """The weights that a rank has a part in, each with how many elements of it the rank owns."""
         for one in self.weights.values():
             if one.here(grid):
-                start, stop = one.rows(grid)
-                yield one, (stop - start) * one.part(grid)[1:].numel()
+                yield one, one.rows(grid).size.numel()
 
 
 SHARDABLE = {torch.uint8, torch.int8, torch.int32, torch.int64}

@@ -117,9 +117,8 @@ class Recorder(Callback):
         self.moment, self.randomness = engine.spread.moment, engine.spread.randomness
         self._visits: Counter[tuple[int, str]] = Counter()
         for name, weight in engine.spread.weights.items():
-            cut = engine.spread.holding.cut(name)
-            place = engine.mesh.index(cut.axis) if cut else 0
-            self.record.rows[name] = cut, place, weight.first, weight.last
+            holding = engine.spread.holding
+            self.record.rows[name] = holding.cut(name), holding.index(name), weight.first, weight.last
         observe(engine.spread.model, self._see)
         observe_draws(self.randomness, self._draw)
         engine.spread.reduction.on_gradient = self._own

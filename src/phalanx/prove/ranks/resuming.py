@@ -181,8 +181,8 @@ class Interruption:
     def _words(self, held: Held, step: int) -> str:
         rung, name, value, part = held
         weight = self.witness.weights.get(name.split(" ")[0])
-        cut = None if weight is None else self.witness.holding.cut(weight.name)
-        index = self.witness.engine.mesh.index(cut.axis) if cut else 0
+        holding = self.witness.holding
+        cut, index = (None, 0) if weight is None else (holding.cut(weight.name), holding.index(weight.name))
         words = likeness(self.witness.standard, step, rung, name, value, part, weight, cut, index)
         return f"{saved_name(rung, name)} {words}"
 

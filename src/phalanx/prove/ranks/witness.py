@@ -258,7 +258,7 @@ class Witness(Callback):
         self._ledger()
         for _, weight in self._own:
             cut = self.holding.cut(weight.name)
-            part = cut.spans[self.engine.mesh.index(cut.axis)] if cut else None
+            part = cut.spans[self.holding.index(weight.name)] if cut else None
             place = weight.name, part, weight.first, weight.last
             self.told.state["weights", *place] = checksum(weight.shard.data)
             whole = weight.optimized is not weight.shard
