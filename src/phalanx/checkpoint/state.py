@@ -56,7 +56,7 @@ class State:
     ) -> None:
         """``hosts``: on which host each rank is; by default all are on one.
 
-        ``beside``: by callback and weight, tensors in the shape of the weight's piece.
+        ``beside``: by callback and weight, tensors in the shape of the weight's shard.
         """
         self.beside = beside or {}
         self.spread, self.optimizer = spread, optimizer

@@ -225,11 +225,6 @@ class Spread:
             self._reach[action.stage] = {name for name in self.weights if not name.startswith(others)}
         return self._reach[action.stage].__contains__
 
-    @property
-    def home(self) -> torch.device:
-        """Where the rows that this rank updates are kept, and the optimizer's state."""
-        return self.device if self.layout.offload == "none" else torch.device("cpu")
-
     def shards(self) -> list[nn.Parameter]:
         """What the optimizer updates on this rank: its rows of every trainable weight."""
         return [weight.shard for weight in self.weights.values() if weight.trainable]
@@ -274,7 +269,7 @@ class Spread:
         return [name for name, w in self.weights.items() if w.trainable and name not in self.reduction.touched]
 
     def give_gradients(self, factor: float, without: set[str]) -> None:
-        """Scale the summed gradients and hand each piece its own; those in ``without`` get none."""
+        """Scale the summed gradients and hand each shard its own; those in ``without`` get none."""
         for bucket in self._reduced():
             assert bucket.owned is not None
             scaled = bucket.owned.mul_(factor).to(bucket.storage.home)
@@ -326,7 +321,7 @@ def _storage(
         compute=policy.compute,
         reduce=dtypes.reduce,
         device=device,
-        home=torch.device("cpu") if policy.offloaded else device,
+        home=policy.home(device),
         buffers=buffers,
         always_whole=policy.always_whole,
         whole_gradients=layout.zero < 2 or ranks == 1,

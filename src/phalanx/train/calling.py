@@ -153,9 +153,8 @@ class Callbacks:
             with self._named(callback, "state_dict"):
                 state = callback.state_dict()
             try:
-                found[label] = json.loads(
-                    json.dumps(state)
-                )  # as it is now, whatever the callback goes on to do with it
+                # as it is now, whatever the callback goes on to do with it
+                found[label] = json.loads(json.dumps(state))
             except (TypeError, ValueError) as error:
                 raise WrongUse(
                     f"{type(callback).__name__}.state_dict has what cannot be saved ({error}). Return numbers, text, "

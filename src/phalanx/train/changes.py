@@ -23,6 +23,7 @@ from phalanx.words import listed
 
 if TYPE_CHECKING:
     from phalanx.train.engine import Engine
+from phalanx.train.numbers import plain_values
 
 ORDER = ("seed", "global_batch")
 """Settings that the order of samples follows from."""
@@ -46,7 +47,7 @@ def described(engine: Engine) -> dict[str, Any]:
         files = user_code.snapshot(user_code.home(type(engine.task)))
         found = {
             "settings": plain_settings(engine.task),
-            "optimizer": {"class": type(engine.optimizer).__name__, **_numbers(engine.optimizer.defaults)},
+            "optimizer": {"class": type(engine.optimizer).__name__, **plain_values(engine.optimizer.defaults)},
             "code": user_code.joined(files),
             "files": files,
             "fingerprint": asdict(engine.loader.looked_at(lambda: Fingerprint.of(engine.order.size, _reader(engine)))),
@@ -58,15 +59,6 @@ def described(engine: Engine) -> dict[str, Any]:
 
 def _reader(engine: Engine) -> Callable[[int], Any]:
     return lambda index: sample_at(engine.loader.reader.data, index, engine.task.seed)
-
-
-def _numbers(options: Mapping[str, Any]) -> dict[str, Any]:
-    simple = (bool, int, float, str, type(None))
-    return {
-        name: list(value) if isinstance(value, tuple) else value
-        for name, value in options.items()
-        if all(isinstance(item, simple) for item in (value if isinstance(value, (tuple, list)) else [value]))
-    }
 
 
 def allowed_changes(engine: Engine, facts: Mapping[str, Any], allow: bool) -> list[Change]:

@@ -1,4 +1,4 @@
-"""A task's optimizer where ranks hold parts of weights: over their pieces, or over stand-ins for whole weights.
+"""A task's optimizer where ranks hold parts of weights: over their shards, or over stand-ins for whole weights.
 
 An optimizer that updates each element by itself has this rank's rows. Any other has, of every weight, a parameter of
 the whole shape, which has memory and a gradient during an update, on the rank that owns the weight. So a task chooses
@@ -29,8 +29,9 @@ def spread_optimizer(
     divided = spread.mesh.size(*COPY) > 1 or spread.mesh.size("pp") > 1 or bool(spread.layout.exact)
     weights = {name: weight for name, weight in described.items() if spread.trainable.get(name)}
     if divided and _any_wants_whole(task, weights):
-        home, dtype = spread.home, spread.dtypes.parameter
-        stand_ins = [_stand_in(name, weight, home, dtype) for name, weight in weights.items()]
+        homes = {name: spread.placement.weights[name].policy.home(spread.device) for name in weights}
+        dtype = spread.dtypes.parameter
+        stand_ins = [_stand_in(name, weight, homes[name], dtype) for name, weight in weights.items()]
         optimizer = make_optimizer(task, stand_ins, trained)
         if wanted := wants_whole(optimizer):
             _lead(optimizer, wanted, spread)

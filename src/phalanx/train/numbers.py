@@ -36,15 +36,19 @@ class Numbers:
             set_attribute(self.optimizer, name, _like(attributes(self.optimizer).get(name), value))
 
 
-def _numbers(options: Mapping[str, Any]) -> dict[str, Any]:
-    """What an optimizer keeps beside its state, or for a group, as far as text can; not the schedule's rate."""
+def plain_values(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of an optimizer's options that text can keep: numbers, words, and lists of them."""
     plain = (bool, int, float, str, type(None))
     return {
         name: value
         for name, value in options.items()
-        if name not in ("lr", "params") and not name.startswith("_")
         if all(isinstance(item, plain) for item in (value if isinstance(value, (tuple, list)) else [value]))
     }
+
+
+def _numbers(options: Mapping[str, Any]) -> dict[str, Any]:
+    """What an optimizer keeps beside its state, or for a group; not the schedule's rate."""
+    return {n: v for n, v in plain_values(options).items() if n not in ("lr", "params") and not n.startswith("_")}
 
 
 def _changed(options: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:

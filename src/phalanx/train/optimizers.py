@@ -1,4 +1,4 @@
-"""A task's optimizer and schedule, made and checked; which optimizers may update a piece of a weight alone."""
+"""A task's optimizer and schedule, made and checked; which optimizers may update a shard of a weight alone."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def untrainable(task: Task) -> WrongUse:
 
 
 def make_optimizer(task: Task, shards: Sequence[nn.Parameter], trained: bool) -> optim.Optimizer:
-    """The task's optimizer over this rank's pieces, or over whole weights; refused where it could not train them.
+    """The task's optimizer over this rank's shards, or over whole weights; refused where it could not train them.
 
     ``trained`` says whether any rank has one: a stage of a pipeline may be all frozen.
     """

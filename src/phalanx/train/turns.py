@@ -61,7 +61,7 @@ class Turns:
             )
 
     def completed(self, shards: Sequence[nn.Parameter]) -> list[nn.Parameter]:
-        """A rank's pieces, and for a turn of which it has none, as a stage of a pipeline may, one that stands in."""
+        """A rank's shards, and for a turn of which it has none, as a stage of a pipeline may, one that stands in."""
         found = list(shards)
         for turn in dict.fromkeys(self.task.turns):
             own = [name for name in self.names if self.task.trains(turn, name)]

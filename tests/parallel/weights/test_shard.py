@@ -14,7 +14,7 @@ from tests.ranks import Ranks
 
 def whole_units(engine: phalanx.Engine) -> list[str]:
     assert engine.spread.gathering is not None
-    return [item.unit.name for item in engine.spread.gathering.gathered if item.bucket.is_whole]
+    return [item.unit.name for item in engine.spread.gathering.units if item.bucket.is_whole]
 
 
 def watch() -> dict[str, object]:

@@ -91,9 +91,9 @@ class Weight:
         self.full: nn.Parameter
         self.shard: nn.Parameter
         self.in_use: bool
-        """An update of the piece is one of the whole: they are the same memory."""
+        """An update of the shard is one of the whole: they are the same memory."""
         self.optimized: nn.Parameter
-        """What the optimizer has of it: the piece, or a stand-in for all of it (`parallel.weights.matrices`)."""
+        """What the optimizer has of it: the shard, or a stand-in for all of it (`parallel.weights.matrices`)."""
         self.whole_state = False
         """Its optimizer does not update each element by itself: what it keeps of it may have any shape."""
         self.state_here = True
@@ -178,7 +178,7 @@ class Packing:
         return flat[..., offset : offset + weight.room]
 
     def own(self, weight: Weight, row: Tensor) -> Tensor:
-        """A weight's part of this rank's row, in the shape of its piece."""
+        """A weight's part of this rank's row, in the shape of its shard."""
         return self.room(weight, row)[: weight.shard.numel()].view(weight.shard.shape)
 
 

@@ -47,6 +47,10 @@ class StoragePolicy:
     """Ranks keep it whole between uses (ZeRO 1 and 2), or gather it for each use (ZeRO 3)."""
     trainable: bool
 
+    def home(self, device: torch.device) -> torch.device:
+        """Where a rank that computes on this device keeps its rows and their optimizer state."""
+        return torch.device("cpu") if self.offloaded else device
+
 
 @dataclass(frozen=True)
 class Placed:

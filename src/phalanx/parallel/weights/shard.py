@@ -27,7 +27,7 @@ DESCRIBING = {Tensor.size, Tensor.dim, Tensor.numel, Tensor.stride, Tensor.is_fl
 class ReshardedWeight(nn.Parameter):
     """Stands in a module for a weight that is not whole. Whoever computes with it makes it whole."""
 
-    gathered: ShardedUnit
+    unit: ShardedUnit
     weight: Weight
 
     @classmethod
@@ -40,9 +40,9 @@ class ReshardedWeight(nn.Parameter):
 
 def _awake(wake: bool, value: ReshardedWeight) -> Tensor:
     if wake:
-        value.gathered.need()
+        value.unit.need()
         if torch.is_grad_enabled():
-            value.gathered.open_call()  # when its backward is over, only the end of all of it tells
+            value.unit.open_call()  # when its backward is over, only the end of all of it tells
     return value.weight.full
 
 
@@ -65,7 +65,7 @@ class ShardedUnit:
             stand_in = ReshardedWeight(
                 torch.empty(weight.shape, dtype=weight.full.dtype, device="meta"), weight.trainable
             )
-            stand_in.gathered, stand_in.weight = self, weight
+            stand_in.unit, stand_in.weight = self, weight
             self.resting.append(stand_in)
         self.rest()
 
@@ -104,16 +104,16 @@ class ShardedUnit:
 class Gathering:
     """Hooks on the modules of every unit, and which bucket to fetch ahead of need."""
 
-    def __init__(self, model: nn.Module, gathered: Sequence[ShardedUnit]) -> None:
-        self.gathered = gathered
-        self.by_bucket = {id(g.bucket): g for g in gathered}
+    def __init__(self, model: nn.Module, units: Sequence[ShardedUnit]) -> None:
+        self.units = units
+        self.by_bucket = {id(g.bucket): g for g in units}
         self.on_done: Callable[[Bucket], None] = self.finish
         """Told when no more gradients will come for a bucket in this backward."""
         self.in_step = False
         """Whether a step's own backward runs, and not one that the model runs for itself."""
         self.passes: Callable[[str], bool] = lambda name: False
         """Whether a module is passed by, as by a pipeline's other stages."""
-        for index, item in enumerate(gathered):
+        for index, item in enumerate(units):
             for name in item.unit.modules:
                 module = model.get_submodule(name)
                 module.register_forward_pre_hook(partial(self._before, index, name), prepend=True, with_kwargs=True)
@@ -121,13 +121,13 @@ class Gathering:
 
     def begin(self, part: object) -> None:
         """From here on, this part of the step is computed."""
-        for item in self.gathered:
+        for item in self.units:
             item.part = part
 
     def _before(self, index: int, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         if self.passes(name):
             return
-        item = self.gathered[index]
+        item = self.units[index]
         item.need()
         self._fetch(index + 1)
         if torch.is_grad_enabled() and not item.in_backward:
@@ -138,7 +138,7 @@ class Gathering:
                 register_multi_grad_hook(inputs, partial(self._inputs_done, index, call), mode="all")
 
     def _after(self, index: int, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        item = self.gathered[index]
+        item = self.units[index]
         if item.in_backward or self.passes(name):
             return
         if torch.is_grad_enabled() and item.running:
@@ -149,13 +149,13 @@ class Gathering:
     def start_backward(self) -> None:
         """A step's backward begins: what stays whole for it may have been let go by another part's."""
         self.in_step = True
-        for item in self.gathered:
+        for item in self.units:
             if item.keep and item.busy:
                 item.need()
 
     def left(self, output: Any) -> None:
         """A forward was left with this output, before the modules around it came to their end."""
-        for index, item in enumerate(self.gathered):
+        for index, item in enumerate(self.units):
             for call in item.running:
                 self._await_backward(index, call, output)
             item.running.clear()
@@ -166,22 +166,22 @@ class Gathering:
             node.register_prehook(partial(self._before_backward, index, call))
 
     def _before_backward(self, index: int, call: object, gradients: Any) -> None:
-        if call not in self.gathered[index].calls:
+        if call not in self.units[index].calls:
             return  # over already: an output that was an input too
-        self.gathered[index].in_backward = self.in_step
-        self.gathered[index].need()
+        self.units[index].in_backward = self.in_step
+        self.units[index].need()
         self._fetch(index - 1)
 
     def _inputs_done(self, index: int, call: object, gradients: Any) -> None:
-        item = self.gathered[index]
+        item = self.units[index]
         if self.in_step and call in item.calls:
             del item.calls[call]
             if not item.busy:
                 self.on_done(item.bucket)
 
     def _fetch(self, index: int) -> None:
-        if 0 <= index < len(self.gathered):
-            self.gathered[index].bucket.start_gather()
+        if 0 <= index < len(self.units):
+            self.units[index].bucket.start_gather()
 
     def busy(self, bucket: Bucket) -> bool:
         """Whether a later hook will say that the bucket's backward is over."""
@@ -193,6 +193,6 @@ class Gathering:
 
     def rest(self) -> None:
         """Let every bucket go, as after an evaluation or an update."""
-        for item in self.gathered:
+        for item in self.units:
             item.calls.clear()
             item.finish()

@@ -80,7 +80,7 @@ class Whole:
     def state(self, values: Mapping[str, Tensor] | None = None) -> Iterator[tuple[str, Tensor]]:
         """Whole weights and buffers under the model's own names, a bucket at a time; shared ones under their first.
 
-        ``values``: by weight, what stands in for this rank's piece of it. All ranks must go through it.
+        ``values``: by weight, what stands in for this rank's shard of it. All ranks must go through it.
         """
         own = self._own_state(values or {})
         yield from self.holding.from_stages(own, self._order(), self._dtype, self.device)

@@ -126,7 +126,7 @@ UPDATED = Seam(Spread, "updated", "after an update: gather what stays whole")
 # Optimizer and step
 
 LEARNING_RATE = Seam(Engine, "set_learning_rate", "set the schedule's rate of a step")
-MAKE_OPTIMIZER = Seam(engine, "spread_optimizer", "the task's optimizer over this rank's pieces")
+MAKE_OPTIMIZER = Seam(engine, "spread_optimizer", "the task's optimizer over this rank's shards")
 STEP = Seam(Engine, "step", "one training step")
 
 # Data and evaluation
