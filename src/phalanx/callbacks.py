@@ -32,6 +32,9 @@ class Callback:
     def on_start(self, engine: Engine) -> None:
         """Training is about to begin, or to go on from a state that has been restored."""
 
+    def on_rehearsal(self, engine: Engine, measures: Mapping[str, float]) -> None:
+        """A run's first batch of held-out data was evaluated, before its first step, for mistakes to show then."""
+
     def trains(self, step: int, weight: str) -> bool:
         """Whether a step updates a weight. Must follow from the two alone."""
         return True
@@ -107,13 +110,17 @@ class EarlyStopping(Callback):
                 "for example to 100."
             )
 
-    def on_evaluation(self, engine: Engine, measures: Mapping[str, float]) -> None:
-        """Count what did not improve."""
+    def on_rehearsal(self, engine: Engine, measures: Mapping[str, float]) -> None:
+        """Refuse a measure that there is none of."""
         if self.measure not in measures:
             raise WrongUse(
                 f"EarlyStopping watches {self.measure!r}, which evaluations do not measure; "
                 f"{closest(self.measure, measures)}"
             )
+
+    def on_evaluation(self, engine: Engine, measures: Mapping[str, float]) -> None:
+        """Count what did not improve."""
+        self.on_rehearsal(engine, measures)  # a loop of one's own has none
         value = measures[self.measure]
         if self._improved(value):
             self.best, self.waited = value, 0
@@ -150,6 +157,14 @@ class EMA(Callback):
             raise WrongUse(f"EMA(decay={decay}) averages nothing. Use a decay from 0 to below 1, such as 0.999.")
         self.decay, self.evaluate = decay, evaluate
         self.averages: dict[str, Tensor] = {}
+
+    def on_start(self, engine: Engine) -> None:
+        """Refuse two to evaluate with."""
+        if sum(isinstance(each, EMA) and each.evaluate for each in engine.callbacks.tasks) > 1:
+            raise WrongUse(
+                f"{type(engine.task).__name__} has several EMA(evaluate=True), and evaluations are made with one "
+                "average. Leave evaluate=True to one of them."
+            )
 
     @torch.no_grad()
     def before_update(self, engine: Engine) -> None:

@@ -134,6 +134,7 @@ class Task:
         """The optimizer, or several by name. Each parameter has a ``.logical_name`` and its number of dims.
 
         Where one of them does not update each element by itself, parameters have their whole shapes under any layout.
+        It may be called several times, with stand-ins first: what it returns must follow from ``params`` alone.
         """
         decayed = [p for p in params if p.ndim >= 2]
         plain = [p for p in params if p.ndim < 2]

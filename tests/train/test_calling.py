@@ -5,16 +5,18 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 import phalanx
 from phalanx import EMA, Engine, Run, WrongUse, check
 from phalanx.train.calling import labelled, made_callbacks
-from tests.checkpoints import manager_at
+from tests.checkpoints import checkpointing, manager_at
 from tests.ranks import Ranks
 from tests.tasks import Digits
 from tests.test_cli import GOOD
@@ -80,7 +82,9 @@ class Watched(Digits):
     def callbacks(self):
         others = {"quits": [Quits()], "fails": [Fails()], "ema": [phalanx.EMA(0.5)]}
         early = phalanx.EarlyStopping("accuracy", patience=2, min_delta=10.0, mode="max")
-        return [Noting(), *others.get(self.kind, []), *([early] if self.kind == "early" else [])]
+        if self.kind == "misspelt":
+            early.measure = "acuracy"
+        return [Noting(), *others.get(self.kind, []), *([early] if self.kind in ("early", "misspelt") else [])]
 '''
 WORDS = ("--layout", "dp=2", "--on", "local:2", "--run", "run", "--unchecked")
 
@@ -160,6 +164,12 @@ def test_what_a_callback_raises_is_told_with_its_name_and_line(folder: Path) -> 
     assert "engine.nothing = 1 / 0" in said
     assert "goes on after step 2" in said
     assert manager_at(folder / "run" / "checkpoints").steps() == [2]
+
+
+def test_a_measure_that_there_is_none_of_is_refused_before_the_first_step(folder: Path) -> None:
+    said = train(folder, "misspelt", "--set", "evaluate_every=3", code=2)
+    assert "EarlyStopping watches 'acuracy', which evaluations do not measure; did you mean 'accuracy'?" in said
+    assert not any(line.startswith("step") for line in seen(folder, 0))
 
 
 def test_a_rollback_takes_callbacks_back_too(folder: Path) -> None:
@@ -285,6 +295,83 @@ def test_two_that_evaluate_with_weights_of_theirs_are_refused() -> None:
         engine.step(next(engine.batches()))
         with pytest.raises(WrongUse, match="2 callbacks of Giving want evaluations"):
             engine.evaluate()
+
+
+class Numbered(Hoarding):
+    def state_dict(self) -> dict[str, Any]:
+        return {"best": [{3: 0.5}]}
+
+
+def test_keys_that_would_come_back_as_text_are_refused() -> None:
+    with (
+        Engine(Giving(gives=[Numbered()]), device="cpu") as engine,
+        pytest.raises(WrongUse, match=r"Numbered.state_dict has what cannot be saved \(the key 3 would"),
+    ):
+        engine.facts()
+
+
+def test_a_run_refuses_two_averages_to_evaluate_with_before_its_first_step() -> None:
+    with (
+        Engine(Giving(gives=[EMA(0.5, evaluate=True), EMA(0.9, evaluate=True)]), device="cpu") as engine,
+        pytest.raises(WrongUse, match="has several EMA"),
+    ):
+        engine.callbacks.call("on_start", engine)
+
+
+@dataclass
+class CannotEvaluate(Digits):
+    def callbacks(self) -> list[phalanx.Callback]:
+        return [EMA(0.5, evaluate=True)]
+
+    def evaluate(self, output: Any, batch: Any) -> Any:
+        raise RuntimeError("no")
+
+
+def test_an_evaluation_that_fails_gives_the_weights_back() -> None:
+    with Engine(CannotEvaluate(), device="cpu") as engine:
+        for batch in islice(engine.batches(), 3):
+            engine.step(batch)
+        before = {name: weight.clone() for name, weight in engine.whole_weights().items()}
+        with pytest.raises(RuntimeError, match="no"):
+            engine.evaluate()
+        assert all(torch.equal(before[name], weight) for name, weight in engine.whole_weights().items())
+
+
+class Elsewhere(phalanx.Callback):
+    def __init__(self) -> None:
+        self.kept = {"0.wieght": torch.zeros(3)}
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return self.kept
+
+
+def test_tensors_of_no_weight_are_refused(tmp_path: Path) -> None:
+    with (
+        Engine(Giving(gives=[Elsewhere()]), device="cpu") as engine,
+        checkpointing(engine, tmp_path) as checkpointer,
+        pytest.raises(WrongUse, match=r"Elsewhere.tensors\(\) has '0.wieght', .* did you mean '0.weight'\?"),
+    ):
+        checkpointer.save_now()
+
+
+class ByRank(phalanx.Callback):
+    def trains(self, step: int, weight: str) -> bool:
+        return step < 1 or weight != "0.bias" or os.environ["RANK"] == "0"
+
+
+def apart(layout: str) -> str:
+    with Engine(Giving(gives=[ByRank()]), layout, device="cpu") as engine:
+        batches = engine.batches()
+        engine.step(next(batches))
+        with pytest.raises(WrongUse) as refusal:
+            engine.step(next(batches))
+    return f"{engine.step_number} {refusal.value}"
+
+
+@pytest.mark.parametrize("layout", ["dp=2", "dp=2,exact=4", "fsdp=2"])
+def test_ranks_must_train_the_same_weights(ranks: Ranks, layout: str) -> None:
+    for said in ranks(2, apart, layout):
+        assert said.startswith("1 ranks train other weights in step 2: trains(step, weight) of a callback of Giving")
 
 
 class Misspelt(phalanx.Callback):

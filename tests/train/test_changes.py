@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from phalanx import WrongUse
+from phalanx import EMA, Callback, Freeze, WrongUse
 from phalanx.run import Run
 from phalanx.train.engine import Engine
 from phalanx.train.restoring import Restorer
@@ -98,6 +98,23 @@ def test_other_samples_are_refused_unless_they_are_allowed(change: Any, words: s
     with pytest.raises(WrongUse, match=f"{words}.*: the samples to come would be others.*--allow changes"):
         taken_up(changed, tmp_path)
     assert any(re.search(words, told) for told in taken_up(changed, tmp_path, allow=True))
+
+
+@dataclass
+class Calling(Digits):
+    average: bool = True
+
+    def callbacks(self) -> list[Callback]:
+        return [EMA(0.5)] if self.average else [Freeze("0.*", since=2)]
+
+
+def test_other_callbacks_are_said(tmp_path: Path) -> None:
+    saved(Calling(), tmp_path)
+    assert taken_up(Calling(average=False), tmp_path) == [
+        "average was True and is False",
+        "the callback EMA is left out, and what it kept is lost",
+        "the callback Freeze is new",
+    ]
 
 
 def test_data_that_is_never_the_same_is_not_compared(tmp_path: Path) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import pytest
 
+import phalanx
 from phalanx import Layout, WrongUse
 from phalanx.cluster import Cluster
 from phalanx.train.describing import describe
@@ -12,8 +15,8 @@ from phalanx.train.options import Options
 from tests.tasks import Digits
 
 
-def described(layout: Layout) -> dict[str, str]:
-    job = Job("digits.py", Digits(), layout, Cluster.here(layout.world, "cpu"), Options())
+def described(layout: Layout, task: phalanx.Task | None = None) -> dict[str, str]:
+    job = Job("digits.py", task or Digits(), layout, Cluster.here(layout.world, "cpu"), Options())
     return {line.split()[0]: line.split(maxsplit=1)[1] for line in describe(job).splitlines() if line.strip()}
 
 
@@ -25,6 +28,17 @@ def test_what_would_run() -> None:
     assert told["micro"] == "2 micro-batches a step"
     assert told["dtypes"].startswith("parameter float32")
     assert "zero=2 has no effect" in described(Layout(zero=2))["note"]
+
+
+@dataclass
+class Called(Digits):
+    def callbacks(self) -> list[phalanx.Callback]:
+        return [phalanx.Freeze("0.*", until=2), phalanx.EMA()]
+
+
+def test_callbacks_are_named() -> None:
+    assert "calls" not in described(Layout())
+    assert described(Layout(), Called())["calls"] == "Freeze, EMA"
 
 
 def test_a_layout_that_the_model_cannot_have_is_refused() -> None:

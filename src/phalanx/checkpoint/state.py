@@ -70,6 +70,8 @@ class State:
     def entries(self) -> Iterator[Entry]:
         """All that this rank holds."""
         check_owners(self.optimizer, [weight.optimized for weight in self.spread.weights.values()])
+        for label, tensors in self.beside.items():
+            _check_names(label, tensors, self.spread.weights)
         for name, weight in self.spread.weights.items():
             moved = not weight.trainable and version(weight.shard) != self._versions.get(name, version(weight.shard))
             yield from self._parts(f"model/{name}", weight, weight.shard.data, restless=moved)
@@ -274,6 +276,14 @@ class State:
                 loads[turns[known]] += math.prod(shape) + 1
             self._turns[of] = turns
         return self._turns[of].get(name, 0)
+
+
+def _check_names(label: str, tensors: Mapping[str, Tensor], weights: Mapping[str, Weight]) -> None:
+    for name in tensors.keys() - weights.keys():
+        raise WrongUse(
+            f"{label}.tensors() has {name!r}, which is no weight of this rank; {closest(name, weights)} Name them as "
+            "engine.spread.weights does, and keep other things in state_dict()."
+        )
 
 
 def _check_shape(label: str, name: str, tensor: Tensor, weight: Weight) -> None:

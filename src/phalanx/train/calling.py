@@ -155,6 +155,7 @@ class Callbacks:
             try:
                 # as it is now, whatever the callback goes on to do with it
                 found[label] = json.loads(json.dumps(state))
+                _check_keys(state)
             except (TypeError, ValueError) as error:
                 raise WrongUse(
                     f"{type(callback).__name__}.state_dict has what cannot be saved ({error}). Return numbers, text, "
@@ -174,31 +175,65 @@ class Callbacks:
     @contextmanager
     def evaluating(self, engine: Engine) -> Iterator[None]:
         """Meanwhile the model computes with what a callback has for evaluations, if one has."""
-        beside = [found for each in self.tasks if (found := each.evaluates_with())]
-        if len(beside) > 1:
+        found = self._beside()
+        if len(found) > 1:
             raise WrongUse(
-                f"{len(beside)} callbacks of {type(self.task).__name__} want evaluations to be made with weights of "
+                f"{len(found)} callbacks of {type(self.task).__name__} want evaluations to be made with weights of "
                 "theirs. Let one of them do so."
             )
-        if not beside:
+        if not found:
             yield
             return
-        self._exchange(engine, beside[0])
+        (beside,) = found.values()
+        self._settle(engine)
+        _exchange(engine, beside)
+        engine.spread.updated()
         try:
             yield
-        except CannotSummarise:  # on all ranks; any other error is of one, and the others would be waited for
-            self._exchange(engine, beside[0])
+        except BaseException as error:
+            _exchange(engine, beside)
+            if isinstance(error, CannotSummarise) or engine.mesh.world.alone:
+                engine.spread.updated()  # else it may be of one rank, and the others would be waited for
             raise
-        self._exchange(engine, beside[0])
-
-    @torch.no_grad()
-    def _exchange(self, engine: Engine, beside: Any) -> None:
-        """Put these into the weights' place, and the weights into theirs."""
-        for callback in self._ours:
-            callback.before_update(engine)  # a copy of the weights may be under way
-        for name, tensor in beside.items():
-            shard = engine.spread.weights[name].shard.detach()
-            kept = shard.clone()
-            shard.copy_(tensor)
-            tensor.copy_(kept)
+        _exchange(engine, beside)
         engine.spread.updated()
+
+    def _beside(self) -> dict[str, Mapping[str, Tensor]]:
+        every = {label: each.evaluates_with() for label, each in self.named.items()}
+        return {label: tensors for label, tensors in every.items() if tensors}
+
+    @property
+    def evaluating_with(self) -> str:
+        """The callback whose weights evaluations are made with, or nothing."""
+        return ", ".join(self._beside())
+
+    def evaluated(self, engine: Engine, measures: Mapping[str, float]) -> None:
+        """All held-out data was: they may change what they keep."""
+        if self.watches_evaluations:
+            self._settle(engine)
+        self.call("on_evaluation", engine, measures)
+
+    def _settle(self, engine: Engine) -> None:
+        """Wait for a copy of the state that may be under way."""
+        for callback in self._ours:
+            callback.before_update(engine)
+
+
+@torch.no_grad()
+def _exchange(engine: Engine, beside: Mapping[str, Tensor]) -> None:
+    """Put these into the place of the rows that this rank owns, and those into theirs."""
+    for name, tensor in beside.items():
+        shard = engine.spread.weights[name].shard.detach()
+        kept = shard.clone()
+        shard.copy_(tensor)
+        tensor.copy_(kept)
+
+
+def _check_keys(state: Any) -> None:
+    """Refuse keys that would come back as text."""
+    if isinstance(state, dict):
+        others = [key for key in state if not isinstance(key, str)]
+        if others:
+            raise TypeError(f"the key {others[0]!r} would come back as text")
+    for inner in state.values() if isinstance(state, dict) else state if isinstance(state, (list, tuple)) else ():
+        _check_keys(inner)

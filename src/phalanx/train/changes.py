@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -19,11 +19,11 @@ from phalanx.errors import WrongUse
 from phalanx.events import plain, say
 from phalanx.settings import convert, plain_settings, task_fields
 from phalanx.task import rates
+from phalanx.train.numbers import plain_values
 from phalanx.words import listed
 
 if TYPE_CHECKING:
     from phalanx.train.engine import Engine
-from phalanx.train.numbers import plain_values
 
 ORDER = ("seed", "global_batch")
 """Settings that the order of samples follows from."""
@@ -103,6 +103,7 @@ def _settings(engine: Engine, facts: Mapping[str, Any]) -> list[Change]:
         if before != value and (before, value) not in pairs:  # a rate that follows from a setting was told
             what = "the optimizer" if name == "class" else f"the optimizer's {name}"
             found.append(Change(f"{what} was {before} and is {value}"))
+    found += _callbacks(list(facts["callbacks"]), list(engine.callbacks.named)) if "callbacks" in facts else []
     others = user_code.changed(facts.get("files", {}), user_code.home(type(engine.task)))
     if others:
         found.append(Change(f"code: {listed(others, SHOWN)} {'is' if len(others) == 1 else 'are'} not what it was"))
@@ -110,6 +111,12 @@ def _settings(engine: Engine, facts: Mapping[str, Any]) -> list[Change]:
         if version != (known := engine.versions.get(name)):
             found.append(Change(f"{name} was {version} and is {known}"))
     return found
+
+
+def _callbacks(then: Sequence[str], now: Sequence[str]) -> list[Change]:
+    """``then`` and ``now``: their names."""
+    lost = [f"the callback {name} is left out, and what it kept is lost" for name in then if name not in now]
+    return [Change(words) for words in (*lost, *(f"the callback {name} is new" for name in now if name not in then))]
 
 
 def _schedule(engine: Engine, then: Mapping[str, Any], step: int) -> list[Change]:

@@ -9,6 +9,7 @@ from phalanx.parallel.weights.blueprint import Blueprint
 from phalanx.parallel.weights.placement import Placement
 from phalanx.precision import DTYPES
 from phalanx.settings import plain_settings
+from phalanx.train.calling import made_callbacks
 from phalanx.train.engine import length
 from phalanx.train.job import Job
 from phalanx.train.listing import listed
@@ -35,6 +36,8 @@ def describe(job: Job, every_weight: bool = False) -> str:
         "micro": f"{many(micro_batches, 'micro-batch', 'micro-batches')} a step",
         "dtypes": dtypes.table(),
     }
+    if found := made_callbacks(task):
+        lines["calls"] = ", ".join(type(each).__name__ for each in found)
     told = [f"{name:>7}  {text}" for name, text in lines.items()]
     for table in (inventory.table(inventory.parts(model, anatomy)), listed(placement, every_weight)):
         told += ["", *(f"         {line}" for line in table)]

@@ -58,7 +58,9 @@ def trained(run: Run, manager: CheckpointManager, task: Task, summary: Summary, 
     skipped = sum(event["skipped"] for event in steps)
     evidence = [f"{name} {own[0]:.4f} {sparkline(own)} {own[-1]:.4f}" for name, own in losses.items()]
     if summary.held_out:
-        evidence.append("held out: " + ", ".join(f"{name} {value:.4f}" for name, value in summary.held_out.items()))
+        of = f", with the weights of {summary.held_out_with}" if summary.held_out_with else ""
+        found = ", ".join(f"{name} {value:.4f}" for name, value in summary.held_out.items())
+        evidence.append(f"held out{of}: {found}")
     if skipped:
         were = "was" if skipped == 1 else "were"
         evidence.append(

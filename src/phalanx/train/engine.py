@@ -290,7 +290,7 @@ class Engine:
             explain(error, self.spread.model, self.task)
             raise
         if batches is None:
-            self.callbacks.call("on_evaluation", self, found)
+            self.callbacks.evaluated(self, found)
         return found
 
     def set_learning_rate(self, step: int) -> float:

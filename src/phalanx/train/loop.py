@@ -64,6 +64,8 @@ class Summary:
     stopped: bool = False
     """Somebody asked it to stop before its last step; its state is saved."""
     held_out: dict[str, float] = field(default_factory=dict)
+    held_out_with: str = ""
+    """The callback whose weights it was evaluated with; nothing: with the model's."""
     ended: Ended | None = None
     """Where and why a callback has ended it before its last planned step."""
 
@@ -262,7 +264,7 @@ class Loop:
     def _rehearse(self) -> None:
         """Evaluate a little, so that a mistake there shows now and not after the last step."""
         try:
-            self.engine.evaluate(batches=1)
+            self.engine.callbacks.call("on_rehearsal", self.engine, self.engine.evaluate(batches=1))
         except CannotSummarise as failure:  # one batch may have too few samples for it
             self.listener.said(
                 f"   note  with the first {self.engine.task.global_batch} held-out samples alone, {failure}"
@@ -271,6 +273,7 @@ class Loop:
     def _evaluate(self) -> None:
         self.heartbeat.may_take_long()
         self.summary.held_out = self.engine.evaluate(on_batch=self.heartbeat.may_take_long)
+        self.summary.held_out_with = self.engine.callbacks.evaluating_with
         step = self.engine.step_number - 1
         self.log.write("evaluation", step=step, held_out=self.summary.held_out)
         self.listener.evaluation(step, self.summary.held_out)

@@ -101,7 +101,7 @@ def train_step(engine: Engine, batch: StepBatch, rounds: Rounds | None = None) -
     spread.complete_gradients()
 
     # From here on all ranks hold the same numbers.
-    agreed = (_agree_exactly if engine.layout.exact else _agree)(engine, totals.table())
+    agreed = _agreed(engine, batch.step, totals.table())
     total, count = agreed.total, agreed.count
     named = totals.by_name(agreed.named, len(batch.micro_batches))
     without = _nobody_touched(engine) if agreed.missing else set()
@@ -271,29 +271,44 @@ class Agreed:
     missing: float
     """How many weights some ranks have no gradient of."""
     signals: Signals
+    alike: bool
+    """Whether all ranks train the same weights."""
 
 
-def _agree(engine: Engine, sums: Tensor) -> Agreed:
+def _agreed(engine: Engine, step: int, sums: Tensor) -> Agreed:
+    agree = _agree_exactly if engine.layout.exact else _agree
+    found = agree(engine, sums, engine.turns.fingerprint(step))
+    if not found.alike:
+        raise WrongUse(
+            f"ranks train other weights in step {step + 1}: trains(step, weight) of a callback of "
+            f"{type(engine.task).__name__} must follow from the two alone, on every rank alike."
+        )
+    return found
+
+
+def _agree(engine: Engine, sums: Tensor, trained: int) -> Agreed:
+    """``trained``: says which weights this rank trains."""
     spread = engine.spread
     own = sums.sum(0) * engine.mesh.counts_samples
-    few = torch.stack([*own[:2], spread.gradient_norm_squared(), own.new_tensor(len(spread.untouched()))])
-    agreed = torch.cat([few, engine.signals.packed(own), own[2:]])
+    numbers = own.new_tensor([len(spread.untouched()), trained])
+    agreed = torch.cat([own[:2], spread.gradient_norm_squared()[None], numbers, engine.signals.packed(own), own[2:]])
     summed_over_ranks(engine, agreed)
-    total, count, squared, missing, *rest = agreed.tolist()
+    total, count, squared, missing, trained_by_all, *rest = agreed.tolist()
+    alike = trained_by_all == trained * engine.mesh.world.size
     signals, named = Signals.unpacked(rest[: len(NAMES)]), rest[len(NAMES) :]
-    return Agreed(total, count, named, math.sqrt(squared) if squared >= 0 else math.nan, missing, signals)
+    return Agreed(total, count, named, math.sqrt(squared) if squared >= 0 else math.nan, missing, signals, alike)
 
 
-def _agree_exactly(engine: Engine, sums: Tensor) -> Agreed:
+def _agree_exactly(engine: Engine, sums: Tensor, trained: int) -> Agreed:
     """The same to the same bits at any number of ranks: losses by the tree, the norm as a sum of whole numbers."""
     spread = engine.spread
-    few = torch.stack([sums.new_tensor(len(spread.untouched())), spread.largest_gradient()])
+    few = torch.cat([sums.new_tensor([len(spread.untouched()), trained]), spread.largest_gradient()[None]])
     every = engine.gathered(torch.cat([few, engine.signals.packed(sums), sums.view(-1)]))
-    missing, largest = float(every[:, 0].sum()), float(every[:, 1].amax())
-    signals = Signals.unpacked(every[:, 2 : 2 + len(NAMES)].sum(0).tolist())
-    total, count, *named = fold(by_leaf(engine, every[:, 2 + len(NAMES) :].reshape(-1, sums.shape[1]))).tolist()
+    missing, alike, largest = float(every[:, 0].sum()), bool(every[:, 1].eq(trained).all()), float(every[:, 2].amax())
+    signals = Signals.unpacked(every[:, 3 : 3 + len(NAMES)].sum(0).tolist())
+    total, count, *named = fold(by_leaf(engine, every[:, 3 + len(NAMES) :].reshape(-1, sums.shape[1]))).tolist()
     norm = spread.exact_norm(largest) if math.isfinite(largest) else math.inf
-    return Agreed(total, count, named, norm, missing, signals)
+    return Agreed(total, count, named, norm, missing, signals, alike)
 
 
 def summed_over_ranks(engine: Engine, numbers: Tensor) -> Tensor:

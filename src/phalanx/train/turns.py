@@ -7,6 +7,7 @@ one decision to skip, one update. Weights whose turn it is not get no gradient, 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from zlib import crc32
 
 import torch
 from torch import nn
@@ -70,6 +71,12 @@ class Turns:
                 stand_in.logical_name = own[0]  # type: ignore[attr-defined]
                 found.append(stand_in)
         return found
+
+    def fingerprint(self, step: int) -> int:
+        """A number that says which weights callbacks let a step train: the same on all ranks, or they go apart."""
+        if not self._choosing:
+            return 0
+        return crc32("\n".join(name for name in self.names if self._trains(step, name)).encode())
 
     def take(self, step: int, weights: Mapping[str, nn.Parameter]) -> str:
         """Whose turn it is in a step; from here on its weights alone, of those that are trained, get gradients."""
