@@ -1,92 +1,15 @@
-"""What a model weighs: its parts, their weights, and by arithmetic what a rank holds of them under a layout."""
+"""What a model weighs: its parts, and their weights."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-import torch
-from torch import nn, optim
+from torch import nn
 
 from phalanx.anatomy import Anatomy
-from phalanx.layout import Layout
-from phalanx.precision import Dtypes
-from phalanx.task import Task
-from phalanx.words import columns, in_bytes
-
-STATE = {
-    optim.SGD: 0, optim.Adafactor: 0, optim.Muon: 0, optim.Adagrad: 1, optim.RMSprop: 1, optim.Rprop: 2, optim.ASGD: 2,
-}  # fmt: skip
-"""Numbers that an optimizer keeps for each weight, where they are not two, as Adam's are."""
-
-
-@dataclass(frozen=True)
-class Memory:
-    """What a rank holds between two steps, in bytes: all but activations, and buffers of what is under way."""
-
-    weights: int
-    gradients: int
-    optimizer: int
-
-    def __str__(self) -> str:
-        total = self.weights + self.gradients + self.optimizer
-        found = f"weights {in_bytes(self.weights)}, gradients {in_bytes(self.gradients)}"
-        return f"{in_bytes(total)} a rank without activations: {found}, optimizer {in_bytes(self.optimizer)}"
-
-
-def memory(held: int, trained: int, layout: Layout, dtypes: Dtypes, numbers: int) -> Memory:
-    """Of so many weights that a rank has a part in, once ``tp`` and ``pp`` have shared them out.
-
-    ``numbers``: what the optimizer keeps for each.
-    """
-    shards = layout.fsdp * layout.cp
-    weight, gradient, state = (dtype.itemsize for dtype in (dtypes.parameter, dtypes.reduce, dtypes.optimizer))
-    return Memory(
-        weight * math.ceil(held / (shards if layout.zero == 3 else 1)),
-        gradient * math.ceil(trained / (shards if layout.zero >= 2 else 1)),
-        numbers * state * math.ceil(trained / shards),
-    )
-
-
-def described_memory(task: Task, model: nn.Module, anatomy: Anatomy, layout: Layout, dtypes: Dtypes) -> Memory:
-    """About what a rank will hold, of a model that is only described."""
-    found = parts(model, anatomy)
-    blocks = [part for part in found if part.name.split(" to ")[0] in anatomy.blocks]
-    held, trained = (
-        share(sum(getattr(p, of) for p in found), sum(getattr(p, of) for p in blocks), layout)
-        for of in ("weights", "trainable")
-    )
-    return memory(held, trained, layout, dtypes, task_state_numbers(task, model))
-
-
-def share(weights: int, in_blocks: int, layout: Layout) -> int:
-    """About how many weights a rank has a part in: ``pp`` shares the blocks, ``tp`` nearly all."""
-    return math.ceil((in_blocks / layout.pp + weights - in_blocks) / layout.tp)
-
-
-def state_numbers(optimizer: optim.Optimizer) -> int:
-    """How many numbers an optimizer will keep for each weight; two where it is not known."""
-    momentum = any(group.get("momentum") for group in optimizer.param_groups)
-    kept = next((number for kind, number in STATE.items() if isinstance(optimizer, kind)), 2)
-    averages = any(group.get("amsgrad") or group.get("centered") for group in optimizer.param_groups)
-    return kept + (momentum and kept < 2) + averages
-
-
-def task_state_numbers(task: Task, model: nn.Module) -> int:
-    """The same before there is an optimizer: one is made for stand-ins of the weights."""
-    stand_ins = []
-    for name, weight in model.named_parameters():
-        if weight.requires_grad:
-            stand_in = nn.Parameter(torch.zeros([1] * weight.ndim))
-            stand_in.logical_name = name  # type: ignore[attr-defined]
-            stand_ins.append(stand_in)
-    try:
-        made = task.optimizer(stand_ins)
-    except Exception:  # it wants the weights themselves
-        return 2
-    return state_numbers(made) if isinstance(made, optim.Optimizer) else 2
+from phalanx.words import columns
 
 
 @dataclass(frozen=True)

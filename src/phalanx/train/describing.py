@@ -13,6 +13,7 @@ from phalanx.train.calling import made_callbacks
 from phalanx.train.engine import length
 from phalanx.train.job import Job
 from phalanx.train.listing import listed
+from phalanx.train.memory import described_memory
 from phalanx.words import many
 
 
@@ -31,7 +32,7 @@ def describe(job: Job, every_weight: bool = False) -> str:
         "set": settings,
         "layout": f"{layout} on {job.cluster.describe()}",
         "model": anatomy.describe(),
-        "memory": f"about {inventory.described_memory(task, model, anatomy, layout, dtypes)}",
+        "memory": f"about {described_memory(task, placement, dtypes)}",
         "data": f"{many(order.size, 'sample')}, {many(order.steps_per_epoch, 'step')} an epoch",
         "micro": f"{many(micro_batches, 'micro-batch', 'micro-batches')} a step",
         "dtypes": dtypes.table(),

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from phalanx import inventory
 from phalanx.cluster import devices
 from phalanx.train.engine import Engine
+from phalanx.train.memory import described_memory
 from phalanx.words import many
 
 
@@ -27,7 +27,7 @@ class Overview:
             "layout": f"{engine.layout} on {many(world, 'rank')}, {devices(engine.device.type, world)}",
             "model": f"{self._weights()}, {engine.anatomy.describe()}",
             **self._here(),
-            "memory": str(self._memory()),
+            "memory": str(described_memory(engine.task, engine.spread.placement, engine.dtypes)),
             "batch": f"{many(engine.task.global_batch, 'sample')} as {micro} a step, "
             f"{many(engine.order.size, 'sample')} an epoch",
             "dtypes": engine.dtypes.table(),
@@ -68,14 +68,3 @@ class Overview:
             stages = " | ".join(f"{blocks[0]} to {blocks[-1]}" for blocks in spread.pipeline.stages.blocks)
             text += f"; stages: {stages}"
         return {"here": text}
-
-    def _memory(self) -> inventory.Memory:
-        """By arithmetic, of rank 0, which has its part of the model."""
-        engine = self.engine
-        weights = engine.spread.weights.values()
-        held, trained = (
-            sum(weight.rows * weight.row_size for weight in weights if weight.trainable or not learned)
-            for learned in (False, True)
-        )
-        numbers = inventory.state_numbers(engine.optimizer)
-        return inventory.memory(held, trained, engine.layout, engine.dtypes, numbers)

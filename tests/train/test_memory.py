@@ -1,0 +1,145 @@
+"""What a rank holds is what arithmetic says: of every optimizer that can be seen or is known, under every axis."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, optim
+
+import phalanx
+from phalanx import EMA, Engine, Layout
+from phalanx.anatomy import Anatomy
+from phalanx.optim import SOAP
+from phalanx.parallel.communication.mesh import Grid
+from phalanx.parallel.weights.blueprint import Blueprint
+from phalanx.parallel.weights.placement import Placement
+from phalanx.precision import DTYPES, Dtypes
+from phalanx.train.memory import Kept, Memory, described_memory, held
+from phalanx.trees import leaves
+from tests.parity import HostileLanguage
+from tests.ranks import Ranks
+
+OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
+    "sgd": lambda p: optim.SGD(p, 0.1),
+    "momentum": lambda p: optim.SGD(p, 0.1, momentum=0.9),
+    "fused": lambda p: optim.AdamW(p, fused=True),
+    "amsgrad": lambda p: optim.Adam(p, amsgrad=True),
+    "fused amsgrad": lambda p: optim.Adam(p, amsgrad=True, fused=True),
+    "rmsprop": lambda p: optim.RMSprop(p, centered=True, momentum=0.9),
+    "adagrad": lambda p: optim.Adagrad(p),
+    "asgd": lambda p: optim.ASGD(p),
+    "rprop": lambda p: optim.Rprop(p),
+    "adafactor": lambda p: optim.Adafactor(p),
+    "soap": lambda p: SOAP(p),
+    "several": lambda p: {
+        "matrices": optim.Muon([w for w in p if w.ndim == 2]), "rest": optim.AdamW([w for w in p if w.ndim != 2]),
+    },
+}  # fmt: skip
+
+
+@dataclass
+class Kinds(HostileLanguage):
+    kind: str = "fused"
+    averages: int = 0
+    heads: int = 4
+    kv_heads: int = 2
+    precision: phalanx.task.Precision = "fp32"
+
+    def optimizer(self, params: Any) -> Any:
+        return OPTIMIZERS[self.kind](params)
+
+    def callbacks(self) -> list[phalanx.Callback]:
+        return [EMA(0.5) for _ in range(self.averages)]
+
+
+def in_bytes(tensors: Any) -> int:
+    return sum(tensor.numel() * tensor.itemsize for tensor in tensors if tensor.ndim)
+
+
+def found(task: Kinds, layout: str) -> tuple[Memory, int, int, int]:
+    """What arithmetic says of this rank; what its weights, its optimizer's state and its averages are."""
+    with Engine(task, layout, device="cpu") as engine:
+        engine.step(next(engine.batches()))
+        spread, dtypes = engine.spread, engine.dtypes
+        shapes = {n: one.shape for n, one in spread.placement.weights.items() if one.policy.trainable}
+        planned = Kept.of(task, shapes)
+        used = {name: numbers for name, numbers in planned.state.items() if name != "unused"}  # it gets no gradient
+        told = held(spread.placement, engine.mesh, replace(planned, state=used), dtypes)
+        kept: list[Tensor] = []
+        for weight in spread.weights.values():
+            whole = weight.storage.always_whole
+            kept += [weight.full] if whole and not weight.apart else [weight.shard, *([weight.full] if whole else [])]
+        memory = {tensor.untyped_storage().data_ptr(): tensor for tensor in kept}.values()
+        state = leaves([s for w, s in engine.optimizer.state.items() if w.logical_name != "unused"], Tensor)
+        averages = leaves([*engine.callbacks.tensors().values()], Tensor)
+        return told, sum(t.numel() * t.itemsize for t in memory), in_bytes(state), in_bytes(averages)
+
+
+@pytest.mark.parametrize("layout", ["dp=2", "fsdp=2", "fsdp=2,zero=1", "tp=2", "pp=2", "cp=2"])
+def test_weights_state_and_averages_are_those_of_a_step(ranks: Ranks, layout: str) -> None:
+    for told, weights, state, averages in ranks(2, found, Kinds(averages=2), layout):
+        assert told.weights == weights
+        assert told.optimizer == state
+        assert told.averages == averages
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_what_optimizers_keep(ranks: Ranks, kind: str) -> None:
+    ((told, _, state, _),) = ranks(1, found, Kinds(kind=kind), "dp=1")
+    assert told.optimizer == state
+    every = ranks(2, found, Kinds(kind=kind), "fsdp=2,tp=1")
+    assert sum(told.optimizer for told, *_ in every) == pytest.approx(sum(state for _, _, state, _ in every), abs=8)
+
+
+def placed(layout: str, dtypes: Dtypes) -> Placement:
+    class Plain(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.trained = torch.nn.Parameter(torch.ones(100))
+            self.frozen = torch.nn.Parameter(torch.ones(100, dtype=torch.bfloat16), requires_grad=False)
+
+    model = Plain()
+    return Placement.of(model, Anatomy.of(model), Layout.parse(layout), dtypes)
+
+
+@pytest.mark.parametrize(
+    ("layout", "precision", "expected"),
+    [
+        ("dp=4", "fp32", (800, 400, 800)),
+        ("fsdp=4,zero=1", "fp32", (800, 400, 200)),
+        ("fsdp=4,zero=2", "fp32", (800, 100, 200)),
+        ("fsdp=4", "fp32", (200, 100, 200)),
+        ("dp=4", "bf16", (200 + 400 + 200, 400, 800)),
+        ("fsdp=4", "bf16", (100 + 50, 100, 200)),
+        ("fsdp=4,offload=optimizer,zero=2", "bf16", (200 + 100 + 200 + 50, 100, 200)),
+    ],
+)
+def test_the_arithmetic_of_zero(layout: str, precision: Any, expected: tuple[int, ...]) -> None:
+    kept = Kept({"trained": 200}, frozenset(), 0)
+    told = held(placed(layout, DTYPES[precision]), Grid(Layout.parse(layout), 0), kept, DTYPES[precision])
+    assert (told.weights, told.gradients, told.optimizer) == expected
+
+
+@dataclass
+class Unmade(HostileLanguage):
+    seen: list[int] = field(default_factory=list)
+
+    def optimizer(self, params: Any) -> Any:
+        raise ValueError("it wants the weights themselves")
+
+
+def test_the_fullest_stage_speaks_and_an_optimizer_that_is_not_made_keeps_two() -> None:
+    task, layout = Unmade(), Layout.parse("pp=2")
+    model = Blueprint(task.model, 0).model
+    placement = Placement.of(model, task.anatomy(model), layout)
+    shapes = {name: one.shape for name, one in placement.weights.items()}
+    kept = Kept.of(task, shapes)
+    assert kept.state == {name: 2 * shape.numel() for name, shape in shapes.items()}
+    both = [held(placement, Grid(layout, rank), kept, DTYPES["fp32"]) for rank in range(2)]
+    assert described_memory(task, placement, DTYPES["fp32"]).total == max(one.total for one in both)
+    assert both[0].total != both[1].total
+    assert str(Memory(1, 2, 3)) == "6 B a rank without activations: weights 1 B, gradients 2 B, optimizer 3 B"
