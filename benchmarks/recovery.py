@@ -52,36 +52,7 @@ class Task(GPT):
         return None
 """
 
-PROGRAM = f"""
-import os, sys
-from dataclasses import asdict
-from pathlib import Path
-import torch
-import phalanx
-from phalanx.events import EventLog
-from phalanx.run import Run
-from task import Task
-
-path, saved = Path(sys.argv[1]), Path(sys.argv[1]) / "state.pt"
-engine = phalanx.Engine(Task(), device="cpu")
-log = EventLog(Run(path), engine.environment.rank)
-pieces = {{name: weight.shard for name, weight in engine.spread.weights.items()}}
-if saved.exists():
-    state = torch.load(saved)
-    for name, piece in pieces.items():
-        piece.data.copy_(state["model"][name])
-    engine.optimizer.load_state_dict(state["optimizer"])
-    engine.spread.updated()
-    engine.step_number = state["step"]
-log.write("start", step=engine.step_number)
-for batch in engine.batches():
-    log.write("step", **asdict(engine.step(batch)))
-    if engine.step_number % {KEEP_STEPS} == 0 and engine.environment.rank == 0:
-        model = {{name: shard.data for name, shard in shards.items()}}
-        state = {{"step": engine.step_number, "model": model, "optimizer": engine.optimizer.state_dict()}}
-        torch.save(state, path / "unfinished.pt")
-        os.replace(path / "unfinished.pt", saved)
-"""
+PROGRAM = Path(__file__).with_name("restarted.py")
 
 
 @dataclass
@@ -106,9 +77,8 @@ class Job:
             command = [*python, "phalanx.cli", "train", "task.py", *place, "--memory-steps", str(KEEP_STEPS)]
         else:
             restarts = ["--standalone", "--nproc-per-node", str(ranks), "--max-restarts", "1000"]
-            command = [*python, "torch.distributed.run", *restarts, "program.py", "run"]
+            command = [*python, "torch.distributed.run", *restarts, str(PROGRAM), ".", str(KEEP_STEPS)]
         (folder / "task.py").write_text(TASK)
-        (folder / "program.py").write_text(PROGRAM)
         environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
         self.output = (folder / "output").open("w")
         self.process = subprocess.Popen(
