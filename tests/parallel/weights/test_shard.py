@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -9,6 +13,7 @@ import phalanx
 from phalanx import Layout
 from phalanx.parallel.weights.shard import ReshardedWeight
 from tests.parallel.test_odd_models import Odd, Stack
+from tests.parity import HostileLanguage
 from tests.ranks import Ranks
 
 
@@ -57,3 +62,20 @@ def test_a_resting_weight_wakes_for_whoever_computes_with_it(ranks: Ranks) -> No
     before, after, saved = ranks(2, peek)[0]
     assert torch.equal(after, saved)
     assert not torch.equal(before, after), "a stale copy was read"
+
+
+def left_behind(layout: str) -> int:
+    with phalanx.Engine(HostileLanguage(), layout, device="cpu") as engine:
+        batches = engine.batches()
+        for _ in range(2):
+            engine.step(next(batches))
+        kept = [weakref.ref(bucket) for bucket in engine.spread.buckets]
+    del engine, batches
+    gc.collect()
+    return sum(each() is not None for each in kept)
+
+
+@pytest.mark.parametrize("layout", ["fsdp=2", "fsdp=2,recompute=full", "fsdp=2,micro_batch=2"])
+def test_nothing_is_left_of_an_engine(ranks: Ranks, layout: str) -> None:
+    """Hooks on a graph hold its nodes, and those each other: a graph that is let go must have none left."""
+    assert ranks(2, left_behind, layout) == [0, 0]

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
+from torch.utils.hooks import RemovableHandle
 
 from phalanx.anatomy import Unit
 from phalanx.parallel.weights.bucket import Bucket, Weight
@@ -60,6 +61,8 @@ class ShardedUnit:
         self.in_backward = False
         self.running: list[object] = []
         """Forward calls that have begun and not ended."""
+        self.hooks: list[RemovableHandle] = []
+        """On the graph of this part of the step. One that is left there holds its node, and that its graph and us."""
         self.resting: list[ReshardedWeight] = []
         for weight in bucket.weights:
             stand_in = ReshardedWeight(
@@ -93,6 +96,10 @@ class ShardedUnit:
         self.calls = {call: part for call, part in self.calls.items() if part != self.part}
         self.running.clear()
         self.in_backward = False
+        if not self.calls:
+            for hook in self.hooks:
+                hook.remove()
+            self.hooks.clear()
         self.rest()
 
     @property
@@ -135,7 +142,7 @@ class Gathering:
             item.running.append(call)
             inputs = [tensor for tensor in reachable((args, kwargs)) if tensor.grad_fn is not None]
             if inputs:
-                register_multi_grad_hook(inputs, partial(self._inputs_done, index, call), mode="all")
+                item.hooks.append(register_multi_grad_hook(inputs, partial(self._inputs_done, index, call), mode="all"))
 
     def _after(self, index: int, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         item = self.units[index]
@@ -163,7 +170,7 @@ class Gathering:
     def _await_backward(self, index: int, call: object, output: Any) -> None:
         # on the nodes: their hooks come after those of whoever took the tensors, whose weights can go first
         for node in {tensor.grad_fn for tensor in reachable(output) if tensor.grad_fn is not None}:
-            node.register_prehook(partial(self._before_backward, index, call))
+            self.units[index].hooks.append(node.register_prehook(partial(self._before_backward, index, call)))
 
     def _before_backward(self, index: int, call: object, gradients: Any) -> None:
         if call not in self.units[index].calls:
