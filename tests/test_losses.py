@@ -46,6 +46,49 @@ def test_all_targets_ignored_is_nothing_and_not_nan() -> None:
     assert not hidden.grad.any()
 
 
+def test_what_is_looked_at_without_gradients_has_them_in_the_loss() -> None:
+    hidden, weight, _, targets = hostile()
+    lazy = Logits(hidden.requires_grad_(), weight.requires_grad_())
+    with torch.no_grad():
+        lazy.argmax(-1)
+    losses.cross_entropy(lazy, targets).total.backward()
+    assert hidden.grad.any()
+    assert weight.grad.any()
+
+
+def test_logits_of_a_call_without_gradients_have_none() -> None:
+    hidden, weight, _, targets = hostile()
+    with torch.no_grad():
+        lazy = Logits(hidden.requires_grad_(), weight.requires_grad_())
+    assert not losses.cross_entropy(lazy, targets).total.requires_grad
+    assert not lazy.tensor().requires_grad
+
+
+def test_an_evaluation_forms_no_gradients(monkeypatch) -> None:
+    asked = []
+    plain = losses._rowwise
+    monkeypatch.setattr(losses, "_rowwise", lambda *args: asked.append(args[4]) or plain(*args))
+    hidden, weight, _, targets = hostile()
+    with torch.no_grad():
+        losses.cross_entropy(Logits(hidden.requires_grad_(), weight), targets)
+    losses.cross_entropy(Logits(hidden, weight), targets)
+    assert asked == [False, True]
+
+
+def test_parts_of_a_vocabulary_have_as_many_chunks(monkeypatch) -> None:
+    """Ranks come to terms chunk by chunk, and the last has the fewest classes."""
+    monkeypatch.setattr(losses, "LOGIT_ELEMENTS", 100)
+    hidden, weight, _, targets = hostile(rows=40)
+    calls: list[list[int]] = []
+    for start, stop in ((0, 6), (6, 11)):
+        calls.append([])
+        vocabulary = losses.Vocabulary(
+            11, start, 6, lambda x: x, lambda x: x, lambda x: None, lambda x, seen=calls[-1]: seen.append(len(x))
+        )
+        losses.cross_entropy(Logits(hidden, weight[start:stop], None, vocabulary), targets)
+    assert calls[0] == calls[1]
+
+
 def test_plain_code_on_lazy_logits_materialises_them() -> None:
     hidden, weight, _, targets = hostile()
     lazy, plain = Logits(hidden, weight), hidden @ weight.T

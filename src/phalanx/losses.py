@@ -30,6 +30,8 @@ class Vocabulary:
     size: int
     """Of the whole."""
     start: int
+    largest: int
+    """Of the ranks' parts: all of them compute as many chunks."""
     replicate: Callable[[Tensor], Tensor]
     all_gather: Callable[[Tensor], Tensor]
     all_reduce: Callable[[Tensor], None]
@@ -66,6 +68,7 @@ class Logits:
     ) -> None:
         self.hidden, self.weight, self.bias, self.vocabulary = hidden, weight, bias, vocabulary
         self.sequence: Sequence | None = None
+        self._grad = torch.is_grad_enabled()  # whoever makes them later means the model's call
         self._tensor: Tensor | None = None
 
     @property
@@ -80,12 +83,28 @@ class Logits:
 
     def tensor(self) -> Tensor:
         if self._tensor is None:
-            if self.vocabulary is None:
-                self._tensor = F.linear(self.hidden, self.weight, self.bias)
-            else:
-                own = F.linear(self.vocabulary.replicate(self.hidden), self.weight, self.bias)
-                self._tensor = self.vocabulary.all_gather(own)
+            with torch.set_grad_enabled(self._grad):
+                if self.vocabulary is None:
+                    self._tensor = F.linear(self.hidden, self.weight, self.bias)
+                else:
+                    own = F.linear(self.vocabulary.replicate(self.hidden), self.weight, self.bias)
+                    self._tensor = self.vocabulary.all_gather(own)
         return self._tensor
+
+    def summed_cross_entropy(self, targets: Tensor, ignore: int, smoothing: float) -> Tensor:
+        """The summed cross-entropy of all rows, computed in chunks."""
+        with torch.set_grad_enabled(self._grad and torch.is_grad_enabled()):
+            hidden = self.hidden
+            if self.sequence is not None:
+                hidden, targets = self.sequence.own(hidden), self.sequence.own(targets)
+            hidden = hidden.reshape(-1, hidden.shape[-1])
+            if self.vocabulary is not None:
+                hidden = self.vocabulary.replicate(hidden)
+            total = _LinearCrossEntropy.apply(
+                hidden, self.weight, self.bias, targets.reshape(-1), ignore, smoothing, self.vocabulary,
+                torch.is_grad_enabled(),
+            )  # fmt: skip
+            return total if self.sequence is None else self.sequence.all_reduce(total)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -157,7 +176,8 @@ def penalised(x: Tensor, penalty: Tensor) -> Tensor:
 class _LinearCrossEntropy(torch.autograd.Function):
     """Summed cross-entropy of ``hidden @ weight.T + bias``, a chunk of rows at a time.
 
-    The gradients are formed in the same pass, while a chunk's logits are at hand, and scaled in backward.
+    The gradients are formed in the same pass, while a chunk's logits are at hand, and scaled in backward. ``recorded``
+    says whether one will come.
     """
 
     @staticmethod
@@ -170,14 +190,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ignore: int,
         smoothing: float,
         vocabulary: Vocabulary | None,
+        recorded: bool,
     ) -> Tensor:
         wide = torch.promote_types(hidden.dtype, torch.float32)
         total = torch.zeros((), dtype=wide, device=hidden.device)
-        wanted = any(ctx.needs_input_grad[:3])
+        wanted = recorded and any(ctx.needs_input_grad[:3])
         grad_hidden = torch.empty_like(hidden) if wanted else None
         grad_weight = torch.zeros_like(weight, dtype=wide) if wanted else None
         grad_bias = torch.zeros_like(bias, dtype=wide) if wanted and bias is not None else None
-        rows = max(1, LOGIT_ELEMENTS // weight.shape[0])
+        rows = max(1, LOGIT_ELEMENTS // (vocabulary.largest if vocabulary else weight.shape[0]))
         for start in range(0, hidden.shape[0], rows):
             part = slice(start, start + rows)
             logits = F.linear(hidden[part], weight, bias).to(wide)
@@ -201,6 +222,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             grad_hidden * outer.to(narrow),
             (grad_weight * outer).to(narrow),
             None if grad_bias is None else (grad_bias * outer).to(narrow),
+            None,
             None,
             None,
             None,
@@ -267,16 +289,7 @@ def cross_entropy(
     if isinstance(output, Logits) and output.lazy:
         if output.shape[:-1] != targets.shape:
             raise _mismatch(output.shape, targets.shape)
-        hidden = output.hidden
-        if output.sequence is not None:
-            hidden, targets = output.sequence.own(hidden), output.sequence.own(targets)
-        hidden = hidden.reshape(-1, hidden.shape[-1])
-        if output.vocabulary is not None:
-            hidden = output.vocabulary.replicate(hidden)
-        total = _LinearCrossEntropy.apply(
-            hidden, output.weight, output.bias, targets.reshape(-1), ignore, label_smoothing, output.vocabulary
-        )
-        return Loss(total if output.sequence is None else output.sequence.all_reduce(total), count)
+        return Loss(output.summed_cross_entropy(targets, ignore, label_smoothing), count)
     logits = output.tensor() if isinstance(output, Logits) else output
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if logits.shape[:-1] == targets.shape:

@@ -171,6 +171,7 @@ class TensorParallel:
         return Logits(x, module.weight, module.bias, Vocabulary(
             size=size,
             start=run(size, self.group.size, self.group.rank)[0],
+            largest=-(-size // self.group.size),
             replicate=partial(replicate, group=self.group),
             all_gather=partial(all_gather, dim=-1, total=size, group=self.group, to="invariant"),
             all_reduce=self._all_reduce,
