@@ -8,6 +8,7 @@ after the same step.
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -61,7 +62,7 @@ class Callback:
         """The run is finished: its weights are in its folder."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What to go on with after a resume: numbers, text, lists and dicts of them, the same on every rank."""
+        """What to go on with after a resume: numbers, text, lists, dicts with text as keys; the same on all ranks."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -111,7 +112,11 @@ class EarlyStopping(Callback):
             )
 
     def on_rehearsal(self, engine: Engine, measures: Mapping[str, float]) -> None:
-        """Refuse a measure that there is none of."""
+        """Refuse a measure that is misspelt; one that a batch alone does not have may be in others."""
+        if difflib.get_close_matches(self.measure, measures, n=1, cutoff=0.8):
+            self._check(measures)
+
+    def _check(self, measures: Mapping[str, float]) -> None:
         if self.measure not in measures:
             raise WrongUse(
                 f"EarlyStopping watches {self.measure!r}, which evaluations do not measure; "
@@ -120,7 +125,7 @@ class EarlyStopping(Callback):
 
     def on_evaluation(self, engine: Engine, measures: Mapping[str, float]) -> None:
         """Count what did not improve."""
-        self.on_rehearsal(engine, measures)  # a loop of one's own has none
+        self._check(measures)
         value = measures[self.measure]
         if self._improved(value):
             self.best, self.waited = value, 0

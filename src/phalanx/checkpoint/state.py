@@ -279,10 +279,10 @@ class State:
 
 
 def _check_names(label: str, tensors: Mapping[str, Tensor], weights: Mapping[str, Weight]) -> None:
-    for name in tensors.keys() - weights.keys():
+    for name in sorted(tensors.keys() - weights.keys()):
         raise WrongUse(
-            f"{label}.tensors() has {name!r}, which is no weight of this rank; {closest(name, weights)} Name them as "
-            "engine.spread.weights does, and keep other things in state_dict()."
+            f"{label}.tensors() has {name!r}, which is no weight of this rank (engine.spread.weights has them; other "
+            f"things go into state_dict()); {closest(name, weights)}"
         )
 
 

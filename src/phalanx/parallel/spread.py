@@ -123,6 +123,8 @@ class Spread:
         return self.storages[kept(self.placement.weights[name].policy)]
 
     def _shard_and_replicate(self) -> None:
+        self.stale = False
+        """Shards have changed, and what the model computes with has not: `refresh` is to be called."""
         self.gathering: Gathering | None = None
         self.buckets: list[Bucket] = []
         gathered, kinds = [], self.storages.values()
@@ -285,6 +287,12 @@ class Spread:
         if self.gathering is not None:
             self.gathering.rest()
         self._gather_whole()
+        self.stale = False
+
+    def refresh(self) -> None:
+        """Where shards have changed and nobody said so to all ranks: say so now, on all of them."""
+        if self.stale:
+            self.updated()
 
     def _gather_whole(self) -> None:
         """Make weights that stay whole from the rows that ranks own."""

@@ -159,7 +159,7 @@ class Callbacks:
             except (TypeError, ValueError) as error:
                 raise WrongUse(
                     f"{type(callback).__name__}.state_dict has what cannot be saved ({error}). Return numbers, text, "
-                    "and lists and dicts of them; tensors in the shape of weights go into tensors()."
+                    "lists, dicts with text as keys (str(3)); tensors in the shape of weights go into tensors()."
                 ) from error
         return found
 
@@ -192,8 +192,9 @@ class Callbacks:
             yield
         except BaseException as error:
             _exchange(engine, beside)
+            engine.spread.stale = True
             if isinstance(error, CannotSummarise) or engine.mesh.world.alone:
-                engine.spread.updated()  # else it may be of one rank, and the others would be waited for
+                engine.spread.refresh()  # else it may be of one rank, and the others would be waited for
             raise
         _exchange(engine, beside)
         engine.spread.updated()
@@ -202,10 +203,12 @@ class Callbacks:
         every = {label: each.evaluates_with() for label, each in self.named.items()}
         return {label: tensors for label, tensors in every.items() if tensors}
 
-    @property
-    def evaluating_with(self) -> str:
-        """The callback whose weights evaluations are made with, or nothing."""
-        return ", ".join(self._beside())
+    def evaluating_with(self, engine: Engine) -> str:
+        """The callback whose weights evaluations are made with, or nothing; a rank may have none of these weights."""
+        if all(type(each).evaluates_with is Callback.evaluates_with for each in self.tasks):
+            return ""
+        every = engine.mesh.world.all_gather_words(list(self._beside()))
+        return ", ".join(dict.fromkeys(name for names in every for name in names))
 
     def evaluated(self, engine: Engine, measures: Mapping[str, float]) -> None:
         """All held-out data was: they may change what they keep."""

@@ -115,7 +115,7 @@ def _settings(engine: Engine, facts: Mapping[str, Any]) -> list[Change]:
 
 def _callbacks(then: Sequence[str], now: Sequence[str]) -> list[Change]:
     """``then`` and ``now``: their names."""
-    lost = [f"the callback {name} is left out, and what it kept is lost" for name in then if name not in now]
+    lost = [f"the callback {name} is left out, with what it may have kept" for name in then if name not in now]
     return [Change(words) for words in (*lost, *(f"the callback {name} is new" for name in now if name not in then))]
 
 

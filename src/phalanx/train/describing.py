@@ -13,7 +13,7 @@ from phalanx.train.calling import made_callbacks
 from phalanx.train.engine import length
 from phalanx.train.job import Job
 from phalanx.train.listing import listed
-from phalanx.train.memory import described_memory
+from phalanx.train.memory import Kept, fullest
 from phalanx.words import many
 
 
@@ -26,19 +26,20 @@ def describe(job: Job, every_weight: bool = False) -> str:
     seed_globally(task.seed, "data")
     order = Order(length(task.data(), "data", task), task.global_batch, task.seed)
     settings = ", ".join(f"{name}={value}" for name, value in plain_settings(task).items())
+    callbacks = made_callbacks(task)
     dtypes, micro_batches = DTYPES[task.precision], layout.micro_batches(task.global_batch)
     lines = {
         "task": f"{job.reference} ({type(task).__name__})",
         "set": settings,
         "layout": f"{layout} on {job.cluster.describe()}",
         "model": anatomy.describe(),
-        "memory": f"about {described_memory(task, placement, dtypes)}",
+        "memory": f"about {fullest(placement, Kept.of(task, placement, dtypes, callbacks), dtypes)}",
         "data": f"{many(order.size, 'sample')}, {many(order.steps_per_epoch, 'step')} an epoch",
         "micro": f"{many(micro_batches, 'micro-batch', 'micro-batches')} a step",
         "dtypes": dtypes.table(),
     }
-    if found := made_callbacks(task):
-        lines["calls"] = ", ".join(type(each).__name__ for each in found)
+    if callbacks:
+        lines["calls"] = ", ".join(type(each).__name__ for each in callbacks)
     told = [f"{name:>7}  {text}" for name, text in lines.items()]
     for table in (inventory.table(inventory.parts(model, anatomy)), listed(placement, every_weight)):
         told += ["", *(f"         {line}" for line in table)]

@@ -45,6 +45,7 @@ from phalanx.train.clock import Clock
 from phalanx.train.evaluate import evaluate
 from phalanx.train.guard import Guard
 from phalanx.train.matrices import spread_optimizer
+from phalanx.train.memory import Kept
 from phalanx.train.numbers import Numbers
 from phalanx.train.optimizers import make_schedule
 from phalanx.train.scale import LossScale
@@ -144,6 +145,8 @@ class Engine:
         if task.turns and self.guard.spike:
             raise WrongUse("--spike holds a loss against the last ones, which are other turns' here. Leave it out.")
         shards, trained = self.turns.completed(self.spread.shards()), any(self.spread.trainable.values())
+        self.kept = Kept.of(task, placement, self.dtypes, self.callbacks.tasks)
+        """What optimizer and callbacks will keep of each weight."""
         self.optimizer = spread_optimizer(task, self.spread, described_weights, shards, trained)
         if self.layout.exact:
             in_one_way(self.optimizer, self.device)
@@ -206,6 +209,7 @@ class Engine:
         self.spread.model.train()
         self.clock.start()
         try:
+            self.spread.refresh()
             metrics = rounds.step(self, batch)
         except Exception as error:
             explain(error, self.spread.model, self.task)
@@ -284,6 +288,7 @@ class Engine:
         if self.held_out is None:
             raise WrongUse(f"{type(self.task).__name__} keeps nothing aside to evaluate on. Give it a held_out().")
         try:
+            self.spread.refresh()
             with self.callbacks.evaluating(self):
                 found = evaluate(self, self.held_out, batches, on_batch).results()
         except Exception as error:

@@ -96,6 +96,7 @@ class Loop:
         give_requests(engine.signals)
         fresh = not self._resume()
         engine.callbacks.call("on_start", engine)
+        engine.callbacks.state()  # for what cannot be saved to show now
         if self.stopping and not fresh and engine.step_number < task.steps:
             self.checkpointer.before_step()
             self.checkpointer.save_now()
@@ -273,7 +274,7 @@ class Loop:
     def _evaluate(self) -> None:
         self.heartbeat.may_take_long()
         self.summary.held_out = self.engine.evaluate(on_batch=self.heartbeat.may_take_long)
-        self.summary.held_out_with = self.engine.callbacks.evaluating_with
+        self.summary.held_out_with = self.engine.callbacks.evaluating_with(self.engine)
         step = self.engine.step_number - 1
         self.log.write("evaluation", step=step, held_out=self.summary.held_out)
         self.listener.evaluation(step, self.summary.held_out)

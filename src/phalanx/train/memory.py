@@ -14,14 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn, optim
 
-from phalanx.callbacks import EMA
+from phalanx.callbacks import EMA, Callback
 from phalanx.layout import Layout
-from phalanx.parallel.communication.mesh import AXES, Grid
-from phalanx.parallel.weights.matrices import COPY
+from phalanx.parallel.communication.mesh import Grid
+from phalanx.parallel.weights.matrices import COPY, owners
 from phalanx.parallel.weights.placement import Placed, Placement
 from phalanx.precision import Dtypes
 from phalanx.task import Task
-from phalanx.train.calling import made_callbacks
 from phalanx.train.optimizers import make_optimizer, parts_of, wants_whole
 from phalanx.trees import leaves
 from phalanx.words import in_bytes
@@ -54,55 +53,55 @@ class Memory:
 class Kept:
     """What is kept beside the weights of a task."""
 
-    state: Mapping[str, int]
-    """Numbers that the optimizer has for each weight, all ranks' together."""
+    state: Mapping[str, float]
+    """Bytes that the optimizer has for each weight, all ranks' together."""
     whole: frozenset[str]
     """The weights that are updated whole, and whose state lies at their owners."""
     averages: int
     """Callbacks that keep an average of each weight."""
 
     @classmethod
-    def of(cls, task: Task, shapes: Mapping[str, torch.Size]) -> Kept:
-        """``shapes``: of the weights that are trained."""
-        averages = sum(isinstance(each, EMA) for each in made_callbacks(task))
+    def of(cls, task: Task, placement: Placement, dtypes: Dtypes, callbacks: Sequence[Callback]) -> Kept:
+        shapes = {name: one.shape for name, one in placement.weights.items() if one.policy.trainable}
+        averages = sum(isinstance(each, EMA) for each in callbacks)
         for device in ("meta", "cpu"):  # some want memory: they get that of one number
-            weights = [_stand_in(name, shape, device) for name, shape in shapes.items()]
+            weights = [_stand_in(name, shape, device, dtypes.parameter) for name, shape in shapes.items()]
             try:
                 made = make_optimizer(task, weights, bool(weights))
-            except Exception:
+            except Exception:  # to be seen when it is made of the weights themselves
                 continue
-            return cls(_state(made, shapes), frozenset(wants_whole(made)), averages)
-        return cls({name: 2 * shape.numel() for name, shape in shapes.items()}, frozenset(), averages)
+            return cls(_state(made, shapes, dtypes.optimizer), frozenset(wants_whole(made)), averages)
+        each = 2 * dtypes.optimizer.itemsize
+        return cls({name: each * shape.numel() for name, shape in shapes.items()}, frozenset(), averages)
 
 
-def _stand_in(name: str, shape: torch.Size, device: str) -> nn.Parameter:
+def _stand_in(name: str, shape: torch.Size, device: str, dtype: torch.dtype) -> nn.Parameter:
     """One number is a row of one."""
     size = (shape or torch.Size([1])) if device == "meta" else [1] * max(1, len(shape))
-    parameter = nn.Parameter(torch.zeros(size, device=device))
+    parameter = nn.Parameter(torch.zeros(size, device=device, dtype=dtype))
     parameter.logical_name = name  # type: ignore[attr-defined]
     return parameter
 
 
-def _state(optimizer: optim.Optimizer, shapes: Mapping[str, torch.Size]) -> dict[str, int]:
-    """How many numbers it keeps of each weight: seen, or known."""
-    found: dict[str, int] = {}
+def _state(optimizer: optim.Optimizer, shapes: Mapping[str, torch.Size], dtype: torch.dtype) -> dict[str, float]:
+    """How many bytes it keeps of each weight: seen, or known."""
+    found: dict[str, float] = {}
     for part in parts_of(optimizer):
         weights = [weight for group in part.param_groups for weight in group["params"]]
+        known = {w.logical_name: dtype.itemsize * _known(part, shapes[w.logical_name]) for w in weights}
         try:
-            found |= _seen(part, weights)
-        except Exception:  # it looks at values, or was made on the processor
-            found |= {w.logical_name: _known(part, shapes[w.logical_name]) for w in weights}
+            found |= _seen(part, weights) if all(weight.is_meta for weight in weights) else known
+        except Exception:  # it looks at values
+            found |= known
     return found
 
 
-def _seen(optimizer: optim.Optimizer, weights: Sequence[Any]) -> dict[str, int]:
+def _seen(optimizer: optim.Optimizer, weights: Sequence[Any]) -> dict[str, float]:
     for weight in weights:
-        if not weight.is_meta:
-            raise RuntimeError(f"{weight.logical_name} has memory")
         weight.grad = torch.empty_like(weight)
     optimizer.step()
     state = {weight.logical_name: leaves(optimizer.state[weight], Tensor) for weight in weights}
-    return {name: sum(tensor.numel() for tensor in tensors if tensor.ndim) for name, tensors in state.items()}
+    return {name: sum(t.numel() * t.itemsize for t in tensors if t.ndim) for name, tensors in state.items()}
 
 
 def _known(optimizer: optim.Optimizer, shape: torch.Size) -> int:
@@ -116,26 +115,42 @@ def _known(optimizer: optim.Optimizer, shape: torch.Size) -> int:
     return (each + momentum + averages) * shape.numel()
 
 
-def described_memory(task: Task, placement: Placement, dtypes: Dtypes) -> Memory:
-    """Of the rank that will hold most; ranks differ by their stages alone."""
-    trained = {name: one.shape for name, one in placement.weights.items() if one.policy.trainable}
-    kept, apart = Kept.of(task, trained), math.prod(getattr(placement.layout, axis) for axis in AXES[1:])
-    ranks = [Grid(placement.layout, stage * apart) for stage in range(placement.layout.pp)]
-    return max((held(placement, grid, kept, dtypes) for grid in ranks), key=lambda memory: memory.total)
+def fullest(placement: Placement, kept: Kept, dtypes: Dtypes) -> Memory:
+    """Of the rank that will hold most: ranks differ by their stages, and by the whole matrices that they own."""
+    found, owned = [], owned_state(placement, kept)
+    layout = placement.layout
+    stages = layout.dp * len(owned[0])
+    for stage, of_member in enumerate(owned):
+        for member in {0, of_member.index(max(of_member))}:
+            found.append(held(placement, Grid(layout, stage * stages + member), kept, dtypes, of_member[member]))
+    return max(found, key=lambda memory: memory.total)
 
 
-def held(placement: Placement, grid: Grid, kept: Kept, dtypes: Dtypes) -> Memory:
-    """By one rank."""
-    weights = gradients = state = averages = 0.0
+def owned_state(placement: Placement, kept: Kept) -> list[list[float]]:
+    """By stage and member of a copy of its weights: bytes of the state of whole matrices that the member owns."""
+    layout = placement.layout
+    members = Grid(layout, 0).size(*COPY)
+    whole = {name: one for name, one in placement.weights.items() if name in kept.whole}
+    owner = owners({n: one.shape for n, one in whole.items()}, {n: one.stages for n, one in whole.items()}, members)
+    found = [[0.0] * members for _ in range(layout.pp)]
+    for name, one in whole.items():
+        for stage in one.stages:
+            found[stage][owner[name]] += kept.state[name]
+    return found
+
+
+def held(placement: Placement, grid: Grid, kept: Kept, dtypes: Dtypes, owned: float) -> Memory:
+    """By one rank. ``owned``: bytes of the state of whole matrices that it owns."""
+    weights = gradients = averages = 0.0
     for one, own in placement.owned(grid):
         part = one.part(grid).numel()
         weights += _lies(one, part, own)
         if one.policy.trainable:
             gradients += dtypes.reduce.itemsize * (own if _scattered(placement.layout, grid, one) else part)
-            share = 1 / grid.size(*COPY) if one.name in kept.whole else own / max(1, one.shape.numel())
-            state += dtypes.optimizer.itemsize * kept.state.get(one.name, 0) * share
             averages += one.policy.dtype.itemsize * kept.averages * own
-    return Memory(math.ceil(weights), math.ceil(gradients), math.ceil(state), math.ceil(averages))
+            if one.name not in kept.whole:
+                owned += kept.state.get(one.name, 0) * own / max(1, one.shape.numel())
+    return Memory(math.ceil(weights), math.ceil(gradients), math.ceil(owned), math.ceil(averages))
 
 
 def _scattered(layout: Layout, grid: Grid, one: Placed) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from phalanx.cluster import devices
 from phalanx.train.engine import Engine
-from phalanx.train.memory import described_memory
+from phalanx.train.memory import fullest
 from phalanx.words import many
 
 
@@ -27,7 +27,7 @@ class Overview:
             "layout": f"{engine.layout} on {many(world, 'rank')}, {devices(engine.device.type, world)}",
             "model": f"{self._weights()}, {engine.anatomy.describe()}",
             **self._here(),
-            "memory": str(described_memory(engine.task, engine.spread.placement, engine.dtypes)),
+            "memory": str(fullest(engine.spread.placement, engine.kept, engine.dtypes)),
             "batch": f"{many(engine.task.global_batch, 'sample')} as {micro} a step, "
             f"{many(engine.order.size, 'sample')} an epoch",
             "dtypes": engine.dtypes.table(),

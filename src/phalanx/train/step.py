@@ -277,7 +277,7 @@ class Agreed:
 
 def _agreed(engine: Engine, step: int, sums: Tensor) -> Agreed:
     agree = _agree_exactly if engine.layout.exact else _agree
-    found = agree(engine, sums, engine.turns.fingerprint(step))
+    found = agree(engine, sums, engine.turns.fingerprint)
     if not found.alike:
         raise WrongUse(
             f"ranks train other weights in step {step + 1}: trains(step, weight) of a callback of "

@@ -28,6 +28,8 @@ class Turns:
         self.task = task
         self._choosing = [each for each in callbacks if type(each).trains is not Callback.trains]
         self._taken = "", -1
+        self.fingerprint = 0
+        """Says which weights callbacks let this step train: the same on all ranks, or they go apart."""
         self.names = names = [name for name, trained in trainable.items() if trained]
         kind = type(task).__name__
         for turn in dict.fromkeys(task.turns):
@@ -72,20 +74,16 @@ class Turns:
                 found.append(stand_in)
         return found
 
-    def fingerprint(self, step: int) -> int:
-        """A number that says which weights callbacks let a step train: the same on all ranks, or they go apart."""
-        if not self._choosing:
-            return 0
-        return crc32("\n".join(name for name in self.names if self._trains(step, name)).encode())
-
     def take(self, step: int, weights: Mapping[str, nn.Parameter]) -> str:
         """Whose turn it is in a step; from here on its weights alone, of those that are trained, get gradients."""
         turn = self.task.turn(step)
         now = turn, step if self._choosing else -1
         if now != self._taken:
             self._taken = now
+            trained = [name for name in self.names if self._trains(step, name)]
             if self._choosing:
                 self._check_some(step)
+                self.fingerprint = crc32("\n".join(trained).encode())
             for name, weight in weights.items():
-                weight.requires_grad_(self._trains(step, name))
+                weight.requires_grad_(name in trained)
         return turn

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import nn
 
+import phalanx
 from phalanx import Engine, Layout
 from phalanx.checkpoint.manager import CheckpointManager
 from phalanx.checkpoint.slot import Slot
@@ -18,6 +21,7 @@ from phalanx.prove.reference.hostile import Trial, hostile
 from phalanx.prove.reference.loop import Reference
 from phalanx.recipes.gpt import GPT
 from tests.prove import tasks
+from tests.tasks import Digits
 
 
 def test_an_emptied_engine_has_one_devices_state_again(tmp_path: Path) -> None:
@@ -40,6 +44,24 @@ def test_an_emptied_engine_has_one_devices_state_again(tmp_path: Path) -> None:
             assert torch.equal(weight, want[name]), name
         assert engine.step_number == 2
         assert next(engine.batches()).samples == standard.steps[2].samples
+
+
+@dataclass
+class PartlyFrozen(Digits):
+    precision: phalanx.task.Precision = "bf16"
+
+    def model(self) -> nn.Module:
+        model = super().model()
+        next(model.parameters()).requires_grad_(False)
+        return model
+
+
+def test_emptying_frozen_weights_is_no_write_of_the_models() -> None:
+    with Engine(PartlyFrozen(), Layout(), device="cpu") as engine:
+        assert any(weight.apart and not weight.trainable for weight in engine.spread.weights.values())
+        engine.step(next(engine.batches()))
+        emptied(engine)
+        engine.spread.updated()
 
 
 def test_what_no_checkpoint_has_is_found() -> None:

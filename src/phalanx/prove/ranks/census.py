@@ -52,8 +52,8 @@ def expected(engine: Engine, micro_batches: int) -> Bounds:
 
 
 def _agreed(engine: Engine, world: Communicator) -> int:
-    """For what all ranks agree on: loss, count, norm, missing weights, signals; or a norm's squares as integers."""
-    return round((16 if engine.layout.exact else 8 * (4 + len(NAMES))) * _both_ways(world))
+    """What all ranks agree on: loss, count, norm, missing and trained weights, signals; or a norm's squares."""
+    return round((16 if engine.layout.exact else 8 * (5 + len(NAMES))) * _both_ways(world))
 
 
 def _activations(engine: Engine) -> Bounds:

@@ -213,7 +213,7 @@ def emptied(engine: Engine) -> Engine:
 
 
 def _empty(tensor: Tensor) -> None:
-    tensor.detach().fill_(math.nan if tensor.is_floating_point() else 0)
+    tensor.data.fill_(math.nan if tensor.is_floating_point() else 0)
 
 
 def saved_name(rung: str, name: str) -> str:
