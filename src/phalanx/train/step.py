@@ -259,6 +259,10 @@ def _global_count(engine: Engine, own: Loss | None, micro_batches: int) -> float
     return float(count) * (engine.layout.exact or micro_batches)
 
 
+AGREED = 5 + len(NAMES)
+"""Numbers in a step's one small sum: total, count, norm, missing weights, which are trained, signals."""
+
+
 @dataclass(frozen=True)
 class Agreed:
     """What all ranks hold alike after a step's one small sum."""
@@ -278,7 +282,7 @@ class Agreed:
 def _agreed(engine: Engine, step: int, sums: Tensor) -> Agreed:
     agree = _agree_exactly if engine.layout.exact else _agree
     found = agree(engine, sums, engine.turns.fingerprint)
-    if not found.alike:
+    if not found.alike and engine.turns.refuses_apart:
         raise WrongUse(
             f"ranks train other weights in step {step + 1}: trains(step, weight) of a callback of "
             f"{type(engine.task).__name__} must follow from the two alone, on every rank alike."

@@ -30,6 +30,8 @@ class Turns:
         self._taken = "", -1
         self.fingerprint = 0
         """Says which weights callbacks let this step train: the same on all ranks, or they go apart."""
+        self.refuses_apart = True
+        """Then ranks are refused at once; a proof goes on, and finds which weights."""
         self.names = names = [name for name, trained in trainable.items() if trained]
         kind = type(task).__name__
         for turn in dict.fromkeys(task.turns):

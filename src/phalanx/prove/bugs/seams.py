@@ -44,7 +44,6 @@ from phalanx.train.checkpointing import Checkpointer
 from phalanx.train.collecting import Collected
 from phalanx.train.engine import Engine
 from phalanx.train.scale import LossScale
-from phalanx.train.signals import NAMES
 
 
 @dataclass(frozen=True)
@@ -161,7 +160,7 @@ def agreeing(replace: Replace, change: Callable[[Tensor, Tensor], None]) -> None
     def summed(of: Any, numbers: Tensor) -> Tensor:
         own = numbers.clone()
         plain(of, numbers)
-        if of.environment.world > 1 and numbers.shape == (4 + len(NAMES),):
+        if of.environment.world > 1 and numbers.shape == (step.AGREED,):
             change(own, numbers)
         return numbers
 

@@ -18,7 +18,7 @@ from phalanx.parallel.communication.mesh import BATCH, EXPERTS
 from phalanx.parallel.weights.bucket import Bucket
 from phalanx.parallel.weights.matrices import COPY
 from phalanx.train.engine import Engine
-from phalanx.train.signals import NAMES
+from phalanx.train.step import AGREED
 
 Bounds = dict[tuple[str, str], tuple[float, float]]
 """By axis and kind, the fewest and the most bytes of a step."""
@@ -53,7 +53,7 @@ def expected(engine: Engine, micro_batches: int) -> Bounds:
 
 def _agreed(engine: Engine, world: Communicator) -> int:
     """What all ranks agree on: loss, count, norm, missing and trained weights, signals; or a norm's squares."""
-    return round((16 if engine.layout.exact else 8 * (5 + len(NAMES))) * _both_ways(world))
+    return round((16 if engine.layout.exact else 8 * AGREED) * _both_ways(world))
 
 
 def _activations(engine: Engine) -> Bounds:

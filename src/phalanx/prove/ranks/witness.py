@@ -72,6 +72,7 @@ class Witness(Callback):
         self.holding, self.weights = engine.spread.holding, engine.spread.weights
         self._own = [(bucket, weight) for bucket in engine.spread.buckets for weight in bucket.weights]
         engine.callbacks.add(self)
+        engine.turns.refuses_apart = False
         engine.optimizer.register_step_pre_hook(self._given)
         self._data().read.clear()
 
