@@ -8,6 +8,8 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -38,6 +40,8 @@ class Ranks(Pool):
 
 
 _before: tuple[int, dict[str, str]] = (0, {})
+THREADS = 3
+"""Of each process group of gloo's."""
 
 
 def _noted(function: Callable[..., Any], args: Any) -> Any:
@@ -45,6 +49,15 @@ def _noted(function: Callable[..., Any], args: Any) -> Any:
     global _before
     _before = threading.active_count(), dict(os.environ)
     return function(*args)
+
+
+def _gloo_threads() -> int:
+    """Of process groups that are there, or that somebody still holds."""
+    found = 0
+    for task in Path("/proc/self/task").glob("*/comm"):
+        with suppress(OSError):  # it has ended
+            found += "gloo" in task.read_text()
+    return found
 
 
 def _check_clean(world: int) -> None:
@@ -56,4 +69,8 @@ def _check_clean(world: int) -> None:
     while threading.active_count() > threads and time.monotonic() < deadline:
         time.sleep(0.01)  # a queue's thread ends a moment after the queue
     assert threading.active_count() <= threads, f"threads were left behind: {threading.enumerate()}"
+    while _gloo_threads() > THREADS * groups and time.monotonic() < deadline:
+        time.sleep(0.01)
+    left = _gloo_threads() - THREADS * groups
+    assert left <= 0, f"{left} threads of process groups were left behind: something holds what was made from them"
     assert dict(os.environ) == variables, "environment variables were changed"

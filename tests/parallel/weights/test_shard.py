@@ -75,7 +75,10 @@ def left_behind(layout: str) -> int:
     return sum(each() is not None for each in kept)
 
 
-@pytest.mark.parametrize("layout", ["fsdp=2", "fsdp=2,recompute=full", "fsdp=2,micro_batch=2"])
+ZERO_BUBBLE = "pp=2,schedule=zb,micro_batch=2"
+
+
+@pytest.mark.parametrize("layout", ["fsdp=2", "fsdp=2,recompute=full", "fsdp=2,micro_batch=2", ZERO_BUBBLE])
 def test_nothing_is_left_of_an_engine(ranks: Ranks, layout: str) -> None:
     """Hooks on a graph hold its nodes, and those each other: a graph that is let go must have none left."""
     assert ranks(2, left_behind, layout) == [0, 0]

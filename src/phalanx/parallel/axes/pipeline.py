@@ -222,8 +222,9 @@ class Pipeline:
         return self._deferred.pop((action.stage, action.micro))
 
     def finish(self) -> None:
-        """All that was sent has arrived."""
+        """All that was sent has arrived, and nothing is kept of what was computed: its graph would keep all of us."""
         self.transfers.finish()
+        self._part, self._given = Part(), []
 
     def linear(self, func: Callable[..., Tensor], input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """``F.linear``, whose weight's gradient is left for later."""
