@@ -26,8 +26,8 @@ import torch.testing._internal.distributed.fake_pg  # registers the backend
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from phalanx import losses
 from phalanx.anatomy import Anatomy
+from phalanx.kernels.linear_cross_entropy import LinearCrossEntropy
 from phalanx.layout import Layout
 from phalanx.parallel.axes import context, tensor
 from phalanx.parallel.blocks.boundary import SequenceSharding
@@ -115,7 +115,7 @@ def typed(axes: Axes) -> dict[type, Callable[..., Any]]:
         differentiable.AllToAll: all_to_all,
         differentiable.AllToAllRows: all_to_all,
         differentiable.AllGatherRows: all_gather_rows,
-        losses._LinearCrossEntropy: cross_entropy,
+        LinearCrossEntropy: cross_entropy,
     }
 
 

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from phalanx import Logits, WrongUse, losses
+from phalanx.kernels import linear_cross_entropy
 
 
 def hostile(rows: int = 7, width: int = 5, vocabulary: int = 11) -> tuple[torch.Tensor, ...]:
@@ -23,7 +24,7 @@ def hostile(rows: int = 7, width: int = 5, vocabulary: int = 11) -> tuple[torch.
 @pytest.mark.parametrize("with_bias", [True, False])
 @pytest.mark.parametrize("chunk", [1, 30, 1 << 20])
 def test_lazy_logits_give_torchs_loss_and_gradients(monkeypatch, smoothing: float, with_bias: bool, chunk: int) -> None:
-    monkeypatch.setattr(losses, "LOGIT_ELEMENTS", chunk)
+    monkeypatch.setattr(linear_cross_entropy, "LOGIT_ELEMENTS", chunk)
     *leaves, targets = hostile()
     found, expected = ([t.clone().requires_grad_() for t in leaves] for _ in range(2))
     bias = found[2] if with_bias else None
@@ -62,31 +63,6 @@ def test_logits_of_a_call_without_gradients_have_none() -> None:
         lazy = Logits(hidden.requires_grad_(), weight.requires_grad_())
     assert not losses.cross_entropy(lazy, targets).total.requires_grad
     assert not lazy.tensor().requires_grad
-
-
-def test_an_evaluation_forms_no_gradients(monkeypatch) -> None:
-    asked = []
-    plain = losses._rowwise
-    monkeypatch.setattr(losses, "_rowwise", lambda *args: asked.append(args[4]) or plain(*args))
-    hidden, weight, _, targets = hostile()
-    with torch.no_grad():
-        losses.cross_entropy(Logits(hidden.requires_grad_(), weight), targets)
-    losses.cross_entropy(Logits(hidden, weight), targets)
-    assert asked == [False, True]
-
-
-def test_parts_of_a_vocabulary_have_as_many_chunks(monkeypatch) -> None:
-    """Ranks come to terms chunk by chunk, and the last has the fewest classes."""
-    monkeypatch.setattr(losses, "LOGIT_ELEMENTS", 100)
-    hidden, weight, _, targets = hostile(rows=40)
-    calls: list[list[int]] = []
-    for start, stop in ((0, 6), (6, 11)):
-        calls.append([])
-        vocabulary = losses.Vocabulary(
-            11, start, 6, lambda x: x, lambda x: x, lambda x: None, lambda x, seen=calls[-1]: seen.append(len(x))
-        )
-        losses.cross_entropy(Logits(hidden, weight[start:stop], None, vocabulary), targets)
-    assert calls[0] == calls[1]
 
 
 def test_plain_code_on_lazy_logits_materialises_them() -> None:

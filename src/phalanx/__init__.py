@@ -12,7 +12,8 @@ if TYPE_CHECKING:
     from phalanx.cluster import Cluster
     from phalanx.errors import CannotHere, WrongUse
     from phalanx.layout import Layout
-    from phalanx.losses import Logits, Loss
+    from phalanx.logits import Logits
+    from phalanx.losses import Loss
     from phalanx.parallel.axes.samples import gather, rows
     from phalanx.run import Run
     from phalanx.task import Task
@@ -30,7 +31,7 @@ __all__ = [
 _HOMES = {
     "Anatomy": "anatomy", "Callback": "callbacks", "CannotHere": "errors", "Cluster": "cluster", "EMA": "callbacks",
     "EarlyStopping": "callbacks", "Engine": "train.engine", "Freeze": "callbacks", "Layout": "layout",
-    "Logits": "losses", "Loss": "losses", "Run": "run", "Task": "task", "Verdict": "verdict", "WrongUse": "errors",
+    "Logits": "logits", "Loss": "losses", "Run": "run", "Task": "task", "Verdict": "verdict", "WrongUse": "errors",
     "check": "train.check.checking", "gather": "parallel.axes.samples", "load": "train.restoring",
     "rows": "parallel.axes.samples", "save": "train.checkpointing",
 }  # fmt: skip

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from phalanx import user_code
 from phalanx.errors import CannotHere, WrongUse
-from phalanx.losses import Logits
+from phalanx.logits import Logits
 from phalanx.user_code import innermost, is_users_line
 from phalanx.words import many
 

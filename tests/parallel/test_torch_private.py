@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from phalanx.parallel import torch_private
@@ -72,6 +73,25 @@ def test_a_dispatch_mode_sees_operations_below_autograd() -> None:
 def test_preloading_imports_what_an_optimizer_would() -> None:
     torch_private.preload()
     assert "torch._dynamo" in sys.modules
+
+
+def test_hooks_of_an_optimizer_are_seen() -> None:
+    weight = nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.AdamW([weight])
+    assert not torch_private.has_step_hooks(optimizer)
+    handle = optimizer.register_step_pre_hook(lambda *_: None)
+    assert torch_private.has_step_hooks(optimizer)
+    handle.remove()
+    assert not torch_private.has_step_hooks(optimizer)
+    handle = register_optimizer_step_post_hook(lambda *_: None)
+    assert torch_private.has_step_hooks(optimizer)
+    handle.remove()
+
+
+def test_a_number_is_added_to_each() -> None:
+    numbers = [torch.zeros(()), torch.ones(2)]
+    torch_private.add_to_each(numbers, 1)
+    assert [number.tolist() for number in numbers] == [1.0, [2.0, 2.0]]
 
 
 def test_writing_in_place_is_counted() -> None:

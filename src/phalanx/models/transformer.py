@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from phalanx.errors import WrongUse
-from phalanx.losses import Logits
+from phalanx.logits import Logits
 from phalanx.models.experts import MixtureOfExperts
 
 Rotation = tuple[Tensor, Tensor]

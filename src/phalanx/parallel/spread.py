@@ -10,7 +10,7 @@ What comes out is a `Spread`: the model to call, and the few operations a traini
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -31,19 +31,21 @@ from phalanx.parallel.axes.transfers import Part
 from phalanx.parallel.blocks.assembly import Blocks, cast_inputs
 from phalanx.parallel.blocks.boundary import SequenceSharding
 from phalanx.parallel.blocks.probe import Probe
-from phalanx.parallel.communication import exact
 from phalanx.parallel.communication.memory import Buffers
 from phalanx.parallel.communication.mesh import BATCH, EXPERTS, Mesh
 from phalanx.parallel.forward.activations import Activations
+from phalanx.parallel.forward.lazy_heads import make_heads_lazy
 from phalanx.parallel.randomness.draws import Moment, Randomness
 from phalanx.parallel.weights import keras
 from phalanx.parallel.weights.blueprint import Blueprint
-from phalanx.parallel.weights.bucket import Bucket, Storage, Weight
+from phalanx.parallel.weights.bucket import Bucket, Weight
 from phalanx.parallel.weights.filling import Saved, describe, fill
+from phalanx.parallel.weights.gradients import Gradients
 from phalanx.parallel.weights.holding import Holding
 from phalanx.parallel.weights.placement import Placement, StoragePolicy
 from phalanx.parallel.weights.replicate import Reduction
 from phalanx.parallel.weights.shard import Gathering, ShardedUnit
+from phalanx.parallel.weights.storage import Storage
 from phalanx.parallel.weights.whole import Whole
 from phalanx.precision import Dtypes
 
@@ -94,7 +96,9 @@ class Spread:
         fill(self.weights, blueprint, saved, self.holding, device, wide=dtypes.compute == torch.float64)
         hugging_face.prepare(self.model, dtypes.compute)
         tp = mesh.group("tp")
-        if not tp.alone:
+        if tp.alone:
+            make_heads_lazy(self.model, anatomy)
+        else:
             TensorParallel(self.plan, self.model, tp, self.randomness)
         ep = mesh.group(*EXPERTS)
         if not ep.alone:
@@ -102,7 +106,7 @@ class Spread:
         cp = mesh.group("cp")
         self.context: ContextParallel | None = None
         if not cp.alone:
-            self.context = ContextParallel(self.model, anatomy, cp, layout.cp_kind, self.randomness, tp.alone)
+            self.context = ContextParallel(self.model, anatomy, cp, layout.cp_kind, self.randomness)
             hugging_face.reach_attention(self.model, self.context)
         self.samples = Samples(mesh.group(*BATCH), self.moment, layout)
         spread_batchnorm(self.model, mesh.group(*BATCH), mesh.size(*BATCH), self.moment)
@@ -142,6 +146,8 @@ class Spread:
         self.whole = Whole(
             self.model, self.buckets, self.holding, self.trainable, self.dtypes.reduce, self.device, self.state_names
         )
+        like = torch.empty(0, dtype=self.dtypes.reduce, device=self.device)
+        self.gradients = Gradients(self.buckets, self.holding, self.mesh, like)
         self.reduction = Reduction(self.buckets, self.mesh.group("dp"), self.gathering)
         self._gather_whole()
         for weight in self.weights.values():
@@ -232,61 +238,26 @@ class Spread:
         return [weight.shard for weight in self.weights.values() if weight.trainable]
 
     def complete_gradients(self) -> None:
-        """After the last action: sum gradients of weights that ranks of ``tp`` or ``pp`` hold and have parts of."""
+        """After the last action: they are those of the global batch."""
         if self.pipeline is not None:
             self.pipeline.finish()
-        if self.mesh.size("tp", "pp") == 1:
-            return
-        own = [(weight.name, bucket.gradient_own(weight)) for bucket in self._reduced() for weight in bucket.trainable]
-        self.holding.complete(own, torch.empty(0, dtype=self.dtypes.reduce, device=self.device))
-
-    def gradient_norm_squared(self) -> Tensor:
-        """This rank's part of the squared norm of all gradients; the parts of all ranks add up to it."""
-        owned = self._owned()
-        if self.mesh.size("tp", "pp") > 1:
-            owned = [b.gradient_own(w) for b in self._reduced() for w in b.trainable if self.holding.counts(w.name)]
-        squares = [torch.linalg.vector_norm(tensor).double().square() for tensor in owned]
-        total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64, device=self.device)
-        return total / self.mesh.size("dp")
-
-    def exact_norm(self, largest: float) -> float:
-        """The norm of all gradients, none of which is above ``largest``, to the same bits at any number of ranks."""
-        squares = exact.Squares(largest, sum(w.shape.numel() for w in self.weights.values() if w.trainable))
-        sums = squares.sum(self._owned(), self.device) * (self.mesh.index("dp") == 0)  # replicas have the same
-        self.mesh.world.all_reduce(sums).wait()
-        return squares.root(sums)
-
-    def largest_gradient(self) -> Tensor:
-        """The largest absolute value in this rank's part of all gradients; infinity if one is not finite."""
-        return exact.largest(self._owned(), self.device)
-
-    def _owned(self) -> list[Tensor]:
-        return [bucket.owned for bucket in self._reduced() if bucket.owned is not None]
-
-    def _reduced(self) -> Iterator[Bucket]:
-        return (bucket for bucket in self.buckets if bucket.trainable)
+        self.gradients.complete()
 
     def untouched(self) -> list[str]:
         """Trainable weights that got no gradient on this rank in this step."""
         return [name for name, w in self.weights.items() if w.trainable and name not in self.reduction.touched]
 
-    def give_gradients(self, factor: float, without: set[str]) -> None:
-        """Scale the summed gradients and hand each shard its own; those in ``without`` get none."""
-        for bucket in self._reduced():
-            assert bucket.owned is not None
-            scaled = bucket.owned.mul_(factor).to(bucket.storage.home)
-            for weight in bucket.trainable:
-                own = None if weight.name in without else bucket.gradient_packing.own(weight, scaled)
-                weight.shard.grad = own
+    def updated(self, copied: bool = False) -> None:
+        """The shards have changed: make what the model computes with agree, and let their gradients go.
 
-    def updated(self) -> None:
-        """The shards have changed: make what the model computes with agree, and let their gradients go."""
+        ``copied``: it does already, where a rank has all of a weight.
+        """
         for weight in self.weights.values():
             weight.shard.grad = None
             weight.check_unwritten()
         if self.gathering is not None:
             self.gathering.rest()
-        self._gather_whole()
+        self._gather_whole(copied)
         self.stale = False
 
     def refresh(self) -> None:
@@ -294,9 +265,10 @@ class Spread:
         if self.stale:
             self.updated()
 
-    def _gather_whole(self) -> None:
+    def _gather_whole(self, copied: bool = False) -> None:
         """Make weights that stay whole from the rows that ranks own."""
         stale = [b for b in self.buckets if b.storage.always_whole and not all(w.in_use for w in b.weights)]
+        stale = [bucket for bucket in stale if not (copied and bucket.storage.copies)]
         for bucket in stale:
             bucket.is_whole = False
         for index, bucket in enumerate(stale):

@@ -10,17 +10,20 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor, nn, optim
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
     "FakeTensor",
     "FakeTensorMode",
     "TorchDispatchMode",
+    "add_to_each",
     "converting_in_place",
     "default_store",
     "has_hooks",
+    "has_step_hooks",
     "install",
     "mutates",
     "new_group",
@@ -83,6 +86,21 @@ def converting_in_place() -> Iterator[None]:
 def version(tensor: Tensor) -> int:
     """How often a tensor has been written to in place."""
     return tensor._version
+
+
+def has_step_hooks(optimizer: optim.Optimizer) -> bool:
+    """Whether anybody is told before or after its steps."""
+    return bool(
+        optimizer._optimizer_step_pre_hooks
+        or optimizer._optimizer_step_post_hooks
+        or _global_optimizer_pre_hooks
+        or _global_optimizer_post_hooks
+    )
+
+
+def add_to_each(tensors: list[Tensor], number: float) -> None:
+    """In place, in one launch."""
+    torch._foreach_add_(tensors, number)
 
 
 def mutates(func: Any) -> bool:

@@ -1,10 +1,13 @@
-"""Seconds by phase of a step; on a GPU the device's own time, not that of launching its work."""
+"""Seconds by phase of a step; on a GPU the device's own time, not that of launching its work, and never waited for."""
 
 from __future__ import annotations
 
 import time
+from collections import deque
 
 import torch
+
+Instant = float | torch.cuda.Event
 
 
 class Clock:
@@ -12,9 +15,10 @@ class Clock:
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
-        self._laps: list[tuple[str, float | torch.cuda.Event]] = []
+        self._last: Instant = 0.0
+        self._laps: deque[tuple[str, Instant, Instant]] = deque()
 
-    def _now(self) -> float | torch.cuda.Event:
+    def _now(self) -> Instant:
         if not self._cuda:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -22,22 +26,26 @@ class Clock:
         return event
 
     def start(self) -> None:
-        self._laps = [("", self._now())]
+        self._last = self._now()
 
     def lap(self, phase: str) -> None:
-        self._laps.append((phase, self._now()))
+        begun, self._last = self._last, self._now()
+        self._laps.append((phase, begun, self._last))
 
     def seconds(self) -> dict[str, float]:
-        """Waits for the device, then tells."""
-        if self._cuda:
-            torch.cuda.synchronize()
+        """Of all laps that are over and were not told yet: a GPU's last ones come with the next step's."""
         found: dict[str, float] = {}
-        for (_, before), (phase, after) in zip(self._laps, self._laps[1:], strict=False):
-            found[phase] = found.get(phase, 0.0) + _elapsed(before, after)
+        while self._laps and _is_over(self._laps[0][2]):
+            phase, begun, ended = self._laps.popleft()
+            found[phase] = found.get(phase, 0.0) + _elapsed(begun, ended)
         return found
 
 
-def _elapsed(before: float | torch.cuda.Event, after: float | torch.cuda.Event) -> float:
+def _is_over(instant: Instant) -> bool:
+    return not isinstance(instant, torch.cuda.Event) or instant.query()
+
+
+def _elapsed(before: Instant, after: Instant) -> float:
     if isinstance(before, torch.cuda.Event):
         assert isinstance(after, torch.cuda.Event)
         return before.elapsed_time(after) / 1000

@@ -53,6 +53,7 @@ from phalanx.train.signals import Signals
 from phalanx.train.steady import in_one_way, steady
 from phalanx.train.step import Metrics
 from phalanx.train.turns import Turns
+from phalanx.train.update import Update
 from phalanx.trees import mapped
 
 Gradients = dict[str, Tensor | None]
@@ -133,11 +134,8 @@ class Engine:
         blueprint = Blueprint(task.model, task.seed)
         self.anatomy = task.anatomy(blueprint.model)
         placement = Placement.of(blueprint.model, self.anatomy, self.layout, self.dtypes)
-        described_weights = dict(blueprint.model.named_parameters())
-        self.spread = Spread(
-            blueprint, placement, self.mesh, self.dtypes, self.device, task.seed,
-            self._saved(blueprint.model),
-        )  # fmt: skip
+        described_weights, saved = dict(blueprint.model.named_parameters()), self._saved(blueprint.model)
+        self.spread = Spread(blueprint, placement, self.mesh, self.dtypes, self.device, task.seed, saved)
         undo.callback(self.spread.reduction.close)
         self.callbacks.call("on_model", [name for name, trained in self.spread.trainable.items() if trained])
         self.turns = Turns(task, self.spread.trainable, self.callbacks.tasks)
@@ -150,7 +148,7 @@ class Engine:
         self.optimizer = spread_optimizer(task, self.spread, described_weights, shards, trained)
         if self.layout.exact:
             in_one_way(self.optimizer, self.device)
-        self._numbers = Numbers(self.optimizer)
+        self._numbers, self.update = Numbers(self.optimizer), Update(self.optimizer, self.spread)
         self.loader = self._loader(data, self.order)
         check_agreement(self, "data", "model")
         check_writable(self.spread)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from phalanx.data.loader import Loader
 from phalanx.errors import WrongUse
-from phalanx.losses import Logits
+from phalanx.logits import Logits
 from phalanx.parallel.communication.exact import fold
 from phalanx.task import Task, as_loss
 from phalanx.train.collecting import Collected, Gathered, summarised

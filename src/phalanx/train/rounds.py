@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from phalanx.data.loader import Loader, StepBatch
 from phalanx.errors import WrongUse
-from phalanx.losses import Logits, Loss
+from phalanx.logits import Logits
+from phalanx.losses import Loss
 from phalanx.parallel.axes.samples import Asked, AtOnce, LossAnswers
 from phalanx.parallel.axes.schedules import Action
 from phalanx.train.step import Metrics, call, compute, independent, micro_batch, task_loss, train_step

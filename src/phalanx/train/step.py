@@ -71,7 +71,7 @@ def train_step(engine: Engine, batch: StepBatch, rounds: Rounds | None = None) -
     task, spread, scale, clock = engine.task, engine.spread, engine.loss_scale, engine.clock
     if spread.probe.untried:
         try_blocks(engine, batch)
-    spread.reduction.start_step()
+    spread.reduction.start_step(narrow=engine.update.takes_narrow and len(batch.micro_batches) == 1)
     before = engine.traffic.sent.copy()
     totals = Totals(engine, len(batch.micro_batches))
 
@@ -99,6 +99,7 @@ def train_step(engine: Engine, batch: StepBatch, rounds: Rounds | None = None) -
         clock.lap("reduce")
 
     spread.complete_gradients()
+    engine.update.prepare()
 
     # From here on all ranks hold the same numbers.
     agreed = _agreed(engine, batch.step, totals.table())
@@ -118,9 +119,7 @@ def train_step(engine: Engine, batch: StepBatch, rounds: Rounds | None = None) -
     clip_factor = min(1.0, task.clip / (norm + 1e-6))
     engine.callbacks.call("before_update", engine)
     if finite and not bad and count > 0:
-        spread.give_gradients(clip_factor / divisor, without)
-        engine.optimizer.step()
-        spread.updated()
+        engine.update(clip_factor / divisor, without)
     scale.update(finite)
     if not spread.randomness.asked:
         spread.randomness.answers = None  # nothing in this model draws; from now on it is only watched
@@ -295,7 +294,7 @@ def _agree(engine: Engine, sums: Tensor, trained: int) -> Agreed:
     spread = engine.spread
     own = sums.sum(0) * engine.mesh.counts_samples
     numbers = own.new_tensor([len(spread.untouched()), trained])
-    agreed = torch.cat([own[:2], spread.gradient_norm_squared()[None], numbers, engine.signals.packed(own), own[2:]])
+    agreed = torch.cat([own[:2], spread.gradients.norm_squared()[None], numbers, engine.signals.packed(own), own[2:]])
     summed_over_ranks(engine, agreed)
     total, count, squared, missing, trained_by_all, *rest = agreed.tolist()
     alike = trained_by_all == trained * engine.mesh.world.size
@@ -306,12 +305,13 @@ def _agree(engine: Engine, sums: Tensor, trained: int) -> Agreed:
 def _agree_exactly(engine: Engine, sums: Tensor, trained: int) -> Agreed:
     """The same to the same bits at any number of ranks: losses by the tree, the norm as a sum of whole numbers."""
     spread = engine.spread
-    few = torch.cat([sums.new_tensor([len(spread.untouched()), trained]), spread.largest_gradient()[None]])
+    few = torch.cat([sums.new_tensor([len(spread.untouched()), trained]), spread.gradients.largest()[None]])
     every = engine.gathered(torch.cat([few, engine.signals.packed(sums), sums.view(-1)]))
     missing, alike, largest = float(every[:, 0].sum()), bool(every[:, 1].eq(trained).all()), float(every[:, 2].amax())
     signals = Signals.unpacked(every[:, 3 : 3 + len(NAMES)].sum(0).tolist())
     total, count, *named = fold(by_leaf(engine, every[:, 3 + len(NAMES) :].reshape(-1, sums.shape[1]))).tolist()
-    norm = spread.exact_norm(largest) if math.isfinite(largest) else math.inf
+    elements = sum(weight.shape.numel() for weight in spread.weights.values() if weight.trainable)
+    norm = spread.gradients.exact_norm(largest, elements) if math.isfinite(largest) else math.inf
     return Agreed(total, count, named, norm, missing, signals, alike)
 
 

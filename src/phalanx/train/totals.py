@@ -71,7 +71,9 @@ def as_number(value: Any, like: Tensor) -> Tensor:
     """A loss's total or count as one detached number beside ``like``."""
     if isinstance(value, Tensor):
         return value.detach().to(like).reshape(())
-    return torch.tensor(float(value), dtype=like.dtype, device=like.device)
+    return torch.full(
+        (), float(value), dtype=like.dtype, device=like.device
+    )  # filled there: a copy would be waited for
 
 
 def spelled_out(name: str, loss: Loss) -> dict[str, Loss]:

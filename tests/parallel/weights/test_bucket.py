@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from phalanx.parallel.communication.memory import Buffers
-from phalanx.parallel.weights.bucket import Packing, Storage, Weight
+from phalanx.parallel.weights.bucket import Packing, Weight
+from phalanx.parallel.weights.storage import Storage
 
 CPU = torch.device("cpu")
 

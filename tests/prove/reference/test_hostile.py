@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from phalanx.losses import LOGIT_ELEMENTS
+from phalanx.kernels.linear_cross_entropy import LOGIT_ELEMENTS
 from phalanx.prove.reference.hostile import Trial, TrialSamples, cramped, hostile, ignorable
 from phalanx.recipes.gpt import GPT
 from tests.prove.tasks import Plain
@@ -55,9 +55,9 @@ def test_columns_that_may_be_ignored_are_found() -> None:
 
 
 def test_little_is_enough_while_it_is_cramped() -> None:
-    from phalanx import losses
+    from phalanx.kernels import linear_cross_entropy
 
     with cramped():
-        assert losses.LOGIT_ELEMENTS < LOGIT_ELEMENTS
-    assert losses.LOGIT_ELEMENTS == LOGIT_ELEMENTS
+        assert linear_cross_entropy.LOGIT_ELEMENTS < LOGIT_ELEMENTS
+    assert linear_cross_entropy.LOGIT_ELEMENTS == LOGIT_ELEMENTS
     assert GPT().tiny().width < GPT().width

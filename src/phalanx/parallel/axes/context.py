@@ -21,13 +21,13 @@ from torch import Tensor, nn
 
 from phalanx.anatomy import Anatomy
 from phalanx.errors import WrongUse
-from phalanx.losses import Logits, Sequence
+from phalanx.logits import Logits, Sequence
 from phalanx.parallel.axes import batchnorm
 from phalanx.parallel.communication.communicator import Communicator
 from phalanx.parallel.communication.differentiable import all_gather, all_reduce, all_to_all, run
 from phalanx.parallel.forward.activations import ActivationLayout
 from phalanx.parallel.forward.calls import TIME, about_sizes, stream
-from phalanx.parallel.forward.wrapper import Around, Forward, Instead, Layer, wrap
+from phalanx.parallel.forward.wrapper import Around, Forward, Layer
 from phalanx.parallel.randomness.draws import Randomness
 from phalanx.trees import leaves, mapped
 
@@ -67,7 +67,6 @@ class ContextParallel:
         group: Communicator,
         kind: str,
         randomness: Randomness,
-        lazy_heads: bool,
     ) -> None:
         self.group, self.kind, self.randomness = group, kind, randomness
         self.ranks, self.rank = group.size, group.rank
@@ -84,10 +83,6 @@ class ContextParallel:
             for module in model.get_submodule(name).modules():
                 if hasattr(module, "whole_time"):
                     vars(module).update(whole_time=self._whole_time, own_time=self._own_time)
-        for name in anatomy.after if lazy_heads else ():
-            head: Any = model.get_submodule(name)
-            if anatomy.splits.get(name) == "vocabulary" and type(head) is nn.Linear:
-                wrap(head, Instead("lazy logits", _head, head))
 
     def layer(self, name: str, block: nn.Module) -> Layer:
         """What a block needs to work with this rank's positions of the stream."""
@@ -327,7 +322,3 @@ def _joined(parts: list[Any], time: int) -> Any:
     if isinstance(parts[0], tuple):
         return (torch.cat([part[0] for part in parts], time), *parts[0][1:])
     return torch.cat(parts, time)
-
-
-def _head(module: nn.Linear, x: Tensor) -> Logits:
-    return Logits(x, module.weight, module.bias)

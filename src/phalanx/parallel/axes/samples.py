@@ -16,8 +16,8 @@ from torch import Tensor
 
 from phalanx.errors import WrongUse
 from phalanx.layout import Layout
+from phalanx.logits import Logits
 from phalanx.loss import counted_by
-from phalanx.losses import Logits
 from phalanx.parallel.communication.communicator import Communicator
 from phalanx.parallel.communication.differentiable import all_gather_rows
 from phalanx.parallel.randomness.draws import Moment

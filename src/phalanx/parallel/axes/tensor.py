@@ -17,7 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from phalanx.losses import Logits, Vocabulary, check_ids
+from phalanx.kernels.linear_cross_entropy import Vocabulary, check_ids
+from phalanx.logits import Logits
 from phalanx.parallel.axes.cuts import Cut, Plan, gather_inside
 from phalanx.parallel.communication.communicator import Communicator
 from phalanx.parallel.communication.differentiable import (

@@ -26,21 +26,22 @@ from phalanx.parallel.blocks.boundary import Boundary, SequenceSharding
 from phalanx.parallel.blocks.probe import Probe
 from phalanx.parallel.blocks.recompute import Recompute
 from phalanx.parallel.forward.wrapper import Forward, Layer, wrap
-from phalanx.parallel.randomness.answers import Answers, key_dropout_modules
+from phalanx.parallel.randomness.answers import Answers, draws, key_dropout_modules
 from phalanx.parallel.randomness.draws import RandomKeys, Randomness
 from phalanx.precision import cast
 
 
 class Compile(Layer):
-    """The rest compiled, with the keys of its draws made before it runs."""
+    """The rest compiled, with the keys of its draws made before it runs, if it draws."""
 
     title = "compile"
 
-    def __init__(self, randomness: Randomness) -> None:
-        self.randomness = randomness
+    def __init__(self, block: nn.Module, randomness: Randomness) -> None:
+        self.draws, self.randomness = draws(block), randomness
 
     def __call__(self, rest: Forward, *args: Any, **kwargs: Any) -> Any:
-        self.randomness.keys()
+        if self.draws:
+            self.randomness.keys()
         return rest(*args, **kwargs)
 
     def over(self, rest: Forward) -> Forward:
@@ -87,7 +88,7 @@ class Blocks:
         if self.context is not None:
             yield self.context.layer(name, self.model.get_submodule(name))
         if layout.compile == "blocks":
-            yield Compile(self.randomness)
+            yield Compile(self.model.get_submodule(name), self.randomness)
 
     def _answered_first(self) -> dict[Any, Forward]:
         """Functions of torch's that a parallelism answers."""

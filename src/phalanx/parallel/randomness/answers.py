@@ -57,6 +57,11 @@ def key_dropout_modules(model: nn.Module, randomness: Randomness) -> None:
             wrap(module, Instead("keyed dropout", _dropout_module, module, randomness, func))
 
 
+def draws(block: nn.Module) -> bool:
+    """Whether a compiled block has anything in it that draws."""
+    return any(type(module) in DROPOUT_MODULES for module in block.modules())
+
+
 def _dropout_module(module: Any, randomness: Randomness, func: Any, x: Tensor) -> Tensor:
     return ANSWERS[func](randomness, func, x, module.p, module.training, module.inplace)
 

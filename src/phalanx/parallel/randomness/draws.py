@@ -61,6 +61,7 @@ class Randomness:
         """Of the scope."""
         self._visits: dict[str, int] = {}
         self._keys: tuple[Tensor, Tensor] | None = None
+        self._slots: tuple[np.ndarray, Tensor] | None = None
 
     @contextmanager
     def scope(self, name: str, visit: int = 0) -> Iterator[None]:
@@ -116,9 +117,18 @@ class Randomness:
         """A key for each sample of the micro-batch, and one for what all samples share."""
         if self._keys is None:
             stream = counter.key(self.seed, "forward", self.moment.step, self.name)
-            rows = torch.from_numpy(self.moment.slots).to(self.device) * counter.STRIDE + stream
-            self._keys = counter.mix(rows), torch.tensor(stream, device=self.device)
+            shared = torch.full((), stream, dtype=torch.int64, device=self.device)  # filled there, not copied
+            self._keys = counter.mix(self._slots_there() * counter.STRIDE + stream), shared
         return self._keys
+
+    def _slots_there(self) -> Tensor:
+        """This micro-batch's slots on the device: brought once, without waiting for it."""
+        if self._slots is None or self._slots[0] is not self.moment.slots:
+            slots = torch.from_numpy(self.moment.slots)
+            if self.device.type == "cuda":
+                slots = slots.pin_memory()
+            self._slots = self.moment.slots, slots.to(self.device, non_blocking=True)
+        return self._slots[1]
 
     def draw(self, shape: torch.Size, values: Values, like: Tensor | None = None) -> Tensor:
         """Random values of a shape: ``values(keys, inner)`` gives a grid of shape ``inner`` under each key.

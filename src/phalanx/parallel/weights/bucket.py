@@ -16,35 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.errors import WrongUse
-from phalanx.parallel.communication.communicator import Communicator
 from phalanx.parallel.communication.differentiable import run
 from phalanx.parallel.communication.exact import Partial
-from phalanx.parallel.communication.memory import Buffers, Room
+from phalanx.parallel.communication.memory import Room
 from phalanx.parallel.communication.pending import Pending
 from phalanx.parallel.torch_private import install, storage_id, version
-
-
-@dataclass(frozen=True)
-class Storage:
-    """How the weights of a run are kept on this rank."""
-
-    ranks: int
-    """Ranks that share a weight: ``fsdp x cp``, or of experts those of them that hold the same."""
-    rank: int
-    group: Communicator
-    parameter: torch.dtype
-    compute: torch.dtype
-    reduce: torch.dtype
-    device: torch.device
-    home: torch.device
-    """Where this rank's rows and their optimizer state live: the device, or the host if they are offloaded."""
-    buffers: Buffers
-    always_whole: bool
-    """Whole weights stay in the device's memory between uses (ZeRO 1 and 2), or are gathered for each use (ZeRO 3)."""
-    whole_gradients: bool
-    """A rank's own gradients stay whole until the last micro-batch (ZeRO 1), or are summed after each and let go."""
-    leaves: int = 0
-    """Virtual micro-batches of this rank, where gradients are summed exactly; 0: they are added as they come."""
+from phalanx.parallel.weights.storage import Storage
 
 
 @dataclass(frozen=True)
@@ -194,6 +171,8 @@ class Bucket:
         self.owned: Tensor | None = None
         """``[length]``: gradients of the rows this rank owns, summed over ranks."""
         self.filled: set[str] = set()
+        self.narrow = False
+        """Gradients stay as narrow as backward makes them: nothing is added to them."""
         self.accumulating = False
         self.partial = Partial(storage.leaves, storage.buffers) if storage.leaves else None
         self.is_whole = storage.always_whole
@@ -255,9 +234,11 @@ class Bucket:
         for weight in self.weights:
             weight.whole.empty()
 
-    def clear(self) -> None:
+    def clear(self, narrow: bool) -> None:
         """Forget the last step's gradients."""
         self.filled.clear()
+        if narrow != self.narrow:
+            self.gradients, self.owned, self.narrow = None, None, narrow
         self.accumulating = False
         if self.partial is not None:
             self.partial.clear()
@@ -335,7 +316,8 @@ class Bucket:
         if self.gradients is None:
             size = self.storage.ranks, self.gradient_packing.length
             if self.storage.whole_gradients and self.partial is None:
-                self.gradients = Room(size, self.storage.reduce, self.storage.device).tensor.zero_()
+                dtype = self.storage.compute if self.narrow else self.storage.reduce
+                self.gradients = Room(size, dtype, self.storage.device).tensor.zero_()
             else:
                 self.gradients = self.storage.buffers.take(*size, dtype=self.storage.reduce)
                 if self.gradient_packing.padded:

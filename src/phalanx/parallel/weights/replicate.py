@@ -45,10 +45,11 @@ class Reduction:
         for hook in self._hooks:
             hook.remove()
 
-    def start_step(self) -> None:
+    def start_step(self, narrow: bool = False) -> None:
+        """``narrow``: there is one micro-batch and one rank, and gradients may stay as backward makes them."""
         self.touched: set[str] = set()
         for bucket in self.buckets:
-            bucket.clear()
+            bucket.clear(narrow)
 
     def start_backward(self, last: bool, reached: Callable[[str], bool] | None = None, hold: bool = False) -> None:
         """A micro-batch begins; after the last one the gradients are the global sums.

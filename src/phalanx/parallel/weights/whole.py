@@ -39,7 +39,7 @@ class Whole:
             if not bucket.trainable:
                 continue
             assert bucket.owned is not None
-            yield from self.holding.joined(bucket.assemble(bucket.gradient_packing, bucket.owned))
+            yield from self.holding.joined(bucket.assemble(bucket.gradient_packing, bucket.owned.to(self.reduce)))
 
     def description(self) -> list[tuple[str, torch.dtype, torch.Size]]:
         """Name, dtype and shape of everything `state` will give, in its order."""

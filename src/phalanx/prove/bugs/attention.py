@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from phalanx.losses import Sequence
+from phalanx.logits import Sequence
 from phalanx.prove.bugs import seams
 from phalanx.prove.bugs.planting import bug
 from phalanx.prove.bugs.seams import Replace

@@ -15,6 +15,7 @@ from phalanx.parallel.randomness.draws import Randomness
 from phalanx.parallel.spread import Spread
 from phalanx.parallel.weights.bucket import Bucket
 from phalanx.parallel.weights.filling import fill
+from phalanx.parallel.weights.gradients import Gradients
 from phalanx.prove.explanation import algebra
 from phalanx.prove.explanation.causes import Causes
 from phalanx.prove.explanation.finding import Finding
@@ -137,7 +138,7 @@ class Inquiry(Causes):
             )
             finding.where = finding.where or location(super(Hostile, self.task).loss)  # type: ignore[misc]
 
-    @explains("gradient norm", at=Spread.gradient_norm_squared)
+    @explains("gradient norm", at=Gradients.norm_squared)
     def _gradient_norm(self, finding: Finding, lead: Difference) -> None:
         found, want = float(lead.found), float(lead.expected)
         self._number(finding, found, want, "the norm of the gradient, whose tensors are right,")
@@ -201,7 +202,7 @@ class Inquiry(Causes):
             if cut is not None:
                 finding.cause += f"It is cut over {cut.axis}; its parts must be parts of one whole, not drawn alike."
 
-    @explains("given gradients", at=Spread.give_gradients)
+    @explains("given gradients", at=Gradients.give)
     def _given_gradients(self, finding: Finding, lead: Difference) -> None:
         want = self.standard.expected(self.step, "given gradients", lead.name)
         self._held(finding, lead, want)

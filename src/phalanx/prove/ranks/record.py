@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from phalanx.callbacks import Callback
 from phalanx.data.loader import StepBatch
-from phalanx.losses import Logits, penalty_factor
+from phalanx.logits import Logits
+from phalanx.losses import penalty_factor
 from phalanx.parallel.axes.cuts import Cut, Span
 from phalanx.parallel.randomness.draws import Randomness
 from phalanx.parallel.weights.shard import ReshardedWeight

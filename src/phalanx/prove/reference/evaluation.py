@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from phalanx.data.loader import seed_globally
-from phalanx.losses import Logits
+from phalanx.logits import Logits
 from phalanx.prove.reference.hostile import wide_batch
 from phalanx.task import as_loss
 from phalanx.train.collecting import Collected, Gathered, check_alike, numbers

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from phalanx.data.loader import sample_at, seed_globally
 from phalanx.data.order import Order
 from phalanx.errors import WrongUse
-from phalanx.losses import Logits, Loss
+from phalanx.logits import Logits
+from phalanx.losses import Loss
 from phalanx.parallel.axes import batchnorm, hugging_face
 from phalanx.parallel.randomness.answers import Answers, generator_state
 from phalanx.parallel.randomness.draws import Moment, Randomness

@@ -17,7 +17,8 @@ from torch import Tensor
 from phalanx.data.kinds import check_rows
 from phalanx.data.loader import seed_globally
 from phalanx.errors import WrongUse
-from phalanx.losses import Logits, Loss
+from phalanx.logits import Logits
+from phalanx.losses import Loss
 from phalanx.parallel.axes import samples
 from phalanx.parallel.axes.samples import SAME_NAMES
 from phalanx.parallel.randomness.answers import generator_state

@@ -1,0 +1,114 @@
+"""Adam's update of many weights in one pass over memory: gradients scaled, moments, weights and their narrow copies.
+
+Its plain twin is torch.optim's Adam and AdamW, before which gradients are scaled, and after which weights are copied.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from phalanx.kernels.choice import Kernel
+
+
+@dataclass(frozen=True)
+class Hyperparameters:
+    """Of a group of weights in a step, the first of which is number 1."""
+
+    step: int
+    rate: float
+    betas: tuple[float, float]
+    tiny: float
+    decay: float
+    decoupled: bool
+    """Whether weights decay by themselves (AdamW), or through their gradients (Adam)."""
+
+    def numbers(self, factor: float) -> tuple[float, ...]:
+        first, second = (1 - beta**self.step for beta in self.betas)
+        return factor, self.rate, *self.betas, self.tiny, self.decay, self.rate / first, math.sqrt(second)
+
+
+@dataclass(frozen=True)
+class Updated:
+    """A weight and all that its update reads and writes, each of one piece in memory."""
+
+    weight: Tensor
+    gradient: Tensor
+    first: Tensor
+    second: Tensor
+    copy: Tensor | None
+    """What a model computes with, where it is another dtype."""
+
+    def row(self) -> tuple[int, ...]:
+        tensors = self.weight, self.gradient, self.first, self.second
+        copy = 0 if self.copy is None else self.copy.data_ptr()
+        return *(tensor.data_ptr() for tensor in tensors), copy, self.weight.numel()
+
+
+class OnePass:
+    """Updates the same weights again and again; where they lie is told to the device once."""
+
+    def __init__(self) -> None:
+        self._known: dict[object, tuple[list[tuple[int, ...]], Tensor, Tensor]] = {}
+
+    def prepared(self, updated: Sequence[Updated], key: object = None) -> Callable[[Hyperparameters, float], None]:
+        """What updates these weights, given a factor of their gradients. All but the launch is done here.
+
+        ``key``: says which of several lots of weights these are.
+        """
+        device = updated[0].weight.device
+        tables = [(kind, *self._told((key, kind), rows, device)) for kind, rows in _kinds(updated).items()]
+
+        def launch(numbers: Hyperparameters, factor: float) -> None:
+            from phalanx.kernels.adamw_triton import update  # triton takes longer to import than all of us
+
+            for (gradient, copy, even), places, spans in tables:
+                if len(spans):
+                    update(places, spans, numbers.numbers(factor), gradient, copy, numbers.decoupled, even)
+
+        return launch
+
+    def _told(self, key: object, rows: list[tuple[int, ...]], device: torch.device) -> tuple[Tensor, Tensor]:
+        known = self._known.get(key)
+        if known is None or known[0] != rows:
+            from phalanx.kernels.adamw_triton import SPAN
+
+            spans = [(which, span) for which, row in enumerate(rows) for span in range(math.ceil(row[5] / SPAN))]
+            table = partial(torch.tensor, device=device)
+            known = rows, table(rows), table(spans, dtype=torch.int32).view(-1, 2)
+            self._known[key] = known
+        return known[1], known[2]
+
+
+def _kinds(updated: Sequence[Updated]) -> dict[tuple[str, str, bool], list[tuple[int, ...]]]:
+    """By what a kernel is compiled for: dtypes, and whether all begins and ends at even places."""
+    found: dict[tuple[str, str, bool], list[tuple[int, ...]]] = {}
+    for one in updated:
+        row = one.row()
+        kind = _name(one.gradient), _name(one.copy), all(number % 16 == 0 for number in row)
+        found.setdefault(kind, []).append(row)
+    return found
+
+
+def _name(tensor: Tensor | None) -> str:
+    return "" if tensor is None else str(tensor.dtype).removeprefix("torch.")
+
+
+def _trial(device: torch.device) -> bool:
+    weight = torch.linspace(-3, 3, 40, device=device)
+    twin = weight.clone().requires_grad_()
+    first, second = torch.zeros(2, 40, device=device)
+    own = Updated(weight, weight.neg(), first, second, weight.bfloat16())
+    OnePass().prepared([own])(Hyperparameters(1, 0.1, (0.9, 0.99), 1e-8, 0.1, decoupled=True), 0.5)
+    twin.grad = -twin.detach() / 2
+    torch.optim.AdamW([twin], lr=0.1, betas=(0.9, 0.99), weight_decay=0.1).step()
+    assert own.copy is not None
+    return torch.allclose(weight, twin, rtol=1e-4) and torch.allclose(own.copy.float(), weight, rtol=1e-2)
+
+
+KERNEL = Kernel("Adam's update", _trial)

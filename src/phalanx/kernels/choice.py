@@ -1,0 +1,47 @@
+"""Whether a kernel is used, or its plain twin: on a GPU, where it was tried once and gave what the twin gives."""
+
+from __future__ import annotations
+
+import importlib.util
+import warnings
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+NARROW = (torch.bfloat16, torch.float16, torch.float32)
+interpreted = False
+"""Whether kernels are interpreted on a processor, as in their tests."""
+
+
+class Kernel:
+    """One or several that are used together."""
+
+    def __init__(self, name: str, trial: Callable[[torch.device], bool]) -> None:
+        """``trial``: whether it gives on a device what its twin gives, a few numbers each."""
+        self.name, self.trial = name, trial
+        self._works: dict[torch.device, bool] = {}
+
+    def used(self, tensor: Tensor) -> bool:
+        """For numbers like these: a proof's, in float64, are the twin's."""
+        if tensor.dtype not in NARROW:
+            return False
+        return interpreted or (tensor.is_cuda and self.works(tensor.device))
+
+    def works(self, device: torch.device) -> bool:
+        """Tried once; what it needs is not everywhere: triton wants a C compiler and Python's headers at run time."""
+        if device not in self._works:
+            self._works[device] = self._tried(device)
+        return self._works[device]
+
+    def _tried(self, device: torch.device) -> bool:
+        if importlib.util.find_spec("triton") is None:  # it comes with torch's builds for GPUs
+            return False
+        try:
+            works, reason = self.trial(device), "it does not find what its plain twin does"
+        except Exception as error:
+            works = False
+            reason = f"{type(error).__name__}: {str(error).splitlines()[0]}" if str(error) else repr(error)
+        if not works:
+            warnings.warn(f"the kernel of {self.name} is not used on {device}: {reason}", stacklevel=4)
+        return works

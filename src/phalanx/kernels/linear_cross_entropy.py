@@ -1,0 +1,198 @@
+"""Cross-entropy of a matrix product that is never whole: a chunk of rows at a time, its gradients in the same pass.
+
+What it costs is its three products, and on a GPU two readings of narrow logits and one writing: the gradient lies where
+the logits were, and the head's is summed up inside its product.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from phalanx.kernels import cross_entropy
+
+LOGIT_ELEMENTS = 1 << 26
+"""Logits alive at once on a processor: 256 MiB in float32."""
+KERNEL_ELEMENTS = 1 << 29
+"""Likewise where kernels read them as narrow as they are: 1 GiB in bfloat16. With fewer rows, a product would read
+and write the head's gradient for longer than it computes."""
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """A rank's part of a vocabulary, and how it comes to terms with the ranks that have the others."""
+
+    size: int
+    """Of the whole."""
+    start: int
+    largest: int
+    """Of the ranks' parts: all of them compute as many chunks."""
+    replicate: Callable[[Tensor], Tensor]
+    all_gather: Callable[[Tensor], Tensor]
+    all_reduce: Callable[[Tensor], None]
+    all_reduce_max: Callable[[Tensor], None]
+
+    def check(self, ids: Tensor, what: str) -> None:
+        check_ids(ids, self.size, what)
+
+
+def check_ids(ids: Tensor, size: int, what: str) -> None:
+    """Refuse ids that no rank's part of a vocabulary has; on a GPU the CPU would have to wait for the answer."""
+    if not ids.is_cuda and ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < size:
+        raise IndexError(f"a {what} of {int(ids.min())} to {int(ids.max())} is outside of the vocabulary of {size}")
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Which cross-entropy of logits is meant."""
+
+    ignore: int = -100
+    """Rows with this target have no loss."""
+    smoothing: float = 0.0
+    bending: cross_entropy.Bending = cross_entropy.AS_THEY_ARE
+
+
+def linear_cross_entropy(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, kind: Kind, vocabulary: Vocabulary | None
+) -> Tensor:
+    """Summed over all rows of ``hidden``, ``[rows, width]``, but those that are left out."""
+    targets = targets.long()
+    if not targets.is_cuda:
+        size = weight.shape[0] if vocabulary is None else vocabulary.size
+        check_ids(targets.where(targets != kind.ignore, 0), size, "target")
+    device = hidden.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+    hidden, weight, bias = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+    return LinearCrossEntropy.apply(hidden, weight, bias, targets, kind, vocabulary, torch.is_grad_enabled())
+
+
+class LinearCrossEntropy(torch.autograd.Function):
+    """The gradients are formed in forward, while a chunk's logits are at hand, and scaled in backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        kind: Kind,
+        vocabulary: Vocabulary | None,
+        recorded: bool,
+    ) -> Tensor:
+        """``recorded``: whether a backward may come."""
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        total = torch.zeros((), dtype=wide, device=hidden.device)
+        by_hidden, by_weight, by_bias = (recorded and needed for needed in ctx.needs_input_grad[:3])
+        grad_hidden = torch.empty_like(hidden) if by_hidden else None
+        grad_weight = torch.zeros_like(weight, dtype=wide) if by_weight else None
+        grad_bias = torch.zeros_like(bias, dtype=wide) if by_bias and bias is not None else None
+        product = Product(weight, bias, wide, largest=vocabulary.largest if vocabulary else weight.shape[0])
+        for part in product.chunks(len(hidden)):
+            logits = product(hidden[part])
+            loss, grad = row_losses(logits, targets[part], kind, by_hidden or by_weight or by_bias, vocabulary)
+            total += loss
+            if grad is None:
+                continue
+            if grad_bias is not None:
+                grad_bias += grad.sum(0, dtype=wide)
+            grad = grad.to(hidden.dtype)
+            if grad_hidden is not None:
+                torch.mm(grad, weight, out=grad_hidden[part])
+            if grad_weight is not None:
+                add_product_(grad_weight, grad.T, hidden[part])
+        ctx.save_for_backward(grad_hidden, grad_weight, grad_bias)
+        ctx.narrow = hidden.dtype
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, outer: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "the gradient of a loss of lazy logits cannot be differentiated. Make them first: output.tensor()"
+            )
+
+        def scaled(gradient: Tensor | None) -> Tensor | None:
+            if gradient is None:
+                return None
+            factor = outer.view([1] * gradient.ndim)  # of no dims, it would be rounded to what it scales
+            return torch.mul(gradient, factor, out=torch.empty_like(gradient, dtype=ctx.narrow))
+
+        return (*(scaled(gradient) for gradient in ctx.saved_tensors), None, None, None, None)
+
+
+class Product:
+    """``hidden @ weight.T + bias``, a chunk of rows at a time, each in the place of the last one."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, wide: torch.dtype, largest: int) -> None:
+        """``largest``: how many classes the rank with most of them has."""
+        self.weight, self.bias, self.wide, self.largest = weight, bias, wide, max(1, largest)
+        self.narrow = cross_entropy.KERNEL.used(weight)
+        self._room = weight.new_empty(0)
+
+    def chunks(self, rows: int) -> list[slice]:
+        """As few as memory allows, alike, and as many on all ranks of a vocabulary."""
+        most = KERNEL_ELEMENTS if self.narrow else LOGIT_ELEMENTS
+        number = math.ceil(rows / max(1, most // self.largest))
+        each = math.ceil(rows / max(1, number))
+        return [slice(start, start + each) for start in range(0, rows, each)] if rows else []
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        if not self.narrow:
+            return F.linear(hidden, self.weight, self.bias).to(self.wide)
+        classes = self.weight.shape[0]
+        if len(self._room) < len(hidden):  # rows begin at even places, for wide words
+            self._room = hidden.new_empty(len(hidden), -(-classes // 16) * 16)
+        logits = self._room[: len(hidden), :classes]
+        if self.bias is None:
+            return torch.mm(hidden, self.weight.T, out=logits)
+        return torch.addmm(self.bias, hidden, self.weight.T, out=logits)
+
+
+def add_product_(total: Tensor, one: Tensor, other: Tensor) -> None:
+    """Add a product of narrow factors to a wide sum, inside of it where the device can."""
+    if one.dtype == total.dtype:
+        total.addmm_(one, other)
+    elif total.is_cuda and cross_entropy.KERNEL.used(one):
+        torch.addmm(total, one, other, out_dtype=total.dtype, out=total)
+    else:
+        total += one @ other
+
+
+def row_losses(
+    logits: Tensor, targets: Tensor, kind: Kind, wanted: bool, vocabulary: Vocabulary | None
+) -> tuple[Tensor, Tensor | None]:
+    """The summed loss of these rows and, where wanted, its gradient by the logits (which it overwrites)."""
+    valid = targets != kind.ignore
+    start, classes = (0, logits.shape[1]) if vocabulary is None else (vocabulary.start, vocabulary.size)
+    index = targets - start
+    index = index.where(valid & (index >= 0) & (index < logits.shape[1]), -1)
+    known = (targets >= 0) & (targets < classes)
+    found = cross_entropy.statistics(logits, index, kind.bending)
+    if vocabulary is not None:
+        found = _over_vocabulary(found, vocabulary)
+    # a target that there is none of must not go unseen
+    normaliser = (found.top + found.spread.log()).where(known | ~valid, math.nan)
+    loss = normaliser - (1 - kind.smoothing) * found.chosen
+    if kind.smoothing:
+        loss = loss - kind.smoothing * found.total / classes
+    loss = loss.where(valid, 0).sum()
+    if not wanted:
+        return loss, None
+    share = kind.smoothing / classes
+    return loss, cross_entropy.gradient_(logits, index, normaliser, valid, share, kind.smoothing, kind.bending)
+
+
+def _over_vocabulary(own: cross_entropy.Statistics, vocabulary: Vocabulary) -> cross_entropy.Statistics:
+    """Over all ranks' parts of the vocabulary."""
+    top = own.top.clone()
+    vocabulary.all_reduce_max(top)
+    sums = torch.stack([own.spread * (own.top - top).exp(), own.chosen, own.total])
+    vocabulary.all_reduce(sums)
+    return cross_entropy.Statistics(top, *sums)

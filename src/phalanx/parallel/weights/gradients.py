@@ -1,0 +1,72 @@
+"""A step's gradients, summed over all ranks: measured, and scaled for the optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from phalanx.parallel.communication import exact
+from phalanx.parallel.communication.mesh import Mesh
+from phalanx.parallel.weights.bucket import Bucket, Weight
+from phalanx.parallel.weights.holding import Holding
+
+
+class Gradients:
+    """Of the rows of all buckets that this rank owns."""
+
+    def __init__(self, buckets: Sequence[Bucket], holding: Holding, mesh: Mesh, like: Tensor) -> None:
+        """``like``: on the device, in the dtype in which gradients are summed."""
+        self.buckets = [bucket for bucket in buckets if bucket.trainable]
+        self.holding, self.mesh, self.like = holding, mesh, like
+
+    def each(self) -> Iterator[tuple[Weight, Tensor]]:
+        """Every trainable weight of this rank, and the summed gradient of the rows that it owns."""
+        for bucket in self.buckets:
+            for weight in bucket.trainable:
+                yield weight, bucket.gradient_own(weight)
+
+    def complete(self) -> None:
+        """After the last action: sum those of weights that ranks of ``tp`` or ``pp`` hold and have parts of."""
+        if self._divided:
+            self.holding.complete([(weight.name, own) for weight, own in self.each()], self.like)
+
+    def norm_squared(self) -> Tensor:
+        """This rank's part of the squared norm of all gradients; the parts of all ranks add up to it."""
+        owned = self._owned()
+        if self._divided:
+            owned = [own for weight, own in self.each() if self.holding.counts(weight.name)]
+        squares = [torch.linalg.vector_norm(tensor, dtype=self.like.dtype).double().square() for tensor in owned]
+        total = torch.stack(squares).sum() if squares else self.like.new_zeros((), dtype=torch.float64)
+        return total / self.mesh.size("dp")
+
+    def exact_norm(self, largest: float, elements: int) -> float:
+        """The norm of all gradients, none of which is above ``largest``, to the same bits at any number of ranks.
+
+        ``elements``: of all weights that are trained.
+        """
+        squares = exact.Squares(largest, elements)
+        sums = squares.sum(self._owned(), self.like.device) * (self.mesh.index("dp") == 0)  # replicas have the same
+        self.mesh.world.all_reduce(sums).wait()
+        return squares.root(sums)
+
+    def largest(self) -> Tensor:
+        """The largest absolute value in this rank's part of all gradients; infinity if one is not finite."""
+        return exact.largest(self._owned(), self.like.device)
+
+    def give(self, factor: float, without: set[str]) -> None:
+        """Scale them and hand each shard its own; those in ``without`` get none."""
+        for bucket in self.buckets:
+            assert bucket.owned is not None
+            scaled = bucket.owned.to(self.like.dtype).mul_(factor).to(bucket.storage.home)
+            for weight in bucket.trainable:
+                own = None if weight.name in without else bucket.gradient_packing.own(weight, scaled)
+                weight.shard.grad = own
+
+    @property
+    def _divided(self) -> bool:
+        return self.mesh.size("tp", "pp") > 1
+
+    def _owned(self) -> list[Tensor]:
+        return [bucket.owned for bucket in self.buckets if bucket.owned is not None]

@@ -1,0 +1,121 @@
+"""A step's update: gradients are scaled and given to the optimizer; on a GPU Adam's is one pass over memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence, Set
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn, optim
+
+from phalanx.kernels.adamw import KERNEL, Hyperparameters, OnePass, Updated
+from phalanx.parallel.spread import Spread
+from phalanx.parallel.torch_private import add_to_each, has_step_hooks, version
+from phalanx.parallel.weights.bucket import Weight
+
+
+@dataclass(frozen=True)
+class Lot:
+    """Weights of one of the optimizer's groups that have been updated as often."""
+
+    group: int
+    step: int
+    """The next is their so-manyth."""
+    shards: Sequence[nn.Parameter]
+    launch: Callable[[Hyperparameters, float], None]
+
+
+PLAIN = {"amsgrad": False, "maximize": False, "capturable": False, "differentiable": False}
+
+
+class Update:
+    """Of all weights that this rank owns rows of, by its optimizer."""
+
+    def __init__(self, optimizer: optim.Optimizer, spread: Spread) -> None:
+        self.optimizer, self.spread = optimizer, spread
+        self._one_pass = OnePass()
+        self._steps: dict[nn.Parameter, tuple[torch.Tensor, int, int]] = {}
+        """Of each shard, its state's count of steps, when that was last read or written, and what it was then."""
+        self._known = _is_known(optimizer, spread)
+        self._lots: list[Lot] = []
+
+    def __call__(self, factor: float, without: set[str]) -> None:
+        """``factor``: of the summed gradients. Weights in ``without`` have none."""
+        if without:
+            self.prepare(without)
+        if self._lots:
+            self._pass(self._lots, factor)
+            self.spread.updated(copied=True)
+        else:
+            self.spread.gradients.give(factor, without)
+            self.optimizer.step()
+            self.spread.updated()
+        self._lots = []
+
+    def prepare(self, without: Set[str] = frozenset()) -> None:
+        """When gradients are on their way, and the device is busy: find what is to be updated in one pass, if so."""
+        self._lots = []
+        if not self.in_one_pass:
+            return
+        gradients = {w.shard: (w, own) for w, own in self.spread.gradients.each() if w.name not in without}
+        groups = [[s for s in group["params"] if s in gradients] for group in self.optimizer.param_groups]
+        if not all(shard in self.optimizer.state for shards in groups for shard in shards):
+            return  # the optimizer begins what it keeps of them
+        for number, shards in enumerate(groups):
+            for step, same in self._by_step(shards).items():
+                updated = [self._updated(*gradients[shard]) for shard in same]
+                launch = self._one_pass.prepared(updated, (number, len(same)))
+                self._lots.append(Lot(number, step, same, launch))
+
+    @property
+    def in_one_pass(self) -> bool:
+        """Whether it may be: nobody else looks at what the optimizer is given."""
+        return self._known and not has_step_hooks(self.optimizer)
+
+    @property
+    def takes_narrow(self) -> bool:
+        """Whether gradients may stay as narrow as backward makes them, since nothing is added to them."""
+        return self.in_one_pass and self.spread.mesh.world.alone
+
+    @torch.no_grad()
+    def _pass(self, lots: Sequence[Lot], factor: float) -> None:
+        for lot in lots:
+            lot.launch(_numbers(lot.step, self.optimizer.param_groups[lot.group], self.optimizer), factor)
+        for lot in lots:
+            counts = [self.optimizer.state[shard]["step"] for shard in lot.shards]
+            add_to_each(counts, 1)
+            for shard, count in zip(lot.shards, counts, strict=True):
+                self._steps[shard] = count, version(count), lot.step
+
+    def _updated(self, weight: Weight, gradient: torch.Tensor) -> Updated:
+        state = self.optimizer.state[weight.shard]
+        copy = weight.full.data if weight.storage.copies else None
+        return Updated(weight.shard.data, gradient, state["exp_avg"], state["exp_avg_sq"], copy)
+
+    def _by_step(self, shards: Sequence[nn.Parameter]) -> dict[int, list[nn.Parameter]]:
+        """Shards by how many updates of them this will have been."""
+        found: dict[int, list[nn.Parameter]] = {}
+        for shard in shards:
+            count, known = self.optimizer.state[shard]["step"], self._steps.get(shard)
+            done = known[2] if known and known[0] is count and known[1] == version(count) else int(count)
+            found.setdefault(done + 1, []).append(shard)
+        return found
+
+
+def _is_known(optimizer: optim.Optimizer, spread: Spread) -> bool:
+    """Whether it is torch's Adam over this rank's rows, on a device where the kernel works."""
+    if type(optimizer) not in (optim.Adam, optim.AdamW) or spread.layout.exact:
+        return False
+    if any(group.get(name, plain) != plain for group in optimizer.param_groups for name, plain in PLAIN.items()):
+        return False
+    shards = [shard for group in optimizer.param_groups for shard in group["params"]]
+    if not all(isinstance(group[name], float | int) for group in optimizer.param_groups for name in ("lr", "eps")):
+        return False
+    owned = set(spread.shards())
+    return all(s in owned and s.dtype == torch.float32 and s.is_contiguous() and KERNEL.used(s) for s in shards)
+
+
+def _numbers(step: int, group: dict[str, Any], optimizer: optim.Optimizer) -> Hyperparameters:
+    decoupled = group.get("decoupled_weight_decay", isinstance(optimizer, optim.AdamW))
+    return Hyperparameters(step, group["lr"], group["betas"], group["eps"], group["weight_decay"], decoupled)

@@ -1,0 +1,142 @@
+"""Lazy logits: what is done to them is what is done to a tensor, and common ways to a loss never make them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from phalanx import Logits
+from tests.test_losses import hostile
+
+
+def shifted(logits: Any, targets: Tensor) -> Tensor:
+    """As Hugging Face's examples do."""
+    some = logits[..., :-1, :].contiguous()
+    return nn.CrossEntropyLoss()(some.view(-1, some.size(-1)), targets[..., 1:].contiguous().view(-1))
+
+
+def padded(logits: Any, targets: Tensor) -> Tensor:
+    """As Hugging Face's models do themselves."""
+    logits = logits.float()
+    targets = F.pad(targets, (0, 1), value=-100)[..., 1:].contiguous().view(-1).to(logits.device)
+    return F.cross_entropy(logits.view(-1, logits.shape[-1]), targets, ignore_index=-100, reduction="sum")
+
+
+def capped(logits: Any, targets: Tensor) -> Tensor:
+    logits = logits / 30.0
+    logits = torch.tanh(logits)
+    logits = logits * 30.0
+    return F.cross_entropy(logits.reshape((-1, 11)), targets.view(-1), label_smoothing=0.1)
+
+
+def scaled(logits: Any, targets: Tensor) -> Tensor:
+    return F.cross_entropy((0.25 * logits)[:, 1:].reshape(-1, 11), targets[:, 1:].flatten(), reduction="sum")
+
+
+WAYS: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "shifted": shifted, "padded": padded, "capped": capped, "scaled": scaled,
+}  # fmt: skip
+
+
+class Unmakable(Logits):
+    def tensor(self) -> Tensor:
+        raise AssertionError("they were made")
+
+
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+def test_common_ways_to_a_loss_never_make_them(way: Callable[[Any, Tensor], Tensor]) -> None:
+    *leaves, targets = hostile()
+    found, expected = ([t.clone().requires_grad_() for t in leaves] for _ in range(2))
+    loss = way(Unmakable(*found), targets)
+    (loss * 0.3).backward()
+    want = way(F.linear(*expected), targets)
+    (want * 0.3).backward()
+    assert torch.allclose(loss.double(), want.double(), rtol=1e-6 if way is padded else 1e-12)
+    for mine, theirs in zip(found, expected, strict=True):
+        tolerance = 1e-5 if way is padded else 1e-10
+        assert torch.allclose(mine.grad, theirs.grad, rtol=tolerance, atol=tolerance / 100)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda x: x[:, -1], lambda x: x[0], lambda x: x[..., 2], lambda x: x[:, :, 1:3], lambda x: x[1, 2:5],
+        lambda x: x[..., :], lambda x: x[None], lambda x: x[torch.tensor([1])], lambda x: x.view(-1), lambda x: x.T,
+        lambda x: x.reshape(2, -1, 11), lambda x: x.reshape(-1, 22), lambda x: x.float(), lambda x: x / 3 + 1,
+        lambda x: x / torch.tensor(2.0), lambda x: 2 * x * 3, lambda x: torch.tanh(x / 4) * 5 * 2,
+        lambda x: torch.tanh(torch.tanh(x)), lambda x: x * True, lambda x: x.to(torch.float32).softmax(-1),
+        lambda x: x.to("cpu"), lambda x: x[:, 1:][:, :2].argmax(-1),
+    ],
+)  # fmt: skip
+def test_all_else_is_a_tensors(change: Callable[[Any], Any]) -> None:
+    hidden, weight, bias, _ = hostile()
+    found, want = change(Logits(hidden, weight, bias)), change(F.linear(hidden, weight, bias))
+    found = found.tensor() if isinstance(found, Logits) else found
+    assert found.dtype == want.dtype
+    assert found.shape == want.shape
+    assert torch.allclose(found, want, rtol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda x: x.contiguous(memory_format=torch.contiguous_format), lambda x: x.reshape(shape=(-1, 11)),
+        lambda x: x.view(torch.int64), lambda x: x[()], lambda x: torch.tanh(input=x), lambda x: x.view(2, 7, 1, 11),
+        lambda x: x.to(torch.float64), lambda x: x.to(torch.bfloat16), lambda x: 30 * torch.tanh(x.float() / 30),
+    ],
+)  # fmt: skip
+def test_in_whatever_way_it_is_written(change: Callable[[Any], Any]) -> None:
+    hidden, weight, bias, _ = hostile()
+    found, want = change(Logits(hidden, weight, bias)), change(F.linear(hidden, weight, bias))
+    found = found.tensor() if isinstance(found, Logits) else found
+    assert found.dtype == want.dtype
+    assert torch.allclose(found.double(), want.double(), rtol=1e-6)
+
+
+def test_wide_of_narrow_is_bent_wide() -> None:
+    hidden, weight, _, _ = hostile()
+    lazy = Logits(hidden.bfloat16(), weight.bfloat16()).float() / 0.7
+    plain = F.linear(hidden.bfloat16(), weight.bfloat16()).float() / 0.7
+    assert torch.allclose(lazy.tensor(), plain, rtol=1e-6)
+
+
+def test_views_share_what_is_made_and_changed() -> None:
+    hidden, weight, _, targets = hostile()
+    for logits in (lazy := Logits(hidden, weight), plain := hidden @ weight.T):
+        flat = logits.view(-1, 11)
+        logits[..., 3] = -30.0
+        some = logits[:, -1]
+        some[:, 4] = -40.0
+        if logits is lazy:
+            found = F.cross_entropy(flat, targets.view(-1))
+    assert torch.allclose(found, F.cross_entropy(plain.view(-1, 11), targets.view(-1)))
+
+
+def test_what_was_made_and_changed_counts() -> None:
+    hidden, weight, _, targets = hostile()
+    lazy, plain = Logits(hidden, weight), hidden @ weight.T
+    for logits in (lazy, plain):
+        logits[:, :, 3] = -30.0
+    assert torch.allclose(shifted(lazy, targets), shifted(plain, targets))
+
+
+def test_targets_and_weights_that_chunks_do_not_know_are_torchs() -> None:
+    hidden, weight, _, targets = hostile()
+    lazy, plain = Logits(hidden, weight).view(-1, 11), (hidden @ weight.T).view(-1, 11)
+    classes, rows = torch.rand(11, dtype=torch.float64), targets.view(-1)
+    soft = torch.softmax(plain.detach().flip(-1), -1)
+    for found, want in (
+        (F.cross_entropy(lazy, rows, weight=classes), F.cross_entropy(plain, rows, weight=classes)),
+        (F.cross_entropy(lazy, rows, reduction="none"), F.cross_entropy(plain, rows, reduction="none")),
+        (F.cross_entropy(lazy, soft), F.cross_entropy(plain, soft)),
+    ):
+        assert torch.allclose(found, want)
+    with pytest.raises(ValueError, match="batch_size"):
+        F.cross_entropy(lazy, rows[1:])
+    with pytest.raises(IndexError, match="outside of the vocabulary of 11"):
+        F.cross_entropy(Logits(hidden, weight).view(-1, 11), rows.where(rows != 4, 11))

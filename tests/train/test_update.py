@@ -1,0 +1,86 @@
+"""A step's update in one pass against the optimizer's own, interpreted; and where it is not done so."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import phalanx
+from phalanx.kernels import choice
+from phalanx.recipes.gpt import GPT
+
+SMALL: dict[str, Any] = {"width": 32, "layers": 2, "global_batch": 4, "megabytes": 0.05, "length": 16, "steps": 5}
+
+
+class Noted(phalanx.Callback):
+    """Notes summed gradients, whole and before clipping."""
+
+    def __init__(self) -> None:
+        self.found: list[dict[str, torch.Tensor]] = []
+
+    def on_gradients(self, engine: Any, divisor: float, without: set[str]) -> None:
+        whole = engine.whole_gradients(divisor, without)
+        self.found.append({name: gradient.clone() for name, gradient in whole.items() if gradient is not None})
+
+
+def trained(precision: str, layout: str, device: str, kernels: bool, hooked: bool = False) -> dict[str, Any]:
+    """Five steps, with kernels or without."""
+    choice.interpreted = kernels and device == "cpu"
+    noted = Noted()
+    with phalanx.Engine(GPT(**SMALL, precision=precision), layout, device=device) as engine:  # type: ignore[arg-type]
+        assert engine.update.in_one_pass == kernels
+        if hooked:
+            engine.optimizer.register_step_pre_hook(lambda *_: None)
+            assert not engine.update.in_one_pass
+        engine.callbacks.add(noted)
+        losses = [engine.step(batch).loss for batch in engine.batches()]
+        state = engine.optimizer.state
+        steps = {float(state[weight.shard]["step"]) for weight in engine.spread.weights.values()}
+        return {"losses": losses, "weights": engine.whole_weights(), "steps": steps, "gradients": noted.found}
+
+
+def compare(device: str) -> None:
+    """Other roundings alone set them apart."""
+    for precision, layout in (("fp32", "dp=1"), ("bf16", "dp=1"), ("bf16", "dp=1,micro_batch=2")):
+        tolerance = 1e-4 if precision == "fp32" else 2e-2
+        plain, own = (trained(precision, layout, device, kernels) for kernels in (False, True))
+        told = precision, layout
+        assert own["steps"] == plain["steps"] == {5.0}, told
+        assert torch.allclose(torch.tensor(own["losses"]), torch.tensor(plain["losses"]), rtol=tolerance), told
+        for name, want in plain["gradients"][0].items():  # of the first step, from the same weights
+            assert own["gradients"][0][name].dtype == want.dtype == torch.float32
+            off = float((own["gradients"][0][name] - want).norm() / want.norm())
+            assert off < tolerance, (told, name, off)
+        for name, want in plain["weights"].items():
+            off = float((own["weights"][name] - want).norm() / want.norm())
+            assert off < tolerance, (told, name, off)
+
+
+def test_an_update_in_one_pass_is_the_optimizers_own() -> None:
+    pytest.importorskip("triton", reason="triton is not installed (the dev extra has it)")
+    program = "import tests.train.test_update as test; test.compare('cpu'); print('alike')"
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True,
+        check=False, cwd=Path(__file__).parents[2],
+    )  # fmt: skip
+    assert done.stdout.strip() == "alike", done.stderr
+
+
+@pytest.mark.gpu
+def test_an_update_in_one_pass_is_the_optimizers_own_on_a_gpu() -> None:
+    whole = {p: trained(p, "dp=1", "cuda", kernels=True) for p in ("fp32", "bf16")}
+    for precision, own in whole.items():
+        plain = trained(precision, "dp=1", "cuda", kernels=True, hooked=True)
+        tolerance = 1e-4 if precision == "fp32" else 2e-2
+        for name, want in plain["weights"].items():
+            assert float((own["weights"][name] - want).norm() / want.norm()) < tolerance, (precision, name)
+
+
+def test_processors_have_the_optimizers_own() -> None:
+    assert trained("fp32", "dp=1", "cpu", kernels=False)["steps"] == {5.0}
