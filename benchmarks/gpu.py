@@ -6,19 +6,17 @@ python benchmarks/gpu.py [--only agreement|speed]
 from __future__ import annotations
 
 import argparse
-import statistics
-import time
+import json
+import subprocess
+import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import phalanx
-from phalanx.data import Arrays
-from phalanx.models.transformer import Transformer, TransformerConfig
 from phalanx.recipes.gpt import GPT
 from report import Figure, report
 
@@ -83,51 +81,33 @@ def learning() -> Iterator[Figure]:
     yield Figure("gpt in bf16, last loss to first", losses[-1] / losses[0], 0.5, note)
 
 
-@dataclass
-class Llama(phalanx.Task):
-    """Llama 3.2 1B's shape with a head of its own, 1.5 billion weights, on random tokens."""
-
-    length: int = 8192
-    global_batch: int = 2
-    precision: phalanx.task.Precision = "bf16"
-    steps: int = 1000
-    layers: int = 16
-
-    counts = "tokens"
-
-    def model(self) -> nn.Module:
-        return Transformer(TransformerConfig(
-            vocabulary=128_256, width=2048, layers=self.layers, heads=32, kv_heads=8, hidden=8192, rope_base=500_000.0,
-        ))  # fmt: skip
-
-    def data(self) -> Arrays:
-        return Arrays(tokens=np.random.default_rng(0).integers(0, 128_256, (64, self.length + 1), dtype=np.int64))
-
-    def inputs(self, batch: dict[str, Any]) -> Any:
-        return batch["tokens"][:, :-1]
-
-    def loss(self, output: Any, batch: dict[str, Any]) -> phalanx.Loss:
-        return phalanx.losses.cross_entropy(output, batch["tokens"][:, 1:])
+def beside(*options: str) -> dict[str, dict[str, float]]:
+    """What each contender that is installed does, one process after another."""
+    found = {}
+    for name in ("torchtitan", "phalanx", "phalanx-hf", "accelerate"):
+        done = subprocess.run(
+            [sys.executable, Path(__file__).with_name("peers.py"), name, *options], capture_output=True, text=True
+        )
+        if done.returncode:
+            print(f"{name} does not run here: {done.stderr.strip().splitlines()[-1]}", flush=True)
+        else:
+            found[name] = json.loads(done.stdout.splitlines()[-1])
+            print(found[name], flush=True)
+    return found
 
 
 def speed() -> Iterator[Figure]:
-    for layout, batch in (("dp=1", 2), ("dp=1,compile=blocks", 2), ("dp=1,compile=blocks,recompute=selective", 4)):
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-        started = time.perf_counter()
-        with phalanx.Engine(Llama(global_batch=batch), layout, device="cuda") as engine:
-            ready = time.perf_counter() - started
-            times, phases = [], {}
-            for number, batch_ in zip(range(13), engine.batches(), strict=False):
-                before = time.perf_counter()
-                metrics = engine.step(batch_)  # waits for the device
-                if number >= 3:
-                    times.append(time.perf_counter() - before)
-                    phases = metrics.seconds
-        tokens = batch * 8192 / statistics.median(times)
-        laps = ", ".join(f"{name} {seconds * 1e3:.0f} ms" for name, seconds in phases.items())
-        note = f"{torch.cuda.max_memory_allocated() / 2**30:.1f} GiB; {laps}; ready in {ready:.0f} s"
-        yield Figure(f"tokens a second, 1.5B, {batch} x 8192, {layout}", tokens, None, note)
+    """A 1.5B Llama shape in bf16, 4 x 4096 tokens: beside others, in one run."""
+    found = beside()
+    for name, told in found.items():
+        note = f"{told['ms']:.1f} ms a step, {told['gib']:.1f} GiB; first step {told['first_step_s']:.0f} s"
+        yield Figure(f"tokens a second, 1.5B, 4 x 4096, {name}", told["tokens_per_s"], None, note)
+    own = found["phalanx"]
+    yield Figure("a Hugging Face Llama's step to our model's", found["phalanx-hf"]["ms"] / own["ms"], 1.03)
+    if titan := found.get("torchtitan"):
+        yield Figure("torchtitan's tokens a second to ours", titan["tokens_per_s"] / own["tokens_per_s"], 1 / 1.1)
+        yield Figure("our memory to torchtitan's", own["gib"] / titan["gib"], 1.0)
+    yield Figure("first step, seconds", own["first_step_s"], 60)
 
 
 def main() -> None:
