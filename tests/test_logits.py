@@ -140,3 +140,25 @@ def test_targets_and_weights_that_chunks_do_not_know_are_torchs() -> None:
         F.cross_entropy(lazy, rows[1:])
     with pytest.raises(IndexError, match="outside of the vocabulary of 11"):
         F.cross_entropy(Logits(hidden, weight).view(-1, 11), rows.where(rows != 4, 11))
+
+
+def test_what_is_not_rows_is_the_tensors() -> None:
+    hidden, weight = torch.randn(2, 3, 4), torch.randn(5, 4)
+    logits, made = Logits(hidden, weight), F.linear(hidden, weight)
+    for key in ((0, 0, 3, ...), (0, ..., 3), (..., 3), (0, 0, slice(1, 3), ...)):
+        assert torch.equal(_tensor(Logits(hidden, weight)[key]), made[key]), key
+    for key in ((0, ...), (..., slice(None)), (0, 1, slice(None), ...), (slice(0, 1),)):
+        found = Logits(hidden, weight)[key]
+        assert isinstance(found, Logits), key
+        assert torch.equal(found.tensor(), made[key]), key
+    assert torch.equal(_tensor(logits.to(torch.long)), made.to(torch.long))
+    assert torch.equal(2**logits, 2**made)
+    assert torch.equal(logits % 2, made % 2)
+    whole = Logits(hidden, weight)
+    rows = whole[:, :-1]
+    whole /= 2
+    assert torch.equal(_tensor(rows), made[:, :-1] / 2)
+
+
+def _tensor(value: Any) -> torch.Tensor:
+    return value.tensor() if isinstance(value, Logits) else value

@@ -110,8 +110,10 @@ class Logits:
     def to(self, *args: Any, **options: Any) -> Any:
         dtype = args[0] if len(args) == 1 and not options else None
         widest = torch.promote_types(self.hidden.dtype, torch.float32)
-        if not self.lazy or not isinstance(dtype, torch.dtype) or torch.promote_types(dtype, widest) != widest:
+        if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
             return self.tensor().to(*args, **options)
+        if not self.lazy or torch.promote_types(dtype, widest) != widest:
+            return self.tensor().to(dtype)
         return self if dtype == self.dtype else self._with(dtype=dtype, _view=None)
 
     def view(self, *shape: Any, **options: Any) -> Any:
@@ -211,8 +213,11 @@ def _of_rows(key: Any, ndim: int) -> bool:
     if not all(each is Ellipsis or (isinstance(each, (slice, int)) and not isinstance(each, bool)) for each in keys):
         return False
     dots = sum(each is Ellipsis for each in keys)
-    reaches_last = keys[-1] is not Ellipsis and (bool(dots) or len(keys) == ndim)
-    return dots <= 1 and len(keys) - dots <= ndim and (not reaches_last or keys[-1] == slice(None))
+    if dots > 1 or len(keys) - dots > ndim:
+        return False
+    if len(keys) - dots < ndim and (not dots or keys[-1] is Ellipsis):
+        return True
+    return [each for each in keys if each is not Ellipsis][-1] == slice(None)
 
 
 def _materialised(value: Any) -> Any:
@@ -228,7 +233,8 @@ def _operator(name: str) -> Any:
 
 OPERATORS = (
     "add", "radd", "sub", "rsub", "rtruediv", "matmul", "pow", "neg", "setitem", "len", "iter", "abs", "round",
-    "invert", "lt", "le", "gt", "ge", "eq", "ne",
+    "invert", "lt", "le", "gt", "ge", "eq", "ne", "rpow", "mod", "rmod", "floordiv", "rfloordiv", "rmatmul",
+    "iadd", "isub", "imul", "itruediv",
 )  # fmt: skip
 for _name in OPERATORS:
     setattr(Logits, f"__{_name}__", _operator(f"__{_name}__"))

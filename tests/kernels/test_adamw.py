@@ -16,7 +16,7 @@ from phalanx.kernels import choice
 from phalanx.kernels.adamw import KERNEL, Hyperparameters, OnePass, Updated
 
 SIZES = (1, 16, 33, 1024, 8192, 20_000)
-BETAS, TINY, FACTOR = (0.9, 0.97), 1e-6, 0.37
+BETAS, TINY, FACTOR = (0.9, 0.9999), 1e-6, 0.37
 
 
 def compare(device: str) -> None:

@@ -35,7 +35,7 @@ def _address(row, place, TYPE: tl.constexpr, EVEN: tl.constexpr):  # type: ignor
 
 @triton.jit
 def _update(  # type: ignore[no-untyped-def]
-    places, spans, factor, rate, keep_first, keep_second, tiny, decay, first_share, second_root,
+    places, spans, factor, rate, add_first, add_second, keep_second, tiny, decay, first_share, second_root,
     GRADIENT: tl.constexpr, COPY: tl.constexpr, DECOUPLED: tl.constexpr, EVEN: tl.constexpr,
     BLOCK: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
@@ -59,8 +59,8 @@ def _update(  # type: ignore[no-untyped-def]
             slope += decay * x
         m = tl.load(first + at, mask=here)
         v = tl.load(second + at, mask=here)
-        m += (1 - keep_first) * (slope - m)
-        v = keep_second * v + (1 - keep_second) * slope * slope
+        m += add_first * (slope - m)
+        v = keep_second * v + add_second * slope * slope
         x -= first_share * m / (tl.sqrt(v) / second_root + tiny)
         tl.store(weight + at, x, mask=here)
         tl.store(first + at, m, mask=here)

@@ -34,6 +34,10 @@ class Kernel:
             self._works[device] = self._tried(device)
         return self._works[device]
 
+    def settle(self, device: torch.device, works: bool) -> None:
+        """Have it used on a device, or not, as on other ranks."""
+        self._works[device] = works
+
     def _tried(self, device: torch.device) -> bool:
         if importlib.util.find_spec("triton") is None:  # it comes with torch's builds for GPUs
             return False

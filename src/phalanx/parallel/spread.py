@@ -10,7 +10,7 @@ What comes out is a `Spread`: the model to call, and the few operations a traini
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import replace
 from typing import Any
 
@@ -247,10 +247,10 @@ class Spread:
         """Trainable weights that got no gradient on this rank in this step."""
         return [name for name, w in self.weights.items() if w.trainable and name not in self.reduction.touched]
 
-    def updated(self, copied: bool = False) -> None:
+    def updated(self, copied: Set[str] = frozenset()) -> None:
         """The shards have changed: make what the model computes with agree, and let their gradients go.
 
-        ``copied``: it does already, where a rank has all of a weight.
+        ``copied``: names of weights of which it does already, where a rank has all of them.
         """
         for weight in self.weights.values():
             weight.shard.grad = None
@@ -265,10 +265,13 @@ class Spread:
         if self.stale:
             self.updated()
 
-    def _gather_whole(self, copied: bool = False) -> None:
+    def _gather_whole(self, copied: Set[str] = frozenset()) -> None:
         """Make weights that stay whole from the rows that ranks own."""
-        stale = [b for b in self.buckets if b.storage.always_whole and not all(w.in_use for w in b.weights)]
-        stale = [bucket for bucket in stale if not (copied and bucket.storage.copies)]
+
+        def agrees(weight: Weight) -> bool:
+            return weight.in_use or (weight.storage.copies and weight.name in copied)
+
+        stale = [b for b in self.buckets if b.storage.always_whole and not all(map(agrees, b.weights))]
         for bucket in stale:
             bucket.is_whole = False
         for index, bucket in enumerate(stale):

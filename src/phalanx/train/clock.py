@@ -16,7 +16,9 @@ class Clock:
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
         self._last: Instant = 0.0
-        self._laps: deque[tuple[str, Instant, Instant]] = deque()
+        self._laps: list[tuple[str, Instant, Instant]] = []
+        """Of the step that runs, or of one that failed."""
+        self._untold: deque[tuple[str, Instant, Instant]] = deque()
 
     def _now(self) -> Instant:
         if not self._cuda:
@@ -26,7 +28,7 @@ class Clock:
         return event
 
     def start(self) -> None:
-        self._last = self._now()
+        self._last, self._laps = self._now(), []
 
     def lap(self, phase: str) -> None:
         begun, self._last = self._last, self._now()
@@ -35,8 +37,10 @@ class Clock:
     def seconds(self) -> dict[str, float]:
         """Of all laps that are over and were not told yet: a GPU's last ones come with the next step's."""
         found: dict[str, float] = {}
-        while self._laps and _is_over(self._laps[0][2]):
-            phase, begun, ended = self._laps.popleft()
+        self._untold.extend(self._laps)
+        self._laps = []
+        while self._untold and _is_over(self._untold[0][2]):
+            phase, begun, ended = self._untold.popleft()
             found[phase] = found.get(phase, 0.0) + _elapsed(begun, ended)
         return found
 

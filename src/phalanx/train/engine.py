@@ -38,7 +38,7 @@ from phalanx.precision import DTYPES
 from phalanx.task import Batch, Task
 from phalanx.traces import explain
 from phalanx.train import rounds
-from phalanx.train.agreement import check_agreement
+from phalanx.train.agreement import agree_on_kernels, check_agreement
 from phalanx.train.calling import Callbacks, Ended
 from phalanx.train.changes import allowed_changes, described
 from phalanx.train.clock import Clock
@@ -131,6 +131,7 @@ class Engine:
         check_agreement(self, "settings", "layout", "kernels", "callbacks")
         self.mesh = Mesh(self.layout, self.environment.rank, timeout, self.traffic)
         undo.callback(self.mesh.close)
+        agree_on_kernels(self)
         blueprint = Blueprint(task.model, task.seed)
         self.anatomy = task.anatomy(blueprint.model)
         placement = Placement.of(blueprint.model, self.anatomy, self.layout, self.dtypes)

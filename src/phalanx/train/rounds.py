@@ -212,12 +212,13 @@ def _noted(found: list[Tensor], tensor: Tensor) -> Tensor:
 
 def rebuilt(output: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """A model's output with its tensors changed, whatever holds them; what cannot be looked into is refused."""
+    output = mapped(lambda logits: logits.tensor(), output, Logits)
     for end in ends(output):
         if not isinstance(end, PLAIN):
-            kind = "lazy logits" if isinstance(end, Logits) else f"a {type(end).__name__}"
             raise WrongUse(
-                f"the loss needs all micro-batches at once, and the model gives {kind}, which cannot be kept from one "
-                "to the next. Return tensors, or tuples or dicts of them; or leave micro_batch out of the layout."
+                f"the loss needs all micro-batches at once, and the model gives a {type(end).__name__}, which cannot "
+                "be kept from one to the next. Return tensors, or tuples or dicts of them; or leave micro_batch out "
+                "of the layout."
             )
     return mapped(change, output)
 

@@ -23,6 +23,8 @@ class Lot:
     step: int
     """The next is their so-manyth."""
     shards: Sequence[nn.Parameter]
+    updated: Sequence[Updated]
+    names: Set[str]
     launch: Callable[[Hyperparameters, float], None]
 
 
@@ -42,11 +44,11 @@ class Update:
 
     def __call__(self, factor: float, without: set[str]) -> None:
         """``factor``: of the summed gradients. Weights in ``without`` have none."""
-        if without:
+        if without or not self._as_prepared():
             self.prepare(without)
         if self._lots:
             self._pass(self._lots, factor)
-            self.spread.updated(copied=True)
+            self.spread.updated(copied=frozenset[str]().union(*(lot.names for lot in self._lots)))
         else:
             self.spread.gradients.give(factor, without)
             self.optimizer.step()
@@ -60,18 +62,29 @@ class Update:
             return
         gradients = {w.shard: (w, own) for w, own in self.spread.gradients.each() if w.name not in without}
         groups = [[s for s in group["params"] if s in gradients] for group in self.optimizer.param_groups]
-        if not all(shard in self.optimizer.state for shards in groups for shard in shards):
-            return  # the optimizer begins what it keeps of them
+        if not all(_fits(shard, self.optimizer.state.get(shard)) for shards in groups for shard in shards):
+            return  # the optimizer begins what it keeps of them, or keeps it in another way
         for number, shards in enumerate(groups):
             for step, same in self._by_step(shards).items():
                 updated = [self._updated(*gradients[shard]) for shard in same]
+                names = frozenset(gradients[shard][0].name for shard in same)
                 launch = self._one_pass.prepared(updated, (number, len(same)))
-                self._lots.append(Lot(number, step, same, launch))
+                self._lots.append(Lot(number, step, same, updated, names, launch))
+
+    def _as_prepared(self) -> bool:
+        """Whether callbacks have left what is to be updated where it was."""
+        pairs = [pair for lot in self._lots for pair in zip(lot.shards, lot.updated, strict=True)]
+        return not pairs or (self.in_one_pass and all(self._is_there(shard, one) for shard, one in pairs))
+
+    def _is_there(self, shard: nn.Parameter, one: Updated) -> bool:
+        kept = self.optimizer.state.get(shard) or {}
+        moved = shard.data_ptr() != one.weight.data_ptr()
+        return not moved and kept.get("exp_avg") is one.first and kept.get("exp_avg_sq") is one.second
 
     @property
     def in_one_pass(self) -> bool:
-        """Whether it may be: nobody else looks at what the optimizer is given."""
-        return self._known and not has_step_hooks(self.optimizer)
+        """Whether it may be: nobody else looks at what the optimizer is given, or has changed how it steps."""
+        return self._known and not has_step_hooks(self.optimizer) and "step" not in vars(self.optimizer)
 
     @property
     def takes_narrow(self) -> bool:
@@ -110,12 +123,30 @@ def _is_known(optimizer: optim.Optimizer, spread: Spread) -> bool:
     if any(group.get(name, plain) != plain for group in optimizer.param_groups for name, plain in PLAIN.items()):
         return False
     shards = [shard for group in optimizer.param_groups for shard in group["params"]]
-    if not all(isinstance(group[name], float | int) for group in optimizer.param_groups for name in ("lr", "eps")):
+    if not all(isinstance(number, float | int) for group in optimizer.param_groups for number in _given(group)):
         return False
     owned = set(spread.shards())
     return all(s in owned and s.dtype == torch.float32 and s.is_contiguous() and KERNEL.used(s) for s in shards)
 
 
+def _given(group: dict[str, Any]) -> tuple[Any, ...]:
+    return group["lr"], *group["betas"], group["eps"], group["weight_decay"]
+
+
+def _fits(shard: nn.Parameter, state: dict[str, Any] | None) -> bool:
+    """Whether what is kept of a shard is what the kernel takes it for."""
+    if not state or not isinstance(state.get("step"), torch.Tensor):
+        return False
+    return all(_like(shard, state.get(name)) for name in ("exp_avg", "exp_avg_sq"))
+
+
+def _like(shard: nn.Parameter, moment: Any) -> bool:
+    if not isinstance(moment, torch.Tensor) or not moment.is_contiguous():
+        return False
+    return (moment.dtype, moment.device, moment.shape) == (shard.dtype, shard.device, shard.shape)
+
+
 def _numbers(step: int, group: dict[str, Any], optimizer: optim.Optimizer) -> Hyperparameters:
     decoupled = group.get("decoupled_weight_decay", isinstance(optimizer, optim.AdamW))
-    return Hyperparameters(step, group["lr"], group["betas"], group["eps"], group["weight_decay"], decoupled)
+    rate, first, second, tiny, decay = map(float, _given(group))  # a schedule may give numpy's
+    return Hyperparameters(step, rate, (first, second), tiny, decay, decoupled)

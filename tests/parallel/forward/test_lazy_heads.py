@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
+from torch import nn
 
 import phalanx
 from phalanx import Logits
@@ -39,3 +42,25 @@ def test_other_heads_are_left_alone() -> None:
     make_heads_lazy(model, Anatomy.of(model))
     assert isinstance(model(torch.ones(2, 4)), torch.Tensor)
     assert phalanx.Logits is Logits
+
+
+class Headed(nn.Module):
+    def __init__(self, own: bool) -> None:
+        super().__init__()
+        self.head = nn.Linear(4, 5)
+        if own:
+            self.head.forward = lambda x: x  # type: ignore[method-assign]
+
+
+def test_a_head_keeps_a_forward_of_its_own() -> None:
+    anatomy = SimpleNamespace(after=["head"], splits={"head": "vocabulary"})
+    x = torch.ones(2, 4)
+    own, plain = Headed(own=True), Headed(own=False)
+    for model in (own, plain):
+        make_heads_lazy(model, anatomy)  # type: ignore[arg-type]
+    assert own.head(x) is x
+    assert isinstance(plain.head(input=x), Logits)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = plain.head(x)
+    assert found.dtype == torch.bfloat16
+    assert isinstance(found, torch.Tensor)

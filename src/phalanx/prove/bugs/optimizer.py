@@ -73,7 +73,7 @@ def replicas_drift_in_the_optimizer(replace: Replace) -> None:
     """Ranks of tp hold norms alike, and one of them updates them a little differently."""
     plain = seams.UPDATED.plain
 
-    def updated(self: Any, copied: bool = False) -> None:
+    def updated(self: Any, copied: Any = frozenset()) -> None:
         for name, weight in self.weights.items():
             if self.mesh.index("tp") and "norm" in name:
                 weight.shard.data.mul_(1 + 1e-9)

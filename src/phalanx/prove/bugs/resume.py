@@ -213,7 +213,7 @@ def weights_in_use_not_refreshed(replace: Replace) -> None:
 
     def resume(self: Engine, facts: Any) -> None:
         with replaced() as without:
-            without(seams.UPDATED, lambda self, copied=False: None)
+            without(seams.UPDATED, lambda self, copied=frozenset(): None)
             plain(self, facts)
 
     replace(seams.RESUME, resume)
