@@ -39,6 +39,7 @@ from phalanx.launch.environment import Environment
 from phalanx.layout import Layout
 from phalanx.models.transformer import Transformer, TransformerConfig
 from phalanx.parallel.communication.mesh import Mesh
+from phalanx.parallel.communication.traffic import Traffic
 from phalanx.parallel.weights.blueprint import Blueprint
 from phalanx.parallel.weights.boxes import Box
 from phalanx.parallel.weights.placement import Placement
@@ -168,7 +169,7 @@ def _agreement(world: int) -> None:
     with simulated.rank_of(world, world - 3):
         engine: Any = type("Rank", (), {})()
         engine.task, engine.environment, engine.device = Model(), Environment.detect(), torch.device("cpu")
-        engine.layout = Layout(dp=world)
+        engine.layout, engine.traffic = Layout(dp=world), Traffic()
         check_agreement(engine, "settings", "layout", "kernels")
 
 

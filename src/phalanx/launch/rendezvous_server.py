@@ -101,6 +101,9 @@ class RendezvousServer:
                 self._look_after(now)
                 self._form(now)
                 self._tell(now)
+        for guest in self.guests:  # what has come meanwhile, such as why this host leaves, is told before it does
+            self._listen(guest)
+        self._tell(max(time.monotonic(), self._next_news))
         for guest in self.guests:
             guest.send(messages.Farewell())
         deadline = time.monotonic() + 1.0
