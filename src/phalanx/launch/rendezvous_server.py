@@ -2,8 +2,7 @@
 
 All decisions are made here, one after another, and by this process's own clock: ages of what was heard, never another
 host's time. A broken connection is evidence of death: the kernel closes it when a process ends, and a healthy process,
-however starved of processors, keeps it. Silence is weaker: it counts after ``silence`` seconds in which this thread
-listened.
+however starved of processors, keeps it. Silence is weaker: it counts after ``silence`` seconds of listening.
 
 The server keeps nothing that a member of the round does not know too (``Book``). So it may end at any time: another
 host opens a new one, and what members bring is put together again.
@@ -104,9 +103,9 @@ class RendezvousServer:
         for guest in self.guests:  # what has come meanwhile, such as why this host leaves, is told before it does
             self._listen(guest)
         self._tell(max(time.monotonic(), self._next_news))
+        deadline = time.monotonic() + 1.0
         for guest in self.guests:
             guest.send(messages.Farewell())
-        deadline = time.monotonic() + 1.0
         for guest in self.guests:
             guest.line.close(deadline - time.monotonic())
         self.listener.close()
