@@ -221,8 +221,7 @@ class Communicator:
     @property
     def _words_device(self) -> torch.device | str:
         """Where the group's collectives work."""
-        on_host = self._gloo or not torch.cuda.is_available()
-        return "cpu" if on_host else torch.device("cuda", torch.cuda.current_device())
+        return "cpu" if self._gloo else torch.device("cuda", torch.cuda.current_device())
 
     def _count(self, kind: str, tensor: Tensor, share: float) -> None:
         self.traffic.launched(self.name, kind, tensor, share)
