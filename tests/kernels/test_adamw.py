@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from itertools import product
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +10,7 @@ from torch import nn
 
 from phalanx.kernels import choice
 from phalanx.kernels.adamw import KERNEL, Hyperparameters, OnePass, Updated
+from tests.kernels.apart import runs
 
 SIZES = (1, 16, 33, 1024, 8192, 20_000)
 BETAS, TINY, FACTOR = (0.9, 0.9999), 1e-6, 0.37
@@ -51,13 +48,7 @@ def compare(device: str) -> None:
 
 
 def test_the_kernel_is_its_twin() -> None:
-    pytest.importorskip("triton", reason="triton is not installed (the dev extra has it)")
-    program = "import tests.kernels.test_adamw as test; test.compare('cpu'); print('alike')"
-    done = subprocess.run(
-        [sys.executable, "-c", program], env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True,
-        check=False, cwd=Path(__file__).parents[2],
-    )  # fmt: skip
-    assert done.stdout.strip() == "alike", done.stderr
+    runs("import tests.kernels.test_adamw as test; test.compare('cpu')", TRITON_INTERPRET="1")
 
 
 @pytest.mark.gpu

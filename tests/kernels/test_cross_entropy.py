@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import math
-import os
-import subprocess
-import sys
 from itertools import product
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +11,7 @@ import torch.nn.functional as F
 
 from phalanx.kernels import choice
 from phalanx.kernels.cross_entropy import AS_THEY_ARE, KERNEL, Bending, gradient_, statistics
+from tests.kernels.apart import runs
 
 BENDINGS = {"none": AS_THEY_ARE, "scaled": Bending(0.25), "capped": Bending(1 / 30, 30.0)}
 
@@ -82,13 +79,7 @@ def compare(device: str) -> None:
 
 
 def test_kernels_are_their_twins() -> None:
-    pytest.importorskip("triton", reason="triton is not installed (the dev extra has it)")
-    program = "import tests.kernels.test_cross_entropy as test; test.compare('cpu'); print('alike')"
-    done = subprocess.run(
-        [sys.executable, "-c", program], env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True,
-        check=False, cwd=Path(__file__).parents[2],
-    )  # fmt: skip
-    assert done.stdout.strip() == "alike", done.stderr
+    runs("import tests.kernels.test_cross_entropy as test; test.compare('cpu')", TRITON_INTERPRET="1")
 
 
 @pytest.mark.gpu

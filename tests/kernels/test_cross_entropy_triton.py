@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from itertools import product
 from pathlib import Path
 
-import pytest
+from tests.kernels.apart import runs
 
 
 def compile_all() -> None:
@@ -30,10 +27,4 @@ def compile_all() -> None:
 
 
 def test_kernels_compile(tmp_path: Path) -> None:
-    pytest.importorskip("triton", reason="triton is not installed (the dev extra has it)")
-    program = "import tests.kernels.test_cross_entropy_triton as test; test.compile_all(); print('compiled')"
-    done = subprocess.run(
-        [sys.executable, "-c", program], env=os.environ | {"TRITON_CACHE_DIR": str(tmp_path)}, capture_output=True,
-        text=True, check=False, cwd=Path(__file__).parents[2],
-    )  # fmt: skip
-    assert done.stdout.strip() == "compiled", done.stderr
+    runs("import tests.kernels.test_cross_entropy_triton as test; test.compile_all()", TRITON_CACHE_DIR=str(tmp_path))

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,35 +10,28 @@ import torch
 import phalanx
 from phalanx.kernels import choice
 from phalanx.recipes.gpt import GPT
+from tests.kernels.apart import runs
+from tests.parity import Summed
 
 SMALL: dict[str, Any] = {"width": 32, "layers": 2, "global_batch": 4, "megabytes": 0.05, "length": 16, "steps": 5}
-
-
-class Noted(phalanx.Callback):
-    """Notes summed gradients, whole and before clipping."""
-
-    def __init__(self) -> None:
-        self.found: list[dict[str, torch.Tensor]] = []
-
-    def on_gradients(self, engine: Any, divisor: float, without: set[str]) -> None:
-        whole = engine.whole_gradients(divisor, without)
-        self.found.append({name: gradient.clone() for name, gradient in whole.items() if gradient is not None})
 
 
 def trained(precision: str, layout: str, device: str, kernels: bool, hooked: bool = False) -> dict[str, Any]:
     """Five steps, with kernels or without."""
     choice.interpreted = kernels and device == "cpu"
-    noted = Noted()
+    noted: list[dict[str, torch.Tensor]] = []
     with phalanx.Engine(GPT(**SMALL, precision=precision), layout, device=device) as engine:  # type: ignore[arg-type]
         assert engine.update.in_one_pass == kernels
         if hooked:
             engine.optimizer.register_step_pre_hook(lambda *_: None)
             assert not engine.update.in_one_pass
-        engine.callbacks.add(noted)
+        engine.callbacks.add(
+            Summed(lambda whole: noted.append({n: g.clone() for n, g in whole.items() if g is not None}))
+        )
         losses = [engine.step(batch).loss for batch in engine.batches()]
         state = engine.optimizer.state
         steps = {float(state[weight.shard]["step"]) for weight in engine.spread.weights.values()}
-        return {"losses": losses, "weights": engine.whole_weights(), "steps": steps, "gradients": noted.found}
+        return {"losses": losses, "weights": engine.whole_weights(), "steps": steps, "gradients": noted}
 
 
 class Meddling(phalanx.Callback):
@@ -100,13 +89,8 @@ def compare(device: str) -> None:
 
 
 def test_an_update_in_one_pass_is_the_optimizers_own() -> None:
-    pytest.importorskip("triton", reason="triton is not installed (the dev extra has it)")
-    program = "import tests.train.test_update as test; test.compare('cpu'); test.compare_meddled(); print('alike')"
-    done = subprocess.run(
-        [sys.executable, "-c", program], env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True,
-        check=False, cwd=Path(__file__).parents[2],
-    )  # fmt: skip
-    assert done.stdout.strip() == "alike", done.stderr
+    program = "import tests.train.test_update as test; test.compare('cpu'); test.compare_meddled()"
+    runs(program, TRITON_INTERPRET="1")
 
 
 @pytest.mark.gpu

@@ -310,8 +310,7 @@ def _agree_exactly(engine: Engine, sums: Tensor, trained: int) -> Agreed:
     missing, alike, largest = float(every[:, 0].sum()), bool(every[:, 1].eq(trained).all()), float(every[:, 2].amax())
     signals = Signals.unpacked(every[:, 3 : 3 + len(NAMES)].sum(0).tolist())
     total, count, *named = fold(by_leaf(engine, every[:, 3 + len(NAMES) :].reshape(-1, sums.shape[1]))).tolist()
-    elements = sum(weight.shape.numel() for weight in spread.weights.values() if weight.trainable)
-    norm = spread.gradients.exact_norm(largest, elements) if math.isfinite(largest) else math.inf
+    norm = spread.gradients.exact_norm(largest) if math.isfinite(largest) else math.inf
     return Agreed(total, count, named, norm, missing, signals, alike)
 
 

@@ -41,12 +41,9 @@ class Gradients:
         total = torch.stack(squares).sum() if squares else self.like.new_zeros((), dtype=torch.float64)
         return total / self.mesh.size("dp")
 
-    def exact_norm(self, largest: float, elements: int) -> float:
-        """The norm of all gradients, none of which is above ``largest``, to the same bits at any number of ranks.
-
-        ``elements``: of all weights that are trained.
-        """
-        squares = exact.Squares(largest, elements)
+    def exact_norm(self, largest: float) -> float:
+        """The norm of all gradients, none of which is above ``largest``, to the same bits at any number of ranks."""
+        squares = exact.Squares(largest, sum(w.shape.numel() for bucket in self.buckets for w in bucket.trainable))
         sums = squares.sum(self._owned(), self.like.device) * (self.mesh.index("dp") == 0)  # replicas have the same
         self.mesh.world.all_reduce(sums).wait()
         return squares.root(sums)
