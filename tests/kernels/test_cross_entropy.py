@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from phalanx.kernels import choice
-from phalanx.kernels.cross_entropy import AS_THEY_ARE, KERNEL, Bending, gradient_, statistics
+from phalanx.kernels.cross_entropy import AS_THEY_ARE, KERNEL, Bending, gradient_, scaled, statistics
 from tests.kernels.apart import runs
 
 BENDINGS = {"none": AS_THEY_ARE, "scaled": Bending(0.25), "capped": Bending(1 / 30, 30.0)}
@@ -70,6 +70,16 @@ def compare(device: str) -> None:
         tolerance = TOLERANCES[dtype]
         # a logit of 100 has its last bit at 8e-6
         assert torch.allclose(got.double(), expected, rtol=tolerance, atol=max(tolerance / 10, 2e-5)), told
+    for dtype, size in product((torch.bfloat16, torch.float16), ((0, 3), (1,), (77, 131), (3, 4096))):
+        given, factor = torch.randn(size, device=device), torch.randn((), device=device)
+        found = scaled(given, factor, dtype)
+        assert found.dtype == dtype
+        # interpreted, it is cut off, not rounded
+        assert torch.allclose(found.float(), given * factor, rtol=torch.finfo(dtype).eps, atol=1e-7), (
+            seed,
+            dtype,
+            size,
+        )
     assert KERNEL.works(torch.device(device))
     bad = torch.zeros(2, 300, device=device)
     bad[1, 299] = math.nan

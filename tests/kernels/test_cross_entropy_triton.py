@@ -24,6 +24,9 @@ def compile_all() -> None:
         constants = {"KIND": kind, "BLOCK": kernels.BLOCK}
         source = triton.compiler.ASTSource(kernel, {**signature, "KIND": "constexpr", "BLOCK": "constexpr"}, constants)
         assert "cubin" in triton.compile(source, target=target).asm
+    signature = {"given": "*fp32", "factor": "*fp32", "found": "*bf16", "size": "i64", "BLOCK": "constexpr"}
+    source = triton.compiler.ASTSource(kernels._scale, signature, {"BLOCK": kernels.BLOCK})
+    assert "cubin" in triton.compile(source, target=target).asm
 
 
 def test_kernels_compile(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from phalanx.kernels.linear_cross_entropy import (
     Kind,
     Product,
     Vocabulary,
-    add_product_,
+    added_product,
     linear_cross_entropy,
     row_losses,
 )  # fmt: skip
@@ -106,7 +106,10 @@ def test_narrow_targets() -> None:
 def test_products_are_added_to_a_wide_sum(dtype: torch.dtype) -> None:
     one, other = torch.randn(3, 5).to(dtype), torch.randn(5, 4).to(dtype)
     total = torch.ones(3, 4, dtype=torch.promote_types(dtype, torch.float32))
-    add_product_(total, one, other)
+    first = added_product(None, one, other, total.dtype)
+    assert added_product(total, one, other, total.dtype) is total
+    assert first.dtype == total.dtype
+    assert torch.allclose(first.double(), one.double() @ other.double(), rtol=0.02, atol=0.02)
     assert torch.allclose(total.double(), 1 + one.double() @ other.double(), rtol=0.02, atol=0.02)
 
 

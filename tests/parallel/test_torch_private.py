@@ -94,6 +94,13 @@ def test_a_number_is_added_to_each() -> None:
     assert [number.tolist() for number in numbers] == [1.0, [2.0, 2.0]]
 
 
+def test_the_norm_of_each() -> None:
+    tensors = [torch.tensor([3.0, 4.0]).bfloat16(), torch.full((1001,), 1.01).bfloat16(), torch.zeros(0).bfloat16()]
+    found = torch_private.norms(tensors, torch.float32)
+    assert found.dtype == torch.float32
+    assert found.tolist() == [float(torch.linalg.vector_norm(tensor, dtype=torch.float32)) for tensor in tensors]
+
+
 def test_writing_in_place_is_counted() -> None:
     weight = torch.zeros(2)
     before = torch_private.version(weight)

@@ -14,7 +14,7 @@ from tests.tasks import Digits
 def test_what_is_packed_is_unpacked() -> None:
     for name in NAMES:
         own = Signals(**{name: True})
-        sums = 3 * own.packed(torch.zeros((), dtype=torch.float64)) + Signals().packed(torch.zeros(()))
+        sums = 3 * torch.tensor(own.packed()) + torch.tensor(Signals().packed())
         assert Signals.unpacked(sums.tolist()) == own
         assert own.names() == [name]
     assert Signals.unpacked([0.0] * len(NAMES)) == Signals()

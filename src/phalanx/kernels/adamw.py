@@ -8,12 +8,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from phalanx.kernels.choice import Kernel
+from phalanx.kernels.transfer import sent
 
 
 @dataclass(frozen=True)
@@ -52,10 +52,11 @@ class Updated:
 
 
 class OnePass:
-    """Updates the same weights again and again; where they lie is told to the device once."""
+    """Updates the same weights again and again; where they lie is told to the device when that changes."""
 
     def __init__(self) -> None:
-        self._known: dict[object, tuple[list[tuple[int, ...]], Tensor, Tensor]] = {}
+        self._places: dict[object, tuple[list[tuple[int, ...]], Tensor]] = {}
+        self._spans: dict[object, tuple[list[int], Tensor]] = {}
 
     def prepared(self, updated: Sequence[Updated], key: object = None) -> Callable[[Hyperparameters, float], None]:
         """What updates these weights, given a factor of their gradients. All but the launch is done here.
@@ -75,15 +76,23 @@ class OnePass:
         return launch
 
     def _told(self, key: object, rows: list[tuple[int, ...]], device: torch.device) -> tuple[Tensor, Tensor]:
-        known = self._known.get(key)
-        if known is None or known[0] != rows:
-            from phalanx.kernels.adamw_triton import SPAN
+        sizes = [row[-1] for row in rows]
+        places, spans = self._places.get(key), self._spans.get(key)
+        if places is None or places[0] != rows:
+            places = self._places[key] = rows, sent(torch.tensor(rows), device)
+        if spans is None or spans[0] != sizes:  # there are many of them: a hundred thousand of a billion weights
+            spans = self._spans[key] = sizes, sent(_spans(sizes), device)
+        return places[1], spans[1]
 
-            spans = [(which, span) for which, row in enumerate(rows) for span in range(math.ceil(row[5] / SPAN))]
-            table = partial(torch.tensor, device=device)
-            known = rows, table(rows), table(spans, dtype=torch.int32).view(-1, 2)
-            self._known[key] = known
-        return known[1], known[2]
+
+def _spans(sizes: Sequence[int]) -> Tensor:
+    """``[programs, 2]``: which weight, and which span of it."""
+    from phalanx.kernels.adamw_triton import SPAN
+
+    counts = torch.tensor([math.ceil(size / SPAN) for size in sizes])
+    which = torch.arange(len(sizes)).repeat_interleave(counts)
+    first = (counts.cumsum(0) - counts)[which]
+    return torch.stack([which, torch.arange(len(which)) - first], 1).int()
 
 
 def _kinds(updated: Sequence[Updated]) -> dict[tuple[str, str, bool], list[tuple[int, ...]]]:

@@ -75,6 +75,18 @@ def gradient_(
     return by(logits, index, normaliser, valid, share, smoothing, bending)
 
 
+def scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """As many numbers in another dtype, each times the one of ``factor``."""
+    found = torch.empty_like(gradient, dtype=dtype)
+    if gradient.is_contiguous() and gradient.dtype != dtype and KERNEL.used(gradient) and KERNEL.used(found):
+        from phalanx.kernels.cross_entropy_triton import scale
+
+        scale(gradient, factor, found)
+        return found
+    # of no dims, it would be rounded to what it scales
+    return torch.mul(gradient, factor.view([1] * gradient.ndim), out=found)
+
+
 def _statistics_plainly(logits: Tensor, index: Tensor, bending: Bending) -> Statistics:
     bent = bending(logits)
     top = bent.amax(1)

@@ -91,7 +91,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         total = torch.zeros((), dtype=wide, device=hidden.device)
         by_hidden, by_weight, by_bias = (recorded and needed for needed in ctx.needs_input_grad[:3])
         grad_hidden = torch.empty_like(hidden) if by_hidden else None
-        grad_weight = torch.zeros_like(weight, dtype=wide) if by_weight else None
+        grad_weight: Tensor | None = None
         grad_bias = torch.zeros_like(bias, dtype=wide) if by_bias and bias is not None else None
         product = Product(weight, bias, wide, largest=vocabulary.largest if vocabulary else weight.shape[0])
         for part in product.chunks(len(hidden)):
@@ -105,8 +105,10 @@ class LinearCrossEntropy(torch.autograd.Function):
             grad = grad.to(hidden.dtype)
             if grad_hidden is not None:
                 torch.mm(grad, weight, out=grad_hidden[part])
-            if grad_weight is not None:
-                add_product_(grad_weight, grad.T, hidden[part])
+            if by_weight:
+                grad_weight = added_product(grad_weight, grad.T, hidden[part], wide)
+        if by_weight and grad_weight is None:  # there are no rows
+            grad_weight = torch.zeros_like(weight, dtype=wide)
         ctx.save_for_backward(grad_hidden, grad_weight, grad_bias)
         ctx.narrow = hidden.dtype
         return total
@@ -118,13 +120,8 @@ class LinearCrossEntropy(torch.autograd.Function):
                 "the gradient of a loss of lazy logits cannot be differentiated. Make them first: output.tensor()"
             )
 
-        def scaled(gradient: Tensor | None) -> Tensor | None:
-            if gradient is None:
-                return None
-            factor = outer.view([1] * gradient.ndim)  # of no dims, it would be rounded to what it scales
-            return torch.mul(gradient, factor, out=torch.empty_like(gradient, dtype=ctx.narrow))
-
-        return (*(scaled(gradient) for gradient in ctx.saved_tensors), None, None, None, None)
+        found = (g if g is None else cross_entropy.scaled(g, outer, ctx.narrow) for g in ctx.saved_tensors)
+        return (*found, None, None, None, None)
 
 
 class Product:
@@ -155,14 +152,16 @@ class Product:
         return torch.addmm(self.bias, hidden, self.weight.T, out=logits)
 
 
-def add_product_(total: Tensor, one: Tensor, other: Tensor) -> None:
-    """Add a product of narrow factors to a wide sum, inside of it where the device can."""
-    if one.dtype == total.dtype:
-        total.addmm_(one, other)
-    elif total.is_cuda and cross_entropy.KERNEL.used(one):
-        torch.addmm(total, one, other, out_dtype=total.dtype, out=total)
-    else:
-        total += one @ other
+def added_product(total: Tensor | None, one: Tensor, other: Tensor, wide: torch.dtype) -> Tensor:
+    """A wide sum, in its place, with a product of narrow factors added: inside of the product where the device can."""
+    if one.dtype == wide:
+        return one @ other if total is None else total.addmm_(one, other)
+    if one.is_cuda and cross_entropy.KERNEL.used(one):
+        if total is None:
+            return torch.mm(one, other, out_dtype=wide)
+        return torch.addmm(total, one, other, out_dtype=wide, out=total)
+    product = (one @ other).to(wide)
+    return product if total is None else total.add_(product)
 
 
 def row_losses(

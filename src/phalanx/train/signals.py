@@ -9,8 +9,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Self
 
-from torch import Tensor
-
 from phalanx.launch.stopping import Requests
 
 
@@ -29,9 +27,9 @@ class Signals(Requests):
     failed: bool = False
     """The last save did not succeed."""
 
-    def packed(self, like: Tensor) -> Tensor:
+    def packed(self) -> list[float]:
         """One number each, to be summed over all ranks."""
-        return like.new_tensor([float(value) for value in asdict(self).values()])
+        return [float(value) for value in asdict(self).values()]
 
     @classmethod
     def unpacked(cls, sums: Sequence[float]) -> Self:

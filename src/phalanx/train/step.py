@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from phalanx.data.loader import MicroBatch, StepBatch
 from phalanx.errors import WrongUse
+from phalanx.kernels.transfer import sent
 from phalanx.losses import Loss
 from phalanx.parallel.axes.pipeline import StageEnds
 from phalanx.parallel.axes.schedules import Action
@@ -71,7 +72,7 @@ def train_step(engine: Engine, batch: StepBatch, rounds: Rounds | None = None) -
     task, spread, scale, clock = engine.task, engine.spread, engine.loss_scale, engine.clock
     if spread.probe.untried:
         try_blocks(engine, batch)
-    spread.reduction.start_step(narrow=engine.update.takes_narrow and len(batch.micro_batches) == 1)
+    spread.reduction.start_step(as_made=engine.update.takes_as_made and len(batch.micro_batches) == 1)
     before = engine.traffic.sent.copy()
     totals = Totals(engine, len(batch.micro_batches))
 
@@ -293,8 +294,7 @@ def _agree(engine: Engine, sums: Tensor, trained: int) -> Agreed:
     """``trained``: says which weights this rank trains."""
     spread = engine.spread
     own = sums.sum(0) * engine.mesh.counts_samples
-    numbers = own.new_tensor([len(spread.untouched()), trained])
-    agreed = torch.cat([own[:2], spread.gradients.norm_squared()[None], numbers, engine.signals.packed(own), own[2:]])
+    agreed = torch.cat([own[:2], spread.gradients.norm_squared()[None], _told(engine, trained), own[2:]])
     summed_over_ranks(engine, agreed)
     total, count, squared, missing, trained_by_all, *rest = agreed.tolist()
     alike = trained_by_all == trained * engine.mesh.world.size
@@ -305,13 +305,19 @@ def _agree(engine: Engine, sums: Tensor, trained: int) -> Agreed:
 def _agree_exactly(engine: Engine, sums: Tensor, trained: int) -> Agreed:
     """The same to the same bits at any number of ranks: losses by the tree, the norm as a sum of whole numbers."""
     spread = engine.spread
-    few = torch.cat([sums.new_tensor([len(spread.untouched()), trained]), spread.gradients.largest()[None]])
-    every = engine.gathered(torch.cat([few, engine.signals.packed(sums), sums.view(-1)]))
-    missing, alike, largest = float(every[:, 0].sum()), bool(every[:, 1].eq(trained).all()), float(every[:, 2].amax())
+    few = torch.cat([spread.gradients.largest()[None], _told(engine, trained)])
+    every = engine.gathered(torch.cat([few, sums.view(-1)]))
+    largest, missing, alike = float(every[:, 0].amax()), float(every[:, 1].sum()), bool(every[:, 2].eq(trained).all())
     signals = Signals.unpacked(every[:, 3 : 3 + len(NAMES)].sum(0).tolist())
     total, count, *named = fold(by_leaf(engine, every[:, 3 + len(NAMES) :].reshape(-1, sums.shape[1]))).tolist()
     norm = spread.gradients.exact_norm(largest) if math.isfinite(largest) else math.inf
     return Agreed(total, count, named, norm, missing, signals, alike)
+
+
+def _told(engine: Engine, trained: int) -> Tensor:
+    """What this rank has to tell: how many weights it has no gradient of, which it trains, its signals."""
+    numbers = [len(engine.spread.untouched()), trained, *engine.signals.packed()]
+    return sent(torch.tensor(numbers, dtype=torch.float64), engine.device)
 
 
 def summed_over_ranks(engine: Engine, numbers: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
+from operator import is_
 from typing import Any
 
 import torch
@@ -24,6 +25,10 @@ class Lot:
     """The next is their so-manyth."""
     shards: Sequence[nn.Parameter]
     updated: Sequence[Updated]
+    states: Sequence[dict[str, Any]]
+    """Of these shards, what the optimizer keeps of each."""
+    places: Sequence[int]
+    """Likewise, where it lies."""
     names: Set[str]
     launch: Callable[[Hyperparameters, float], None]
 
@@ -69,17 +74,19 @@ class Update:
                 updated = [self._updated(*gradients[shard]) for shard in same]
                 names = frozenset(gradients[shard][0].name for shard in same)
                 launch = self._one_pass.prepared(updated, (number, len(same)))
-                self._lots.append(Lot(number, step, same, updated, names, launch))
+                states, places = [self.optimizer.state[shard] for shard in same], [s.data_ptr() for s in same]
+                self._lots.append(Lot(number, step, same, updated, states, places, names, launch))
 
     def _as_prepared(self) -> bool:
-        """Whether callbacks have left what is to be updated where it was."""
-        pairs = [pair for lot in self._lots for pair in zip(lot.shards, lot.updated, strict=True)]
-        return not pairs or (self.in_one_pass and all(self._is_there(shard, one) for shard, one in pairs))
+        """Whether callbacks have left what is to be updated where it was. The device waits: this is to be quick."""
+        return not self._lots or (self.in_one_pass and all(map(self._is_there, self._lots)))
 
-    def _is_there(self, shard: nn.Parameter, one: Updated) -> bool:
-        kept = self.optimizer.state.get(shard) or {}
-        moved = shard.data_ptr() != one.weight.data_ptr()
-        return not moved and kept.get("exp_avg") is one.first and kept.get("exp_avg_sq") is one.second
+    def _is_there(self, lot: Lot) -> bool:
+        moved = [shard.data_ptr() for shard in lot.shards] != lot.places
+        if moved or not all(map(is_, map(self.optimizer.state.get, lot.shards), lot.states)):
+            return False
+        pairs = zip(lot.states, lot.updated, strict=True)
+        return all(k.get("exp_avg") is one.first and k.get("exp_avg_sq") is one.second for k, one in pairs)
 
     @property
     def in_one_pass(self) -> bool:
@@ -87,8 +94,8 @@ class Update:
         return self._known and not has_step_hooks(self.optimizer) and "step" not in vars(self.optimizer)
 
     @property
-    def takes_narrow(self) -> bool:
-        """Whether gradients may stay as narrow as backward makes them, since nothing is added to them."""
+    def takes_as_made(self) -> bool:
+        """Whether gradients may stay where and as narrow as backward makes them, since nothing is added to them."""
         return self.in_one_pass and self.spread.mesh.world.alone
 
     @torch.no_grad()

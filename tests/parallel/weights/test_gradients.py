@@ -43,14 +43,14 @@ def test_the_norm_is_of_all_gradients_once(ranks: Ranks, layout: str) -> None:
 def test_narrow_gradients_are_measured_and_scaled_wide() -> None:
     with phalanx.Engine(HostileLanguage(precision="bf16"), "dp=1", device="cpu") as engine:
         spread = engine.spread
-        spread.reduction.start_step(narrow=True)
+        spread.reduction.start_step(as_made=True)
         bucket = spread.gradients.buckets[0]
         for weight in bucket.trainable:
             weight.full.grad = torch.full_like(weight.full, 1.0)
             bucket.collect(weight)
         bucket.complete()
-        assert bucket.owned is not None
-        assert bucket.owned.dtype == torch.bfloat16
+        assert bucket.owned is None
+        assert all(bucket.gradient_own(weight).dtype == torch.bfloat16 for weight in bucket.trainable)
         spread.gradients.buckets = [bucket]
         elements = sum(weight.shape.numel() for weight in bucket.trainable)
         assert float(spread.gradients.norm_squared()) == pytest.approx(elements, rel=1e-6)
@@ -58,5 +58,5 @@ def test_narrow_gradients_are_measured_and_scaled_wide() -> None:
         for weight in bucket.trainable:
             assert weight.shard.grad is not None
             assert float(weight.shard.grad.flatten()[0]) == pytest.approx(1 / 3, rel=1e-7)
-        spread.reduction.start_step(narrow=False)
-        assert bucket.owned is None
+        spread.reduction.start_step(as_made=False)
+        assert bucket.owned_pieces() == []

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from phalanx import counter
+from phalanx.kernels.transfer import sent
 from phalanx.parallel.forward.activations import WHOLE, ActivationLayout, Activations
 from phalanx.parallel.forward.wrapper import Forward, Layer
 
@@ -124,10 +125,7 @@ class Randomness:
     def _slots_there(self) -> Tensor:
         """This micro-batch's slots on the device: brought once, without waiting for it."""
         if self._slots is None or self._slots[0] is not self.moment.slots:
-            slots = torch.from_numpy(self.moment.slots)
-            if self.device.type == "cuda":
-                slots = slots.pin_memory()
-            self._slots = self.moment.slots, slots.to(self.device, non_blocking=True)
+            self._slots = self.moment.slots, sent(torch.from_numpy(self.moment.slots), self.device)
         return self._slots[1]
 
     def draw(self, shape: torch.Size, values: Values, like: Tensor | None = None) -> Tensor:

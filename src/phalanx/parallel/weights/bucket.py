@@ -171,8 +171,9 @@ class Bucket:
         self.owned: Tensor | None = None
         """``[length]``: gradients of the rows this rank owns, summed over ranks."""
         self.filled: set[str] = set()
-        self.narrow = False
-        """Gradients stay as narrow as backward makes them: nothing is added to them."""
+        self.as_made = False
+        """Gradients stay where and as narrow as backward makes them: nothing is added to them."""
+        self._made: dict[str, Tensor] = {}
         self.accumulating = False
         self.partial = Partial(storage.leaves, storage.buffers) if storage.leaves else None
         self.is_whole = storage.always_whole
@@ -234,11 +235,12 @@ class Bucket:
         for weight in self.weights:
             weight.whole.empty()
 
-    def clear(self, narrow: bool) -> None:
+    def clear(self, as_made: bool) -> None:
         """Forget the last step's gradients."""
         self.filled.clear()
-        if narrow != self.narrow:
-            self.gradients, self.owned, self.narrow = None, None, narrow
+        self._made.clear()
+        if as_made != self.as_made:
+            self.gradients, self.owned, self.as_made = None, None, as_made
         self.accumulating = False
         if self.partial is not None:
             self.partial.clear()
@@ -251,22 +253,31 @@ class Bucket:
         """Take a weight's new gradient into the flat buffer and let the tensor go."""
         gradient = weight.full.grad
         assert gradient is not None
-        if gradient.is_sparse:
-            gradient = gradient.to_dense()
+        gradient = gradient.to_dense() if gradient.is_sparse else gradient
+        if self.as_made:
+            made = self._made.get(weight.name)
+            self._made[weight.name] = gradient.contiguous() if made is None else made + gradient
+        else:
+            self._add(weight, gradient)
+        self.filled.add(weight.name)
+        weight.full.grad = None
+
+    def _add(self, weight: Weight, gradient: Tensor) -> None:
         for part, place in self.gradient_packing.pairs(weight, gradient, self._own_gradients()):
             if weight.name in self.filled:
                 place.add_(part)
             else:
                 place.copy_(part)
-        self.filled.add(weight.name)
-        weight.full.grad = None
 
     def complete(self) -> None:
         """Put zeros where no gradient came. Of whole gradients that are summed exactly, this is the end of a leaf."""
+        missing = [weight for weight in self.trainable if weight.name not in self.filled]
+        if self.as_made:
+            self._made.update({weight.name: torch.zeros_like(weight.full.data) for weight in missing})
+            return
         gradients = self._own_gradients()
-        for weight in self.trainable:
-            if weight.name not in self.filled:
-                self.gradient_packing.room(weight, gradients).zero_()
+        for weight in missing:
+            self.gradient_packing.room(weight, gradients).zero_()
         if not self.storage.whole_gradients:
             return
         if self.partial is not None:
@@ -277,8 +288,23 @@ class Bucket:
 
     def gradient_own(self, weight: Weight) -> Tensor:
         """The summed gradient of the rows of a weight that this rank owns."""
+        if self.as_made:
+            return self._made[weight.name].view(weight.shard.shape)
         assert self.owned is not None
         return self.gradient_packing.own(weight, self.owned)
+
+    def owned_pieces(self) -> list[Tensor]:
+        """The summed gradients of the rows this rank owns, in as few tensors as they lie in."""
+        return [self.owned] if self.owned is not None else list(self._made.values())
+
+    def owned_row(self, dtype: torch.dtype) -> Tensor:
+        """The same in one row; not always a copy."""
+        if self.owned is not None:
+            return self.owned.to(dtype)
+        row = torch.zeros(self.gradient_packing.length, dtype=dtype, device=self.storage.device)
+        for weight in self.trainable:
+            self.gradient_packing.own(weight, row).copy_(self.gradient_own(weight))
+        return row
 
     def start_scatter(self) -> Pending:
         """Begin to sum the gradients over the ``fsdp`` group, each rank its own rows, and let the other rows go."""
@@ -316,8 +342,7 @@ class Bucket:
         if self.gradients is None:
             size = self.storage.ranks, self.gradient_packing.length
             if self.storage.whole_gradients and self.partial is None:
-                dtype = self.storage.compute if self.narrow else self.storage.reduce
-                self.gradients = Room(size, dtype, self.storage.device).tensor.zero_()
+                self.gradients = Room(size, self.storage.reduce, self.storage.device).tensor.zero_()
             else:
                 self.gradients = self.storage.buffers.take(*size, dtype=self.storage.reduce)
                 if self.gradient_packing.padded:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from phalanx.parallel.communication import exact
 from phalanx.parallel.communication.mesh import Mesh
+from phalanx.parallel.torch_private import norms
 from phalanx.parallel.weights.bucket import Bucket, Weight
 from phalanx.parallel.weights.holding import Holding
 
@@ -37,9 +38,9 @@ class Gradients:
         owned = self._owned()
         if self._divided:
             owned = [own for weight, own in self.each() if self.holding.counts(weight.name)]
-        squares = [torch.linalg.vector_norm(tensor, dtype=self.like.dtype).double().square() for tensor in owned]
-        total = torch.stack(squares).sum() if squares else self.like.new_zeros((), dtype=torch.float64)
-        return total / self.mesh.size("dp")
+        if not owned:
+            return self.like.new_zeros((), dtype=torch.float64)
+        return norms(owned, self.like.dtype).double().square().sum() / self.mesh.size("dp")
 
     def exact_norm(self, largest: float) -> float:
         """The norm of all gradients, none of which is above ``largest``, to the same bits at any number of ranks."""
@@ -55,8 +56,7 @@ class Gradients:
     def give(self, factor: float, without: set[str]) -> None:
         """Scale them and hand each shard its own; those in ``without`` get none."""
         for bucket in self.buckets:
-            assert bucket.owned is not None
-            scaled = bucket.owned.to(self.like.dtype).mul_(factor).to(bucket.storage.home)
+            scaled = bucket.owned_row(self.like.dtype).mul_(factor).to(bucket.storage.home)
             for weight in bucket.trainable:
                 own = None if weight.name in without else bucket.gradient_packing.own(weight, scaled)
                 weight.shard.grad = own
@@ -66,4 +66,4 @@ class Gradients:
         return self.mesh.size("tp", "pp") > 1
 
     def _owned(self) -> list[Tensor]:
-        return [bucket.owned for bucket in self.buckets if bucket.owned is not None]
+        return [piece for bucket in self.buckets for piece in bucket.owned_pieces()]

@@ -45,11 +45,11 @@ class Reduction:
         for hook in self._hooks:
             hook.remove()
 
-    def start_step(self, narrow: bool = False) -> None:
-        """``narrow``: there is one micro-batch and one rank, and gradients may stay as backward makes them."""
+    def start_step(self, as_made: bool = False) -> None:
+        """``as_made``: there is one micro-batch and one rank, and gradients may stay where backward makes them."""
         self.touched: set[str] = set()
         for bucket in self.buckets:
-            bucket.clear(narrow)
+            bucket.clear(as_made)
 
     def start_backward(self, last: bool, reached: Callable[[str], bool] | None = None, hold: bool = False) -> None:
         """A micro-batch begins; after the last one the gradients are the global sums.
@@ -147,6 +147,8 @@ class Reduction:
 
     def sum_over_replicas(self, bucket: Bucket) -> None:
         """Start the all-reduce of a bucket's gradients over ``dp``."""
+        if bucket.as_made:
+            return
         assert bucket.owned is not None
         if bucket.partial is None:
             self._reducing.append(self.replicas.all_reduce(bucket.owned))

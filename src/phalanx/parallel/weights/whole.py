@@ -38,8 +38,7 @@ class Whole:
         for bucket in self.buckets:
             if not bucket.trainable:
                 continue
-            assert bucket.owned is not None
-            yield from self.holding.joined(bucket.assemble(bucket.gradient_packing, bucket.owned.to(self.reduce)))
+            yield from self.holding.joined(bucket.assemble(bucket.gradient_packing, bucket.owned_row(self.reduce)))
 
     def description(self) -> list[tuple[str, torch.dtype, torch.Size]]:
         """Name, dtype and shape of everything `state` will give, in its order."""
