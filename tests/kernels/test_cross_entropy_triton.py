@@ -18,11 +18,12 @@ def compile_all() -> None:
     pointers = {"logits": "*bf16", "index": "*i64", "valid": "*i1"}
     numbers = dict.fromkeys(("stride", "classes"), "i32")
     for kernel, kind in product((kernels._statistics, kernels._gradient), (0, 1, 2)):
-        plain = [name for name in kernel.arg_names if name not in ("KIND", "BLOCK")]
+        constants = {"KIND": kind, "WHOLE": 31 * kernels.BLOCK, "REST": True, "BLOCK": kernels.BLOCK}
+        constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
+        plain = [name for name in kernel.arg_names if name not in constants]
         floats = dict.fromkeys(("share", "rest", "inner", "outer"), "fp32")
         signature = {name: (pointers | numbers | floats).get(name, "*fp32") for name in plain}
-        constants = {"KIND": kind, "BLOCK": kernels.BLOCK}
-        source = triton.compiler.ASTSource(kernel, {**signature, "KIND": "constexpr", "BLOCK": "constexpr"}, constants)
+        source = triton.compiler.ASTSource(kernel, signature | dict.fromkeys(constants, "constexpr"), constants)
         assert "cubin" in triton.compile(source, target=target).asm
     signature = {"given": "*fp32", "factor": "*fp32", "found": "*bf16", "size": "i64", "BLOCK": "constexpr"}
     source = triton.compiler.ASTSource(kernels._scale, signature, {"BLOCK": kernels.BLOCK})

@@ -11,9 +11,11 @@ BLOCK = 4096
 
 def statistics(logits: Tensor, index: Tensor, found: Tensor, inner: float, outer: float, kind: int) -> None:
     """``found``: ``[4, rows]``: the largest of each row, the sum of exponentials, the target's, the sum."""
+    classes = logits.shape[1]
     _statistics[(len(logits),)](
-        logits, logits.stride(0), index, *found, logits.shape[1], inner, outer, KIND=kind, BLOCK=BLOCK, num_warps=8
-    )
+        logits, logits.stride(0), index, *found, classes, inner, outer, KIND=kind, WHOLE=classes // BLOCK * BLOCK,
+        REST=classes % BLOCK > 0, BLOCK=BLOCK, num_warps=8,
+    )  # fmt: skip
 
 
 def gradient(
@@ -65,21 +67,23 @@ def _further(top, spread, total, x, here, KIND: tl.constexpr, MASKED: tl.constex
 @triton.jit
 def _statistics(  # type: ignore[no-untyped-def]
     logits, stride, index, tops, spreads, chosens, totals, classes, inner, outer,
-    KIND: tl.constexpr, BLOCK: tl.constexpr,
+    KIND: tl.constexpr, WHOLE: tl.constexpr, REST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A row a program. Lanes come together at the end; whole blocks are read without a mask, in wide words."""
+    """A row a program. Lanes come together at the end; whole blocks are read without a mask, in wide words.
+
+    ``WHOLE``: classes in whole blocks, ``REST``: whether there are more. Not every interpreter loops to a tensor's end.
+    """
     row = tl.program_id(0).to(tl.int64)
     logits += row * stride
     lanes = tl.arange(0, BLOCK)
     top = tl.full((BLOCK,), -3.0e38, tl.float32)
     spread, total = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
-    full = classes // BLOCK * BLOCK
-    for start in range(0, full, BLOCK):
+    for start in range(0, WHOLE, BLOCK):
         x = _bent(tl.load(logits + start + lanes).to(tl.float32), inner, outer, KIND)
         top, spread, total = _further(top, spread, total, x, lanes, KIND, False)
-    if full < classes:
-        here = full + lanes < classes
-        x = tl.load(logits + full + lanes, mask=here, other=0.0).to(tl.float32)
+    if REST:
+        here = WHOLE + lanes < classes
+        x = tl.load(logits + WHOLE + lanes, mask=here, other=0.0).to(tl.float32)
         top, spread, total = _further(top, spread, total, _bent(x, inner, outer, KIND), here, KIND, True)
     highest = tl.max(top, 0)
     tl.store(tops + row, highest)
