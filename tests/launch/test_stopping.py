@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 
 import pytest
@@ -33,6 +34,27 @@ def test_signals_that_follow_the_first_change_nothing() -> None:
     outcome = run_ranks(saving, 1, stop=stop)
     assert (outcome.result, outcome.interrupted) == ("saved, asked to stop: True, to save: True", True)
     assert not stop.cut_short
+
+
+def asked() -> bool:
+    requests = Requests()
+    give_requests(requests)
+    end = time.monotonic() + 20
+    while not requests.stop and time.monotonic() < end:
+        time.sleep(0.01)
+    return requests.stop
+
+
+def test_a_signal_that_another_thread_got_is_handed_on() -> None:
+    def signalled() -> None:
+        time.sleep(0.5)  # the first thread is asleep by then
+        signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
+
+    other = threading.Thread(target=signalled)
+    other.start()
+    outcome = run_ranks(asked, 1, stop=Stop(grace=30))
+    other.join()
+    assert (outcome.result, outcome.interrupted) == (True, True)
 
 
 def early() -> str:

@@ -203,9 +203,8 @@ def _supervise(
     for process in processes if stop.asked else ():  # before there were ranks
         _hand_on(process, signal.SIGTERM)
     while running and time.monotonic() < (end := min(deadline, stop.deadline)):
-        patience = LOOK_SECONDS if look else None
-        if end < math.inf:
-            patience = max(0.0, end - time.monotonic())
+        # for a while at most: a signal that another thread of this process got is noted, and wakes nobody
+        patience = min(LOOK_SECONDS, max(0.0, end - time.monotonic()))
         sentinels = [process.sentinel for process in running.values()]
         if asked in wait([asked, *sentinels, *open_pipes.values()], timeout=patience):
             for number in os.read(asked, 64):
