@@ -113,3 +113,16 @@ def test_an_optimizer_that_was_changed_steps_itself() -> None:
         assert engine.update.in_one_pass
         engine.optimizer.step = engine.optimizer.step  # type: ignore[method-assign]
         assert not engine.update.in_one_pass
+
+
+class Bad(GPT):
+    def loss(self, output: Any, batch: dict[str, Any]) -> phalanx.Loss:
+        found = super().loss(output, batch)
+        return phalanx.Loss(found.total * torch.nan, found.count)
+
+
+def test_a_step_that_is_skipped_keeps_no_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    with phalanx.Engine(Bad(**SMALL), "dp=1", device="cpu") as engine:
+        monkeypatch.setattr(engine.update, "prepare", lambda: setattr(engine.update, "_lots", ["prepared"]))
+        assert engine.step(next(iter(engine.batches()))).skipped
+        assert engine.update._lots == []

@@ -79,10 +79,7 @@ def scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     """As many numbers in another dtype, each times the one of ``factor``."""
     found = torch.empty_like(gradient, dtype=dtype)
     if gradient.is_contiguous() and gradient.dtype != dtype and KERNEL.used(gradient) and KERNEL.used(found):
-        from phalanx.kernels.cross_entropy_triton import scale
-
-        scale(gradient, factor, found)
-        return found
+        return _scaled_by_kernel(gradient, factor, found)
     # of no dims, it would be rounded to what it scales
     return torch.mul(gradient, factor.view([1] * gradient.ndim), out=found)
 
@@ -128,6 +125,13 @@ def _gradient_by_kernel(
     return logits
 
 
+def _scaled_by_kernel(gradient: Tensor, factor: Tensor, found: Tensor) -> Tensor:
+    from phalanx.kernels.cross_entropy_triton import scale
+
+    scale(gradient, factor, found)
+    return found
+
+
 def _trial(device: torch.device) -> bool:
     plain = torch.linspace(-9, 9, 3 * 70, device=device).view(3, 70)
     index, valid = torch.tensor([5, -1, 69], device=device), torch.tensor([True, True, False], device=device)
@@ -137,7 +141,11 @@ def _trial(device: torch.device) -> bool:
     want = _statistics_plainly(plain, index, AS_THEY_ARE)
     expected = _gradient_plainly(plain.clone(), index, normaliser, valid, 0.0, 0.0, AS_THEY_ARE)
     if own.is_cuda:  # a product of narrow factors, added to a wide sum inside of it
-        torch.addmm(own.new_zeros(70, 70).float(), own.T, own, out_dtype=torch.float32)
+        torch.addmm(torch.mm(own.T, own, out_dtype=torch.float32), own.T, own, out_dtype=torch.float32)
+    halves = torch.empty_like(own)
+    _scaled_by_kernel(plain, torch.full((), 0.5, device=device), halves)
+    if not torch.allclose(halves.float(), plain / 2, rtol=0.01):
+        return False
     return torch.allclose(found.spread, want.spread, rtol=1e-4) and torch.allclose(own.float(), expected, atol=0.05)
 
 

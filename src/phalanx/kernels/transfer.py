@@ -8,4 +8,5 @@ from torch import Tensor
 
 def sent(tensor: Tensor, device: torch.device) -> Tensor:
     """The same on the device. A GPU reads it when it comes to it: a copy of pageable memory would wait for that."""
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+    pinned = tensor.pin_memory() if device.type == "cuda" and tensor.device.type == "cpu" else tensor
+    return pinned.to(device, non_blocking=pinned is not tensor)

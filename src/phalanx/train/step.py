@@ -121,6 +121,8 @@ def train_step(engine: Engine, batch: StepBatch, rounds: Rounds | None = None) -
     engine.callbacks.call("before_update", engine)
     if finite and not bad and count > 0:
         engine.update(clip_factor / divisor, without)
+    else:
+        engine.update.forget()
     scale.update(finite)
     if not spread.randomness.asked:
         spread.randomness.answers = None  # nothing in this model draws; from now on it is only watched

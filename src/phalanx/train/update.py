@@ -58,11 +58,15 @@ class Update:
             self.spread.gradients.give(factor, without)
             self.optimizer.step()
             self.spread.updated()
+        self.forget()
+
+    def forget(self) -> None:
+        """What was prepared is not done: its gradients can go."""
         self._lots = []
 
     def prepare(self, without: Set[str] = frozenset()) -> None:
         """When gradients are on their way, and the device is busy: find what is to be updated in one pass, if so."""
-        self._lots = []
+        self.forget()
         if not self.in_one_pass:
             return
         gradients = {w.shard: (w, own) for w, own in self.spread.gradients.each() if w.name not in without}
