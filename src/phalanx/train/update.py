@@ -27,8 +27,6 @@ class Lot:
     updated: Sequence[Updated]
     states: Sequence[dict[str, Any]]
     """Of these shards, what the optimizer keeps of each."""
-    places: Sequence[int]
-    """Likewise, where it lies."""
     names: Set[str]
     launch: Callable[[Hyperparameters, float], None]
 
@@ -61,7 +59,7 @@ class Update:
         self.forget()
 
     def forget(self) -> None:
-        """What was prepared is not done: its gradients can go."""
+        """What was prepared is done, or will not be: its gradients can go."""
         self._lots = []
 
     def prepare(self, without: Set[str] = frozenset()) -> None:
@@ -78,15 +76,15 @@ class Update:
                 updated = [self._updated(*gradients[shard]) for shard in same]
                 names = frozenset(gradients[shard][0].name for shard in same)
                 launch = self._one_pass.prepared(updated, (number, len(same)))
-                states, places = [self.optimizer.state[shard] for shard in same], [s.data_ptr() for s in same]
-                self._lots.append(Lot(number, step, same, updated, states, places, names, launch))
+                states = [self.optimizer.state[shard] for shard in same]
+                self._lots.append(Lot(number, step, same, updated, states, names, launch))
 
     def _as_prepared(self) -> bool:
         """Whether callbacks have left what is to be updated where it was. The device waits: this is to be quick."""
         return not self._lots or (self.in_one_pass and all(map(self._is_there, self._lots)))
 
     def _is_there(self, lot: Lot) -> bool:
-        moved = [shard.data_ptr() for shard in lot.shards] != lot.places
+        moved = [shard.data_ptr() for shard in lot.shards] != [one.weight.data_ptr() for one in lot.updated]
         if moved or not all(map(is_, map(self.optimizer.state.get, lot.shards), lot.states)):
             return False
         pairs = zip(lot.states, lot.updated, strict=True)
