@@ -89,22 +89,23 @@ class State:
             kept, written = self._kept_here(name, places)
             yield Entry(f"model/{name}", Box.whole(tensor), tuple(tensor.shape), tensor.detach(), kept, written, True)
 
-    def _kept(self, weight: Weight, key: str, value: Tensor) -> Iterator[Entry]:
+    def _kept(self, weight: Weight, key: str, value: Tensor) -> list[Entry]:
         """A tensor that the optimizer keeps of a weight."""
         name = f"optimizer/{key}/{weight.name}"
         if value.shape == weight.shard.shape and weight.optimized is weight.shard:
-            yield from self._parts(name, weight, value)
-        elif value.numel() == 1 and not (weight.whole_state and value.ndim):
-            if self._speaks(weight):
-                kept, written = self._role(weight, every_part=True)
-                yield Entry(f"counters/{key}/{weight.name}", Box((), ()), (), value.view(()), kept, written)
-        elif weight.whole_state:
-            if value.shape == weight.optimized.shape:
-                value = value.view(self.holding.shapes[weight.name])
+            return self._parts(name, weight, value)
+        if value.numel() == 1 and not (weight.whole_state and value.ndim):
+            if not self._speaks(weight):
+                return []
             kept, written = self._role(weight, every_part=True)
-            yield Entry(name, Box.whole(value), tuple(value.shape), value, kept, written)
-        else:
+            return [Entry(f"counters/{key}/{weight.name}", Box((), ()), (), value.view(()), kept, written)]
+        if not weight.whole_state:
             check_keepable(self.optimizer, weight.name, weight.shard, key, value)
+            return []
+        if value.shape == weight.optimized.shape:
+            value = value.view(self.holding.shapes[weight.name])
+        kept, written = self._role(weight, every_part=True)
+        return [Entry(name, Box.whole(value), tuple(value.shape), value, kept, written)]
 
     def numbers(self) -> dict[str, Any]:
         """What the optimizer keeps that is no tensor."""
@@ -127,7 +128,7 @@ class State:
         self.optimizer.state.clear()
         found = self._wanted_beside(manifest)
         for name, weight in self.spread.weights.items():
-            found[f"model/{name}"] = [(box, view) for box, view in self._boxes(weight, weight.shard.data)]
+            found[f"model/{name}"] = self._boxes(weight, weight.shard.data)
             for kind, key in keys.get(name, ()) if weight.trainable and weight.state_here else ():
                 full, state = f"{kind}/{key}/{name}", self.optimizer.state[weight.optimized]
                 if full in manifest.numbers:
@@ -152,7 +153,7 @@ class State:
                 if full in manifest.tensors:
                     dtype = getattr(torch, manifest.tensors[full].dtype)
                     tensors[name] = torch.zeros_like(weight.shard.data, dtype=dtype)
-                    found[full] = list(self._boxes(weight, tensors[name]))
+                    found[full] = self._boxes(weight, tensors[name])
         return found
 
     def _replicated(self) -> list[tuple[str, Tensor]]:
@@ -219,17 +220,17 @@ class State:
             return []
         return list(self.optimizer.state.get(weight.optimized, {}).items())
 
-    def _boxes(self, weight: Weight, shard: Tensor) -> Iterator[tuple[Box, Tensor]]:
-        return boxes(weight, self.holding.cut(weight.name), self.holding.index(weight.name), shard)
+    def _boxes(self, weight: Weight, shard: Tensor) -> list[tuple[Box, Tensor]]:
+        cut = self.holding.cut(weight.name)
+        return boxes(weight, cut, self.holding.index(weight.name) if cut else 0, shard)
 
     def note_versions(self) -> None:
         """Before the first step: a frozen weight that is written to later is changed by the model's own forward."""
         self._versions = self._versions or {name: version(weight.shard) for name, weight in self.spread.weights.items()}
 
-    def _parts(self, name: str, weight: Weight, shard: Tensor, restless: bool = False) -> Iterator[Entry]:
-        kept, written = self._role(weight)
-        for box, view in self._boxes(weight, shard):
-            yield Entry(name, box, tuple(self.holding.shapes[weight.name]), view, kept, written, restless)
+    def _parts(self, name: str, weight: Weight, shard: Tensor, restless: bool = False) -> list[Entry]:
+        (kept, written), shape = self._role(weight), tuple(self.holding.shapes[weight.name])
+        return [Entry(name, box, shape, view, kept, written, restless) for box, view in self._boxes(weight, shard)]
 
     def _speaks(self, weight: Weight) -> bool:
         """Whether this rank speaks for all of a weight: it owns the weight, or has its first row."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -33,8 +34,7 @@ class Box:
         return whole
 
 
-@dataclass(frozen=True)
-class ShardBox:
+class ShardBox(NamedTuple):
     """A box of the whole weight, and where it begins in a rank's shard."""
 
     box: Box
@@ -42,8 +42,11 @@ class ShardBox:
     start: int
 
     def view(self, shard: Tensor) -> Tensor:
-        """Of a rank's rows of the weight, or of its moments."""
-        return shard.narrow(self.dim, self.start, self.box.sizes[self.dim]) if self.box.sizes else shard.view(())
+        """Of a rank's rows of the weight, or of its moments: themselves, where the box is all of them."""
+        if not self.box.sizes:
+            return shard.view(())
+        length = self.box.sizes[self.dim]
+        return shard if length == shard.shape[self.dim] else shard.narrow(self.dim, self.start, length)
 
 
 def boxes_of(rows: Weight | Rows, cut: Cut | None, index: int) -> Iterator[ShardBox]:
@@ -75,7 +78,6 @@ def boxes_of(rows: Weight | Rows, cut: Cut | None, index: int) -> Iterator[Shard
         local += length
 
 
-def boxes(rows: Weight | Rows, cut: Cut | None, index: int, shard: Tensor) -> Iterator[tuple[Box, Tensor]]:
+def boxes(rows: Weight | Rows, cut: Cut | None, index: int, shard: Tensor) -> list[tuple[Box, Tensor]]:
     """The boxes that ``shard``, a rank's rows of a weight or of its moments, consists of, each with its view."""
-    for place in boxes_of(rows, cut, index):
-        yield place.box, place.view(shard)
+    return [(place.box, place.view(shard)) for place in boxes_of(rows, cut, index)]

@@ -39,12 +39,12 @@ def _writing(replace: Replace, change: Callable[[State, Entry], Entry]) -> None:
     replace(seams.ENTRIES, entries)
 
 
-def _other_part(axis: str) -> Callable[..., Iterator[tuple[Box, Tensor]]]:
+def _other_part(axis: str) -> Callable[..., list[tuple[Box, Tensor]]]:
     """Places of a weight's parts, each rank's exchanged with the next one's."""
 
     boxes = seams.BOXES.plain
 
-    def other(weight: Any, cut: Any, index: int, piece: Tensor) -> Iterator[tuple[Box, Tensor]]:
+    def other(weight: Any, cut: Any, index: int, piece: Tensor) -> list[tuple[Box, Tensor]]:
         if cut is not None and cut.axis == axis:
             turned = index ^ 1
             if cut.shape(weight.shape, turned) == cut.shape(weight.shape, index):
