@@ -38,7 +38,7 @@ from phalanx.run import Run
 from report import Figure, report
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "spirals.py"
-PHALANX = [sys.executable, "-m", "phalanx.cli"]
+PHALANX = [sys.executable, "-m", "phalanx"]
 
 
 def ranks_of(pid: int) -> list[int]:

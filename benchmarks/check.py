@@ -37,7 +37,7 @@ def figures(quick: bool) -> Iterator[Figure]:
 
 def _run(name: str, *words: str) -> float:
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "phalanx.cli", "train", name, "--on", "local:2", "--device", "cpu"]
+        command = [sys.executable, "-m", "phalanx", "train", name, "--on", "local:2", "--device", "cpu"]
         began = time.perf_counter()
         subprocess.run([*command, "--steps", "2", "--run", f"{folder}/run", *words], check=True, capture_output=True)
         return time.perf_counter() - began

@@ -74,7 +74,7 @@ class Job:
         python = [sys.executable, "-m"]
         if ours:
             place = ["--on", f"local:{ranks}", "--device", "cpu", "--run", "run"]
-            command = [*python, "phalanx.cli", "train", "task.py", *place, "--memory-steps", str(KEEP_STEPS)]
+            command = [*python, "phalanx", "train", "task.py", *place, "--memory-steps", str(KEEP_STEPS)]
         else:
             restarts = ["--standalone", "--nproc-per-node", str(ranks), "--max-restarts", "1000"]
             command = [*python, "torch.distributed.run", *restarts, str(PROGRAM), ".", str(KEEP_STEPS)]

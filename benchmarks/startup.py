@@ -52,7 +52,7 @@ def figures(quick: bool) -> Iterator[Figure]:
         ours = [
             sys.executable,
             "-m",
-            "phalanx.cli",
+            "phalanx",
             "train",
             "task.py",
             "--on",

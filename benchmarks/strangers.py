@@ -71,7 +71,7 @@ def hosts(folder: Path, run: str, seconds: float, address: str) -> list[subproce
     found = []
     for name in ("a", "b"):
         with (folder / f"{run}-{name}").open("wb") as out:
-            command = [sys.executable, "-m", "phalanx.cli", *words, "--host", name]
+            command = [sys.executable, "-m", "phalanx", *words, "--host", name]
             env = os.environ | {"OMP_NUM_THREADS": "1"}
             found.append(subprocess.Popen(command, cwd=folder, stdout=out, stderr=out, env=env))
     return found

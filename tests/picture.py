@@ -62,8 +62,8 @@ def graph(typing: bool = False) -> Edges:
 
 
 def room(name: str) -> str:
-    """The folder that a module lies in; cli is a room of its own, other files above all folders are nouns."""
-    first = name.split(".")[0]
+    """The folder that a module lies in; cli is a room, with its door for ``python -m``; other files there are nouns."""
+    first = name.split(".")[0].replace("__main__", "cli")
     return first if first == "cli" or (SOURCE / first).is_dir() else NOUNS
 
 

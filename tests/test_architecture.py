@@ -171,6 +171,7 @@ def test_private_torch_names_are_in_one_file() -> None:
 def test_tests_mirror_the_source() -> None:
     here = Path(__file__).parent
     elsewhere = {
+        "__main__",
         "parallel.randomness.answers", "parallel.weights.replicate", "train.agreement", "train.clock",
         "train.job", "train.loop", "train.optimizers", "train.rank", "train.scale", "prove.ranks.trial",
         "prove.ranks.witness",

@@ -117,17 +117,14 @@ def package(folder: Path, init: bool = True) -> None:
         (folder / "pkg" / "__init__.py").touch()
 
 
-@pytest.mark.parametrize("init", [True, False])
-@pytest.mark.parametrize(
-    ("words", "there"),
-    [
-        ("pkg.task:Digits", "."),
-        ("pkg.task", "."),
-        ("pkg/task.py:Digits", "."),
-        ("task.py", "pkg"),
-        ("../pkg/task.py", "other"),
-    ],
-)
+@pytest.mark.parametrize(("words", "there", "init"), [
+    pytest.param(words, there, init, marks=[] if init is quick else [pytest.mark.every])
+    for words, there, quick in [
+        ("pkg.task:Digits", ".", True), ("pkg.task", ".", False), ("pkg/task.py:Digits", ".", True),
+        ("task.py", "pkg", False), ("../pkg/task.py", "other", True),
+    ]
+    for init in (True, False)
+])  # fmt: skip
 def test_a_task_in_a_package_is_found_from_any_folder(tmp_path: Path, words: str, there: str, init: bool) -> None:
     package(tmp_path, init)
     (tmp_path / "other").mkdir()
@@ -561,7 +558,7 @@ def test_fewer_steps_than_are_done_are_refused(tmp_path: Path) -> None:
 
 
 def test_help_is_there_and_quick() -> None:
-    done = subprocess.run([sys.executable, "-m", "phalanx.cli", "train", "--help"], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-m", "phalanx", "train", "--help"], capture_output=True, text=True)
     assert done.returncode == 0
     for option in ("--layout", "--on", "--set", "--steps", "--run", "--config", "--dry-run"):
         assert option in done.stdout

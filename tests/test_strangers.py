@@ -27,7 +27,7 @@ def test_a_rank_dies_while_strangers_hold_connections_and_descriptors_are_few(tm
         "train", "slow.py", "--on", "local:2", "--steps", "120", "--set", "pause=0.05", "--run", "run",
         "--layout", "dp=4", "--max-nodes", "2", "--min-nodes", "1", "--meet", f"127.0.0.1:{address[1]}", "--host", "a",
     ]  # fmt: skip
-    command = f"ulimit -n 256; exec {sys.executable} -m phalanx.cli {' '.join(words)}"
+    command = f"ulimit -n 256; exec {sys.executable} -m phalanx {' '.join(words)}"
     process = subprocess.Popen(["bash", "-c", command], cwd=tmp_path, stderr=subprocess.PIPE, text=True)
     run = Run(tmp_path / "run")
     while not run.path.exists() or max(run.ledger(), default=0) < 10:

@@ -263,7 +263,3 @@ def exit_code() -> int:
         print(redact(told), file=sys.stderr)
         return 1
     return 0
-
-
-if __name__ == "__main__":
-    main()
