@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -20,6 +21,8 @@ QUICK = {
 }  # fmt: skip
 """Few and small connections: a layout makes a dozen communicators, and sends little through them."""
 MPS_SECONDS = 60
+QUIT_SECONDS = 15
+"""MPS ends at once, or hardly ever: a minute was not enough on one machine."""
 
 
 def as_host(name: int | str) -> dict[str, str]:
@@ -49,4 +52,15 @@ def shared_gpu(folder: Path) -> Iterator[bool]:
     finally:
         for name in pipes:
             os.environ.pop(name, None)
-        subprocess.run([control], input="quit\n", env=environment, text=True, timeout=MPS_SECONDS, capture_output=True)
+        _end(control, environment)
+
+
+def _end(control: str, environment: Mapping[str, str]) -> None:
+    """End the daemon: one that waits for its server, which waits for a client's last words, is killed."""
+    try:
+        subprocess.run(
+            [control], input="quit -t 5\n", env=environment, text=True, timeout=QUIT_SECONDS, capture_output=True
+        )
+    except subprocess.TimeoutExpired:
+        for path in Path(environment["CUDA_MPS_PIPE_DIRECTORY"]).glob("*.pid"):
+            os.kill(int(path.read_text()), signal.SIGKILL)
