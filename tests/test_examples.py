@@ -74,6 +74,7 @@ def test_the_gan_is_proven_under_all_layouts() -> None:
     assert proof.holds, proof
 
 
+@pytest.mark.every
 def test_whole_matrices_are_proven() -> None:
     proof = prove(Matrices(), ["fsdp=2", "fsdp=2,tp=2"])
     assert proof.holds, proof

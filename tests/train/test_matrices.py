@@ -36,6 +36,8 @@ MANY = (
     "fsdp=2,tp=4", "fsdp=2,tp=2,pp=2,micro_batch=4", "dp=2,fsdp=2,tp=2", "pp=2,tp=4,micro_batch=4",
     "fsdp=4,cp=2,ep=4", "fsdp=2,cp=2,tp=2,zero=2", "fsdp=2,cp=2,ep=2,pp=2,micro_batch=4", "fsdp=8,zero=1",
 )  # fmt: skip
+SOME_KINDS = [pytest.param(kind, marks=[] if kind in ("muon", "soap") else [pytest.mark.every]) for kind in KINDS]
+"""All of them under ``--every``."""
 
 
 @pytest.mark.parametrize(("kind", "layouts"), [(kind, ("fsdp=4", *FEW[i::4])) for i, kind in enumerate(KINDS)])
@@ -43,7 +45,10 @@ def test_whole_matrices_are_updated_as_on_one_device(ranks: Ranks, kind: str, la
     compare(ranks, 4, [(whole_task(kind, parsed), parsed) for parsed in map(Layout.parse, layouts)])
 
 
-@pytest.mark.parametrize(("kind", "layouts"), [(kind, MANY[i::4]) for i, kind in enumerate(KINDS)])
+@pytest.mark.parametrize(("kind", "layouts"), [
+    pytest.param(kind, MANY[i::4], marks=[] if kind in ("muon", "soap") else [pytest.mark.every])
+    for i, kind in enumerate(KINDS)
+])  # fmt: skip
 def test_on_eight_ranks(ranks: Ranks, kind: str, layouts: tuple[str, ...]) -> None:
     """Also where ranks of tp hold keys alike, and where shards of a stage speak along tp."""
     compare(ranks, 8, [(whole_task(kind, parsed), parsed) for parsed in map(Layout.parse, layouts)])
@@ -59,7 +64,7 @@ def test_under_every_layout(ranks: Ranks, kind: str, experts: bool, world: int) 
         compare(ranks, world, [(whole_task(kind, layout), layout)])
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", SOME_KINDS)
 def test_state_is_taken_up_under_other_layouts(ranks: Ranks, kind: str, tmp_path: Path) -> None:
     """From shards to parts of shards to one device: to the bit; and trained there as if nothing had happened."""
     task = WholeLanguage(kind=kind, steps=6)
@@ -192,7 +197,7 @@ def exactly(task: phalanx.Task, layout: str) -> Outcome:
         return Outcome(digest(engine.whole_weights()), steps, {})
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", SOME_KINDS)
 def test_exact_sums_give_the_same_bits_at_any_number_of_ranks(ranks: Ranks, kind: str) -> None:
     task = WholeLanguage(kind=kind, precision="fp32")
     alone = ranks(1, exactly, task, "exact=8")[0]

@@ -50,7 +50,7 @@ def test_each_axis(ranks: Ranks, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", [
-    pytest.param(kind, marks=[] if kind in ("llama", "gpt2", "mixtral") else [pytest.mark.every])
+    pytest.param(kind, marks=[] if kind in ("gpt2", "mixtral") else [pytest.mark.every])
     for kind in [*DENSE, "mixtral"]
 ])  # fmt: skip
 def test_every_two_axes(ranks: Ranks, kind: str) -> None:
