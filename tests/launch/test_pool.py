@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import pickle
 import signal
+import time
 from datetime import timedelta
 
 import pytest
@@ -77,3 +79,12 @@ def test_ranks_are_told_who_they_are_and_none_is_left() -> None:
     for pid in pids:
         with pytest.raises(ProcessLookupError):
             os.kill(pid or 0, 0)
+
+
+def test_a_rank_whose_pool_is_closed_while_it_works_ends_quietly() -> None:
+    pool = Pool(server(), 1, timedelta(seconds=20))
+    pool.pipes[0].send_bytes(pickle.dumps((1, 1, pool.server.dumps((time.sleep, (0.3,))))))
+    pool.pipes[0].close()
+    pool.processes[0].join(20)
+    assert pool.processes[0].exitcode == 0  # 1 after a traceback
+    pool.close()

@@ -151,7 +151,11 @@ def _serve(
             return
         if store is None:
             store = RankStore(address, port, Key(secret), timeout)
-        connection.send_bytes(_job(rank, dist.PrefixStore(f"job {number}", store), world, timeout, after, work))
+        answer = _job(rank, dist.PrefixStore(f"job {number}", store), world, timeout, after, work)
+        try:
+            connection.send_bytes(answer)
+        except BrokenPipeError:  # the pool was closed meanwhile, as when another rank did not answer
+            return
 
 
 def _job(
