@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import ast
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -20,6 +24,12 @@ def test_kernels_that_do_not_work_are_not_used() -> None:
         assert not Kernel("sums", broken).works(CPU)
     with pytest.warns(UserWarning, match="not used on cpu: it does not find what its plain twin does"):
         assert not Kernel("sums", lambda device: False).works(CPU)
+
+
+def test_ranks_agree_on_every_kernel_that_a_run_has() -> None:
+    program = "import phalanx.train.engine; from phalanx.kernels import choice; print([k.name for k in choice.KERNELS])"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert sorted(ast.literal_eval(done.stdout)) == ["Adam's update", "the cross-entropy"]
 
 
 def test_a_device_is_tried_once() -> None:

@@ -121,4 +121,4 @@ def _trial(device: torch.device) -> bool:
     return torch.allclose(weight, twin, rtol=1e-4) and torch.allclose(own.copy.float(), weight, rtol=1e-2)
 
 
-KERNEL = Kernel("Adam's update", _trial)
+KERNEL = Kernel.declared("Adam's update", _trial)

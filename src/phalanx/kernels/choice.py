@@ -14,6 +14,10 @@ interpreted = False
 """Whether kernels are interpreted on a processor, as in their tests."""
 
 
+KERNELS: list[Kernel] = []
+"""Those of this process: ranks agree on each when they start."""
+
+
 class Kernel:
     """One or several that are used together."""
 
@@ -21,6 +25,12 @@ class Kernel:
         """``trial``: whether it gives on a device what its twin gives, a few numbers each."""
         self.name, self.trial = name, trial
         self._works: dict[torch.device, bool] = {}
+
+    @classmethod
+    def declared(cls, name: str, trial: Callable[[torch.device], bool]) -> Kernel:
+        """One that ranks agree on: used by all of them, or by none."""
+        KERNELS.append(cls(name, trial))
+        return KERNELS[-1]
 
     def used(self, tensor: Tensor) -> bool:
         """For numbers like these: a proof's, in float64, are the twin's."""

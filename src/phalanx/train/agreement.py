@@ -11,7 +11,7 @@ import torch.distributed as dist
 from phalanx import counter
 from phalanx.data.fingerprint import digest
 from phalanx.errors import WrongUse
-from phalanx.kernels import adamw, cross_entropy
+from phalanx.kernels.choice import KERNELS
 from phalanx.parallel.communication.communicator import Communicator
 from phalanx.settings import plain_settings
 
@@ -37,7 +37,7 @@ def agree_on_kernels(engine: Engine) -> None:
     """One that does not work on a rank is used on none: they would compute in other chunks, and to other bits."""
     if engine.device.type != "cuda" or engine.environment.world == 1:
         return
-    kernels = cross_entropy.KERNEL, adamw.KERNEL
+    kernels = sorted(KERNELS, key=lambda kernel: kernel.name)
     works = torch.tensor([float(kernel.works(engine.device)) for kernel in kernels], device=engine.device)
     for kernel, everywhere in zip(kernels, engine.gathered(works).amin(0).tolist(), strict=True):
         kernel.settle(engine.device, bool(everywhere))
