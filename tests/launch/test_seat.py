@@ -7,6 +7,7 @@ import socket
 import pytest
 
 from phalanx.errors import CannotHere, WrongUse
+from phalanx.launch import network
 from phalanx.launch.key import Key
 from phalanx.launch.seat import Seat
 
@@ -51,3 +52,16 @@ def test_without_a_way_it_says_so_or_waits_if_it_was_in_before() -> None:
 def test_refusals_end_in_what_to_do() -> None:
     for refusal in (seat().turned_away(), seat().stranger(), seat().nobody()):
         assert "localhost:29400" in str(refusal)
+
+
+def test_a_store_does_not_take_the_port_of_the_rendezvous(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = network.listen
+    with network.listen_alone() as free:
+        port = free.getsockname()[1]
+    ports = [port, 0]  # what the system might give
+    monkeypatch.setattr(network, "listen", lambda address, interface: plain(address, ports.pop(0), interface))
+    door = seat(f"127.0.0.1:{port}").new_door(None)
+    assert door is not None
+    assert not ports
+    with door, plain("127.0.0.1", port):
+        assert door.getsockname()[1] != port

@@ -68,7 +68,7 @@ class Seat:
         while True:
             try:
                 self.way = network.way_to(self.at, self.port, self.interface)
-                return network.listen(self.way.own, interface=self.way.interface)
+                return self._listening()
             except socket.gaierror as error:
                 why = f"host {self.at!r} is not known here ({error}). Give the rendezvous a name or an IP."
             except OSError as error:
@@ -81,6 +81,14 @@ class Seat:
             if asked is not None and asked():
                 return None
             time.sleep(0.5)
+
+    def _listening(self) -> socket.socket:
+        """At a port that the system gives: not the rendezvous's, which is as free as others until a host opens it."""
+        door = network.listen(self.way.own, interface=self.way.interface)
+        if door.getsockname()[1] != self.port:
+            return door
+        with door:
+            return network.listen(self.way.own, interface=self.way.interface)
 
     def turned_away(self) -> CannotHere:
         """Another key is asked for there."""
