@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import socket
@@ -245,10 +246,10 @@ def test_a_second_ctrl_c_at_a_terminal_says_what_is_lost(folder: Path) -> None:
     assert ended(process) == 130
     told = (folder / "out").read_text()
     assert "Ctrl-C again ends it at once" in told
-    assert (
-        f"stopped by a second Ctrl-C: every rank has ended, nothing was saved, {max(run.ledger()) + 1} steps lost"
-        in told
-    )
+    noted = max(run.ledger()) + 1
+    lost = re.search(r"second Ctrl-C: every rank has ended, nothing was saved, (\d+) steps lost", told)
+    assert lost, told
+    assert int(lost[1]) in (noted, noted + 1)  # a rank may have been stopped with a step done, and told, and not noted
 
 
 def test_a_run_that_is_done_is_done_though_it_was_asked_to_stop(folder: Path) -> None:
