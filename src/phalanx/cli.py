@@ -263,3 +263,7 @@ def exit_code() -> int:
         print(redact(told), file=sys.stderr)
         return 1
     return 0
+
+
+if __name__ == "__main__":
+    main()  # as ``python -m phalanx`` does

@@ -147,14 +147,14 @@ def _serve(
     while True:
         try:
             number, world, work = pickle.loads(connection.recv_bytes())
-        except EOFError:
+        except (EOFError, ConnectionError):
             return
         if store is None:
             store = RankStore(address, port, Key(secret), timeout)
         answer = _job(rank, dist.PrefixStore(f"job {number}", store), world, timeout, after, work)
         try:
             connection.send_bytes(answer)
-        except BrokenPipeError:  # the pool was closed meanwhile, as when another rank did not answer
+        except ConnectionError:  # the pool was closed meanwhile, as when another rank did not answer
             return
 
 
