@@ -174,6 +174,9 @@ def _job(
         function, args = loads(work)
         if world > 1:
             dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timeout)
+            if store.add("connected", 1) == world:
+                store.set("all connected", "yes")
+            store.get("all connected")  # a job that says nothing would end, and break connections still being made
         answer = pickle.dumps(Answer(rank, function(*args)))  # not send(): torch would share file descriptors
         if after is not None:
             after(world)
