@@ -36,7 +36,8 @@ MANY = (
     "fsdp=2,tp=4", "fsdp=2,tp=2,pp=2,micro_batch=4", "dp=2,fsdp=2,tp=2", "pp=2,tp=4,micro_batch=4",
     "fsdp=4,cp=2,ep=4", "fsdp=2,cp=2,tp=2,zero=2", "fsdp=2,cp=2,ep=2,pp=2,micro_batch=4", "fsdp=8,zero=1",
 )  # fmt: skip
-SOME_KINDS = [pytest.param(kind, marks=[] if kind in ("muon", "soap") else [pytest.mark.every]) for kind in KINDS]
+MARKS = {kind: [] if kind in ("muon", "soap") else [pytest.mark.every] for kind in KINDS}
+SOME_KINDS = [pytest.param(kind, marks=MARKS[kind]) for kind in KINDS]
 """All of them under ``--every``."""
 
 
@@ -46,8 +47,7 @@ def test_whole_matrices_are_updated_as_on_one_device(ranks: Ranks, kind: str, la
 
 
 @pytest.mark.parametrize(("kind", "layouts"), [
-    pytest.param(kind, MANY[i::4], marks=[] if kind in ("muon", "soap") else [pytest.mark.every])
-    for i, kind in enumerate(KINDS)
+    pytest.param(kind, MANY[i::4], marks=MARKS[kind]) for i, kind in enumerate(KINDS)
 ])  # fmt: skip
 def test_on_eight_ranks(ranks: Ranks, kind: str, layouts: tuple[str, ...]) -> None:
     """Also where ranks of tp hold keys alike, and where shards of a stage speak along tp."""
