@@ -8,6 +8,7 @@ import torch
 import phalanx
 from phalanx import Layout
 from phalanx.parallel.axes.schedules import CHUNKS
+from phalanx.parallel.forward.wrapper import wrapper
 from tests.parity import HostileLanguage
 from tests.ranks import Ranks
 
@@ -16,7 +17,7 @@ def printed(layout: str) -> list[str]:
     parsed = Layout.parse(layout)
     layers = 2 * parsed.pp * CHUNKS.get(parsed.schedule, 1) if parsed.pp > 1 else 2
     with phalanx.Engine(HostileLanguage(layers=layers), parsed, device="cpu") as engine:
-        return [repr(engine.spread.model.get_submodule(name).forward) for name in engine.anatomy.blocks]
+        return [repr(wrapper(engine.spread.model.get_submodule(name))) for name in engine.anatomy.blocks]
 
 
 KEYS = "random keys of blocks.{} > "
@@ -48,7 +49,7 @@ def test_a_block_prints_what_is_done_around_it(ranks: Ranks, layout: str, first:
 def modules(layout: str) -> dict[str, str]:
     with phalanx.Engine(HostileLanguage(), Layout.parse(layout), device="cpu") as engine:
         named = engine.spread.model.named_modules()
-        return {name: repr(m.forward) for name, m in named if " > " in repr(m.forward)}
+        return {name: repr(wrapper(m)) for name, m in named if wrapper(m) is not None}
 
 
 def test_other_modules_print_theirs(ranks: Ranks) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import phalanx
-from phalanx.parallel.forward.wrapper import Around, Forward, Instead, Layer, wrap
+from phalanx.parallel.forward.wrapper import Around, Forward, Instead, Layer, wrap, wrapper
 
 
 class Double(nn.Module):
@@ -43,7 +43,8 @@ def test_layers_are_passed_from_the_outermost_to_the_innermost_and_back() -> Non
 def test_a_forward_prints_its_layers() -> None:
     module = Double()
     wrap(module, Noted("a", []), Noted("b", []))
-    assert repr(module.forward) == "a > b > Double.forward"
+    assert repr(wrapper(module)) == "a > b > Double.forward"
+    assert repr(module.forward) == "<bound method Double.forward of a > b > Double.forward>"
     assert str(inspect.signature(module.forward)).startswith("(x: 'Tensor', plus: 'float' = 0.0)")
 
 
@@ -53,7 +54,7 @@ def test_later_layers_go_around_earlier_ones_in_one_wrapper() -> None:
     wrap(module, Noted("inner", notes))
     wrap(module, Noted("outer", notes), Noted("middle", notes))
     module(torch.tensor(1.0))
-    assert repr(module.forward) == "outer > middle > inner > Double.forward"
+    assert repr(wrapper(module)) == "outer > middle > inner > Double.forward"
     assert notes[:3] == ["into outer", "into middle", "into inner"]
 
 
@@ -84,3 +85,26 @@ def test_a_forward_is_replaced_in_one_place() -> None:
         if isinstance(target, ast.Attribute) and target.attr == "forward"
     ]
     assert places == ["parallel/forward/wrapper.py"]
+
+
+def test_modules_that_are_alike_are_compiled_once() -> None:
+    compiled = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        compiled.append(graph)
+        return graph
+
+    class Chain(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Double()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(x).relu()
+
+    torch._dynamo.reset()
+    for number in range(3):
+        chain = Chain()
+        wrap(chain.inner, Around("plus", lambda rest, by, x: rest(x) + by, torch.tensor(float(number))))
+        assert float(torch.compile(chain.forward, backend=backend)(torch.tensor(3.0))) == 6 + number
+    assert len(compiled) == 1

@@ -4,14 +4,15 @@ What spreading a model adds to a module is a list of layers, outermost first, ar
 module's ``forward`` to read what happens in a call of it, in order:
 
     >>> engine.spread.model.blocks[0].forward
-    enter: sequence over cp, tp > random keys of blocks.0 > recompute full > probe > context > Block.forward
+    <bound method Block.forward of enter: sequence over cp, tp > random keys of blocks.0 > probe > Block.forward>
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from functools import partial
+from functools import partial, update_wrapper
+from types import MethodType
 from typing import Any
 
 from torch import nn
@@ -64,14 +65,23 @@ class Wrapper:
     """What stands in a module as its forward."""
 
     def __init__(self, module: nn.Module, forward: Forward, layers: tuple[Layer, ...]) -> None:
-        self.layers, self.__wrapped__ = layers, forward
+        self.layers, self.forward = layers, forward
         self._own = f"{type(module).__name__}.forward"
         self._run = forward
         for layer in reversed(layers):
             self._run = layer.over(self._run)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._run(*args, **kwargs)
+    def method(self) -> Forward:
+        """The call, with the signature of what is wrapped.
+
+        It is a bound method: of any other object, torch.compile makes a program a module, however alike they are.
+        """
+
+        def call(wrapper: Wrapper, *args: Any, **kwargs: Any) -> Any:
+            return wrapper._run(*args, **kwargs)
+
+        own = self.forward
+        return MethodType(update_wrapper(call, own.__func__) if isinstance(own, MethodType) else call, self)
 
     def __repr__(self) -> str:
         return " > ".join([*(layer.title for layer in self.layers), self._own])
@@ -79,7 +89,13 @@ class Wrapper:
 
 def wrap(module: nn.Module, *layers: Layer) -> None:
     """Put layers around a module's forward, outermost first, and around those that it has already."""
-    forward: Any = module.forward
-    if isinstance(forward, Wrapper):
-        layers, forward = (*layers, *forward.layers), forward.__wrapped__
-    module.forward = Wrapper(module, forward, layers)
+    around, forward = wrapper(module), module.forward
+    if around is not None:
+        layers, forward = (*layers, *around.layers), around.forward
+    module.forward = Wrapper(module, forward, layers).method()  # type: ignore[method-assign]
+
+
+def wrapper(module: nn.Module) -> Wrapper | None:
+    """What stands in a module as its forward, if anything does."""
+    found = getattr(module.forward, "__self__", None)
+    return found if isinstance(found, Wrapper) else None
