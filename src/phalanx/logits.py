@@ -41,6 +41,8 @@ class Logits:
         self.hidden, self.weight, self.bias, self.vocabulary = hidden, weight, bias, vocabulary
         self.sequence: Sequence | None = None
         self.bending = AS_THEY_ARE
+        self.narrow = False
+        """Whether its gradients are products in 8 bits."""
         self.dtype = hidden.dtype
         self._grad = torch.is_grad_enabled()  # whoever makes them later means the model's call
         self._view: tuple[Logits, Callable[[Tensor], Tensor]] | None = None
@@ -81,7 +83,7 @@ class Logits:
             hidden = hidden.reshape(-1, hidden.shape[-1])
             if self.vocabulary is not None:
                 hidden = self.vocabulary.replicate(hidden)
-            kind = Kind(ignore, smoothing, self.bending)
+            kind = Kind(ignore, smoothing, self.bending, self.narrow)
             total = linear_cross_entropy(hidden, self.weight, self.bias, targets.reshape(-1), kind, self.vocabulary)
             return total if self.sequence is None else self.sequence.all_reduce(total)
 

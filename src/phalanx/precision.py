@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from phalanx.kernels.fp8 import Scaling
 from phalanx.task import Precision
 from phalanx.trees import mapped
 
@@ -23,10 +24,14 @@ class Dtypes:
     compute: torch.dtype
     reduce: torch.dtype
     optimizer: torch.dtype
+    fp8: Scaling | None = None
+    """How the linears of blocks are scaled, where they compute in 8 bits."""
 
     def table(self) -> str:
         """For the screen: ``parameter float32 | compute bfloat16 | ...``."""
-        return " | ".join(f"{name} {str(dtype).removeprefix('torch.')}" for name, dtype in vars(self).items())
+        told = {name: str(dtype).removeprefix("torch.") for name, dtype in vars(self).items() if name != "fp8"}
+        linears = {"linears of blocks": f"float8 {self.fp8}"} if self.fp8 else {}
+        return " | ".join(f"{name} {what}" for name, what in {**told, **linears}.items())
 
     def notes(self, device: str) -> list[str]:
         """What it costs more than it should here."""
@@ -48,6 +53,8 @@ DTYPES: dict[Precision, Dtypes] = {
     "fp32": Dtypes(torch.float32, torch.float32, torch.float32, torch.float32),
     "bf16": Dtypes(torch.float32, torch.bfloat16, torch.float32, torch.float32),
     "fp16": Dtypes(torch.float32, torch.float16, torch.float32, torch.float32),
+    "fp8": Dtypes(torch.float32, torch.bfloat16, torch.float32, torch.float32, "tensorwise"),
+    "fp8_rowwise": Dtypes(torch.float32, torch.bfloat16, torch.float32, torch.float32, "rowwise"),
     "float64": Dtypes(torch.float64, torch.float64, torch.float64, torch.float64),
 }
 

@@ -23,7 +23,7 @@ from phalanx.losses import Loss
 if TYPE_CHECKING:
     from phalanx.callbacks import Callback
 
-Precision = Literal["fp32", "bf16", "fp16", "float64"]
+Precision = Literal["fp32", "bf16", "fp16", "fp8", "fp8_rowwise", "float64"]
 
 
 class NoSuchColumn(WrongUse, KeyError):

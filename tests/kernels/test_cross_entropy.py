@@ -70,6 +70,13 @@ def compare(device: str) -> None:
         tolerance = TOLERANCES[dtype]
         # a logit of 100 has its last bit at 8e-6
         assert torch.allclose(got.double(), expected, rtol=tolerance, atol=max(tolerance / 10, 2e-5)), told
+    for bending in BENDINGS.values() if device == "cuda" else ():  # the interpreter has no 8 bits
+        logits, index = torch.randn(7, 131, device=device), torch.arange(7, device=device)
+        known = statistics(logits, index, bending)
+        given = index, known.top + known.spread.log(), index < 6, 0.0, 0.0, bending
+        narrow = gradient_(logits.clone(), *given, torch.empty(7, 131, device=device).to(torch.float8_e5m2), 64.0)
+        expected = gradient_(logits, *given) * 64
+        assert torch.allclose(narrow.float(), expected, rtol=0.13, atol=2e-5), (seed, bending)
     for dtype, size in product((torch.bfloat16, torch.float16), ((0, 3), (1,), (77, 131), (3, 4096))):
         given, factor = torch.randn(size, device=device), torch.randn((), device=device)
         found = scaled(given, factor, dtype)

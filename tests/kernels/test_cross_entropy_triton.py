@@ -15,13 +15,13 @@ def compile_all() -> None:
     from phalanx.kernels import cross_entropy_triton as kernels
 
     target = triton.backends.compiler.GPUTarget("cuda", 90, 32)
-    pointers = {"logits": "*bf16", "index": "*i64", "valid": "*i1"}
-    numbers = dict.fromkeys(("stride", "classes"), "i32")
-    for kernel, kind in product((kernels._statistics, kernels._gradient), (0, 1, 2)):
+    numbers = dict.fromkeys(("stride", "spacing", "classes"), "i32")
+    for kernel, kind, into in product((kernels._statistics, kernels._gradient), (0, 1, 2), ("*bf16", "*fp8e5")):
+        pointers = {"logits": "*bf16", "gradients": into, "index": "*i64", "valid": "*i1"}
         constants = {"KIND": kind, "WHOLE": 31 * kernels.BLOCK, "REST": True, "BLOCK": kernels.BLOCK}
         constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
         plain = [name for name in kernel.arg_names if name not in constants]
-        floats = dict.fromkeys(("share", "rest", "inner", "outer"), "fp32")
+        floats = dict.fromkeys(("factor", "share", "rest", "inner", "outer"), "fp32")
         signature = {name: (pointers | numbers | floats).get(name, "*fp32") for name in plain}
         source = triton.compiler.ASTSource(kernel, signature | dict.fromkeys(constants, "constexpr"), constants)
         assert "cubin" in triton.compile(source, target=target).asm

@@ -38,3 +38,36 @@ def test_a_compiled_step_is_the_step() -> None:
     """In a process of its own: the compiler leaves threads behind. What it makes of a GPU: benchmarks/gpu.py."""
     done = subprocess.run([sys.executable, "-c", COMPARE], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+IN_8_BITS = """
+from functools import partial
+import torch
+import phalanx
+from phalanx.recipes.gpt import GPT
+
+def losses(layout):
+    task = GPT(precision="fp8", width=32, layers=3, length=16, megabytes=0.2, global_batch=4, steps=3)
+    with phalanx.Engine(task, layout, device="cpu") as engine:
+        return [engine.step(batch).loss for batch in engine.batches()], engine.spread.scales()
+
+torch.set_num_threads(1)
+expected, scales = losses("dp=1")
+programs = []
+
+def backend(graph, inputs):
+    programs.append(graph)
+    return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+
+torch.compile = partial(torch.compile, backend=backend)
+found, compiled = losses("dp=1,compile=blocks")
+assert all(abs(one - other) <= 1e-3 * one for one, other in zip(expected, found)), (expected, found)
+for name, row in compiled.items():
+    assert all(abs(one - other) <= 0.15 * other for one, other in zip(row, scales[name])), (name, row, scales[name])
+assert len(programs) == 2, programs  # all blocks alike: one that looks for its scales, and one that knows them
+"""
+
+
+def test_a_compiled_step_in_8_bits_is_that_step() -> None:
+    done = subprocess.run([sys.executable, "-c", IN_8_BITS], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

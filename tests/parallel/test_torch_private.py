@@ -140,3 +140,20 @@ def test_attention_is_one_of_these_operations() -> None:
     with Watch():
         F.scaled_dot_product_attention(x, x, x)
     assert set(seen) & set(torch_private.ATTENTION)
+
+
+def test_a_product_of_scaled_numbers_has_a_shape_and_a_name() -> None:
+    called = []
+
+    class Notes(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            called.append(func)
+            return func(*args, **kwargs or {})
+
+    with torch_private.FakeTensorMode(), Notes():
+        one, other = (torch.empty(n, 32, dtype=torch.float8_e4m3fn, device="cuda") for n in (48, 16))
+        by = torch.empty((), device="cuda")
+        found = torch_private.scaled_product(one, other.t(), by, by, torch.bfloat16)
+    assert found.shape == (48, 16)
+    assert found.dtype == torch.bfloat16
+    assert torch_private.SCALED_PRODUCT in called

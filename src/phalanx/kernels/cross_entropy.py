@@ -66,13 +66,18 @@ def statistics(logits: Tensor, index: Tensor, bending: Bending) -> Statistics:
 
 
 def gradient_(
-    logits: Tensor, index: Tensor, normaliser: Tensor, valid: Tensor, share: float, smoothing: float, bending: Bending
-) -> Tensor:
-    """Of the summed loss by the logits, in their place. ``share``: what smoothing gives each class."""
+    logits: Tensor, index: Tensor, normaliser: Tensor, valid: Tensor, share: float, smoothing: float, bending: Bending,
+    found: Tensor | None = None, factor: float = 1.0,
+) -> Tensor:  # fmt: skip
+    """Of the summed loss by the logits, in their place or, times a factor, in that of ``found``.
+
+    ``share``: what smoothing gives each class.
+    """
+    found = logits if found is None else found
     if not logits.shape[1]:
-        return logits
+        return found
     by = _gradient_by_kernel if KERNEL.used(logits) else _gradient_plainly
-    return by(logits, index, normaliser, valid, share, smoothing, bending)
+    return by(logits, index, normaliser, valid, share, smoothing, bending, found, factor)
 
 
 def scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -92,8 +97,9 @@ def _statistics_plainly(logits: Tensor, index: Tensor, bending: Bending) -> Stat
 
 
 def _gradient_plainly(
-    logits: Tensor, index: Tensor, normaliser: Tensor, valid: Tensor, share: float, smoothing: float, bending: Bending
-) -> Tensor:
+    logits: Tensor, index: Tensor, normaliser: Tensor, valid: Tensor, share: float, smoothing: float, bending: Bending,
+    found: Tensor, factor: float,
+) -> Tensor:  # fmt: skip
     slope = None if bending.none else bending.slope(bent := bending(logits))
     if slope is not None:
         logits.copy_(bent)
@@ -105,7 +111,8 @@ def _gradient_plainly(
     logits.scatter_add_(1, index.clamp(min=0).unsqueeze(1), taken)
     if slope is not None:
         logits.mul_(slope)
-    return logits.mul_(valid.unsqueeze(1))
+    logits.mul_(valid.unsqueeze(1))
+    return logits if found is logits else found.copy_(logits.mul_(factor))
 
 
 def _statistics_by_kernel(logits: Tensor, index: Tensor, bending: Bending) -> Statistics:
@@ -117,12 +124,14 @@ def _statistics_by_kernel(logits: Tensor, index: Tensor, bending: Bending) -> St
 
 
 def _gradient_by_kernel(
-    logits: Tensor, index: Tensor, normaliser: Tensor, valid: Tensor, share: float, smoothing: float, bending: Bending
-) -> Tensor:
+    logits: Tensor, index: Tensor, normaliser: Tensor, valid: Tensor, share: float, smoothing: float, bending: Bending,
+    found: Tensor, factor: float,
+) -> Tensor:  # fmt: skip
     from phalanx.kernels.cross_entropy_triton import gradient
 
-    gradient(logits, index, normaliser, valid, share, 1 - smoothing, bending.inner, bending.outer, bending.kind)
-    return logits
+    rest = 1 - smoothing
+    gradient(logits, found, index, normaliser, valid, factor, share, rest, bending.inner, bending.outer, bending.kind)
+    return found
 
 
 def _scaled_by_kernel(gradient: Tensor, factor: Tensor, found: Tensor) -> Tensor:
@@ -137,9 +146,9 @@ def _trial(device: torch.device) -> bool:
     index, valid = torch.tensor([5, -1, 69], device=device), torch.tensor([True, True, False], device=device)
     found, own = _statistics_by_kernel(plain, index, AS_THEY_ARE), plain.bfloat16()
     normaliser = found.top + found.spread.log()
-    _gradient_by_kernel(own, index, normaliser, valid, 0.0, 0.0, AS_THEY_ARE)
+    _gradient_by_kernel(own, index, normaliser, valid, 0.0, 0.0, AS_THEY_ARE, own, 1.0)
     want = _statistics_plainly(plain, index, AS_THEY_ARE)
-    expected = _gradient_plainly(plain.clone(), index, normaliser, valid, 0.0, 0.0, AS_THEY_ARE)
+    _gradient_plainly(expected := plain.clone(), index, normaliser, valid, 0.0, 0.0, AS_THEY_ARE, expected, 1.0)
     if own.is_cuda:  # a product of narrow factors, added to a wide sum inside of it
         torch.addmm(torch.mm(own.T, own, out_dtype=torch.float32), own.T, own, out_dtype=torch.float32)
     halves = torch.empty_like(own)

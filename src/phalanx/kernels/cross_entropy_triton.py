@@ -19,13 +19,13 @@ def statistics(logits: Tensor, index: Tensor, found: Tensor, inner: float, outer
 
 
 def gradient(
-    logits: Tensor, index: Tensor, normaliser: Tensor, valid: Tensor, share: float, rest: float,
-    inner: float, outer: float, kind: int,
+    logits: Tensor, found: Tensor, index: Tensor, normaliser: Tensor, valid: Tensor, factor: float,
+    share: float, rest: float, inner: float, outer: float, kind: int,
 ) -> None:  # fmt: skip
-    """In the place of the logits."""
+    """``found`` may be the logits."""
     _gradient[(len(logits), triton.cdiv(logits.shape[1], BLOCK))](
-        logits, logits.stride(0), index, normaliser, valid, logits.shape[1], share, rest, inner, outer,
-        KIND=kind, BLOCK=BLOCK, num_warps=8,
+        logits, logits.stride(0), found, found.stride(0), index, normaliser, valid, logits.shape[1], factor,
+        share, rest, inner, outer, KIND=kind, BLOCK=BLOCK, num_warps=8,
     )  # fmt: skip
 
 
@@ -110,21 +110,21 @@ def _by_logits(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _gradient(  # type: ignore[no-untyped-def]
-    logits, stride, index, normalisers, valid, classes, share, rest, inner, outer,
+    logits, stride, gradients, spacing, index, normalisers, valid, classes, factor, share, rest, inner, outer,
     KIND: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """A block of a row a program."""
     row = tl.program_id(0).to(tl.int64)
     start = tl.program_id(1) * BLOCK
     offsets = start + tl.arange(0, BLOCK)
-    places = logits + row * stride + offsets
+    places, there = logits + row * stride + offsets, gradients + row * spacing + offsets
     target, normaliser, counts = tl.load(index + row), tl.load(normalisers + row), tl.load(valid + row)
     if start + BLOCK <= classes:
         x = tl.load(places)
         found = _by_logits(x, offsets, target, normaliser, counts, share, rest, inner, outer, KIND)
-        tl.store(places, found.to(logits.dtype.element_ty))
+        tl.store(there, (found * factor).to(gradients.dtype.element_ty))
     else:
         here = offsets < classes
         x = tl.load(places, mask=here, other=0.0)
         found = _by_logits(x, offsets, target, normaliser, counts, share, rest, inner, outer, KIND)
-        tl.store(places, found.to(logits.dtype.element_ty), mask=here)
+        tl.store(there, (found * factor).to(gradients.dtype.element_ty), mask=here)

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from phalanx.kernels import cross_entropy
+from phalanx.kernels import cross_entropy, fp8, fp8_head
 
 LOGIT_ELEMENTS = 1 << 26
 """Logits alive at once on a processor: 256 MiB in float32."""
@@ -56,6 +56,8 @@ class Kind:
     """Rows with this target have no loss."""
     smoothing: float = 0.0
     bending: cross_entropy.Bending = cross_entropy.AS_THEY_ARE
+    narrow: bool = False
+    """Whether its gradients are products in 8 bits, where sizes allow."""
 
 
 def linear_cross_entropy(
@@ -94,11 +96,20 @@ class LinearCrossEntropy(torch.autograd.Function):
         grad_weight: Tensor | None = None
         grad_bias = torch.zeros_like(bias, dtype=wide) if by_bias and bias is not None else None
         product = Product(weight, bias, wide, largest=vocabulary.largest if vocabulary else weight.shape[0])
-        for part in product.chunks(len(hidden)):
+        chunks = product.chunks(len(hidden), fp8.MULTIPLE if kind.narrow else 1)
+        plain = bias is None and kind.bending.none and grad_hidden is not None and by_weight
+        narrow = fp8_head.HeadGradients(hidden, weight, chunks) if kind.narrow and plain and chunks else None
+        narrow = narrow if narrow is not None and narrow.fit else None
+        for part in chunks:
             logits = product(hidden[part])
-            loss, grad = row_losses(logits, targets[part], kind, by_hidden or by_weight or by_bias, vocabulary)
+            room = None if narrow is None else narrow.room(part)
+            loss, grad = row_losses(logits, targets[part], kind, by_hidden or by_weight or by_bias, vocabulary, room)
             total += loss
             if grad is None:
+                continue
+            if narrow is not None:
+                assert grad_hidden is not None
+                grad_hidden[part], grad_weight = narrow.products(part, grad, grad_weight)
                 continue
             if grad_bias is not None:
                 grad_bias += grad.sum(0, dtype=wide)
@@ -133,11 +144,11 @@ class Product:
         self.narrow = cross_entropy.KERNEL.used(weight)
         self._room = weight.new_empty(0)
 
-    def chunks(self, rows: int) -> list[slice]:
-        """As few as memory allows, alike, and as many on all ranks of a vocabulary."""
+    def chunks(self, rows: int, multiple: int = 1) -> list[slice]:
+        """As few as memory allows, alike, as many on all ranks of a vocabulary; rows a multiple, but for the last."""
         most = KERNEL_ELEMENTS if self.narrow else LOGIT_ELEMENTS
         number = math.ceil(rows / max(1, most // self.largest))
-        each = math.ceil(rows / max(1, number))
+        each = math.ceil(rows / max(1, number) / multiple) * multiple
         return [slice(start, start + each) for start in range(0, rows, each)] if rows else []
 
     def __call__(self, hidden: Tensor) -> Tensor:
@@ -165,9 +176,12 @@ def added_product(total: Tensor | None, one: Tensor, other: Tensor, wide: torch.
 
 
 def row_losses(
-    logits: Tensor, targets: Tensor, kind: Kind, wanted: bool, vocabulary: Vocabulary | None
+    logits: Tensor, targets: Tensor, kind: Kind, wanted: bool, vocabulary: Vocabulary | None, room: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """The summed loss of these rows and, where wanted, its gradient by the logits (which it overwrites)."""
+    """The summed loss of these rows and, where wanted, its gradient by the logits (which it overwrites).
+
+    ``room``: where the gradient goes in 8 bits, scaled.
+    """
     valid = targets != kind.ignore
     start, classes = (0, logits.shape[1]) if vocabulary is None else (vocabulary.start, vocabulary.size)
     index = targets - start
@@ -184,8 +198,10 @@ def row_losses(
     loss = loss.where(valid, 0).sum()
     if not wanted:
         return loss, None
-    share = kind.smoothing / classes
-    return loss, cross_entropy.gradient_(logits, index, normaliser, valid, share, kind.smoothing, kind.bending)
+    share, factor = kind.smoothing / classes, 1.0 if room is None else fp8_head.SCALE
+    return loss, cross_entropy.gradient_(
+        logits, index, normaliser, valid, share, kind.smoothing, kind.bending, room, factor
+    )
 
 
 def _over_vocabulary(own: cross_entropy.Statistics, vocabulary: Vocabulary) -> cross_entropy.Statistics:

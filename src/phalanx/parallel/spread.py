@@ -30,6 +30,7 @@ from phalanx.parallel.axes.tensor import TensorParallel
 from phalanx.parallel.axes.transfers import Part
 from phalanx.parallel.blocks.assembly import Blocks, cast_inputs
 from phalanx.parallel.blocks.boundary import SequenceSharding
+from phalanx.parallel.blocks.fp8 import Fp8
 from phalanx.parallel.blocks.probe import Probe
 from phalanx.parallel.communication.memory import Buffers
 from phalanx.parallel.communication.mesh import BATCH, EXPERTS, Mesh
@@ -95,11 +96,14 @@ class Spread:
         self.weights = describe(self.model, anatomy, self.holding, self._storage_of)
         fill(self.weights, blueprint, saved, self.holding, device, wide=dtypes.compute == torch.float64)
         hugging_face.prepare(self.model, dtypes.compute)
+        self.fp8 = Fp8(self.model, placement, dtypes.fp8, device, mesh.world) if dtypes.fp8 else None
         tp = mesh.group("tp")
         if tp.alone:
             make_heads_lazy(self.model, anatomy)
         else:
             TensorParallel(self.plan, self.model, tp, self.randomness)
+        if self.fp8 is not None:
+            self.fp8.wrap_heads()
         ep = mesh.group(*EXPERTS)
         if not ep.alone:
             ExpertParallel(self.model, anatomy, ep)
@@ -113,7 +117,7 @@ class Spread:
         self.sharding = SequenceSharding(
             self.activations, self.context, tp if self.plan.sequence_parallel else mesh.alone("tp"), device
         )
-        self.probe.start(self.model, self.weights, self.holding, self.randomness, self.sharding)
+        self.probe.start(self.model, self.weights, self.holding, self.randomness, self.sharding, self.fp8)
         Blocks(
             self.model, anatomy, layout, self.randomness, self.sharding, self.probe, self.context, self.pipeline
         ).wrap()
@@ -259,6 +263,21 @@ class Spread:
             self.gathering.rest()
         self._gather_whole(copied)
         self.stale = False
+
+    def end_step(self, step: int) -> None:
+        """What a step has found out is used from the next one on."""
+        if self.fp8 is not None:
+            self.fp8.advance(step)
+        if not self.randomness.asked:
+            self.randomness.answers = None  # nothing in this model draws; from now on it is only watched
+
+    def scales(self) -> dict[str, list[float]] | None:
+        """What linears in 8 bits go on with after a resume."""
+        return None if self.fp8 is None else self.fp8.state()
+
+    def restore_scales(self, scales: dict[str, list[float]] | None) -> None:
+        if self.fp8 is not None:
+            self.fp8.restore(scales or {})
 
     def refresh(self) -> None:
         """Where shards have changed and nobody said so to all ranks: say so now, on all of them."""

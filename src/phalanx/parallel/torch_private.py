@@ -28,6 +28,7 @@ __all__ = [
     "mutates",
     "new_group",
     "preload",
+    "scaled_product",
     "storage_id",
     "version",
 ]
@@ -141,6 +142,13 @@ def new_group(
     return group
 
 
+def scaled_product(one: Tensor, other: Tensor, by_one: Tensor, by_other: Tensor, dtype: torch.dtype) -> Tensor:
+    """``one @ other`` of numbers in 8 bits, each times its factor; `F.scaled_mm`, the same, is not traced by Dynamo."""
+    return torch._scaled_mm(one, other, scale_a=by_one, scale_b=by_other, out_dtype=dtype, use_fast_accum=True)
+
+
+SCALED_PRODUCT = torch.ops.aten._scaled_mm.default
+"""What it becomes."""
 ATTENTION = tuple(
     getattr(torch.ops.aten, f"_scaled_dot_product_{kind}").default
     for kind in ("flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu")

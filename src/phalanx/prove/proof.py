@@ -29,7 +29,7 @@ from phalanx.traces import folded
 from phalanx.train.check.beside import Checked, checked
 from phalanx.verdict import Verdict
 
-NARROW: tuple[Precision, ...] = ("bf16", "fp16", "fp32")
+NARROW: tuple[Precision, ...] = ("bf16", "fp16", "fp8", "fp8_rowwise", "fp32")
 MOST_STEPS = 10_000
 OnResult = Callable[[Result], None]
 

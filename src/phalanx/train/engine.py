@@ -250,7 +250,7 @@ class Engine:
         """
         return {
             "step": self.step_number, "samples": self.samples, "terms": self.terms, "scale": self.loss_scale.state(),
-            "guard": self.guard.state(), "compared": self.compared, "good": self.good,
+            "guard": self.guard.state(), "compared": self.compared, "good": self.good, "fp8": self.spread.scales(),
             "seed": self.task.seed, "global_batch": self.task.global_batch, "data": self.order.size,
             "streams": ["order", "sample", "task", *self.anatomy.blocks], "task": type(self.task).__name__,
             "layout": str(self.layout), "world": self.environment.world, "precision": self.task.precision,
@@ -270,6 +270,7 @@ class Engine:
         self.callbacks.restore(facts.get("callbacks", {}))
         self.signals.finish, self._why = False, ""
         self.ended = Ended.found(facts, self.task.steps)
+        self.spread.restore_scales(facts.get("fp8"))
         self.spread.updated()
 
     @cached_property

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from phalanx.cluster import devices
+from phalanx.kernels.fp8 import MULTIPLE
 from phalanx.train.engine import Engine
 from phalanx.train.memory import fullest
 from phalanx.words import many
@@ -37,7 +38,19 @@ class Overview:
         """Settings that have no effect, or cost more than they need."""
         device = self.engine.device.type
         settings = self.engine.layout.notes(device, self.engine.loader.micro_batches)
-        return [*settings, *self.engine.dtypes.notes(device), *self.news()]
+        return [*settings, *self.engine.dtypes.notes(device), *self._wide(), *self.news()]
+
+    def _wide(self) -> Iterator[str]:
+        """What of a model in 8 bits is not."""
+        fp8, layout = self.engine.spread.fp8, self.engine.layout
+        if fp8 is None:
+            return
+        if fp8.wide:
+            (name, shape), *others = fp8.wide.items()
+            more = f", and {many(len(others), 'linear')} more" if others else ""
+            yield f"in bfloat16, since sizes are no multiples of {MULTIPLE}: {name} {list(shape)}{more}"
+        if layout.compile == "none" and self.engine.device.type == "cuda":
+            yield "8 bits gain little without compile=blocks: every cast is a pass over memory of its own"
 
     def news(self) -> Iterator[str]:
         """What was not known when this was asked before."""

@@ -56,5 +56,7 @@ def _bits(engine: Engine, step: int) -> Tensor:
     finally:
         reduction.on_gradient = was
         reduction.start_step()  # drops what was collected
+        if spread.fp8 is not None:
+            spread.fp8.forget()
     digest = hashlib.sha256(b"".join(name.encode() + bits for name, bits in sorted(found.items()))).digest()
     return torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(engine.device)

@@ -124,8 +124,7 @@ def train_step(engine: Engine, batch: StepBatch, rounds: Rounds | None = None) -
     else:
         engine.update.forget()
     scale.update(finite)
-    if not spread.randomness.asked:
-        spread.randomness.answers = None  # nothing in this model draws; from now on it is only watched
+    spread.end_step(batch.step)
     clock.lap("update")
     return Metrics(
         step=batch.step,

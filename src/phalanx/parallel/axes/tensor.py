@@ -31,6 +31,7 @@ from phalanx.parallel.communication.differentiable import (
     shard,
 )
 from phalanx.parallel.forward.calls import TIME, about_sizes, stream, with_stream
+from phalanx.parallel.forward.fp8 import product
 from phalanx.parallel.forward.wrapper import Around, Forward, Instead, wrap
 from phalanx.parallel.randomness.draws import Randomness
 
@@ -144,11 +145,11 @@ class TensorParallel:
     def _row(self, module: Any, inside: str, x: Tensor) -> Tensor:
         if self.plan.containers[inside].gathered:
             x = shard(x, -1, self.group)
-        product = F.linear(x, module.weight) if isinstance(module, nn.Linear) else x @ module.weight
+        part = product(module, x)
         out = (
-            reduce_scatter(product, TIME, self.group)
+            reduce_scatter(part, TIME, self.group)
             if self.plan.sequence_parallel
-            else all_reduce(product, self.group, to="invariant")
+            else all_reduce(part, self.group, to="invariant")
         )
         self._turn_outside()
         return out if module.bias is None else out + module.bias

@@ -8,7 +8,7 @@ the weights and the draws of the first step, and refused. Nothing is kept of it 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from phalanx.errors import WrongUse
 from phalanx.layout import Layout
 from phalanx.parallel.axes import batchnorm
 from phalanx.parallel.blocks.boundary import SequenceSharding
+from phalanx.parallel.blocks.fp8 import Fp8
 from phalanx.parallel.forward.calls import first_tensor, shadow, with_stream
 from phalanx.parallel.forward.wrapper import Around, Forward, Layer
 from phalanx.parallel.randomness.draws import Randomness
@@ -53,10 +54,11 @@ class Probe:
         holding: Holding,
         randomness: Randomness,
         sharding: SequenceSharding,
+        fp8: Fp8 | None,
     ) -> None:
         """What it needs to know of the model as it has been spread."""
         self.model, self.weights, self.holding, self.randomness = model, weights, holding, randomness
-        self.sharding = sharding
+        self.sharding, self.fp8 = sharding, fp8
         self.untried, self.unseen = set(self.shadows), set(self.anatomy.blocks)
         self.trying = False
         self.compares = True
@@ -80,7 +82,8 @@ class Probe:
     def trial(self) -> Iterator[None]:
         """While a batch goes through the model for blocks to be tried; it counts for nothing else."""
         self.trying = True
-        with torch.no_grad(), self.randomness.moment.recompute(dict(vars(self.randomness.moment))):
+        as_alone = nullcontext() if self.fp8 is None else self.fp8.off()
+        with torch.no_grad(), self.randomness.moment.recompute(dict(vars(self.randomness.moment))), as_alone:
             yield
         self.trying = False
         self.untried.clear()

@@ -92,7 +92,7 @@ def wrap(module: nn.Module, *layers: Layer) -> None:
     around, forward = wrapper(module), module.forward
     if around is not None:
         layers, forward = (*layers, *around.layers), around.forward
-    module.forward = Wrapper(module, forward, layers).method()  # type: ignore[method-assign]
+    module.forward = Wrapper(module, forward, layers).method()
 
 
 def wrapper(module: nn.Module) -> Wrapper | None:
