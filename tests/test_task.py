@@ -41,7 +41,7 @@ def test_only_matrices_are_decayed() -> None:
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("global_batch", 0), ("steps", -1), ("clip", 0.0), ("precision", "fp8"), ("workers", -2), ("warmup_steps", -1)],
+    [("global_batch", 0), ("steps", -1), ("clip", 0.0), ("precision", "fp4"), ("workers", -2), ("warmup_steps", -1)],
 )
 def test_settings_that_cannot_work_are_refused(field: str, value: object) -> None:
     with pytest.raises(WrongUse, match=field):

@@ -80,8 +80,10 @@ def dtypes(precision: str, layout: str) -> dict[str, torch.dtype]:
 
 @pytest.mark.parametrize("layout", ["dp=2", "fsdp=2", "fsdp=2,zero=2"])
 def test_the_printed_table_is_what_happens(ranks: Ranks, layout: str) -> None:
+    """For 8 bits, which this model has no linears for: `tests/parallel/blocks/test_fp8.py`."""
     for precision, promised in phalanx.precision.DTYPES.items():
-        assert ranks(2, dtypes, precision, layout)[1] == vars(promised)
+        if promised.fp8 is None:
+            assert ranks(2, dtypes, precision, layout)[1] | {"fp8": None} == vars(promised)
 
 
 def test_the_loss_scale_starts_low_for_large_sums_and_follows_overflows() -> None:
