@@ -19,6 +19,7 @@ import torch.distributed as dist
 from phalanx.launch import forkserver
 from phalanx.parallel.torch_private import preload
 from tests import cuda_rule
+from tests.quick import left_out
 from tests.ranks import Ranks
 
 torch.set_num_threads(1)  # this process is forked from, and OpenMP's threads do not survive that
@@ -47,12 +48,19 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     every, gpu = config.getoption("--every"), config.getoption("--gpu")
+    left = set() if every or gpu or _by_name(config) else set(left_out(items))
     chosen = {
         item for item in items
         if bool(item.get_closest_marker("gpu")) == gpu and (every or not item.get_closest_marker("every"))
-    }  # fmt: skip
+    } - left  # fmt: skip
     config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
     items[:] = [item for item in items if item in chosen]
+
+
+def _by_name(config: pytest.Config) -> bool:
+    """Whether somebody asks for certain tests, and is to get all of them."""
+    named = [word for word in config.args if word.partition("::")[0].endswith(".py")]
+    return bool(named or config.getoption("keyword"))
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import sys
 from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -39,6 +40,7 @@ def for_typing(tree: ast.AST) -> set[int]:
     return {id(inner) for block in blocks for each in block.body for inner in ast.walk(each)}
 
 
+@cache
 def imports(path: Path, typing: bool = False) -> set[str]:
     """Modules of ours that this one imports, wherever in the file: when it runs, or for a type checker alone."""
     tree = ast.parse(path.read_text())

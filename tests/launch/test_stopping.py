@@ -46,7 +46,11 @@ def asked() -> bool:
 
 
 def test_a_signal_that_another_thread_got_is_handed_on() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+
     def signalled() -> None:
+        while signal.getsignal(signal.SIGTERM) is before:
+            time.sleep(0.01)
         time.sleep(0.5)  # the first thread is asleep by then
         signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
 

@@ -1,0 +1,251 @@
+"""What `make test` leaves to `make test-every`: of tests that take long, most cases, and of some all.
+
+Whoever changes what such a test is about runs it with ``--every``. Everything that takes less is run every time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import groupby
+
+import pytest
+
+KEPT: dict[str, dict[str, int | tuple[str, ...]]] = {
+    "checkpoint/test_commits.py": {
+        "test_a_run_on_s3": 0,
+        "test_an_object_is_created_once": 1,
+        "test_an_old_generation_does_not_overwrite_a_newer_ones_checkpoint": 1,
+    },
+    "checkpoint/test_export.py": {
+        "test_hugging_face_reads_it_and_so_do_we": 1,
+    },
+    "checkpoint/test_state.py": {
+        "test_every_optimizer_goes_on_where_it_was": 2,
+    },
+    "kernels/test_adamw.py": {
+        "test_the_kernel_is_its_twin": 0,
+    },
+    "kernels/test_adamw_triton.py": {
+        "test_the_kernel_compiles": 0,
+    },
+    "kernels/test_cross_entropy.py": {
+        "test_kernels_are_their_twins": 0,
+    },
+    "launch/test_forkserver.py": {
+        "test_a_proof_starts_a_server_of_its_own": 1,
+    },
+    "launch/test_local.py": {
+        "test_no_rank_outlives_the_process_that_forked_it": 1,
+        "test_ranks_share_the_cores": 0,
+    },
+    "parallel/axes/test_hugging_face.py": {
+        "test_attention_of_other_kinds": 3,
+        "test_each_axis": 2,
+        "test_every_two_axes": 0,
+    },
+    "parallel/axes/test_pipeline.py": {
+        "test_half_precision_stays_near": 1,
+        "test_models_that_cannot_be_cut_are_refused": 1,
+    },
+    "parallel/axes/test_samples.py": {
+        "test_a_contrastive_loss_trains_like_on_one_device": ("1",),
+        "test_the_example_is_the_same_at_any_number_of_ranks": 0,
+        "test_with_experts": 0,
+    },
+    "parallel/blocks/test_assembly.py": {
+        "test_a_block_prints_what_is_done_around_it": 1,
+    },
+    "parallel/blocks/test_fp8.py": {
+        "test_every_layout_trains_like_one_device_and_has_the_same_scales": (
+            "tp=2",
+            "fsdp=2,zero=2,recompute=full,micro_batch=2",
+        ),
+    },
+    "parallel/blocks/test_probe.py": {
+        "test_what_can_be_followed_is_equal": 1,
+        "test_what_cannot_be_followed_is_refused": 2,
+    },
+    "parallel/test_compile.py": {
+        "test_a_compiled_step_in_8_bits_is_that_step": 0,
+    },
+    "parallel/test_odd_models.py": {
+        "test_odd_models_train_like_one_device": ("CalledTwice", "Recurrent"),
+    },
+    "parallel/test_spmd_types.py": {
+        "test_gradients_are_partial_on_cp": 1,
+        "test_gradients_are_partial_where_they_are_summed_over_tp": 1,
+    },
+    "parallel/weights/test_keras.py": {
+        "test_a_model_that_imports_keras_itself_begins_like_all_others": 0,
+    },
+    "prove/bugs/test_known.py": {
+        "test_a_planted_bug_is_caught_and_named": ("a_rank_is_killed", "accumulation_not_divided"),
+        "test_what_crosses_ranks_is_looked_for_where_it_does": 0,
+    },
+    "prove/ranks/test_resuming.py": {
+        "test_a_trial_of_one_step_is_resumed_too": 0,
+        "test_the_layout_before_is_taken_up": 0,
+    },
+    "prove/reference/test_evaluation.py": {
+        "test_a_mean_of_means_is_named_where_it_is": 0,
+        "test_all_that_is_measured_is_compared": 0,
+    },
+    "prove/test_findings.py": {
+        "test_the_smallest_layout_is_named_with_what_to_do": 0,
+    },
+    "prove/test_proof.py": {
+        "test_a_head_whose_bias_is_tied_can_be_cut": 0,
+        "test_a_layout_that_a_narrow_dtype_cannot_is_not_called_equal": 0,
+        "test_a_narrow_dtype_is_proven_beside_float64": 0,
+        "test_a_piece_updated_where_the_whole_is_needed_is_found": 0,
+        "test_callbacks_that_differ_between_ranks_or_forget_are_found": 0,
+        "test_experts_and_batch_norm_raise_no_alarm": 0,
+        "test_losses_that_compare_samples_are_proven_with_several_micro_batches": 0,
+        "test_odd_tasks_raise_no_alarm": 1,
+        "test_optimizers_of_whole_matrices_are_proven": 0,
+        "test_right_layouts_are_equal": 0,
+        "test_tasks_with_callbacks_are_proven": 0,
+    },
+    "prove/test_report.py": {
+        "test_buffers_have_a_bar_of_their_own": 0,
+    },
+    "recipes/test_gpt.py": {
+        "test_it_learns_more_than_letter_frequencies": 0,
+    },
+    "test_callbacks.py": {
+        "test_frozen_and_averaged_weights_are_those_of_one_device": 3,
+    },
+    "test_cli.py": {
+        "test_a_mistake_is_one_clear_screen": 10,
+        "test_a_task_in_a_package_is_found_from_any_folder": 1,
+    },
+    "test_docs.py": {
+        "test_commands_run": ("README.md", "callbacks.md", "check.md", "replicas.md"),
+        "test_python_runs": 3,
+        "test_what_make_train_suggests_runs": 0,
+    },
+    "test_examples.py": {
+        "test_a_gan_is_the_same_at_1_2_and_4_ranks": 0,
+        "test_auc_and_f1_are_the_same_at_1_2_and_4_ranks": 0,
+        "test_the_detector_is_proven": 0,
+        "test_the_gan_is_proven": 0,
+    },
+    "test_processes.py": {
+        "test_a_job_survives_without_what_only_linux_has": 0,
+    },
+    "test_recovery.py": {
+        "test_a_longer_run_is_not_finished_by_the_shorter_ones_certificate": 0,
+        "test_a_signal_that_is_repeated_to_the_end_changes_nothing": 1,
+        "test_every_other_blow": ("rank stopped",),
+        "test_hosts_come_and_go": 0,
+        "test_ranks_killed_at_random_moments": 0,
+        "test_settings_that_were_lost_are_not_taken_to_be_the_usual": 1,
+        "test_signals_that_are_repeated_lose_nothing": 0,
+    },
+    "test_user_code.py": {
+        "test_a_proof_is_void_when_an_imported_file_changes_and_only_then": 0,
+    },
+    "train/check/test_checking.py": {
+        "test_a_mistake_is_found": 20,
+    },
+    "train/check/test_false_alarms.py": {
+        "test_examples": 3,
+        "test_losses_that_are_right": 5,
+        "test_recipes": 2,
+    },
+    "train/check/test_samples.py": {
+        "test_train_says_what_it_would_without_the_check": 2,
+    },
+    "train/test_calling.py": {
+        "test_a_run_that_stopped_early_can_have_been_interrupted": 0,
+    },
+    "train/test_checkpointing.py": {
+        "test_a_kill_leaves_what_is_whole_and_nothing_else": 3,
+    },
+    "train/test_collecting.py": {
+        "test_every_sample_once_and_in_order": 1,
+    },
+    "train/test_engine.py": {
+        "test_a_loop_of_ones_own_runs_under_torchrun_unchanged": 0,
+    },
+    "train/test_exact.py": {
+        "test_any_number_of_ranks_gives_the_same_bits": ("float64",),
+    },
+    "train/test_folders.py": {
+        "test_a_run_goes_on_from_another_folder": 1,
+    },
+    "train/test_guard.py": {
+        "test_weights_that_lead_nowhere_are_not_certified_and_cost_no_good_checkpoint": 1,
+    },
+    "train/test_matrices.py": {
+        "test_exact_sums_give_the_same_bits_at_any_number_of_ranks": 0,
+        "test_on_eight_ranks": 0,
+        "test_state_is_taken_up_under_other_layouts": 0,
+        "test_whole_matrices_are_updated_as_on_one_device": ("soap-layouts2",),
+        "test_wide_weights_of_narrow_computation_and_on_the_host": 1,
+    },
+    "train/test_memory.py": {
+        "test_what_optimizers_keep": 7,
+    },
+    "train/test_parity.py": {
+        "test_accumulation_changes_nothing": ("language-1-4", "vision-1-1", "vision-2-1", "vision-4-1"),
+        "test_every_layout_trains_like_one_device": (
+            "False-1-0",
+            "False-2-0",
+            "False-2-1",
+            "False-2-2",
+            "False-2-3",
+            "True-2-0",
+            "True-2-1",
+            "True-2-2",
+            "True-2-3",
+            "True-4-1",
+        ),
+        "test_experts_with_limited_room": 0,
+        "test_packed_documents_stay_apart": 0,
+        "test_sixteen_ranks": 0,
+    },
+    "train/test_replay.py": {
+        "test_the_rank_that_computes_other_bits_is_named": 1,
+    },
+    "train/test_replicas.py": {
+        "test_a_run_goes_back_to_before_it_was_corrupted": 0,
+    },
+    "train/test_restoring.py": {
+        "test_a_run_taken_up_half_way_ends_as_if_it_had_gone_on": 1,
+        "test_state_goes_from_layout_to_layout_unchanged": ("vision",),
+        "test_state_is_found_in_memory": 2,
+    },
+    "train/test_rounds.py": {
+        "test_narrow_dtypes_and_their_scale": 1,
+    },
+    "train/test_shrink.py": {
+        "test_a_hugging_face_model_is_shrunk_by_its_configuration": 0,
+    },
+    "train/test_totals.py": {
+        "test_each_loss_is_divided_by_its_own_count": 1,
+    },
+    "train/test_update.py": {
+        "test_an_update_in_one_pass_is_the_optimizers_own": 0,
+    },
+}
+"""By file and test: how many of its cases stay, spread over all of them, or which."""
+
+
+def left_out(items: Iterable[pytest.Item]) -> Iterator[pytest.Item]:
+    """Those of these tests that are not run every time."""
+    for (file, test), group in groupby(items, key=_place):
+        kept = KEPT.get(file, {}).get(test)
+        if kept is None:
+            continue
+        cases = [item for item in group if not item.get_closest_marker("every")]
+        if isinstance(kept, int):
+            chosen = {cases[index * len(cases) // kept] for index in range(kept)} if cases else set()
+        else:
+            chosen = {item for item in cases if item.name.partition("[")[2].removesuffix("]") in kept}
+        yield from (item for item in cases if item not in chosen)
+
+
+def _place(item: pytest.Item) -> tuple[str, str]:
+    path, _, test = item.nodeid.partition("::")
+    return path.removeprefix("tests/"), test.partition("[")[0]
