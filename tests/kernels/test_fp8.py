@@ -119,6 +119,9 @@ def compare(device: str) -> None:
         assert torch.equal(found.view(torch.uint8), expected), (dtype, rows, columns)
         assert torch.equal(wide[:, 8 : 8 + rows].contiguous().view(torch.uint8), expected), (dtype, rows, columns)
         assert float(top) == (float(fp8.largest(narrow)) if narrow.numel() else 0), (dtype, rows, columns)
+        if narrow.numel():
+            narrow[0, 0] = torch.nan
+            assert not bool(fp8.transposed(narrow)[1].isfinite()), (dtype, rows, columns)
     assert fp8.KERNEL.works(torch.device(device))
 
 

@@ -53,5 +53,9 @@ def test_what_does_not_fit_is_wide(rows: int, classes: int, kind: Kind) -> None:
     assert off(by_weight, expected[2]) < 0.01
 
 
+def test_a_rank_without_classes_has_nothing_to_do() -> None:
+    assert not fp8_head.HeadGradients(torch.ones(16, 32), torch.ones(0, 32), [slice(0, 16)]).fit
+
+
 def test_a_gradient_by_a_logit_fits_its_scale() -> None:
     assert fp8_head.SCALE < torch.finfo(torch.float8_e5m2).max < 2 * fp8_head.SCALE

@@ -15,8 +15,8 @@ def compile_all() -> None:
 
     target = triton.backends.compiler.GPUTarget("cuda", 90, 32)
     pointers = {"given": "*u8", "found": "*u8", "top": "*fp32"}
-    for behind, bias in kernels.BITS.values():
-        constants = {"BEHIND": behind, "BIAS": bias, "BLOCK": kernels.BLOCK}
+    for behind, bias, last in kernels.BITS.values():
+        constants = {"BEHIND": behind, "BIAS": bias, "LAST": last, "BLOCK": kernels.BLOCK}
         plain = [name for name in kernels._transpose.arg_names if name not in constants]
         signature = {name: pointers.get(name, "i32") for name in plain} | dict.fromkeys(constants, "constexpr")
         source = triton.compiler.ASTSource(kernels._transpose, signature, constants)

@@ -13,6 +13,7 @@ import transformers
 
 import phalanx
 from phalanx.prove.proof import prove
+from phalanx.prove.results import EQUAL, NOT_APPLICABLE
 from phalanx.recipes.gpt import GPT
 from phalanx.recipes.shapes import Shapes
 from tests.prove import tasks
@@ -264,6 +265,12 @@ def test_casts_to_float32_do_not_stand_in_the_way() -> None:
 
 def test_a_narrow_dtype_is_proven_beside_float64() -> None:
     assert prove(GPT(), ["fsdp=2", "tp=2"], dtype="bf16").holds
+
+
+def test_a_layout_that_a_narrow_dtype_cannot_is_not_called_equal() -> None:
+    proof = prove(GPT(), ["fsdp=2", "pp=2,schedule=zb"], dtype="fp8")
+    assert [result.verdict for result in proof.results] == [EQUAL, NOT_APPLICABLE]
+    assert "schedule=zb leaves gradients" in proof.results[1].reason
 
 
 def test_wrong_numbers_are_refused() -> None:

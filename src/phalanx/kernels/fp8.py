@@ -37,7 +37,7 @@ def tensorwise(x: Tensor, weight: Tensor, maxima: Tensor, of_x: Tensor, known: b
     """``x @ weight.T``, with scales from ``maxima``, or, where they are not ``known``, from the numbers themselves.
 
     ``of_x``: the first of them, which linears with the same input share: a compiler then casts it once. The gradient of
-    ``maxima`` is what they were: no other way out of a compiled backward is as plain.
+    ``maxima`` is what they were: no other way out of a compiled backward is as plain. (Of several calls it is the sum.)
     """
     rows, count = _rows(x)
     return Tensorwise.apply(rows, weight, maxima, of_x, known)[:count].view(*x.shape[:-1], len(weight))

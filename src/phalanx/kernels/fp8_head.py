@@ -25,7 +25,7 @@ class HeadGradients:
 
     def __init__(self, hidden: Tensor, weight: Tensor, chunks: Sequence[slice]) -> None:
         self.rows, self.classes, self.dtype = len(hidden), len(weight), hidden.dtype
-        self.fit = fp8.fits(len(hidden), *weight.shape, *(part.start for part in chunks))
+        self.fit = self.classes > 0 and fp8.fits(len(hidden), *weight.shape, *(part.start for part in chunks))
         """Whether sizes are such that 8 bits are used at all."""
         if not self.fit:
             return

@@ -8,8 +8,8 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK = 128
-BITS = {torch.float8_e4m3fn: (3, 7), torch.float8_e5m2: (2, 15)}
-"""Behind the point, and what is taken from an exponent."""
+BITS = {torch.float8_e4m3fn: (3, 7, 126), torch.float8_e5m2: (2, 15, 123)}
+"""Behind the point, what is taken from an exponent, and the largest that is a number."""
 
 
 def transposed(narrow: Tensor) -> tuple[Tensor, Tensor]:
@@ -22,19 +22,20 @@ def transpose(narrow: Tensor, found: Tensor) -> Tensor:
     """Into ``found``, whose rows may lie apart; gives the largest number."""
     rows, columns = narrow.shape
     top = torch.zeros((), device=narrow.device)
-    behind, bias = BITS[narrow.dtype]
+    behind, bias, last = BITS[narrow.dtype]
     if rows * columns:
         _transpose[(triton.cdiv(rows, BLOCK), triton.cdiv(columns, BLOCK))](
             narrow.contiguous().view(torch.uint8), found.view(torch.uint8), found.stride(0), top, rows, columns,
-            BEHIND=behind, BIAS=bias, BLOCK=BLOCK, num_warps=8,
+            BEHIND=behind, BIAS=bias, LAST=last, BLOCK=BLOCK, num_warps=8,
         )  # fmt: skip
     return top
 
 
 @triton.jit
 def _transpose(  # type: ignore[no-untyped-def]
-    given, found, stride, top, rows, columns, BEHIND: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr
-):
+    given, found, stride, top, rows, columns,
+    BEHIND: tl.constexpr, BIAS: tl.constexpr, LAST: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """A tile a program. Sizes of numbers are in the order of their bits without the sign."""
     row, column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     here = (row < rows)[:, None] & (column < columns)[None, :]
@@ -45,4 +46,5 @@ def _transpose(  # type: ignore[no-untyped-def]
     exponent = (bits >> BEHIND).to(tl.float32)
     rest = (bits & ((1 << BEHIND) - 1)).to(tl.float32) / (1 << BEHIND)
     normal, tiny = tl.exp2(exponent - BIAS) * (1 + rest), tl.exp2(1.0 - BIAS) * rest
-    tl.atomic_max(top, tl.where(exponent > 0, normal, tiny))
+    found_top = tl.where(exponent > 0, normal, tiny)
+    tl.atomic_max(top, tl.where(bits > LAST, float("inf"), found_top))

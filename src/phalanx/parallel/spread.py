@@ -264,18 +264,18 @@ class Spread:
         self._gather_whole(copied)
         self.stale = False
 
-    def end_step(self, step: int) -> None:
-        """What a step has found out is used from the next one on."""
+    def end_step(self, counts: bool) -> None:
+        """What a step has found out is used from the next one on, unless it is left out."""
         if self.fp8 is not None:
-            self.fp8.advance(step)
+            self.fp8.advance() if counts else self.fp8.forget()
         if not self.randomness.asked:
             self.randomness.answers = None  # nothing in this model draws; from now on it is only watched
 
-    def scales(self) -> dict[str, list[float]] | None:
+    def scales(self) -> dict[str, Any] | None:
         """What linears in 8 bits go on with after a resume."""
         return None if self.fp8 is None else self.fp8.state()
 
-    def restore_scales(self, scales: dict[str, list[float]] | None) -> None:
+    def restore_scales(self, scales: dict[str, Any] | None) -> None:
         if self.fp8 is not None:
             self.fp8.restore(scales or {})
 

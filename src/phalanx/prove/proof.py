@@ -197,6 +197,8 @@ class _Prover:
         if self.dtype is not None and not found.fails:
             number = self.docket.narrow(number, self.dtype)
             found = self.ranks.attest(number, run, keep=True)
+            if found.refusal is not None:  # what float64 can, a narrow dtype need not
+                return Result(str(layout), NOT_APPLICABLE, found.refusal)
             result.verdict = DIFFERS if found.fails else EQUAL
         if found.fails:
             result.finding = Findings(self.docket, self.ranks, self.dtype).of(layout, number, found)

@@ -119,12 +119,12 @@ def train_step(engine: Engine, batch: StepBatch, rounds: Rounds | None = None) -
     lr = engine.set_learning_rate(batch.step)
     clip_factor = min(1.0, task.clip / (norm + 1e-6))
     engine.callbacks.call("before_update", engine)
-    if finite and not bad and count > 0:
+    if counts := finite and not bad and count > 0:
         engine.update(clip_factor / divisor, without)
     else:
         engine.update.forget()
     scale.update(finite)
-    spread.end_step(batch.step)
+    spread.end_step(counts)
     clock.lap("update")
     return Metrics(
         step=batch.step,
@@ -136,7 +136,7 @@ def train_step(engine: Engine, batch: StepBatch, rounds: Rounds | None = None) -
         count=round(count) if count == round(count) else count,
         slots=batch.slots,
         samples=batch.samples,
-        skipped=not finite or bool(bad) or count <= 0,
+        skipped=not counts,
         bad=bad,
         seconds=clock.seconds(),
         sent=_by_axis(engine.traffic.sent - before),

@@ -105,7 +105,9 @@ def test_a_linear_that_was_not_used_yet_measures_for_itself() -> None:
         own, batches = engine.spread.fp8, engine.batches()
         assert own is not None
         engine.step(next(batches))
-        own.restore({name: row for name, row in own.state().items() if name != "blocks.1.attention.o_proj"})
+        state = own.state()
+        del state["linears"]["blocks.1.attention.o_proj"]
+        own.restore(state)
         assert [name for name, layer in zip(own.names, own.layers, strict=True) if not layer.known] == [
             "blocks.1.attention.o_proj"
         ]
@@ -124,9 +126,59 @@ def test_numbers_that_are_not_finite_leave_scales_as_they_were() -> None:
         embedding.fill_(torch.inf)
         assert engine.step(next(batches)).skipped
         embedding.copy_(kept)
-        assert bool(own.maxima.isfinite().all())
-        assert bool((own.maxima >= before * fp8.FADING).all())
+        assert torch.equal(own.maxima, before)
         assert not engine.step(next(batches)).skipped
+        assert not torch.equal(own.maxima, before)
+
+
+def test_linears_that_note_nothing_keep_their_scales() -> None:
+    """As frozen ones do, before which nothing is trained."""
+
+    @dataclass
+    class Frozen(GPT):
+        def callbacks(self) -> list[phalanx.Callback]:
+            return [phalanx.Freeze(["embedding*", "blocks.0.*"], since=2)]
+
+    frozen_task = Frozen(precision="fp8", width=32, layers=2, length=16, megabytes=0.2, global_batch=2, steps=40)
+    with phalanx.Engine(frozen_task, "dp=1", device="cpu") as engine:
+        own = engine.spread.fp8
+        assert own is not None
+        for batch in engine.batches():
+            engine.step(batch)
+            if batch.step == 1:
+                before = own.maxima.clone()
+        frozen = torch.tensor([name.startswith("blocks.0.") for name in own.names])
+        assert torch.equal(own.maxima[frozen], before[frozen])
+        assert not torch.equal(own.maxima[~frozen], before[~frozen])
+
+
+def test_a_run_that_becomes_narrow_late_measures_in_its_first_step_alone() -> None:
+    with phalanx.Engine(task(steps=2000), "dp=1", device="cpu") as engine:
+        engine.resume(engine.facts() | {"step": 1000, "fp8": None})
+        own = engine.spread.fp8
+        assert own is not None
+        engine.step(next(engine.batches()))
+        assert all(layer.known for layer in own.layers)
+
+
+def test_only_inputs_that_are_as_large_twice_share_a_scale(monkeypatch: pytest.MonkeyPatch) -> None:
+    with phalanx.Engine(task(), "dp=1", device="cpu") as engine:
+        own, batches = engine.spread.fp8, engine.batches()
+        assert own is not None
+        monkeypatch.setattr(
+            own.world, "all_reduce_max", lambda found: found[:4].copy_(found[:1].clone())
+        )  # o as large as q
+        engine.step(next(batches))
+        q, k, v, o = own.layers[:4]
+        assert o.of_x is q.maxima
+        monkeypatch.undo()
+        engine.step(next(batches))
+        assert o.of_x is o.maxima
+        assert q.of_x is k.of_x is v.of_x is q.maxima
+        groups = [row[-1] for row in own.state()["linears"].values()]
+        own.restore(own.state())
+        assert [row[-1] for row in own.state()["linears"].values()] == groups
+        assert groups[:4] == ["blocks.0.attention.q_proj"] * 3 + ["blocks.0.attention.o_proj"]
 
 
 @dataclass

@@ -48,6 +48,17 @@ def test_a_forward_prints_its_layers() -> None:
     assert str(inspect.signature(module.forward)).startswith("(x: 'Tensor', plus: 'float' = 0.0)")
 
 
+def test_a_forward_that_is_no_method_keeps_its_signature() -> None:
+    def own(x: Tensor, times: int = 3) -> Tensor:
+        return times * x
+
+    module = Double()
+    module.forward = own  # type: ignore[assignment]
+    wrap(module, Noted("a", []))
+    assert str(inspect.signature(module.forward)).startswith("(x: 'Tensor', times: 'int' = 3)")
+    assert float(module(torch.tensor(2.0))) == 6
+
+
 def test_later_layers_go_around_earlier_ones_in_one_wrapper() -> None:
     notes: list[str] = []
     module = Double()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -36,11 +37,11 @@ class Fp8:
         self.world, self.switch = world, Switch()
         self.wide: dict[str, torch.Size] = {}
         """Linears of blocks that stay as they are, and the shapes of this rank's parts of them."""
-        routing = {name.rpartition(".")[0] for name in anatomy.experts}
+        routing = tuple(f"{name.rpartition('.')[0]}." for name in anatomy.experts)
         found: dict[str, nn.Linear] = {}
         for block in anatomy.blocks:
             for name, module in model.get_submodule(block).named_modules(prefix=block):
-                if not is_plain(module) or name.rpartition(".")[0] in routing:
+                if not is_plain(module) or name.startswith(routing):
                     continue
                 if fits(module.out_features, module.in_features):  # on all ranks alike
                     found[name] = module
@@ -51,7 +52,12 @@ class Fp8:
                 f"precision=fp8 finds no linear in the model's {len(anatomy.blocks)} blocks whose sizes are multiples "
                 f"of {MULTIPLE}. Use precision=bf16."
             )
-        self._heads = [model.get_submodule(n) for n in anatomy.after if anatomy.splits.get(n) == "vocabulary"]
+        self._heads: list[Any] = []
+        for name in anatomy.after:
+            if anatomy.splits.get(name) == "vocabulary":
+                self._heads.append(model.get_submodule(name))
+                if not fits(*self._heads[-1].weight.shape):
+                    self.wide[name] = self._heads[-1].weight.shape
         self.names = list(found)
         self.maxima = torch.zeros(len(found), MAXIMA, device=device)
         self._found = torch.zeros_like(self.maxima)
@@ -62,9 +68,9 @@ class Fp8:
                 leaf.register_post_accumulate_grad_hook(partial(_note, noted))
             self.layers.append(Fp8Linear(module, leaf, self.switch))
             wrap(module, self.layers[-1])
-        self._alike = torch.eye(len(found), device=device)
-        """Which linears of a module were given inputs that were as large: the same, by all that is known."""
-        self._unknown = self.keeps
+        self._steps = 0
+        """That counted."""
+        self._use([False] * len(found), list(range(len(found))))
 
     def wrap_heads(self) -> None:
         """After whatever makes logits lazy."""
@@ -72,33 +78,44 @@ class Fp8:
             wrap(head, Around("fp8 gradients", narrow_logits))
 
     @torch.no_grad()
-    def advance(self, step: int) -> None:
-        """After a step, on all ranks: what was largest in it, anywhere, is known from now on."""
+    def advance(self) -> None:
+        """After a step that counts, on all ranks: what was largest in it, anywhere, is known from now on."""
         if not self.keeps:
             return
         self.world.all_reduce_max(self._found)
-        found = self._found.where(self._found.isfinite(), 0)  # such a step is skipped, or will be told of
-        found = torch.maximum(found, self.maxima * FADING)
+        self._steps += 1
+        if self._steps <= 2 or (self._unknown and self._steps & (self._steps - 1) == 0):  # the device is waited for
+            self._look()
+        own = torch.maximum(self._found, self.maxima * FADING)
+        found = own.where(self._found > 0, self.maxima)  # a linear that saw nothing stays as it is
         found[:, 0] = (found[:, 0] * self._alike).amax(1)
         self.maxima.copy_(found)
         self.forget()
-        if self._unknown and step & (step + 1) == 0:  # after 1, 2, 4, 8 ... steps, since the device is waited for
-            rows = self.maxima.tolist()
-            self._use([all(row) for row in rows], [row[0] for row in rows])
 
     def forget(self) -> None:
-        """What a backward that does not count has noted."""
+        """What a step that does not count has noted."""
         self._found.zero_()
 
-    def _use(self, known: list[bool], of_x: list[float]) -> None:
-        """Linears that have been computed with by now need not look for themselves any more."""
-        first: dict[tuple[str, float], Tensor | None] = {}
-        for name, layer, seen, largest in zip(self.names, self.layers, known, of_x, strict=True):
-            layer.known = seen
-            layer.of_x = first.setdefault((name.rpartition(".")[0], largest), layer.maxima) if seen else layer.maxima
-        self._unknown = not all(known)
-        leaves = torch.tensor([id(layer.of_x) for layer in self.layers])
-        self._alike = (leaves.unsqueeze(0) == leaves.unsqueeze(1)).to(self.maxima)
+    def _look(self) -> None:
+        """Which linears have been computed with by now, and need not look for themselves any more.
+
+        Linears of a module whose inputs were as large in both of the first two steps are taken to have the same input.
+        """
+        rows = self._found.tolist()
+        known = [layer.known or all(row) for layer, row in zip(self.layers, rows, strict=True)]
+        leaders, first = list(range(len(rows))), dict[tuple[str, int, float], int]()
+        for number, name in enumerate(self.names if self._steps <= 2 else ()):
+            together = self._leaders[number] if self._steps == 2 else 0
+            leaders[number] = first.setdefault((name.rpartition(".")[0], together, rows[number][0]), number)
+        self._use(known, leaders if self._steps <= 2 else self._leaders)
+
+    def _use(self, known: list[bool], leaders: list[int]) -> None:
+        """``leaders``: for each linear, the one whose scale of the input it uses, so that it is cast once."""
+        self._leaders, self._unknown = leaders, not all(known)
+        for layer, seen, leader in zip(self.layers, known, leaders, strict=True):
+            layer.known, layer.of_x = seen, self.layers[leader].maxima
+        numbers = torch.tensor(leaders)
+        self._alike = (numbers.unsqueeze(0) == numbers.unsqueeze(1)).to(self.maxima)
 
     @contextmanager
     def off(self) -> Iterator[None]:
@@ -109,19 +126,21 @@ class Fp8:
         finally:
             self.switch.on = True
 
-    def state(self) -> dict[str, list[float]]:
-        """By linear, for a checkpoint: what was largest, and whether that is used."""
-        rows = zip(self.names, self.layers, self.maxima.tolist(), strict=True)
-        return {name: [*row, float(layer.known)] for name, layer, row in rows}
+    def state(self) -> dict[str, Any]:
+        """For a checkpoint. By linear: what was largest, whether that is used, and whose scale its input has."""
+        rows = zip(self.names, self.maxima.tolist(), self.layers, self._leaders, strict=True)
+        linears = {name: [*row, float(layer.known), self.names[leader]] for name, row, layer, leader in rows}
+        return {"steps": self._steps, "linears": linears}
 
     @torch.no_grad()
-    def restore(self, state: Mapping[str, list[float]]) -> None:
-        """Go on with these; a linear that they do not have measures first."""
-        rows = torch.tensor([state.get(name, [0.0] * (MAXIMA + 1)) for name in self.names])
-        self.maxima.copy_(rows[:, :MAXIMA])
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on with these; linears that they do not have measure first."""
+        linears, self._steps = state.get("linears", {}), state.get("steps", 0)
+        rows = [linears.get(name, [0.0] * (MAXIMA + 1) + [name]) for name in self.names]
+        self.maxima.copy_(torch.tensor([row[:MAXIMA] for row in rows]))
         self.forget()
-        if self.keeps:
-            self._use(rows[:, MAXIMA].bool().tolist(), rows[:, 0].tolist())
+        places = {name: number for number, name in enumerate(self.names)}
+        self._use([bool(row[MAXIMA]) for row in rows], [places[row[-1]] for row in rows])
 
 
 @torch.no_grad()

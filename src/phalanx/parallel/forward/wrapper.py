@@ -9,9 +9,11 @@ module's ``forward`` to read what happens in a call of it, in order:
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from functools import partial, update_wrapper
+from contextlib import suppress
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -80,8 +82,12 @@ class Wrapper:
         def call(wrapper: Wrapper, *args: Any, **kwargs: Any) -> Any:
             return wrapper._run(*args, **kwargs)
 
-        own = self.forward
-        return MethodType(update_wrapper(call, own.__func__) if isinstance(own, MethodType) else call, self)
+        call.__qualname__ = self._own
+        with suppress(TypeError, ValueError):  # of what is written in C
+            own = inspect.signature(self.forward)
+            first = inspect.Parameter("wrapper", inspect.Parameter.POSITIONAL_ONLY)
+            call.__signature__ = own.replace(parameters=[first, *own.parameters.values()])  # type: ignore[attr-defined]
+        return MethodType(call, self)
 
     def __repr__(self) -> str:
         return " > ".join([*(layer.title for layer in self.layers), self._own])
