@@ -6,17 +6,14 @@ python benchmarks/gpu.py [--only agreement|speed]
 from __future__ import annotations
 
 import argparse
-import json
-import subprocess
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import phalanx
+from phalanx.bench.table import bench, setting_of
 from phalanx.recipes.gpt import GPT
 from report import Figure, report
 
@@ -81,31 +78,19 @@ def learning() -> Iterator[Figure]:
     yield Figure("gpt in bf16, last loss to first", losses[-1] / losses[0], 0.5, note)
 
 
-def beside(*options: str) -> dict[str, dict[str, float]]:
-    """What each contender that is installed does, one process after another."""
-    found = {}
-    for name in ("torchtitan", "phalanx", "phalanx-hf", "accelerate"):
-        done = subprocess.run(
-            [sys.executable, Path(__file__).with_name("peers.py"), name, *options], capture_output=True, text=True
-        )
-        if done.returncode:
-            print(f"{name} does not run here: {done.stderr.strip().splitlines()[-1]}", flush=True)
-        else:
-            found[name] = json.loads(done.stdout.splitlines()[-1])
-            print(found[name], flush=True)
-    return found
-
-
 def speed() -> Iterator[Figure]:
-    """A 1.5B Llama shape in bf16, 4 x 4096 tokens: beside others, in one run."""
-    found = beside()
-    for name, told in found.items():
+    """A 1.5B Llama shape in bf16, 4 x 4096 tokens: beside others, in one run; and ours in 8 bits."""
+    table = bench(setting_of("cuda", "bf16"), ("torchtitan", "phalanx", "phalanx-hf", "accelerate"), print)
+    print(table)
+    found, narrow = table.found, bench(setting_of("cuda", "fp8"), ("phalanx",), print).found["phalanx"]
+    for name, told in {**found, "phalanx in 8 bits": narrow}.items():
         note = f"{told['ms']:.1f} ms a step, {told['gib']:.1f} GiB; first step {told['first_step_s']:.0f} s"
         yield Figure(f"tokens a second, 1.5B, 4 x 4096, {name}", told["tokens_per_s"], None, note)
     own = found["phalanx"]
     yield Figure("a Hugging Face Llama's step to our model's", found["phalanx-hf"]["ms"] / own["ms"], 1.03)
     if titan := found.get("torchtitan"):
         yield Figure("torchtitan's tokens a second to ours", titan["tokens_per_s"] / own["tokens_per_s"], 1 / 1.1)
+        yield Figure("likewise, to ours in 8 bits", titan["tokens_per_s"] / narrow["tokens_per_s"], 1 / 1.4)
         yield Figure("our memory to torchtitan's", own["gib"] / titan["gib"], 1.0)
     yield Figure("first step, seconds", own["first_step_s"], 60)
 

@@ -225,6 +225,28 @@ def export(
     raise SystemExit(verdict.exit_code)
 
 
+@app.command()
+@_stoppable("nothing was concluded")
+def bench(
+    only: Annotated[list[str], typer.Option(metavar="NAME", help="one contender; may be given again")] = [],  # noqa: B006
+    precision: Annotated[str | None, typer.Option(help="fp32, bf16, fp8; by default bf16 on a GPU")] = None,
+    layers: Annotated[int | None, typer.Option(help="blocks of the model; by default 1.5B weights on a GPU")] = None,
+    width: Annotated[int | None, typer.Option(help="of the model, a multiple of 64")] = None,
+    length: Annotated[int | None, typer.Option(help="tokens of a sequence")] = None,
+    batch: Annotated[int | None, typer.Option(help="sequences a step")] = None,
+    vocabulary: Annotated[int | None, typer.Option(help="different tokens")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; by default a GPU if there is one")] = None,
+    json: Annotated[bool, typer.Option("--json", help="print one JSON object and nothing else")] = False,
+) -> None:
+    """Train a Llama's shape on this machine, with Phalanx and with its peers that are installed: who is faster."""
+    from phalanx.bench.table import bench, setting_of
+
+    sizes = {"layers": layers, "width": width, "length": length, "batch": batch, "vocabulary": vocabulary}
+    table = bench(setting_of(device, precision, **sizes), only, lambda text: print(text, file=sys.stderr, flush=True))
+    print(table.to_json() if json else f"\n{table}")
+    raise SystemExit(0 if table.found else 3)
+
+
 def main() -> None:
     """Run a verb; what the user can mend is one message and an exit code, never our traceback."""
     from phalanx.watch.output import install

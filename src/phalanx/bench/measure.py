@@ -1,0 +1,63 @@
+"""One contender measured, in a process of its own: ``python -m phalanx.bench.measure NAME``, with settings as JSON."""
+
+from __future__ import annotations
+
+import json
+import resource
+import statistics
+import sys
+import time
+
+import torch
+
+from phalanx.bench.contenders import CONTENDERS, Setting, Step
+from phalanx.bench.shape import Shape
+
+WARM, ROUNDS = 4, 3
+EACH = {"cuda": 6, "cpu": 2}
+"""Steps of a round."""
+
+
+def measured(step: Step, setting: Setting) -> dict[str, float]:
+    """After a few steps, so many in a row without waiting; the median of several such rounds."""
+    seconds = _seconds(step, 1, setting.device)
+    _seconds(step, WARM, setting.device)
+    if setting.device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    median = statistics.median(_seconds(step, EACH[setting.device], setting.device) for _ in range(ROUNDS))
+    return {
+        "tokens_per_s": setting.shape.tokens / median,
+        "ms": median * 1e3,
+        "gib": _peak(setting.device) / 2**30,
+        "first_step_s": seconds,
+    }
+
+
+def _seconds(step: Step, count: int, device: str) -> float:
+    """A step, of so many."""
+    begun = time.perf_counter()
+    for _ in range(count):
+        step()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return (time.perf_counter() - begun) / count
+
+
+def _peak(device: str) -> float:
+    """Bytes: of the GPU, or all that this process had."""
+    if device == "cuda":
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def main() -> None:
+    name, given = sys.argv[1], json.loads(sys.argv[2])
+    setting = Setting(Shape(**given["shape"]), given["device"], given["precision"])
+    torch.set_float32_matmul_precision("high")
+    for step in CONTENDERS[name].steps(setting):
+        found = {key: round(value, 2) for key, value in measured(step, setting).items()}
+        print(json.dumps(found), flush=True)
+
+
+if __name__ == "__main__":
+    main()
