@@ -24,7 +24,7 @@ train: .venv/ready  ## prove that two ranks train like one, then train a small l
 test: .venv/ready lint  ## lint, then all tests, a process a core
 	$(BIN)/pytest -n $(JOBS) --maxprocesses 8 --dist worksteal $(PYTEST)
 
-test-every: .venv/ready lint  ## the exhaustive tests too: about an hour
+test-every: .venv/ready lint  ## the exhaustive tests too: an hour or two
 	$(BIN)/pytest -n $(JOBS) --maxprocesses 8 --dist worksteal --every
 
 lint: .venv/ready
