@@ -11,6 +11,9 @@ from itertools import groupby
 import pytest
 
 KEPT: dict[str, dict[str, int | tuple[str, ...]]] = {
+    "bench/test_table.py": {
+        "test_one_command_measures_and_names_what_is_missing": 0,
+    },
     "checkpoint/test_commits.py": {
         "test_a_run_on_s3": 0,
         "test_an_object_is_created_once": 1,
@@ -30,6 +33,9 @@ KEPT: dict[str, dict[str, int | tuple[str, ...]]] = {
     },
     "kernels/test_cross_entropy.py": {
         "test_kernels_are_their_twins": 0,
+    },
+    "kernels/test_cross_entropy_triton.py": {
+        "test_kernels_compile": 0,
     },
     "launch/test_forkserver.py": {
         "test_a_proof_starts_a_server_of_its_own": 1,
@@ -67,12 +73,13 @@ KEPT: dict[str, dict[str, int | tuple[str, ...]]] = {
     },
     "parallel/test_compile.py": {
         "test_a_compiled_step_in_8_bits_is_that_step": 0,
+        "test_a_compiled_step_is_the_step": 0,
     },
     "parallel/test_odd_models.py": {
         "test_odd_models_train_like_one_device": ("CalledTwice", "Recurrent"),
     },
     "parallel/test_spmd_types.py": {
-        "test_gradients_are_partial_on_cp": 1,
+        "test_gradients_are_partial_on_cp": 0,
         "test_gradients_are_partial_where_they_are_summed_over_tp": 1,
     },
     "parallel/weights/test_keras.py": {
@@ -120,7 +127,7 @@ KEPT: dict[str, dict[str, int | tuple[str, ...]]] = {
         "test_a_task_in_a_package_is_found_from_any_folder": 1,
     },
     "test_docs.py": {
-        "test_commands_run": ("README.md", "callbacks.md", "check.md", "replicas.md"),
+        "test_commands_run": ("README.md", "check.md"),
         "test_python_runs": 3,
         "test_what_make_train_suggests_runs": 0,
     },
@@ -146,7 +153,8 @@ KEPT: dict[str, dict[str, int | tuple[str, ...]]] = {
         "test_a_proof_is_void_when_an_imported_file_changes_and_only_then": 0,
     },
     "train/check/test_checking.py": {
-        "test_a_mistake_is_found": 20,
+        "test_a_mistake_is_found": 10,
+        "test_there_are_enough_and_nearly_all_name_a_line": 0,
     },
     "train/check/test_false_alarms.py": {
         "test_examples": 3,
@@ -158,6 +166,7 @@ KEPT: dict[str, dict[str, int | tuple[str, ...]]] = {
     },
     "train/test_calling.py": {
         "test_a_run_that_stopped_early_can_have_been_interrupted": 0,
+        "test_averages_are_left_beside_the_weights": 0,
     },
     "train/test_checkpointing.py": {
         "test_a_kill_leaves_what_is_whole_and_nothing_else": 3,
