@@ -131,7 +131,10 @@ def nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     renewed = {process.pid for process in pool.processes} if isinstance(pool, Ranks) else set()  # after a failure
     assert children() <= processes | renewed, "the test left a process behind"
     threads |= {pool.store.thread} if isinstance(pool, Ranks) else set()
-    left = [t for t in set(threading.enumerate()) - threads if t.is_alive()]
+    left = set(threading.enumerate()) - threads
+    for thread in left:
+        thread.join(timeout=5)  # a queue's feeder ends a moment after the queue is closed
+    left = {thread for thread in left if thread.is_alive()}
     assert not left, f"the test left threads behind: {left}"
     now = {k: v for k, v in os.environ.items() if k != "PYTEST_CURRENT_TEST"}
     assert now == variables, "the test changed the environment"
