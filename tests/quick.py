@@ -44,6 +44,15 @@ KEPT: dict[str, dict[str, int | tuple[str, ...]]] = {
         "test_no_rank_outlives_the_process_that_forked_it": 1,
         "test_ranks_share_the_cores": 0,
     },
+    "launch/test_local_leader.py": {
+        "test_a_rank_is_lost_under_another_launcher_and_the_bits_are_the_same": ("torchrun",),
+    },
+    "launch/test_slurm.py": {
+        "test_a_job_that_is_preempted_goes_on_where_it_was": 0,
+        "test_a_job_that_loses_a_node_goes_on_when_there_is_another": 0,
+        "test_a_job_whose_time_is_over_queues_up_again": 0,
+        "test_who_looks_away_looks_again_and_cancels": 0,
+    },
     "parallel/axes/test_hugging_face.py": {
         "test_attention_of_other_kinds": 3,
         "test_each_axis": 2,

@@ -308,7 +308,7 @@ MISTAKES = {
     "a layout that does not divide": (["--layout", "dp=3", "--on", "local:4"], "needs 3 ranks and there are 4"),
     "a layout with a typing error": (["--layout", "fspd=2"], "did you mean 'fsdp'"),
     "a batch too small for the ranks": (["--on", "local:9"], "global_batch=8 is less than the 9 ranks"),
-    "a place that is not known": (["--on", "slurm"], "Use local:N"),
+    "a place that is not known": (["--on", "slum"], "did you mean 'slurm'"),
     "a number of ranks that is none": (["--on", "local:two"], "Write it like local:2"),
     "a data set smaller than a batch": (["--set", "samples=5"], "5 samples, fewer than one batch of 8"),
     "a loss without a count": (["--set", "mistake=a tensor"], "has no count to divide by"),

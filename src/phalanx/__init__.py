@@ -6,7 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from phalanx import data, losses, optim, prove
+    from phalanx import data, losses, optim, prove, train
     from phalanx.anatomy import Anatomy
     from phalanx.callbacks import EMA, Callback, EarlyStopping, Freeze
     from phalanx.cluster import Cluster
@@ -25,7 +25,7 @@ __version__ = "0.1.0"
 __all__ = [
     "EMA", "Anatomy", "Callback", "CannotHere", "Cluster", "EarlyStopping", "Engine", "Freeze", "Layout", "Logits",
     "Loss", "Run", "Task", "Verdict", "WrongUse",
-    "check", "data", "gather", "load", "losses", "optim", "prove", "rows", "save",
+    "check", "data", "gather", "load", "losses", "optim", "prove", "rows", "save", "train",
 ]  # fmt: skip
 
 _HOMES = {
@@ -41,7 +41,7 @@ def __getattr__(name: str) -> Any:
     """Import on first use, so that ``phalanx --help`` and a typing error need not wait for torch."""
     if name in _HOMES:
         return getattr(importlib.import_module(f"phalanx.{_HOMES[name]}"), name)
-    if name in ("data", "losses", "optim", "prove", "task"):
+    if name in ("data", "losses", "optim", "prove", "task", "train"):
         return importlib.import_module(f"phalanx.{name}")
     raise AttributeError(f"module 'phalanx' has no attribute {name!r}")
 

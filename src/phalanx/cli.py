@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Annotated
+from typing import Annotated, Any
 
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # gloo warns of every connection that an ending rank closes
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # or torch.cuda.is_available() would spoil forks
@@ -73,7 +73,9 @@ def train(
     layout: Annotated[
         str | None, typer.Option(help="how to spread it, e.g. fsdp=4,tp=2,pp=2; by default replicas")
     ] = None,
-    on: Annotated[str | None, typer.Option(help="where: local:N, so many ranks on this machine")] = None,
+    on: Annotated[
+        str | None, typer.Option(help="where: local:N ranks on this machine; slurm:nodes=N,gpus=M,...")
+    ] = None,
     set_: Annotated[list[str], typer.Option("--set", metavar="NAME=VALUE", help="set a field of the task")] = [],  # noqa: B006
     steps: Annotated[int | None, typer.Option(help="how many steps; short for --set steps=N")] = None,
     epochs: Annotated[float | None, typer.Option(help="or how many passes over the data")] = None,
@@ -127,25 +129,24 @@ def train(
 ) -> None:
     """Train a task."""
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # until there is something to save
-    from phalanx.train import describing, running
-    from phalanx.train.folders import taken_up
-    from phalanx.train.options import full_path
-    from phalanx.train.resolving import resolve
+    from phalanx.launch.local_leader import led
+    from phalanx.launch.started import Started
 
-    if resume or config is not None:
-        checkpoints, init_from = full_path(checkpoints), full_path(init_from)
-        run, config, task = taken_up(run, config, task, resume)
-    job = resolve(
+    given: dict[str, Any] = dict(  # noqa: C408
         task=task, layout=layout, on=on, assignments=set_, steps=steps, epochs=epochs, config=config, device=device,
         save_steps=save_steps, save_minutes=save_minutes, keep=keep, keep_every=keep_every, memory_steps=memory_steps,
         checkpoints=checkpoints, restarts=restarts, grace=grace, init_from=init_from, timeout=timeout,
         bad=bad, spike=spike, compare_steps=compare_steps, min_nodes=min_nodes, max_nodes=max_nodes, meet=meet,
         host=host, interface=interface, kill=kill, allow=allow, resume=resume, exact=exact, unchecked=unchecked or None,
+        run=run,
     )  # fmt: skip
-    if dry_run or weights:
-        print(describing.describe(job, weights), *job.check(), sep="\n")
-        return
-    _conclude(running.train(job, run, resume))
+    with led(Started.detect(), device) as started:
+        from phalanx.train import starting
+
+        if dry_run or weights:
+            print(starting.described(given, weights))
+        else:
+            _conclude(starting.train(given if started is None else started.over(given)))
 
 
 def _conclude(verdict: Verdict) -> None:
@@ -245,6 +246,58 @@ def bench(
     table = bench(setting_of(device, precision, **sizes), only, lambda text: print(text, file=sys.stderr, flush=True))
     print(table.to_json() if json else f"\n{table}")
     raise SystemExit(0 if table.found else 3)
+
+
+RUN = "a run's folder; by default the newest under runs/"
+
+
+@app.command()
+def runs(
+    folder: Annotated[Path, typer.Argument(help="where they lie")] = Path("runs"),
+    json: Annotated[bool, typer.Option("--json", help="print one JSON object a run and nothing else")] = False,
+) -> None:
+    """List runs: how far each is, and where it runs."""
+    from phalanx.launch import standing
+
+    found = standing.listed(folder)
+    if json:
+        print(*(each.to_json() for each in found), sep="\n", end="\n" if found else "")
+    else:
+        print(standing.table(found) if found else f"there are no runs in {folder}")
+
+
+@app.command()
+def status(
+    run: Annotated[Path | None, typer.Argument(help=RUN)] = None,
+    json: Annotated[bool, typer.Option("--json", help="print one JSON object and nothing else")] = False,
+) -> None:
+    """Say how a run stands, on this machine or where it was submitted."""
+    from phalanx.launch import standing
+
+    found = standing.Standing.of(standing.run_at(run))
+    print(found.to_json() if json else found)
+
+
+@app.command()
+@_stoppable("the run goes on")
+def logs(
+    run: Annotated[Path | None, typer.Argument(help=RUN)] = None,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="go on until the run ends")] = False,
+) -> None:
+    """Show what a run printed, or noted."""
+    from phalanx.launch import standing
+
+    _conclude(standing.show_logs(standing.run_at(run), follow))
+
+
+@app.command()
+def cancel(
+    run: Annotated[Path, typer.Argument(help="a run's folder")],
+) -> None:
+    """Ask a run to save and end, wherever it runs."""
+    from phalanx.launch import standing
+
+    print(standing.cancel(standing.run_at(run)))
 
 
 def main() -> None:

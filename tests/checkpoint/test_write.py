@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from phalanx.checkpoint import write
 from phalanx.checkpoint.manifest import Damaged, Manifest
-from phalanx.checkpoint.slot import Place, Staged
+from phalanx.checkpoint.slot import Staged, StagedEntry
 from phalanx.checkpoint.store import Folder
 from phalanx.checkpoint.write import Piece, check_file, shards, write_part
 from phalanx.parallel.weights.boxes import Box
@@ -37,8 +37,8 @@ def test_a_part_is_a_safetensors_file(tmp_path: Path) -> None:
 
 def test_what_is_large_is_written_in_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(write, "CHUNK_BYTES", 30)  # two rows
-    places = [(Place("model/w", Box((2, 0), (7, 3)), (9, 3), "float32", 0, True), MATRIX),
-              (Place("model/v", Box((0, 0), (7, 3)), (7, 3), "float32", 0, False), MATRIX)]  # fmt: skip
+    places = [(StagedEntry("model/w", Box((2, 0), (7, 3)), (9, 3), "float32", 0, True), MATRIX),
+              (StagedEntry("model/v", Box((0, 0), (7, 3)), (7, 3), "float32", 0, False), MATRIX)]  # fmt: skip
     found = list(shards(Staged({"step": 1}, {}, places)))
     assert [(name, box.offsets, box.sizes) for name, box, _, _ in found] == [
         ("model/w", (2 + start, 0), (min(2, 7 - start), 3)) for start in range(0, 7, 2)

@@ -77,10 +77,3 @@ def test_settings_that_a_run_does_not_say_are_told(tmp_path: Path, capsys: pytes
 def test_what_cannot_be_meant_is_refused(tmp_path: Path, text: str, words: dict[str, Any], told: str) -> None:
     with pytest.raises(WrongUse, match=told):
         job_of(config=config_of(tmp_path, text), **words)
-
-
-def test_torchrun_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
-    with pytest.raises(WrongUse, match="starts its ranks itself"):
-        job_of(task=DIGITS)

@@ -33,7 +33,7 @@ EMPTY, STAGING, WHOLE = range(3)
 
 
 @dataclass(frozen=True)
-class Place:
+class StagedEntry:
     """Where an entry lies in a slot."""
 
     name: str
@@ -50,7 +50,7 @@ class Staged:
 
     facts: dict[str, Any]
     numbers: dict[str, Any]
-    tensors: list[tuple[Place, Tensor]]
+    tensors: list[tuple[StagedEntry, Tensor]]
 
     @property
     def step(self) -> int:
@@ -90,7 +90,7 @@ class Slot:
         """Whether a GPU's copies come here."""
         self._pinned_at: int | None = None
         self._laid: list[tuple[Any, ...]] | None = None
-        self.places: list[Place] = []
+        self.places: list[StagedEntry] = []
         self._end = ALIGN
 
     def _open(self, size: int) -> mmap.mmap:
@@ -127,7 +127,7 @@ class Slot:
             self._laid, self.places, start = known, [], ALIGN
             for entry in entries:
                 dtype = str(entry.value.dtype).removeprefix("torch.")
-                self.places.append(Place(entry.name, entry.box, entry.shape, dtype, start, entry.written))
+                self.places.append(StagedEntry(entry.name, entry.box, entry.shape, dtype, start, entry.written))
                 start += -(-entry.value.numel() * entry.value.element_size() // ALIGN) * ALIGN
             self._end = start
         self._mark(STAGING)
@@ -138,7 +138,7 @@ class Slot:
         HEADER.pack_into(memory, 0, MAGIC, STAGING, step, self._end, length)
         CONDITION.pack_into(memory, len(MAGIC), condition)  # last, and at once: a kill may come between any two writes
 
-    def _tensor(self, place: Place) -> Tensor:
+    def _tensor(self, place: StagedEntry) -> Tensor:
         assert self._map is not None
         dtype, count = getattr(torch, place.dtype), math.prod(place.box.sizes)
         if not count:
@@ -174,7 +174,9 @@ class Slot:
         found = self._open(os.fstat(self.memory).st_size)
         _, _, _, end, length = HEADER.unpack_from(found, 0)
         content = json.loads(found[end : end + length])
-        places = [Place(n, Box(tuple(o), tuple(s)), tuple(w), d, a, k) for n, o, s, w, d, a, k in content["table"]]
+        places = [
+            StagedEntry(n, Box(tuple(o), tuple(s)), tuple(w), d, a, k) for n, o, s, w, d, a, k in content["table"]
+        ]
         return Staged(content["facts"], content["numbers"], [(place, self._tensor(place)) for place in places])
 
     def summary(self) -> Tensor:

@@ -178,6 +178,13 @@ def kept(server: ForkServer | None = None) -> ForkServer | None:
     return _server if _server is not None and _server.owner == os.getpid() else None
 
 
+def without_copying(task: Any) -> dict[str, Any]:
+    """What of a task need not be sent to processes that are forked with it, and perhaps cannot be."""
+    plain = (bool, int, float, str, type(None))
+    parts = {f"its {name}": value for name, value in vars(task).items() if not isinstance(value, plain)}
+    return {"the task": task, **parts}
+
+
 # Messages: what the owner shared when it started the server is named, not carried.
 
 

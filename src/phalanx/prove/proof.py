@@ -13,7 +13,7 @@ import torch
 from phalanx import user_code
 from phalanx.errors import CannotHere, WrongUse, closest
 from phalanx.launch import blame, forkserver
-from phalanx.launch.forkserver import ForkServer
+from phalanx.launch.forkserver import ForkServer, without_copying
 from phalanx.layout import Layout
 from phalanx.parallel.weights.blueprint import Blueprint
 from phalanx.prove.bugs import known
@@ -56,7 +56,7 @@ def prove(
         known.find(inject)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # as the ranks compute, and OpenMP's threads would not survive a fork
-    server = forkserver.kept() or ForkServer(_without_copying(task))
+    server = forkserver.kept() or ForkServer(without_copying(task))
     try:
         prover = _Prover(task, steps, dtype, inject, server, on_start, on_result)
         prover.docket.tell = on_progress or prover.docket.tell
@@ -83,13 +83,6 @@ def _check(task: Any, ranks: int, steps: int, dtype: Precision | None) -> None:
         raise WrongUse(f"--ranks {ranks} is not a number of ranks. Give 1 or more.")
     if dtype is not None and dtype not in NARROW:
         raise WrongUse(f"--dtype {dtype} is not one that can be proven; {closest(dtype, NARROW)}")
-
-
-def _without_copying(task: Task) -> dict[str, Any]:
-    """What of a task need not be sent to ranks that were forked with it, and perhaps cannot be."""
-    plain = (bool, int, float, str, type(None))
-    parts = {f"its {name}": value for name, value in vars(task).items() if not isinstance(value, plain)}
-    return {"the task": task, **parts}
 
 
 class _Prover:

@@ -51,7 +51,7 @@ def place(layout: str | None, on: str | None, nodes: int = 1) -> tuple[Layout, i
 def ranks_of(on: str) -> int:
     place, _, number = on.partition(":")
     if place != "local":
-        raise WrongUse(f"--on {on}: {place!r} is not a place that is known. Use local:N, e.g. local:2.")
+        raise WrongUse(f"--on {on} is not this machine, where this is to run. Use local:N, e.g. local:2.")
     ranks = digits(number)
     if not ranks:
         raise WrongUse(f"--on {on} does not say how many ranks. Write it like local:2.")

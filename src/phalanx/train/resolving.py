@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
@@ -45,7 +44,6 @@ def resolve(
     torch.set_num_threads(1)  # a task file may compute while it is imported, and no thread may survive into a fork
     saved = _saved(config, resume) if config else {}
     ran: Mapping[str, Any] = saved.get("run", {})
-    _refuse_torchrun()
     reference = task or ran.get("task")
     if reference is None:
         raise WrongUse("there is no task to train. Name one: phalanx train gpt, or phalanx train file.py")
@@ -57,10 +55,19 @@ def resolve(
     for note in _unsaid(made, values, config, resume) if config else ():
         print(f"   note  {note}")
     settled = Options.resolve(options, ran)
-    chosen, ranks = _place(layout, on, made, ran, settled, resume)
-    chosen = _exactly(chosen, ran, made) if exact else chosen
-    _check_ranks(chosen, ranks, made, settled)
-    return Job(reference, made, chosen, Cluster.here(ranks, device or ran.get("device")), settled)
+    return job_of(reference, made, layout, on, device, settled, ran=ran, resume=resume, exact=exact)
+
+
+def job_of(
+    reference: str, task: Task, layout: str | None, on: str | None, device: str | None, options: Options,
+    *, ran: Mapping[str, Any] | None = None, resume: bool = False, exact: bool = False,
+) -> Job:  # fmt: skip
+    """A task, spread and placed; ``ran``: what a run that is repeated says of itself."""
+    ran = ran or {}
+    chosen, ranks = _place(layout, on, task, ran, options, resume)
+    chosen = _exactly(chosen, ran, task) if exact else chosen
+    _check_ranks(chosen, ranks, task, options)
+    return Job(reference, task, chosen, Cluster.here(ranks, device or ran.get("device")), options)
 
 
 def _saved(config: Path, resume: bool) -> Mapping[str, Any]:
@@ -81,14 +88,6 @@ def _saved(config: Path, resume: bool) -> Mapping[str, Any]:
             "the task and all its settings again."
         )
     return saved
-
-
-def _refuse_torchrun() -> None:
-    if os.environ.get("WORLD_SIZE", "") not in ("", "1") and "TORCHELASTIC_RUN_ID" in os.environ:
-        raise WrongUse(
-            "phalanx train starts its ranks itself, and torchrun would start one such job a process. Use --on "
-            "local:N without torchrun, or phalanx.Engine in a program of your own with it."
-        )
 
 
 def _plan_steps(task: Task) -> None:

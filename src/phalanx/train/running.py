@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -41,8 +41,10 @@ LINGER_SECONDS = 1.0
 """How long the ranks of a supervisor that was killed may take to end, and hold its run until then."""
 
 
-def train(job: Job, path: Path | None, resume: bool = False) -> Verdict:
-    """Run it to the end, in a new folder, or in that of a run that did not come to its own."""
+def train(
+    job: Job, path: Path | None, resume: bool = False, begun: Callable[[Run], object] = lambda run: None
+) -> Verdict:
+    """Run it to the end, in a new folder, or in that of a run that did not come to its own; ``begun`` is told which."""
     job.cluster.check_room()
     name = short_name(job.reference)
     if job.options.meet is not None:
@@ -52,6 +54,7 @@ def train(job: Job, path: Path | None, resume: bool = False) -> Verdict:
     new = path is None or not exists(path)
     running = _Running.at(job, Run.folder(path, name) if resume else Run.create(path, name), resume)
     run, manager = running.run, running.manager
+    begun(run)
     with run.held(LINGER_SECONDS), held_store(manager.store):
         if not resume:
             run.check_free()  # somebody may have been faster

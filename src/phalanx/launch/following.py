@@ -1,0 +1,85 @@
+"""A job that runs elsewhere, followed: what it prints, as it prints it, until it ends or somebody looks away."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from phalanx.launch.place import ENDED, QUEUED, UNKNOWN, Place, Status
+from phalanx.run import Run
+from phalanx.verdict import Verdict
+
+LOOK_SECONDS = 0.2
+ASK_SECONDS, LONGEST_SECONDS = 1.0, 15.0
+"""Between two questions to the place: at first, and at most, a little longer each time."""
+BAR = ("━", "─")
+"""What a line of progress begins with."""
+
+
+class Tail:
+    """What is added to a file, line by line; a line of progress renews itself on a terminal."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.at, self.rest = path, 0, ""
+        self.live = sys.stdout.isatty()
+        self._open = False
+        """Whether the cursor stands behind a line of progress."""
+
+    def lines(self) -> Iterator[str]:
+        try:
+            with self.path.open("rb") as file:
+                file.seek(self.at)
+                added = file.read()
+        except FileNotFoundError:
+            return
+        self.at += len(added)
+        *whole, self.rest = (self.rest + added.decode(errors="replace")).split("\n")
+        yield from whole
+
+    def show(self) -> bool:
+        """Whether there was anything."""
+        shown = False
+        for line in self.lines():
+            shown = True
+            again = self.live and line.startswith(BAR)
+            print(("\r\x1b[K" if self._open else "") + line, end="" if again else "\n", flush=True)
+            self._open = again
+        return shown
+
+    def close(self) -> None:
+        self.show()
+        if self.rest or self._open:
+            print(self.rest, flush=True)
+
+
+def follow(place: Place, run: Run, job: str) -> Verdict:
+    """To the end of a job, with its exit code. Ctrl-C ends the following, and nothing else."""
+    tail, pause, said = Tail(place.output(run, job)), ASK_SECONDS, ""
+    asked, status = 0.0, Status(UNKNOWN)
+    try:
+        while status.state != ENDED:
+            if time.monotonic() - asked > pause:
+                status, asked = place.status(run, job), time.monotonic()
+                pause = min(LONGEST_SECONDS, pause * 1.1)
+                if status.state in (QUEUED, UNKNOWN) and status.detail != said:
+                    said = status.detail
+                    print(f"  queue  {said}", flush=True)
+            if tail.show():
+                pause = ASK_SECONDS if status.state != ENDED else pause
+            time.sleep(LOOK_SECONDS)
+    except KeyboardInterrupt:
+        tail.close()
+        return Verdict(
+            False, f"no longer followed: {place.word} job {job} goes on", [f"what it does is in {run.path}"],
+            next=f"Look again with phalanx logs {run.path}, end it with phalanx cancel {run.path}", code=130,
+        )  # fmt: skip
+    time.sleep(LOOK_SECONDS)
+    tail.close()
+    if status.code == 0 or (status.code is None and run.certified_steps() is not None):
+        return Verdict(True, f"{place.word} job {job} is done", [f"weights: {run.weights_path}"])
+    return Verdict(
+        False, f"{place.word} job {job} ended: {status.detail}", [f"what it printed is in {tail.path}"],
+        next=f"Mend what it says there, then phalanx train --resume --run {run.path}", code=status.code or 1,
+    )  # fmt: skip

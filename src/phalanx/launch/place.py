@@ -1,0 +1,170 @@
+"""A place to run: what ``--on`` names beside this machine. One small interface, a file for each that there is."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar, Self
+
+from phalanx.errors import CannotHere, WrongUse, closest
+from phalanx.files import write_whole
+from phalanx.redact import redact
+from phalanx.run import Run
+from phalanx.settings import digits
+from phalanx.verdict import Verdict
+
+PLACES = {"slurm": "Slurm"}
+"""By the word of ``--on``: the class, in the file of that name."""
+QUEUED, RUNNING, ENDED, UNKNOWN = "queued", "running", "ended", "unknown"
+
+
+@dataclass(frozen=True)
+class Status:
+    """How a submitted job is doing, by what the place says."""
+
+    state: str
+    """One of queued, running, ended, unknown."""
+    detail: str = ""
+    """The place's own words."""
+    code: int | None = None
+    """The exit code of one that ended."""
+
+
+@dataclass(frozen=True)
+class Command:
+    """What each host of a job runs: this machine's ``phalanx train`` with the words that a user gave it."""
+
+    python: str
+    words: tuple[str, ...]
+    """After ``phalanx train``, without ``--on`` and ``--run``."""
+    folder: Path
+    """Where it is run, which relative paths mean."""
+    run: Path
+    name: str
+    grace: float
+    """Seconds that ranks have to save in when they are asked to stop."""
+
+    def __post_init__(self) -> None:
+        for word in self.words:
+            if redact(word) != word or re.match(r"\w*(key|token|secret|password)\w*=", word, re.IGNORECASE):
+                raise WrongUse(
+                    f"{redact(word).partition('=')[0]} has a secret, which would be written into the job. Give it "
+                    "through the environment or a file that the task reads, or through fsspec's own configuration."
+                )
+
+    def on(self, ranks: int, run: str | None = None) -> list[str]:
+        """Its words for a host with so many ranks."""
+        where = ["--run", run or str(self.run), "--on", f"local:{ranks}", "--resume"]
+        return [self.python, "-m", "phalanx", "train", *self.words, *where]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place(ABC):
+    """Hosts that are alike, with so many ranks each."""
+
+    word: ClassVar[str]
+    nodes: int = 1
+    ranks: int = 1
+    gpus: int = 0
+    """On each host; 0: its ranks compute on the CPU."""
+
+    @classmethod
+    @abstractmethod
+    def parse(cls, options: Mapping[str, str], rest: str) -> Self:
+        """From what follows the word: ``name=value`` by name, and what is none of these."""
+
+    def tried(self, word: str) -> str:
+        """A word of the user's as it is when it is checked here, where the place makes another of it."""
+        return word
+
+    @abstractmethod
+    def preview(self, command: Command) -> str:
+        """What would be submitted or run, in full."""
+
+    @abstractmethod
+    def train(self, command: Command) -> Verdict:
+        """Have it run, and follow it to its end."""
+
+    @abstractmethod
+    def status(self, run: Run, job: str) -> Status: ...
+
+    @abstractmethod
+    def cancel(self, run: Run, job: str) -> None:
+        """Ask it to save and end."""
+
+    @abstractmethod
+    def output(self, run: Run, job: str) -> Path:
+        """The file that has what it printed."""
+
+
+def place_of(on: str | None) -> Place | None:
+    """What ``--on`` means; None: this machine."""
+    word, _, rest = (on or "local").partition(":")
+    if word == "local":
+        return None
+    if word not in PLACES:
+        raise WrongUse(f"--on {on}: {word!r} is not a place that is known; {closest(word, ['local:N', *PLACES])}")
+    kind = getattr(importlib.import_module(f"phalanx.launch.{word}"), PLACES[word])
+    options, unnamed = {}, []
+    for part in re.split(r",(?=[a-z][a-z-]*(?:=|,|$))", rest) if rest else ():
+        name, equals, value = part.partition("=")
+        if equals:
+            options[name] = value
+        else:
+            unnamed.append(part)
+    return kind.parse(options, ",".join(unnamed))
+
+
+def count(options: Mapping[str, str], name: str, otherwise: int, least: int = 1) -> int:
+    """A number among a place's options."""
+    number = digits(options[name]) if name in options else otherwise
+    if number is None or number < least:
+        raise WrongUse(f"{name}={options[name]} is no number of {least} or more. Write it like {name}={least + 1}.")
+    return number
+
+
+# What a run's folder says of where it was submitted.
+
+
+def note(run: Run, on: str, job: str) -> None:
+    write_whole(_file(run), json.dumps({"on": on, "job": job, "time": time.time()}) + "\n")
+
+
+def noted(run: Run) -> tuple[Place, str] | None:
+    """The place that a run was submitted to, and its name there; None: it was started here."""
+    try:
+        found = json.loads(_file(run).read_text())
+        on, job = found["on"], found["job"]
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError):
+        raise CannotHere(f"{_file(run)} cannot be read. Remove it if the run was not submitted anywhere.") from None
+    place = place_of(on)
+    return None if place is None else (place, str(job))
+
+
+def _file(run: Run) -> Path:
+    return run.path / "place.json"
+
+
+def words_of(given: Mapping[str, object], left_out: Sequence[str]) -> tuple[str, ...]:
+    """Options of ``phalanx train`` as a command line has them, the task first."""
+    words: list[str] = []
+    for name, value in given.items():
+        if name in left_out or value is None or value is False:
+            continue
+        if name == "task":
+            words.insert(0, str(value))
+        elif name == "assignments":
+            assert isinstance(value, (list, tuple))
+            words += [word for each in value for word in ("--set", str(each))]
+        else:
+            option = f"--{name.replace('_', '-')}"
+            words += [option] if value is True else [option, str(value)]
+    return tuple(words)

@@ -1,0 +1,217 @@
+"""How runs stand: done, running, queued or ended, by their folders and by the places they were submitted to."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from phalanx.errors import CannotHere, WrongUse
+from phalanx.launch.following import Tail, follow
+from phalanx.launch.place import ENDED, QUEUED, RUNNING, noted
+from phalanx.run import Run
+from phalanx.verdict import Verdict
+from phalanx.words import columns, many
+
+DONE, STOPPED = "done", "stopped"
+LAST_BYTES = 1 << 16
+"""Of a log of events, in which its newest step is looked for."""
+LOOK_SECONDS = 0.5
+
+
+@dataclass(frozen=True)
+class Standing:
+    """One run, as far as can be told from here."""
+
+    run: str
+    task: str
+    layout: str
+    state: str
+    """done, running, queued, stopped, ended or unknown."""
+    steps: int
+    """Done."""
+    planned: int
+    loss: float | None
+    where: str
+    """Who runs it, or the place's own words."""
+    time: float
+    """Of its newest event, or of its settings."""
+
+    @classmethod
+    def of(cls, run: Run) -> Standing:
+        settings = run.settings() if run.settings_path.exists() else {}
+        ran, set_ = settings.get("run", {}), settings.get("settings", {})
+        last = _last_step(run)
+        state, where = _state(run)
+        return cls(
+            str(run.path), str(ran.get("task", "?")), str(ran.get("layout", "?")), state,
+            int(last["step"]) + 1 if last else 0, int(set_.get("steps", 0)), last["loss"] if last else None, where,
+            float(last["time"]) if last else run.path.stat().st_mtime,
+        )  # fmt: skip
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    def __str__(self) -> str:
+        loss = "" if self.loss is None else f", loss {self.loss:.4f}"
+        ago = f", {_ago(time.time() - self.time)}" if self.steps and self.state != QUEUED else ""
+        lines = [
+            f"{self.run}: {self.state}{f', {self.where}' if self.where else ''}",
+            f"{self.task} on {self.layout}: step {self.steps} of {self.planned}{loss}{ago}",
+        ]
+        return "\n".join(lines)
+
+
+def runs_in(folder: Path) -> list[Run]:
+    """The runs of a folder, the newest last."""
+    found = {path.parent for name in ("run.toml", "place.json") for path in folder.glob(f"*/{name}")}
+    return [Run(path) for path in sorted(found, key=lambda path: path.stat().st_mtime)]
+
+
+def run_at(path: Path | None) -> Run:
+    """The run in a folder, or the newest under ``runs/``."""
+    if path is None:
+        found = runs_in(Path("runs"))
+        if not found:
+            raise WrongUse("there is no run under runs/ here. Name one: phalanx status DIR")
+        return found[-1]
+    run = Run(path)
+    if not (run.settings_path.exists() or (path / "place.json").exists()):
+        raise WrongUse(f"{path} is no run's folder. Give one that phalanx runs lists.")
+    return run
+
+
+def listed(folder: Path) -> list[Standing]:
+    found = []
+    for run in runs_in(folder):
+        with suppress(OSError):  # taken away meanwhile
+            found.append(Standing.of(run))
+    return found
+
+
+def table(standings: list[Standing]) -> str:
+    """For people."""
+    rows = [("run", "state", "step", "loss", "layout", "where")]
+    for each in standings:
+        loss = "" if each.loss is None else f"{each.loss:.4f}"
+        rows.append((each.run, each.state, f"{each.steps}/{each.planned}", loss, each.layout, each.where))
+    return "\n".join(columns(rows, right=(2, 3)))
+
+
+def cancel(run: Run) -> str:
+    """Ask a run to save and end, wherever it is; in words what was done."""
+    state, where = _state(run)
+    if state in (DONE, STOPPED, ENDED):
+        return f"{run.path} is {state} already"
+    submitted = noted(run)
+    if submitted is not None:
+        place, job = submitted
+        place.cancel(run, job)
+        return f"asked {place.word} job {job} to end; ranks save what they have done"
+    found = re.match(r"process (\d+) on (\S+)", _holder(run) or "")
+    if found is None or found[2] != socket.gethostname():
+        host = found[2] if found else "another host"
+        raise CannotHere(f"{run.path} is run by {where or host}, not here. Cancel it on {host}.")
+    os.kill(int(found[1]), signal.SIGTERM)
+    return f"asked process {found[1]} to end; ranks save what they have done"
+
+
+def show_logs(run: Run, keep_on: bool) -> Verdict:
+    """What a run printed; ``keep_on``: until it ends."""
+    submitted = noted(run)
+    if submitted is not None:
+        place, job = submitted
+        if keep_on:
+            return follow(place, run, job)
+        Tail(place.output(run, job)).close()
+    else:
+        for line in _told(run, keep_on):
+            print(line, flush=True)
+    state, where = _state(run)
+    return Verdict(True, f"{run.path}: {state}{f', {where}' if where else ''}")
+
+
+def _told(run: Run, keep_on: bool) -> Iterator[str]:
+    """A run's events in words, where nobody kept what it printed."""
+    tail = Tail(run.events_path(0))
+    while True:
+        over = _state(run)[0] != RUNNING
+        for line in tail.lines():
+            with suppress(ValueError):
+                yield _in_words(json.loads(line))
+        if over or not keep_on:
+            return
+        time.sleep(LOOK_SECONDS)
+
+
+def _in_words(event: dict[str, Any]) -> str:
+    clock = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(event.get("time", 0)))
+    kind = event.get("kind", "")
+    step = f" {event['step'] + 1}" if kind == "step" else f" {event['step']}" if "step" in event else ""
+    keep = ("loss", "held_out", "reason", "world", "layout", "generation", "why", "failed", "steps")
+    said = "  ".join(f"{name} {_short(event[name])}" for name in keep if event.get(name) not in (None, ""))
+    return f"{clock}  {kind}{step}  {said}".rstrip()
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, dict):
+        return " ".join(f"{name} {_short(inner)}" for name, inner in value.items())
+    return f"{value:.4f}" if isinstance(value, float) else str(value)
+
+
+def _state(run: Run) -> tuple[str, str]:
+    if run.certified_steps() is not None:
+        return DONE, ""
+    holder, submitted = _holder(run), noted(run)
+    if submitted is not None:
+        place, job = submitted
+        status = place.status(run, job)
+        if status.state != ENDED or not holder:
+            detail = f": {status.detail}" if status.detail else ""
+            return status.state, f"{place.word} job {job}{detail}"
+    return (RUNNING, holder) if holder else (STOPPED, "")
+
+
+def _holder(run: Run) -> str:
+    """Who runs it at this moment: ``process 12 on node1``; "": nobody."""
+    try:
+        with (run.path / "lock").open("r") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except OSError:
+                return " ".join(file.read(200).split()[:4]) or "another process"
+    except OSError:
+        pass
+    return ""
+
+
+def _last_step(run: Run) -> dict[str, Any] | None:
+    """The newest step of rank 0's events."""
+    try:
+        with run.events_path(0).open("rb") as file:
+            file.seek(0, os.SEEK_END)
+            file.seek(max(0, file.tell() - LAST_BYTES))
+            lines = file.read().split(b"\n")
+    except OSError:
+        return None
+    for line in reversed(lines[:-1]):
+        if line.startswith(b'{"kind": "step"'):
+            with suppress(ValueError):
+                return json.loads(line)
+    return None
+
+
+def _ago(seconds: float) -> str:
+    for size, one in ((86400, "day"), (3600, "hour"), (60, "minute")):
+        if seconds >= size:
+            return f"{many(int(seconds // size), one)} ago"
+    return "just now"
