@@ -19,6 +19,7 @@ import typer
 
 from phalanx import __version__ as version
 from phalanx.errors import CannotHere, WrongUse
+from phalanx.launch import verbs
 from phalanx.launch.stopping import ENDING
 from phalanx.redact import redact
 from phalanx.verdict import Verdict
@@ -248,56 +249,32 @@ def bench(
     raise SystemExit(0 if table.found else 3)
 
 
-RUN = "a run's folder; by default the newest under runs/"
-
-
 @app.command()
-def runs(
-    folder: Annotated[Path, typer.Argument(help="where they lie")] = Path("runs"),
-    json: Annotated[bool, typer.Option("--json", help="print one JSON object a run and nothing else")] = False,
+@_stoppable("nothing was concluded")
+def doctor(
+    on: Annotated[str | None, typer.Option(help="local:N, so many ranks on this machine, or on each host")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; by default GPUs if there are any")] = None,
+    run: Annotated[Path | None, typer.Option(help="a folder that all hosts see, where there are several")] = None,
+    timeout: Annotated[float | None, typer.Option(help="seconds that hosts wait for each other")] = None,
+    max_nodes: Annotated[int | None, typer.Option(help="so many hosts, with this command on each")] = None,
+    meet: Annotated[str | None, typer.Option(help="where they meet, host:port")] = None,
+    host: Annotated[str | None, typer.Option(help="this host's name among them")] = None,
+    interface: Annotated[str | None, typer.Option(help="through which they reach this host")] = None,
 ) -> None:
-    """List runs: how far each is, and where it runs."""
-    from phalanx.launch import standing
+    """Examine the ground before a run: versions, clocks, memory, disk, devices, links, the shared folder."""
+    from phalanx.launch.local_leader import led
+    from phalanx.launch.started import Started
 
-    found = standing.listed(folder)
-    if json:
-        print(*(each.to_json() for each in found), sep="\n", end="\n" if found else "")
-    else:
-        print(standing.table(found) if found else f"there are no runs in {folder}")
+    given = {"on": on, "device": device, "run": run, "timeout": timeout, "max_nodes": max_nodes, "meet": meet}
+    given |= {"min_nodes": None, "host": host, "interface": interface, "task": "doctor", "layout": None}
+    with led(Started.detect(), device) as started:
+        from phalanx.train.doctor import doctor
 
-
-@app.command()
-def status(
-    run: Annotated[Path | None, typer.Argument(help=RUN)] = None,
-    json: Annotated[bool, typer.Option("--json", help="print one JSON object and nothing else")] = False,
-) -> None:
-    """Say how a run stands, on this machine or where it was submitted."""
-    from phalanx.launch import standing
-
-    found = standing.Standing.of(standing.run_at(run))
-    print(found.to_json() if json else found)
+        _conclude(doctor(given if started is None else started.over(given)))
 
 
-@app.command()
-@_stoppable("the run goes on")
-def logs(
-    run: Annotated[Path | None, typer.Argument(help=RUN)] = None,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="go on until the run ends")] = False,
-) -> None:
-    """Show what a run printed, or noted."""
-    from phalanx.launch import standing
-
-    _conclude(standing.show_logs(standing.run_at(run), follow))
-
-
-@app.command()
-def cancel(
-    run: Annotated[Path, typer.Argument(help="a run's folder")],
-) -> None:
-    """Ask a run to save and end, wherever it runs."""
-    from phalanx.launch import standing
-
-    print(standing.cancel(standing.run_at(run)))
+for _verb in (verbs.runs, verbs.status, verbs.cancel, _stoppable("the run goes on")(verbs.logs)):
+    app.command()(_verb)
 
 
 def main() -> None:

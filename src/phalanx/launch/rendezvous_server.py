@@ -21,6 +21,7 @@ from phalanx.launch.key import Key
 from phalanx.launch.lines import Line, packed, ready
 from phalanx.launch.listener import ConnectionListener, note
 from phalanx.launch.messages import Book, Message, Unreadable, decoded, encoded
+from phalanx.launch.rounds import advice
 from phalanx.words import many
 
 PURPOSE = "rendezvous"
@@ -162,8 +163,7 @@ class RendezvousServer:
                 return self._refuse(
                     guest, "use",
                     f"host {host} came for {key} {theirs}, but the rendezvous, opened by host {self.host}, is for "
-                    f"{key} {ours}. Start all hosts of a run with the same settings, and every run with a port of "
-                    "its own.",
+                    f"{key} {ours}. {advice(key)}",
                 )  # fmt: skip
         for other in self.guests:
             if other.host == host and not other.line.broken and other is not guest:

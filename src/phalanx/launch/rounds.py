@@ -36,3 +36,12 @@ class RoundChange:
     why: str
     urgent: bool
     """Ranks are gone: stop the others now. If not: stop at the next good moment."""
+
+
+def advice(term: str) -> str:
+    """What to do where hosts differ in this."""
+    if term in ("Python", "torch", "Phalanx", "NCCL"):
+        return f"Install the same {term} on all hosts."
+    if term == "code":
+        return "Give all hosts the same files of the task, and the same source of Phalanx."
+    return "Start all hosts of a run with the same settings, and every run with a port of its own."

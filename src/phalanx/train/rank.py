@@ -19,6 +19,7 @@ from phalanx.parallel.communication.traffic import Traffic
 from phalanx.run import Run
 from phalanx.train.check.beside import Check, settle
 from phalanx.train.checkpointing import Checkpointer
+from phalanx.train.doctor import check_hosts
 from phalanx.train.engine import Engine
 from phalanx.train.guard import Guard
 from phalanx.train.job import Job
@@ -71,7 +72,8 @@ class Rank:
                 undo.enter_context(kept_origin(self.run, self.job.task))
             restorer, checkpointer = self._restorer(engine, log), self._checkpointer(engine, log)
             undo.push(lambda kind, *_: checkpointer.close(wait=kind is None))  # after an error: no wait
-            listener = self._listener(engine) if rank == 0 else Listener()
+            grounds = check_hosts(self.environment, engine.device, self.run.path)
+            listener = self._listener(engine, grounds) if rank == 0 else Listener()
             settle(engine, check, log.write, listener.said)
             drill = None if host.restarted else options.drill()
             return Loop(
@@ -122,12 +124,12 @@ class Rank:
             guests=self._taken_in if len(set(self.environment.hosts)) > 1 else None, note=log.write,
         )  # fmt: skip
 
-    def _listener(self, engine: Engine) -> Listener:
-        """Rank 0's screen, begun."""
+    def _listener(self, engine: Engine, notes: list[str]) -> Listener:
+        """Rank 0's screen, begun with what there is to note."""
         task, overview = engine.task, Overview(engine)
         screen = Screen(task.steps, task.counts, engine.device, streams.stdout())
         if not self.host.restarted:
-            screen.table(overview.facts(), overview.notes())
+            screen.table(overview.facts(), [*notes, *overview.notes()])
             if self.resume and not self.manager.steps() and self.job.options.meet is None:
                 screen.note(f"{self.manager.store.url} holds nothing to go on from: beginning at step 0")
 

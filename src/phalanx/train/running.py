@@ -19,6 +19,7 @@ from phalanx.checkpoint.verify import final_differs
 from phalanx.errors import CannotHere, WrongUse
 from phalanx.events import plain
 from phalanx.files import content, exists, put_back
+from phalanx.launch.ground import versions
 from phalanx.launch.key import Key
 from phalanx.launch.rendezvous import Rendezvous
 from phalanx.launch.shared import Shared
@@ -172,7 +173,8 @@ class _Running:
     def _meeting(self, address: str) -> Rendezvous:
         """Where this host's supervisor meets those of the others."""
         options, path = self.job.options, self.run.path
-        terms = plain({"layout": str(self.job.layout), **plain_settings(self.job.task)})
+        code = user_code.joined(user_code.snapshot(user_code.home(type(self.job.task))))
+        terms = plain({"layout": str(self.job.layout), **plain_settings(self.job.task), **versions(code)})
         return Rendezvous(
             address, key=Key.of_run(path), name=str(path.resolve()), ranks=self.job.cluster.world,
             min_nodes=options.min_nodes, max_nodes=options.max_nodes, host=options.host or "", patience=options.timeout,
