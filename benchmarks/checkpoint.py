@@ -35,7 +35,8 @@ from phalanx.checkpoint.slot import Slot, new_memory
 from phalanx.checkpoint.store import open_store
 from phalanx.launch.local import run_ranks
 from phalanx.recipes.gpt import GPT
-from phalanx.train.checkpointing import Checkpointer, Policy
+from phalanx.train.checkpointing import Checkpointer
+from phalanx.train.policy import Policy
 from phalanx.train.restoring import Restorer
 from report import Figure, report
 

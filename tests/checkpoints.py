@@ -14,8 +14,9 @@ import phalanx
 from phalanx import Layout
 from phalanx.checkpoint.manager import Checkpoint, CheckpointManager
 from phalanx.checkpoint.store import open_store
-from phalanx.train.checkpointing import Checkpointer, Policy
+from phalanx.train.checkpointing import Checkpointer
 from phalanx.train.engine import Engine
+from phalanx.train.policy import Policy
 from phalanx.train.restoring import Restorer
 
 ONLY_WHEN_ASKED = Policy(memory_steps=0, minutes=0)

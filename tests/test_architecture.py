@@ -173,7 +173,7 @@ def test_tests_mirror_the_source() -> None:
     elsewhere = {
         "__main__",
         "parallel.randomness.answers", "parallel.weights.replicate", "train.agreement", "train.clock",
-        "train.job", "train.loop", "train.optimizers", "train.rank", "train.scale", "prove.ranks.trial",
+        "train.job", "train.loop", "train.policy", "train.optimizers", "train.rank", "train.scale", "prove.ranks.trial",
         "prove.ranks.witness",
         "prove.ranks.outcome", "prove.ranks.record", "prove.explanation.scene", "prove.explanation.explain",
         "prove.explanation.stopped", "prove.explanation.finding", "prove.explanation.sites", "train.options",

@@ -41,12 +41,6 @@ def find_task(reference: str, folder: str | Path | None = None) -> type[Task]:
     return _choose(_import(path), name, file)
 
 
-def short_name(reference: str) -> str:
-    """What a run of a task is called by: the name of its recipe, file or module."""
-    file = reference.partition(":")[0]
-    return Path(file).stem if file.endswith(".py") else file.rpartition(".")[2]
-
-
 def _nearest(reference: str) -> str:
     return closest(reference, RECIPES)
 

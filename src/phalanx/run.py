@@ -216,6 +216,12 @@ def _make(path: Path, exist_ok: bool = False) -> None:
         raise WrongUse(f"{str(path)!r} cannot be made: {error}. Give another folder with --run.") from None
 
 
+def short_name(reference: str) -> str:
+    """What a run of a task is called by: the name of its recipe, file or module."""
+    file = reference.partition(":")[0]
+    return Path(file).stem if file.endswith(".py") else file.rpartition(".")[2]
+
+
 def read_settings(path: Path) -> dict[str, dict[str, Any]]:
     """The tables of a ``run.toml``."""
     advice = "Give the run.toml of a run's folder."

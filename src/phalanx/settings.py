@@ -6,7 +6,6 @@ import dataclasses
 import enum
 import inspect
 import json
-import re
 import types
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -224,11 +223,6 @@ def _items(value: Any) -> list[Any]:
     if isinstance(value, (list, tuple, set, frozenset)):
         return list(value)
     return [part.strip() for part in str(value).strip("[]()").split(",") if part.strip()]
-
-
-def digits(text: str) -> int | None:
-    """A count written in plain digits, and not too many of them; None: it is none."""
-    return int(text) if re.fullmatch(r"[0-9]{1,9}", text) else None
 
 
 def _whole(value: Any) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Sequence
 
 BLOCKS = "▁▂▃▄▅▆▇█"
@@ -61,3 +62,8 @@ def sparkline(values: Sequence[float], width: int = 40) -> str:
     low, high = (min(finite), max(finite)) if finite else (0.0, 0.0)
     span = (high - low) or 1.0
     return "".join(BLOCKS[round((m - low) / span * 7)] if m in finite else "!" for m in means)
+
+
+def digits(text: str) -> int | None:
+    """A count written in plain digits, and not too many of them; None: it is none."""
+    return int(text) if re.fullmatch(r"[0-9]{1,9}", text) else None

@@ -189,6 +189,15 @@ def test_a_partition_that_is_not_there_is_named_with_those_that_are(cluster: Slu
 
 
 @needs_slurm
+def test_a_job_that_cannot_work_is_withdrawn(cluster: SlurmCluster, folder: Path) -> None:
+    code, said = Submitted(cluster, folder, "--set", "wdith=3").ended()
+    assert code == 2
+    assert "did you mean" in said or "no field 'wdith'" in said
+    assert not (folder / "run").exists()
+    until(lambda: not cluster.told("squeue", "-h", "-t", "PD,R").strip())
+
+
+@needs_slurm
 def test_a_job_that_is_preempted_goes_on_where_it_was(cluster: SlurmCluster, folder: Path) -> None:
     submitted = Submitted(cluster, folder, "--steps", "200", "--set", "pause=0.03")
     submitted.until(12)

@@ -24,8 +24,9 @@ from phalanx.checkpoint import write
 from phalanx.checkpoint.slot import Slot
 from phalanx.errors import CannotHere
 from phalanx.train import checkpointing as keeping_of
-from phalanx.train.checkpointing import Checkpointer, Policy
+from phalanx.train.checkpointing import Checkpointer
 from phalanx.train.engine import Engine
+from phalanx.train.policy import Policy
 from tests.checkpoints import checkpointing, contents, manager_at, newest, trained
 from tests.forking import fork
 from tests.parity import HostileVision

@@ -15,8 +15,9 @@ from phalanx import Engine
 from phalanx.checkpoint.manager import CheckpointManager
 from phalanx.checkpoint.slot import Slot
 from phalanx.checkpoint.store import open_store
-from phalanx.train.checkpointing import Checkpointer, Policy
+from phalanx.train.checkpointing import Checkpointer
 from phalanx.train.neighbours import guests_of, holder_of, pairs
+from phalanx.train.policy import Policy
 from phalanx.train.restoring import Restorer
 from tests.ranks import Ranks
 from tests.tasks import Digits

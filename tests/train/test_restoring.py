@@ -20,9 +20,9 @@ import phalanx
 from phalanx import Layout, WrongUse
 from phalanx.checkpoint.slot import Slot
 from phalanx.errors import CannotHere
-from phalanx.train.checkpointing import Policy
 from phalanx.train.engine import Engine
 from phalanx.train.neighbours import guests_of
+from phalanx.train.policy import Policy
 from phalanx.train.restoring import Restorer
 from tests.checkpoints import checkpointing, contents, manager_at, newest, trained
 from tests.parity import HostileLanguage, HostileVision, Mixture

@@ -29,8 +29,8 @@ def test_what_would_be_submitted_is_shown_without_a_cluster(tmp_path: Path) -> N
         (["--on", "slurm:nodes=9"], "global_batch=8 is less than the 9 ranks"),
     ],
 )
-def test_what_cannot_work_is_not_submitted(tmp_path: Path, words: list[str], told: str) -> None:
-    done = phalanx("train", DIGITS, *words, cwd=tmp_path)
+def test_what_cannot_work_is_refused(tmp_path: Path, words: list[str], told: str) -> None:
+    done = phalanx("train", DIGITS, *words, "--dry-run", cwd=tmp_path)
     assert done.returncode == 2
     assert told in done.stderr
     assert not list(tmp_path.iterdir())

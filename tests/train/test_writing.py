@@ -9,8 +9,8 @@ import pytest
 from phalanx import Run
 from phalanx.checkpoint.verify import verify
 from phalanx.train import writing
-from phalanx.train.checkpointing import Policy
 from phalanx.train.engine import Engine
+from phalanx.train.policy import Policy
 from tests.checkpoints import checkpointing, manager_at
 from tests.tasks import Digits
 from tests.test_cli import phalanx

@@ -7,7 +7,7 @@ import json
 import re
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Self
@@ -16,8 +16,8 @@ from phalanx.errors import CannotHere, WrongUse, closest
 from phalanx.files import write_whole
 from phalanx.redact import redact
 from phalanx.run import Run
-from phalanx.settings import digits
 from phalanx.verdict import Verdict
+from phalanx.words import digits
 
 PLACES = {"slurm": "Slurm"}
 """By the word of ``--on``: the class, in the file of that name."""
@@ -88,8 +88,8 @@ class Place(ABC):
         """What would be submitted or run, in full."""
 
     @abstractmethod
-    def train(self, command: Command) -> Verdict:
-        """Have it run, and follow it to its end."""
+    def train(self, command: Command, check: Callable[[], object]) -> Verdict:
+        """Have it run, and follow it to its end; ``check`` refuses what cannot work, and then nothing is left of it."""
 
     @abstractmethod
     def status(self, run: Run, job: str) -> Status: ...

@@ -12,7 +12,7 @@ import re
 import shlex
 import shutil
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -156,14 +156,22 @@ class Slurm(Place):
         limit = seconds(self.given.get("time", ""))
         return min(wanted, limit // 3) if limit else wanted
 
-    def train(self, command: Command) -> Verdict:
+    def train(self, command: Command, check: Callable[[], object]) -> Verdict:
         if in_allocation():
+            check()
             self._check()
             done = subprocess.run(self._step(command), cwd=command.folder)
             held = done.returncode == 0
             return Verdict(held, f"srun left with exit code {done.returncode}", code=max(0, done.returncode))
         run = Run(command.run)
         job = self.submit(command)
+        os.nice(10)  # a login node is shared
+        try:
+            check()  # while the job waits for its nodes, or they start
+        except BaseException:
+            _told("scancel", job)
+            _removed(command.run)
+            raise
         print(f" submit  Slurm job {job}: {run.path / 'slurm' / 'job.sh'}", flush=True)
         if self._array:
             return Verdict(True, f"submitted as an array: each task in {run.path}-TASK", next="See: phalanx status")
@@ -177,9 +185,7 @@ class Slurm(Place):
         write_whole(script, self.script(command))
         done = _told("sbatch", "--parsable", str(script), cwd=command.folder)
         if done.returncode:
-            shutil.rmtree(script.parent)
-            with suppress(OSError):  # it holds a run that goes on
-                command.run.rmdir()
+            _removed(command.run)
             raise CannotHere(f"Slurm does not take the job: {_words(done.stderr)}. {self._advice(done.stderr)}")
         job = done.stdout.strip().partition(";")[0]
         place.note(Run(command.run), self.text, job)
@@ -256,6 +262,14 @@ def seconds(limit: str) -> int:
         numbers = [0, *numbers]
     total = sum(number * size for number, size in zip(numbers, (3600, 60, 1), strict=False))
     return int(days or 0) * 86400 + total
+
+
+def _removed(run: Path) -> None:
+    """What was made for a job that is not to be; a run that was there stays."""
+    shutil.rmtree(run / "slurm", ignore_errors=True)
+    (run / "place.json").unlink(missing_ok=True)
+    with suppress(OSError):
+        run.rmdir()
 
 
 def _exit_code(text: str, otherwise: int) -> int:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from phalanx.errors import CannotHere, WrongUse
+from phalanx.run import short_name
 from phalanx.words import many
 
 PORTS = range(20_000, 32_000)
@@ -95,8 +96,6 @@ class Started:
                 )
             options["meet"] = f"{f'[{self.first}]' if ':' in self.first else self.first}:{self.port}"
         if options.get("run") is None and self.folder:
-            from phalanx.references import short_name  # which imports torch: not for those who only wait
-
             options["run"] = Path("runs") / f"{short_name(options['task'] or 'run')}-{self.folder}"
         return options
 

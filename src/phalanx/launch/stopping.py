@@ -20,6 +20,8 @@ from typing import Any
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Signals that ask a job to end: Ctrl-C, a scheduler's, a terminal that was closed."""
 HANDED_ON = (*ENDING, signal.SIGUSR1)
+GRACE = 30.0
+"""Seconds that ranks have to save in, where nothing else is asked for."""
 PERSON_SECONDS = 0.5
 """Between two Ctrl-C of a person; what starts us may hand on the one that it got too, and does so sooner."""
 

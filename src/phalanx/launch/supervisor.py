@@ -27,7 +27,7 @@ from phalanx.launch.heartbeats import STEPS, Heartbeats, Watch
 from phalanx.launch.local import Failure, HostOutcome, World, run_ranks
 from phalanx.launch.rendezvous import Rendezvous
 from phalanx.launch.shared import Shared
-from phalanx.launch.stopping import ENDING, Stop, handled
+from phalanx.launch.stopping import ENDING, GRACE, Stop, handled
 from phalanx.redact import redact
 from phalanx.run import FolderHeld, Run
 
@@ -65,7 +65,7 @@ class Supervisor:
     new_memory: Callable[[], int]
     """Makes memory that outlives a rank."""
     restarts: int = FRUITLESS
-    grace: float = 30.0
+    grace: float = GRACE
     rendezvous: Rendezvous | None = None
     """Where it meets those of other hosts; None: there are none."""
     takes_part: Callable[[list[int]], int] = len

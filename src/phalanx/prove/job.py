@@ -19,8 +19,8 @@ from phalanx.prove.bugs.known import BUGS, find
 from phalanx.prove.bugs.planting import Bug
 from phalanx.prove.proof import prove
 from phalanx.prove.report import Table, as_json, write
-from phalanx.references import find_task, short_name
-from phalanx.run import Run
+from phalanx.references import find_task
+from phalanx.run import Run, short_name
 from phalanx.settings import make_task, parse_assignments, plain_settings
 from phalanx.task import Task
 

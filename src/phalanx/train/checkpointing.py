@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -32,6 +31,7 @@ from phalanx.files import no_room, pauses
 from phalanx.train.engine import Engine
 from phalanx.train.guard import BadNumbers, first_not_finite
 from phalanx.train.neighbours import Neighbours
+from phalanx.train.policy import Policy
 from phalanx.train.restoring import steps_seen
 from phalanx.train.saves import Save, Stage, short_of_memory
 from phalanx.train.signals import Signals
@@ -42,34 +42,6 @@ REST = 20
 """After a copy that a step had to wait for, the next one in memory comes no sooner than so many times that wait."""
 FULL_ATTEMPTS = 125
 """So often, for about an hour, the last save is tried on a disk that is full."""
-
-
-@dataclass(frozen=True)
-class Policy:
-    """When state is kept, and for how long."""
-
-    steps: int = 0
-    """A file every so many steps; 0: none by number."""
-    minutes: float = 10.0
-    """A file every so many minutes; 0: none by time."""
-    memory_steps: int = 5
-    """A copy in memory every so many steps; 0: none."""
-    keep: int = 2
-    """So many files are kept, the newest, and the last one that a good step followed;"""
-    keep_every: int = 0
-    """and besides those of every so many steps."""
-
-    def file_due(self, step: int) -> bool:
-        """Whether this step, and no other, goes to a file."""
-        return bool(self.steps and step % self.steps == 0)
-
-    def copy_due(self, step: int) -> bool:
-        """Whether this step is kept in memory."""
-        return bool(self.memory_steps and step % self.memory_steps == 0)
-
-    def time_due(self, seconds: float) -> bool:
-        """Whether a file is due so long after the last one."""
-        return bool(self.minutes and seconds > 60 * self.minutes)
 
 
 def save(engine: Engine, folder: str | Path) -> str:

@@ -11,11 +11,13 @@ from typing import Any, get_type_hints
 from phalanx.errors import WrongUse
 from phalanx.launch.environment import TIMEOUT
 from phalanx.launch.network import check_interface
+from phalanx.launch.stopping import GRACE
 from phalanx.launch.supervisor import FRUITLESS
 from phalanx.redact import is_redacted, redact_field
-from phalanx.settings import convert, digits
-from phalanx.train.checkpointing import Policy
+from phalanx.settings import convert
 from phalanx.train.guard import Guard
+from phalanx.train.policy import Policy
+from phalanx.words import digits
 
 MOST_NODES = 1 << 16
 LONGEST_SECONDS = 2_000_000
@@ -35,7 +37,7 @@ class Options:
     checkpoints: str | None = None
     init_from: str | None = None
     restarts: int = FRUITLESS
-    grace: float = 30.0
+    grace: float = GRACE
     bad: str = "skip"
     spike: float = 0.0
     compare_steps: int = 500

@@ -10,8 +10,8 @@ from phalanx.errors import WrongUse
 from phalanx.layout import Layout
 from phalanx.parallel.weights.blueprint import Blueprint
 from phalanx.parallel.weights.placement import Placement
-from phalanx.settings import digits
 from phalanx.task import Task
+from phalanx.words import digits
 
 
 def fitted(layout: Layout, global_batch: int, world: int, task: Task | None = None) -> Layout:

@@ -25,8 +25,7 @@ from phalanx.launch.rendezvous import Rendezvous
 from phalanx.launch.shared import Shared
 from phalanx.launch.supervisor import Host, Supervisor
 from phalanx.proofs import said
-from phalanx.references import short_name
-from phalanx.run import Run
+from phalanx.run import Run, short_name
 from phalanx.settings import plain_settings
 from phalanx.train.certificate import NotDone, certified
 from phalanx.train.choosing import full_reference

@@ -1,4 +1,7 @@
-"""From the options of ``phalanx train`` to a verdict: here, or where ``--on`` says."""
+"""From the options of ``phalanx train`` to a verdict: here, or where ``--on`` says.
+
+What is imported only where it is used imports torch: a job is submitted sooner without.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +9,15 @@ import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from phalanx.cluster import Cluster
 from phalanx.launch.place import Command, Place, place_of, words_of
-from phalanx.references import short_name
-from phalanx.run import Run
-from phalanx.train import describing, running
-from phalanx.train.folders import taken_up
-from phalanx.train.job import Job
-from phalanx.train.options import full_path
-from phalanx.train.resolving import resolve
+from phalanx.launch.stopping import GRACE
+from phalanx.run import Run, short_name
 from phalanx.verdict import Verdict
+
+if TYPE_CHECKING:
+    from phalanx.train.job import Job
 
 Given = Mapping[str, Any]
 """By name, what the command line has; None: it was not given."""
@@ -26,45 +26,66 @@ Given = Mapping[str, Any]
 def train(given: Given) -> Verdict:
     """Run it to the end."""
     place = place_of(given["on"])
-    given, job = _resolved(given, place)
+    options = _taken_up(given)
     if place is None:
-        return running.train(job, given["run"], given["resume"])
-    made = Run.folder if given["resume"] else Run.create
-    run = made(given["run"], short_name(job.reference))
-    return place.train(_command(given, job, run.path.resolve()))
+        from phalanx.train import running
+
+        return running.train(_job(options, None), options["run"], options["resume"])
+    if options["task"] is None:
+        _job(options, place)  # which says what is missing, or the task is in a run.toml
+    made = Run.folder if options["resume"] else Run.create
+    run = made(options["run"], short_name(options["task"] or "run"))
+    return place.train(_command(options, place, run.path.resolve()), lambda: _job(options, place))
 
 
 def described(given: Given, every_weight: bool) -> str:
     """What would run, and what would be submitted."""
+    from phalanx.train import describing
+
     place = place_of(given["on"])
-    given, job = _resolved(given, place)
+    options = _taken_up(given)
+    job = _job(options, place)
     text = "\n".join([describing.describe(job, every_weight), *job.check()])
     if place is None:
         return text
-    path = Path(given["run"] or f"runs/{short_name(job.reference)}-NNN").resolve()
-    return f"{text}\n\n{place.preview(_command(given, job, path))}"
+    path = Path(options["run"] or f"runs/{short_name(job.reference)}-NNN").resolve()
+    return f"{text}\n\n{place.preview(_command(options, place, path))}"
 
 
-def _resolved(given: Given, place: Place | None) -> tuple[Given, Job]:
-    """The job, and the options as seen from the folder that a run which goes on was started in."""
+def _taken_up(given: Given) -> dict[str, Any]:
+    """The options as seen from the folder that a run which goes on, or is repeated, was started in."""
     options = dict(given)
     if options["resume"] or options["config"] is not None:
+        from phalanx.train.folders import taken_up
+        from phalanx.train.options import full_path
+
         options["checkpoints"], options["init_from"] = full_path(given["checkpoints"]), full_path(given["init_from"])
         options["run"], options["config"], options["task"] = taken_up(
             given["run"], given["config"], given["task"], given["resume"]
         )
+    return options
+
+
+def _job(options: Given, place: Place | None) -> Job:
+    """Resolved and checked, as far as can be here."""
+    from phalanx.cluster import Cluster
+    from phalanx.train.resolving import resolve
+
     words = {name: value for name, value in options.items() if name != "run"}
     if place is None:
-        return options, resolve(**words)
-    device = options["device"] or ("cuda" if place.gpus else "cpu")
+        return resolve(**words)
     here = dict.fromkeys(("min_nodes", "max_nodes", "meet", "host", "interface"))  # those are for the hosts there
     words["assignments"] = [place.tried(word) for word in words["assignments"]]
     job = resolve(**{**words, **here, "on": f"local:{place.nodes * place.ranks}", "device": "cpu"})
-    return options, replace(job, cluster=Cluster(device, place.ranks, place.nodes))
+    return replace(job, cluster=Cluster(_device(options, place), place.ranks, place.nodes))
 
 
-def _command(given: Given, job: Job, run: Path) -> Command:
+def _device(options: Given, place: Place) -> str:
+    return options["device"] or ("cuda" if place.gpus else "cpu")
+
+
+def _command(options: Given, place: Place, run: Path) -> Command:
     """What each host is to run."""
-    words = words_of(given, left_out=("on", "run", "resume", "device"))
-    device = ("--device", job.cluster.device)
-    return Command(sys.executable, (*words, *device), Path.cwd(), run, run.name, job.options.grace)
+    words = words_of(options, left_out=("on", "run", "resume", "device"))
+    grace = GRACE if options["grace"] is None else options["grace"]
+    return Command(sys.executable, (*words, "--device", _device(options, place)), Path.cwd(), run, run.name, grace)

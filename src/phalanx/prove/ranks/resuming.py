@@ -26,9 +26,10 @@ from phalanx.prove.ranks.restored import KEPT, READ, RESUMED, WRITTEN, likeness
 from phalanx.prove.ranks.witness import Held, Witness, checksum
 from phalanx.prove.reference.hostile import Hostile
 from phalanx.task import Task
-from phalanx.train.checkpointing import Checkpointer, Policy
+from phalanx.train.checkpointing import Checkpointer
 from phalanx.train.engine import Engine
 from phalanx.train.guard import Guard
+from phalanx.train.policy import Policy
 from phalanx.train.restoring import Restorer
 from phalanx.train.scale import LossScale
 
