@@ -59,16 +59,17 @@ def follow(place: Place, run: Run, job: str) -> Verdict:
     tail, pause, said = Tail(place.output(run, job)), ASK_SECONDS, ""
     asked, status = 0.0, Status(UNKNOWN)
     try:
-        while status.state != ENDED:
-            if time.monotonic() - asked > pause:
-                status, asked = place.status(run, job), time.monotonic()
-                pause = min(LONGEST_SECONDS, pause * 1.1)
-                if status.state in (QUEUED, UNKNOWN) and status.detail != said:
-                    said = status.detail
-                    print(f"  queue  {said}", flush=True)
-            if tail.show():
-                pause = ASK_SECONDS if status.state != ENDED else pause
-            time.sleep(LOOK_SECONDS)
+        with place.fetching(run, job, keep_on=True):
+            while status.state != ENDED:
+                if time.monotonic() - asked > pause:
+                    status, asked = place.status(run, job), time.monotonic()
+                    pause = min(LONGEST_SECONDS, pause * 1.1)
+                    if status.state in (QUEUED, UNKNOWN) and status.detail != said:
+                        said = status.detail
+                        print(f"  queue  {said}", flush=True)
+                if tail.show():
+                    pause = ASK_SECONDS if status.state != ENDED else pause
+                time.sleep(LOOK_SECONDS)
     except KeyboardInterrupt:
         tail.close()
         return Verdict(

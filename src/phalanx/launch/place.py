@@ -7,7 +7,8 @@ import json
 import re
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Self
@@ -19,7 +20,7 @@ from phalanx.run import Run
 from phalanx.verdict import Verdict
 from phalanx.words import digits
 
-PLACES = {"slurm": "Slurm"}
+PLACES = {"slurm": "Slurm", "kubernetes": "Kubernetes"}
 """By the word of ``--on``: the class, in the file of that name."""
 QUEUED, RUNNING, ENDED, UNKNOWN = "queued", "running", "ended", "unknown"
 
@@ -101,6 +102,14 @@ class Place(ABC):
     @abstractmethod
     def output(self, run: Run, job: str) -> Path:
         """The file that has what it printed."""
+
+    @contextmanager
+    def fetching(self, run: Run, job: str, keep_on: bool) -> Iterator[None]:
+        """Meanwhile what it prints comes into that file; by default the place sees to that by itself.
+
+        ``keep_on``: for as long as it runs; otherwise what there is, before this is entered.
+        """
+        yield
 
 
 def place_of(on: str | None) -> Place | None:

@@ -36,6 +36,8 @@ from phalanx.launch.seat import Seat
 
 PATIENT = 6
 """So many times longer than for a member's word is waited for a greeting: a stopped host may go on."""
+LOOK_SECONDS = 5.0
+"""A host that reaches nobody looks the rendezvous's name up again so often."""
 TURNED_AWAY = 1.0
 """Seconds without once being let in, after which it was no accident."""
 
@@ -84,6 +86,7 @@ class Rendezvous(Seat):
             self._thread = threading.Thread(target=self._attend, name=f"rendezvous of {self.host}", daemon=True)
             self._thread.start()
         self._wake()
+        looked = began
         try:
             while self._wish is not None:
                 if self._refusal is not None:
@@ -92,6 +95,9 @@ class Rendezvous(Seat):
                     return None
                 if time.monotonic() - began > self.patience + (self.silence if self._welcomed else 0):
                     raise self.nobody()
+                if self._line is None and self._server_here is None and time.monotonic() - looked > LOOK_SECONDS:
+                    self.look_again()
+                    looked = time.monotonic()
                 self._news.wait(0.1)
                 self._news.clear()
             book = self._book

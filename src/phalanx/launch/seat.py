@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
@@ -58,11 +60,14 @@ class Seat:
         self.way = network.Way(socket.AF_INET, "", "", "")
         self.met = False
         """Whether it has been let in once."""
+        self.early = "KUBERNETES_SERVICE_HOST" in os.environ
+        """Whether the rendezvous's host may have no name yet: a pod has one from when it is placed."""
 
     def new_door(self, asked: Callable[[], bool] | None) -> socket.socket | None:
         """A socket for the ranks' store, should this host become node 0. Also finds the way to the rendezvous anew.
 
-        A host that was in and has lost its network, and perhaps its names, waits for it; None: it was asked to stop.
+        A host that was in and has lost its network, and perhaps its names, waits for it, as does one that may be early.
+        None: it was asked to stop.
         """
         deadline = time.monotonic() + self.patience
         while True:
@@ -76,11 +81,16 @@ class Seat:
                     f"no network of this host leads to the rendezvous at {self.address} ({error.strerror or error}). "
                     "Bring one up, or give an address that can be reached."
                 )
-            if not self.met or time.monotonic() > deadline:
+            if not (self.met or self.early) or time.monotonic() > deadline:
                 raise CannotHere(why) from None
             if asked is not None and asked():
                 return None
             time.sleep(0.5)
+
+    def look_again(self) -> None:
+        """The rendezvous's host may have come again at another address."""
+        with suppress(OSError, CannotHere):
+            self.way = network.way_to(self.at, self.port, self.interface)
 
     def _listening(self) -> socket.socket:
         """At a port that the system gives: not the rendezvous's, which is as free as others until a host opens it."""

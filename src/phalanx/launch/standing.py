@@ -132,7 +132,8 @@ def show_logs(run: Run, keep_on: bool) -> Verdict:
         place, job = submitted
         if keep_on:
             return follow(place, run, job)
-        Tail(place.output(run, job)).close()
+        with place.fetching(run, job, keep_on=False):
+            Tail(place.output(run, job)).close()
     else:
         for line in _told(run, keep_on):
             print(line, flush=True)
