@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import tempfile
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -32,6 +33,7 @@ class PodLog:
         self._process: subprocess.Popen[bytes] | None = None
         self._read: dict[str, int] = {}
         """By container, how many bytes have been read; one that ended counts as whole."""
+        self._said: set[str] = set()
         self._thread = threading.Thread(target=self._watch, name=f"logs of {path.stem}", daemon=True)
 
     def __enter__(self) -> Self:
@@ -78,10 +80,8 @@ class PodLog:
         """All that a container prints from where it was left, until it ends or the connection does."""
         skip = self._read.get(container, 0)
         command = self.line("logs", "--follow", pod)
-        with self.path.open("ab", buffering=0) as file:
-            self._process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
-            )
+        with self.path.open("ab", buffering=0) as file, tempfile.TemporaryFile() as errors:
+            self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors)
             with self._process as process:
                 assert process.stdout is not None
                 while part := process.stdout.read1(1 << 16):  # type: ignore[attr-defined]
@@ -89,6 +89,11 @@ class PodLog:
                     skip -= len(part) - len(new)
                     file.write(new)
                     self._read[container] = self._read.get(container, 0) + len(new)
+            errors.seek(0)
+            said = " ".join(errors.read().decode(errors="replace").split())
+            if process.returncode > 0 and said not in self._said:
+                self._said.add(said)
+                file.write(f"   note  kubectl logs {pod}: {said}\n".encode())
         now = self.first()
         if now is not None and _started(now) == container and _running(now):
             return  # the connection broke: it is read on
