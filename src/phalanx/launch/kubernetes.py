@@ -166,7 +166,11 @@ class Kubernetes(Place):
         job = self.submit(command)
         run = Run(command.run)
         print(f" submit  {self.kind.title} {job}: {run.path / self.word / f'{job}.yaml'}", flush=True)
-        return follow(self, run, job)
+        verdict = follow(self, run, job)
+        if verdict.holds and not run.weights_path.exists():  # on a volume that this machine does not mount
+            at = Run(self._where(command)[1]).weights_path
+            return replace(verdict, evidence=[f"weights: {at}, in {self.given.get('volume', 'its first pod')}"])
+        return verdict
 
     def submit(self, command: Command) -> str:
         """The job's name."""
