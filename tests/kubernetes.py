@@ -8,6 +8,7 @@ server, the controllers and the kubelet, which are the few rules of theirs that 
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import secrets
@@ -42,6 +43,8 @@ RESOURCES = {
     "jobsets": ("jobset.x-k8s.io/v1alpha2", "JobSet"), "pytorchjobs": ("kubeflow.org/v1", "PyTorchJob"),
     "trainjobs": ("trainer.kubeflow.org/v1alpha1", "TrainJob"),
 }  # fmt: skip
+NAMES_SECONDS = 3.0
+"""So long a pod that comes again is known at its old address, as resolvers remember it."""
 Object = dict[str, Any]
 
 needs_kubectl = pytest.mark.skipif(
@@ -139,6 +142,8 @@ class KubernetesCluster:
         self.pods: list[Process] = []
         self.lost: set[str] = set()
         """Nodes on which nothing runs any more."""
+        self._named = math.inf
+        """When names are told again."""
         self._lock = threading.RLock()
         self._over = threading.Event()
 
@@ -246,6 +251,9 @@ class KubernetesCluster:
                 for thing in list(self.objects.values()):
                     self._judge(thing)
                 now = time.monotonic()
+                if now > self._named:
+                    self._names()
+                    self._named = math.inf
                 for pod in [pod for pod in self.pods if pod.deleted]:
                     if pod.process is None or pod.code is not None:
                         self.pods.remove(pod)
@@ -272,8 +280,9 @@ class KubernetesCluster:
             wait = {"reason": "ErrImagePull", "message": f"failed to pull {container['image']}: not found"}
             pod.waits = {"phase": "Pending", "containerStatuses": [{"name": "x", "state": {"waiting": wait}}]}
         else:
+            again = any(other.hostname == pod.hostname and other is not pod for other in self.pods)
             pod.node = free[0]
-            self._names()
+            self._named = time.monotonic() + (NAMES_SECONDS if again else 0)
             self._start(pod, container)
 
     def _names(self) -> None:
@@ -428,6 +437,8 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(*self.cluster.found(resource, namespace, name))
         elif resource:
             self._answer(200, self.cluster.listed(resource, namespace, query.get("labelSelector", "")))
+        elif parts.path == "/openapi/v2":
+            self._send(200, b"", "application/com.github.proto-openapi.spec.v2.v1.0+protobuf")  # it says nothing
         else:
             self._answer(*self._discovered(parts.path.strip("/")))
 
@@ -470,9 +481,11 @@ class _Handler(BaseHTTPRequestHandler):
         return 200, _validating(version, kinds) if path.startswith("openapi") else _resources(version, kinds)
 
     def _answer(self, code: int, thing: Object) -> None:
-        data = json.dumps(thing).encode()
+        self._send(code, json.dumps(thing).encode(), "application/json")
+
+    def _send(self, code: int, data: bytes, kind: str) -> None:
         self.send_response(code)
-        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
         self.wfile.write(data)

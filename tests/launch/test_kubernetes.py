@@ -393,7 +393,7 @@ def segmented(layout: str) -> dict[str, float]:
 
     import phalanx as module
 
-    task = Cells(steps=60, width=4, size=16, pictures=200, learning_rate=1e-2, precision="float64")
+    task = Cells(steps=25, size=16, pictures=200, global_batch=16, learning_rate=2e-2, precision="float64")
     with module.Engine(task, module.Layout.parse(layout), device="cpu") as engine:
         for batch in engine.batches():
             engine.step(batch)
