@@ -133,8 +133,11 @@ class Process:
 class KubernetesCluster:
     """An API server at loopback with namespaces default and team, whose nodes are hosts, a pod each."""
 
-    def __init__(self, folder: Path, hosts: Hosts, kinds: tuple[str, ...] = tuple(RESOURCES)) -> None:
-        self.folder, self.hosts = folder, hosts
+    def __init__(
+        self, folder: Path, hosts: Hosts, kinds: tuple[str, ...] = tuple(RESOURCES), unknown: tuple[str, ...] = ()
+    ) -> None:
+        """``unknown``: fields of specs that it has not heard of."""
+        self.folder, self.hosts, self.unknown = folder, hosts, unknown
         self.kinds = {name: RESOURCES[name] for name in kinds}
         self.environment = {"KUBECONFIG": str(folder / "config"), "HOME": str(folder)}
         self.objects: dict[tuple[str, str, str], Object] = {}
@@ -197,6 +200,8 @@ class KubernetesCluster:
         name = thing["metadata"]["name"]
         if wrong := wrong_with(thing):
             return _refused(422, "Invalid", f'{thing["kind"]} "{name}" is invalid: {wrong}')
+        for field_name in set(self.unknown) & set(thing["spec"]):
+            return _refused(400, "BadRequest", f'strict decoding error: unknown field "spec.{field_name}"')
         with self._lock:
             if (resource, namespace, name) in self.objects:
                 return _refused(409, "AlreadyExists", f'{resource} "{name}" already exists')

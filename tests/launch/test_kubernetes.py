@@ -214,6 +214,18 @@ def test_a_pod_that_waits_is_named(clusters: Clusters, folder: Path) -> None:
         assert (made.status(run, job).detail, made.status(run, job).code) == ("was deleted", 130)
 
 
+@needs_kubectl
+@needs_schemas
+@needs_namespaces
+def test_an_older_trainer_is_given_what_it_knows(clusters: Clusters, folder: Path) -> None:
+    cluster = clusters(unknown=("runtimePatches",))
+    job = place(kind="trainjob", nodes=2, image="example.org/other:1").submit(command_of(folder))
+    (made,) = cluster.objects.values()
+    assert made["metadata"]["name"] == job
+    assert "podTemplateOverrides" in made["spec"]
+    assert "podTemplateOverrides" in (folder / "run" / "kubernetes" / f"{job}.yaml").read_text()
+
+
 # What pods run.
 
 

@@ -49,6 +49,21 @@ def test_without_a_way_it_says_so_or_waits_if_it_was_in_before() -> None:
     assert lost.new_door(lambda: True) is None
 
 
+def test_a_pod_waits_for_the_name_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.96.0.1")
+    early = seat("no-such-host.invalid:29400")
+    assert early.new_door(lambda: True) is None
+
+
+def test_an_address_that_changed_is_found() -> None:
+    one = seat("localhost:29400")
+    one.look_again()
+    assert one.way.to == "127.0.0.1"
+    one.at = "no-such-host.invalid"
+    one.look_again()
+    assert one.way.to == "127.0.0.1"
+
+
 def test_refusals_end_in_what_to_do() -> None:
     for refusal in (seat().turned_away(), seat().stranger(), seat().nobody()):
         assert "localhost:29400" in str(refusal)

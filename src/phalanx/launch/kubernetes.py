@@ -21,7 +21,7 @@ from phalanx.errors import CannotHere, WrongUse, closest
 from phalanx.files import write_whole
 from phalanx.launch import place
 from phalanx.launch.following import follow
-from phalanx.launch.kubernetes_objects import KINDS, PORT, Kind, Pods, objects
+from phalanx.launch.kubernetes_objects import KINDS, PORT, VERDICTS, Kind, Pods, objects
 from phalanx.launch.place import ENDED, QUEUED, RUNNING, UNKNOWN, Command, Place, Status
 from phalanx.launch.pod_log import PodLog
 from phalanx.launch.pods import first_of, in_words
@@ -184,6 +184,8 @@ class Kubernetes(Place):
             if 'unknown field "spec.runtimePatches"' not in done.stderr:
                 break
         if done.returncode:
+            if self._kind == "job" and "AlreadyExists" not in done.stderr:
+                self.kubectl("delete", "service", pods.name, "--wait=false", "--ignore-not-found")
             with suppress(OSError):  # it holds a run that goes on
                 run.path.rmdir()
             raise CannotHere(f"Kubernetes does not take the job: {_words(done.stderr)}. {self._advice(done.stderr)}")
@@ -219,6 +221,8 @@ class Kubernetes(Place):
             or "could not find the requested" in said
         ):
             return f"The cluster has no {self.kind.install}: have it installed, or use kind=job, which needs nothing."
+        if "AlreadyExists" in said:
+            return "Give --run another name, or delete that job with kubectl."
         if re.search('namespaces? "[^"]*" not found', said):
             return "Give namespace= one that kubectl get namespaces lists."
         if "orbidden" in said or "nauthorized" in said or "must be logged in" in said:
@@ -289,6 +293,7 @@ def _ended(name: str, condition: Mapping[str, Any], code: int, pods: list[Any]) 
         for state in (each.get("state", {}) for each in pod.get("status", {}).get("containerStatuses", []))
         if state.get("terminated", {}).get("exitCode")
     ]
+    codes.sort(key=lambda each: each not in VERDICTS)  # others were ended for it
     return Status(ENDED, f"{name}, {why}" if why else name, next(iter(codes), code))
 
 
