@@ -310,10 +310,11 @@ class KubernetesCluster:
         enter = [f"--{kind}=/proc/{self.hosts[pod.node].process.pid}/ns/{kind[:3]}" for kind in ("net", "uts")]
         enter += [f"--mount=/proc/{self.hosts[pod.node].process.pid}/ns/mnt"]
         script = f'echo {pod.hostname} > /proc/sys/kernel/hostname; cd {container.get("workingDir", "/")}; exec "$@"'
+        within = ["setpriv", "--pdeathsig", "KILL", "nsenter", *enter, "sh", "-c", script, "sh"]
         with (self.folder / f"{pod.name}.log").open("wb") as out:
             pod.process = subprocess.Popen(
-                ["nsenter", *enter, "sh", "-c", script, "sh", *words], env=variables, stdin=subprocess.DEVNULL,
-                stdout=out, stderr=out, start_new_session=True,
+                [*within, *words], env=variables, stdin=subprocess.DEVNULL, stdout=out, stderr=out,
+                start_new_session=True,
             )  # fmt: skip
 
     def _judge(self, job: Object) -> None:
