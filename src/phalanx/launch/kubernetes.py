@@ -21,7 +21,7 @@ from phalanx.errors import CannotHere, WrongUse, closest
 from phalanx.files import write_whole
 from phalanx.launch import place
 from phalanx.launch.following import follow
-from phalanx.launch.kubernetes_objects import KINDS, PORT, VERDICTS, Kind, Pods, objects
+from phalanx.launch.kubernetes_objects import KINDS, PORT, VERDICTS, JobKind, Pods, objects
 from phalanx.launch.place import ENDED, QUEUED, RUNNING, UNKNOWN, Command, Place, Status
 from phalanx.launch.pod_log import PodLog
 from phalanx.launch.pods import first_of, in_words
@@ -80,7 +80,7 @@ class Kubernetes(Place):
         return word
 
     @property
-    def kind(self) -> Kind:
+    def kind(self) -> JobKind:
         return KINDS[self._kind]
 
     @property

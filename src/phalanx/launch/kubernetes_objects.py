@@ -18,7 +18,7 @@ Object = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Kind:
+class JobKind:
     """One of Kubernetes's ways to run pods together."""
 
     resource: str
@@ -38,19 +38,19 @@ class Kind:
 
 
 KINDS = {
-    "jobset": Kind(
+    "jobset": JobKind(
         "jobsets.jobset.x-k8s.io", "JobSet", "jobset.x-k8s.io/v1alpha2", "jobset.sigs.k8s.io/jobset-name", "phalanx",
         "{0}-workers-0-0.{0}", 40, "JobSet (https://jobset.sigs.k8s.io)",
     ),
-    "trainjob": Kind(
+    "trainjob": JobKind(
         "trainjobs.trainer.kubeflow.org", "TrainJob", "trainer.kubeflow.org/v1alpha1",
         "jobset.sigs.k8s.io/jobset-name", "node", "{0}-node-0-0.{0}", 40, "Kubeflow's trainer",
     ),
-    "pytorchjob": Kind(
+    "pytorchjob": JobKind(
         "pytorchjobs.kubeflow.org", "PyTorchJob", "kubeflow.org/v1", "training.kubeflow.org/job-name", "pytorch",
         "{0}-master-0", 40, "Kubeflow's training operator",
     ),
-    "job": Kind("jobs.batch", "Job", "batch/v1", "batch.kubernetes.io/job-name", "phalanx", "{0}-0.{0}", 50),
+    "job": JobKind("jobs.batch", "Job", "batch/v1", "batch.kubernetes.io/job-name", "phalanx", "{0}-0.{0}", 50),
 }  # fmt: skip
 
 
@@ -119,7 +119,7 @@ class Pods:
         }
         return {name: value for name, value in found.items() if value}
 
-    def template(self, kind: Kind, **more: Any) -> Object:
+    def template(self, kind: JobKind, **more: Any) -> Object:
         """Of a pod."""
         container = {
             "name": kind.container,
@@ -155,13 +155,13 @@ def objects(kind: str, pods: Pods, old: bool = False) -> list[Object]:
     return made(KINDS[kind], pods)
 
 
-def _object(kind: Kind, pods: Pods, spec: Object) -> Object:
+def _object(kind: JobKind, pods: Pods, spec: Object) -> Object:
     place = {"namespace": pods.namespace} if pods.namespace else {}
     metadata = {"name": pods.name, **place, "labels": pods.labels}
     return {"apiVersion": kind.version, "kind": kind.title, "metadata": metadata, "spec": spec}
 
 
-def _indexed(kind: Kind, pods: Pods, **more: Any) -> Object:
+def _indexed(kind: JobKind, pods: Pods, **more: Any) -> Object:
     """A Job's spec."""
     ended = {"containerName": kind.container, "operator": "In", "values": list(VERDICTS)}
     rules = [
@@ -178,13 +178,13 @@ def _indexed(kind: Kind, pods: Pods, **more: Any) -> Object:
     }
 
 
-def _jobset(kind: Kind, pods: Pods) -> list[Object]:
+def _jobset(kind: JobKind, pods: Pods) -> list[Object]:
     workers = {"name": "workers", "replicas": 1, "template": {"spec": _indexed(kind, pods)}}
     network = {"enableDNSHostnames": True, "publishNotReadyAddresses": True}
     return [_object(kind, pods, {"network": network, "replicatedJobs": [workers]})]
 
 
-def _job(kind: Kind, pods: Pods) -> list[Object]:
+def _job(kind: JobKind, pods: Pods) -> list[Object]:
     job = _object(kind, pods, _indexed(kind, pods, subdomain=pods.name))
     if pods.nodes == 1:
         return [job]
@@ -192,7 +192,7 @@ def _job(kind: Kind, pods: Pods) -> list[Object]:
     return [{**_object(kind, pods, service), "apiVersion": "v1", "kind": "Service"}, job]
 
 
-def _pytorchjob(kind: Kind, pods: Pods) -> list[Object]:
+def _pytorchjob(kind: JobKind, pods: Pods) -> list[Object]:
     """Its policy ExitCode starts again what was killed, by exit codes from 128 on."""
     each = {"restartPolicy": "ExitCode", "template": pods.template(kind)}
     replicas = {"Master": {"replicas": 1, **each}}
@@ -202,7 +202,7 @@ def _pytorchjob(kind: Kind, pods: Pods) -> list[Object]:
     return [_object(kind, pods, {"runPolicy": policy, "pytorchReplicaSpecs": replicas})]
 
 
-def _trainjob(kind: Kind, pods: Pods, old: bool) -> list[Object]:
+def _trainjob(kind: JobKind, pods: Pods, old: bool) -> list[Object]:
     """Its runtime has the rest: how long a pod may take to end, and whether it is started again."""
     trainer = {
         "image": pods.image,
