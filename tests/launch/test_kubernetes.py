@@ -25,6 +25,11 @@ from tests.test_cli import phalanx
 from tests.test_docs import commands
 from tests.test_recovery import TASK
 
+
+def checked() -> None:
+    """A job that has been checked already."""
+
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -246,7 +251,7 @@ def test_a_jobset_is_created_and_followed_to_its_end(
 ) -> None:
     clusters()
     made = on("jobset", folder, namespace="team")
-    verdict = made.train(slow(folder, "--steps", "12"))
+    verdict = made.train(slow(folder, "--steps", "12"), checked)
     said = capsys.readouterr().out
     assert verdict.exit_code == 0, said
     for words in ("submit  JobSet run-", "step 12/12", "certificate: 12 steps"):
@@ -262,7 +267,7 @@ def test_a_jobset_is_created_and_followed_to_its_end(
 @pytest.mark.parametrize("kind", ["job", "trainjob", "pytorchjob"])
 def test_so_are_other_kinds(clusters: Clusters, folder: Path, kind: str, capsys: pytest.CaptureFixture[str]) -> None:
     clusters()
-    verdict = on(kind, folder).train(slow(folder, "--steps", "12"))
+    verdict = on(kind, folder).train(slow(folder, "--steps", "12"), checked)
     said = capsys.readouterr().out
     assert verdict.exit_code == 0, said
     assert "certificate: 12 steps" in said
@@ -313,7 +318,7 @@ def test_a_job_that_is_cancelled_saves_and_can_go_on(
 @needs_namespaces
 def test_a_verdict_ends_the_job(clusters: Clusters, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     clusters()
-    verdict = on("jobset", folder, nodes=1).train(slow(folder, "--steps", "12", "--bad", "nonsense"))
+    verdict = on("jobset", folder, nodes=1).train(slow(folder, "--steps", "12", "--bad", "nonsense"), checked)
     assert verdict.exit_code == 2
     assert "PodFailurePolicy: pod run-" in verdict.summary
 
@@ -327,7 +332,7 @@ class Following:
         self._thread.start()
 
     def _train(self, made: Kubernetes, command: Command) -> None:
-        self.code = made.train(command).exit_code
+        self.code = made.train(command, checked).exit_code
 
     def ended(self) -> int | None:
         self._thread.join(300)

@@ -11,7 +11,7 @@ import re
 import shutil
 import subprocess
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -162,7 +162,9 @@ class Kubernetes(Place):
             raise WrongUse(f"node-selector={self.given['node-selector']} is none. Write it like node-selector=pool=big")
         return {name: value for name, _, value in pairs}
 
-    def train(self, command: Command) -> Verdict:
+    def train(self, command: Command, check: Callable[[], object]) -> Verdict:
+        _check()
+        check()
         job = self.submit(command)
         run = Run(command.run)
         print(f" submit  {self.kind.title} {job}: {run.path / self.word / f'{job}.yaml'}", flush=True)
