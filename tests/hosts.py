@@ -12,7 +12,8 @@ import os
 import shutil
 import signal
 import subprocess
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import TracebackType
@@ -114,6 +115,18 @@ class Host:
             answer = ours.recv()
         process.join()
         return answer
+
+    def phalanx(
+        self, folder: Path, *words: str, under: tuple[str, ...] = (), variables: Mapping[str, str] | None = None
+    ) -> subprocess.Popen[str]:
+        """A command line of ours on this host, with an interpreter of its own; ``under``: what starts that."""
+        kinds = {"net": "net", "uts": "uts", "mount": "mnt"}
+        enter = (f"--{kind}=/proc/{self.process.pid}/ns/{short}" for kind, short in kinds.items())
+        return subprocess.Popen(
+            ["nsenter", *enter, f"--wd={folder}", *under, sys.executable, "-m", "phalanx", *words], text=True,
+            env=os.environ | {"OMP_NUM_THREADS": "1", **(variables or {})}, stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )  # fmt: skip
 
     def hide(self, folder: Path) -> None:
         """Let this host see an empty folder of its own there."""

@@ -51,6 +51,9 @@ KEPT: dict[str, dict[str, int | tuple[str, ...]]] = {
         "test_a_clock_that_is_off_by_a_day_is_named_before_the_first_step": 0,
         "test_hosts_with_other_code_are_named_before_the_first_step": 0,
     },
+    "launch/test_started.py": {
+        "test_hosts_of_a_cloud_find_each_other": ("SageMaker",),
+    },
     "launch/test_slurm.py": {
         "test_a_job_that_is_preempted_goes_on_where_it_was": 0,
         "test_a_job_that_loses_a_node_goes_on_when_there_is_another": 0,

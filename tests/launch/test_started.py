@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,11 @@ import pytest
 
 from phalanx import CannotHere, WrongUse
 from phalanx.launch.started import PORTS, Started
+from tests.hosts import Hosts, needs_namespaces
+from tests.launch.test_slurm import weights
+from tests.test_cli import phalanx
+from tests.test_hosts import _main, ended
+from tests.test_recovery import TASK
 
 TORCHRUN = {
     "TORCHELASTIC_RUN_ID": "none", "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4",
@@ -148,3 +154,37 @@ def test_a_process_on_its_own_counts_as_a_host() -> None:
     own = found.on_its_own()
     assert (own.hosts, own.local_processes, own.local) == (8, 1, 0)
     assert own.name.endswith(".1")
+
+
+def variables_of(cloud: str, number: int) -> dict[str, str]:
+    """What a cloud tells the process on one of two hosts, node1 and node2."""
+    names = ["node1", "node2"]
+    if cloud == "SageMaker":
+        return {"SM_HOSTS": json.dumps(names), "SM_CURRENT_HOST": names[number], "SM_NUM_GPUS": "0"}
+    if cloud == "SkyPilot":
+        return {"SKYPILOT_NODE_IPS": "10.77.0.1\n10.77.0.2", "SKYPILOT_NODE_RANK": str(number)}
+    if cloud == "Vertex AI":
+        pools = {"workerpool0": ["node1:2222"], "workerpool1": ["node2:2222"]}
+        return {"CLUSTER_SPEC": json.dumps({"cluster": pools, "task": {"type": f"workerpool{number}", "index": 0}})}
+    return {"PET_NNODES": "2", "PET_NODE_RANK": str(number), "PET_MASTER_ADDR": "node1", "PET_NPROC_PER_NODE": "1"}
+
+
+def _in_cloud(variables: dict[str, str], words: list[str], cwd: Path, out: str) -> None:
+    os.environ.update(variables)
+    _main([*words, "--run", "theirs"], cwd, out)
+
+
+@needs_namespaces
+@pytest.mark.parametrize("cloud", ["SageMaker", "SkyPilot", "Vertex AI", "Kubeflow"])
+def test_hosts_of_a_cloud_find_each_other(tmp_path: Path, cloud: str) -> None:
+    (tmp_path / "slow.py").write_text(TASK)
+    words = ["slow.py", "--steps", "5", "--device", "cpu"]
+    with Hosts(2, tmp_path) as hosts:
+        processes = [
+            hosts[name].start(_in_cloud, variables_of(cloud, number), words, tmp_path, f"out of {name}")
+            for number, name in enumerate(hosts.names)
+        ]
+        codes = [ended(process) for process in processes]
+    assert codes == [0, 0], [(tmp_path / f"out of {name}").read_text() for name in hosts.names]
+    assert phalanx("train", *words, "--on", "local:2", "--run", "ours", cwd=tmp_path).returncode == 0
+    assert weights(tmp_path, "theirs") == weights(tmp_path, "ours")

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from phalanx.train import doctor
-from tests.hosts import Host, Hosts, needs_namespaces
+from tests.hosts import Hosts, needs_namespaces
 from tests.test_cli import phalanx
 from tests.test_recovery import TASK
 
@@ -36,24 +33,13 @@ def test_a_slow_link_is_named() -> None:
     assert told.endswith("rank 1 to rank 2, 24 Gbit/s")
 
 
-def started(host: Host, folder: Path, *words: str, under: tuple[str, ...] = ()) -> subprocess.Popen[str]:
-    """A command line of ours on a host."""
-    enter = ("nsenter", *(f"--{kind}=/proc/{host.process.pid}/ns/{short}" for kind, short in KINDS.items()))
-    variables = os.environ | {"OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(
-        [*enter, f"--wd={folder}", *under, sys.executable, "-m", "phalanx", *words], env=variables, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    )  # fmt: skip
-
-
-KINDS = {"net": "net", "uts": "uts", "mount": "mnt"}
 TWO = ("--on", "local:1", "--device", "cpu", "--max-nodes", "2", "--meet", "node1:29400", "--run", "run")
 
 
 @needs_namespaces
 def test_hosts_are_examined_together(tmp_path: Path) -> None:
     with Hosts(2, tmp_path) as hosts:
-        processes = [started(hosts[name], tmp_path, "doctor", *TWO) for name in ("node1", "node2")]
+        processes = [hosts[name].phalanx(tmp_path, "doctor", *TWO) for name in ("node1", "node2")]
         told = [process.communicate(timeout=200)[0] for process in processes]
     assert [process.returncode for process in processes] == [0, 0], told
     (first,) = (text for text in told if "fit to train on" in text)
@@ -66,8 +52,8 @@ def test_hosts_are_examined_together(tmp_path: Path) -> None:
 def test_a_clock_that_is_off_by_a_day_is_named_before_the_first_step(tmp_path: Path) -> None:
     (tmp_path / "slow.py").write_text(TASK)
     with Hosts(2, tmp_path) as hosts:
-        first = started(hosts["node1"], tmp_path, "train", "slow.py", *TWO)
-        off = started(hosts["node2"], tmp_path, "train", "slow.py", *TWO, under=("faketime", "-f", "+1d"))
+        first = hosts["node1"].phalanx(tmp_path, "train", "slow.py", *TWO)
+        off = hosts["node2"].phalanx(tmp_path, "train", "slow.py", *TWO, under=("faketime", "-f", "+1d"))
         told = [process.communicate(timeout=200)[0] for process in (first, off)]
     assert off.returncode == 3, told  # the other goes on alone, as --min-nodes 1 has it
     assert "the clock of host node" in told[1]
@@ -83,6 +69,6 @@ def test_hosts_with_other_code_are_named_before_the_first_step(tmp_path: Path) -
     (other / "slow.py").write_text(TASK + "# edited")
     with Hosts(2, tmp_path) as hosts:
         words = ("train", "slow.py", *TWO[:-1], str(tmp_path / "run"), "--timeout", "20")
-        processes = [started(hosts["node1"], tmp_path, *words), started(hosts["node2"], other, *words)]
+        processes = [hosts["node1"].phalanx(tmp_path, *words), hosts["node2"].phalanx(other, *words)]
         told = [process.communicate(timeout=200)[0] for process in processes]
     assert any("Give all hosts the same files of the task" in text for text in told), told
