@@ -30,7 +30,8 @@ MS_BIND, MS_REC, MS_PRIVATE = 4096, 16384, 1 << 18
 LIBC = ctypes.CDLL(None, use_errno=True)
 
 
-def _missing() -> str:
+def missing() -> str:
+    """Why hosts cannot be made here; "": they can."""
     if not (hasattr(os, "geteuid") and os.geteuid() == 0):
         return "only root can make network namespaces"
     tools = [tool for tool in ("ip", "nsenter") if shutil.which(tool) is None]
@@ -41,7 +42,7 @@ def _missing() -> str:
     return ""
 
 
-needs_namespaces = pytest.mark.skipif(bool(_missing()), reason=_missing())
+needs_namespaces = pytest.mark.skipif(bool(missing()), reason=missing())
 
 
 def _checked(result: int) -> None:
