@@ -9,12 +9,14 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from phalanx.launch.ssh import Remote
 from tests.hosts import Hosts, missing
 
 SERVER = """\
@@ -59,9 +61,10 @@ class SshHosts:
     def __init__(self, hosts: Hosts, folder: Path) -> None:
         self.hosts, self.folder = hosts, folder
         *self.names, self.desk = hosts.names
-        self.daemons: list[subprocess.Popen[bytes]] = []
+        self.daemons: dict[str, subprocess.Popen[bytes]] = {}
 
-    def serve(self) -> None:
+    def prepare(self) -> None:
+        """Keys, configurations, and a daemon a host."""
         for name in ("host_key", "user_key"):
             subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", self.folder / name], check=True)
         (self.folder / "ssh_config").write_text(CLIENT.format(folder=self.folder))
@@ -69,26 +72,29 @@ class SshHosts:
         (self.folder / "known_hosts").write_text(f"* {public}")
         Path("/run/sshd").mkdir(exist_ok=True)
         for name in self.names:
-            config = self.folder / f"sshd of {name}"
-            config.write_text(SERVER.format(address=self.hosts.address(name), folder=self.folder, name=name))
-            with (self.folder / f"sshd of {name}.log").open("wb") as log:
-                words = [*self.inside(name), "/usr/sbin/sshd", "-D", "-e", "-f", str(config)]
-                self.daemons.append(subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=log, stderr=log))
-        for name in self.names:
-            while not self.hosts[self.desk].ask(_answers, self.hosts.address(name)):
-                time.sleep(0.1)
+            self.serve(name)
+
+    def serve(self, name: str) -> None:
+        """Start a host's daemon."""
+        config = self.folder / f"sshd of {name}"
+        config.write_text(SERVER.format(address=self.hosts.address(name), folder=self.folder, name=name))
+        with (self.folder / f"sshd of {name}.log").open("ab") as log:
+            words = [*self.inside(name), "/usr/sbin/sshd", "-D", "-e", "-f", str(config)]
+            self.daemons[name] = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+        while not self.ask(_answers, self.hosts.address(name)):
+            time.sleep(0.1)
 
     def inside(self, name: str) -> list[str]:
         """The words that run a command on a host."""
         return ["nsenter", "--target", str(self.hosts[name].process.pid), "--net", "--uts", "--mount"]
 
-    def start(self, *words: str, on: str = "", **more: str) -> subprocess.Popen[str]:
+    def start(self, *words: str, at: Path | None = None) -> subprocess.Popen[str]:
         """``phalanx`` with these words at the desk."""
         variables = os.environ | {
             "OMP_NUM_THREADS": "1", "PHALANX_SSH": f"ssh -F {self.folder / 'ssh_config'}", MARK: str(self.folder),
-            "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry), **more,
+            "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry),
         }  # fmt: skip
-        inside = [*self.inside(self.desk), f"--wdns={self.folder}"]
+        inside = [*self.inside(self.desk), f"--wdns={at or self.folder}"]
         return subprocess.Popen(
             [*inside, sys.executable, "-m", "phalanx", *words], env=variables, text=True,
             stdout=subprocess.PIPE, stderr=subprocess.PIPE,
@@ -103,10 +109,29 @@ class SshHosts:
                     found.append(int(path.name))
         return found
 
+    def lose(self, name: str) -> None:
+        """The host is gone: its daemon, and all that it runs."""
+        daemon = self.daemons.pop(name)
+        daemon.kill()
+        daemon.wait()
+        network = os.stat(f"/proc/{self.hosts[name].process.pid}/ns/net").st_ino
+        for path in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):
+                if (path / "ns/net").stat().st_ino == network and int(path.name) != self.hosts[name].process.pid:
+                    os.kill(int(path.name), signal.SIGKILL)
+
+    def remote(self, name: str, **more: Any) -> Remote:
+        """A host as a place has it."""
+        given = {"ssh": ("ssh", "-F", str(self.folder / "ssh_config")), "python": sys.executable, **more}
+        return Remote(name, name, **given)
+
+    def ask(self, function: Callable[..., Any], *args: Any) -> Any:
+        """What a function returns at the desk."""
+        return self.hosts[self.desk].ask(function, *args)
+
     def close(self) -> None:
-        for daemon in self.daemons:
-            daemon.terminate()
-            daemon.wait()
+        for name in list(self.daemons):
+            self.lose(name)
         for pid in self.processes():
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -118,7 +143,7 @@ def ssh_hosts(folder: Path, number: int = 2) -> Iterator[SshHosts]:
     with Hosts(number + 1, folder) as hosts:
         made = SshHosts(hosts, folder)
         try:
-            made.serve()
+            made.prepare()
             yield made
         finally:
             made.close()

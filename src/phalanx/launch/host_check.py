@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from phalanx.errors import CannotHere
 from phalanx.launch import host_side
@@ -61,10 +61,10 @@ class HostCheck:
         }  # fmt: skip
         here = host_side.look({**request, "path": [], "gpus": 0, "files": []})
         for remote, found in zip(
-            self.remotes, _at_once(lambda remote: _asked(remote, request), self.remotes), strict=True
+            self.remotes, at_once(lambda remote: _asked(remote, request), self.remotes), strict=True
         ):
             if isinstance(found, Unreached):
-                self.wrong.append((remote.name, f"is not reached over ssh: {found}. Try: ssh {remote.target}"))
+                self.wrong.append((remote.name, str(found)))
                 continue
             facts, early, late = found
             facts["ahead"] = max(0.0, facts["time"] - late) - max(0.0, early - facts["time"])
@@ -95,16 +95,14 @@ class HostCheck:
         with first.start(request) as process:
             try:
                 opened = _first_answer(process)
-                port = opened.get("port")
-                self.port = port or 0
+                self.port = opened["port"] or 0
                 for folder, why in opened["refused"].items():
                     self.wrong.append((first.name, f"cannot write to {folder}: {why}. Give --run another folder"))
-                if others and port is None:
+                if others and not self.port:
                     taken = f"port {ports[0]} is taken ({opened['busy']}). Give another with port="
                     self.wrong.append((first.name, taken))
-                elif others:
-                    reach = {**request, "do": "reach", "address": address, "port": port}
-                    self._reach(first, others, reach, needed)
+                there = {"address": address, "port": self.port, "refused": list(opened["refused"])}
+                self._reach({**request, **there, "do": "reach"}, needed)
             finally:
                 assert process.stdin is not None
                 process.stdin.close()
@@ -163,25 +161,24 @@ class HostCheck:
                 held = f"holds something else in {listed(other, MOST_FILES)} than is here"
                 self.wrong.append((name, f"{held}. Bring that up to date, or send the code with code=copy"))
 
-    def _reach(self, first: Remote, others: Sequence[Remote], request: Facts, needed: str) -> None:
-        found = _at_once(lambda remote: _asked(remote, {**request, "name": remote.name}), others)
+    def _reach(self, request: Facts, needed: str) -> None:
+        first, *others = self.remotes
+        found = at_once(lambda remote: _asked(remote, {**request, "name": remote.name}), others)
         where = f"{request['address']}:{request['port']}"
         for remote, told in zip(others, found, strict=True):
             if isinstance(told, Unreached):
-                self.wrong.append((remote.name, f"is not reached over ssh: {told}. Try: ssh {remote.target}"))
+                self.wrong.append((remote.name, str(told)))
                 continue
             facts = told[0]
             if facts["port"]:
-                self.wrong.append((
-                    remote.name, f"does not reach host {first.name} at {where}: {facts['port']}. Open that port, give "
-                    "another with port=, or another address with --meet",
-                ))  # fmt: skip
-            seen = facts["folders"]
+                advice = "Open that port, give another with port=, or another address with --meet"
+                unreached = f"does not reach host {first.name} at {where}: {facts['port']}. {advice}"
+                self.wrong.append((remote.name, unreached))
+            seen = {folder: known for folder, known in facts["folders"].items() if folder not in request["refused"]}
             if not seen.get(needed, True):
-                self.wrong.append((
-                    remote.name, f"does not see what host {first.name} writes to {needed}, or cannot write there. Give "
-                    "--run a folder that all hosts share, or --checkpoints a folder or store that all of them reach",
-                ))  # fmt: skip
+                advice = "Give --run a folder that all hosts share, or --checkpoints one or a store that all reach"
+                unseen = f"does not see what host {first.name} writes to {needed}, or cannot write there. {advice}"
+                self.wrong.append((remote.name, unseen))
             elif not all(seen.values()):
                 self.unshared.append(remote.name)
 
@@ -202,7 +199,8 @@ def _asked(remote: Remote, request: Facts) -> tuple[Facts, float, float] | Unrea
         return error
 
 
-def _at_once(ask: Callable[[Remote], T], remotes: Sequence[Remote]) -> list[T]:
+def at_once(ask: Callable[[Remote], T], remotes: Sequence[Remote]) -> list[T]:
+    """What each host says, in their order."""
     with ThreadPoolExecutor(max(1, len(remotes))) as threads:
         return list(threads.map(ask, remotes))
 
@@ -213,5 +211,5 @@ def _first_answer(process: subprocess.Popen[bytes]) -> Facts:
     for line in iter(process.stdout.readline, b""):
         if (found := read(line.decode(errors="replace"))) is not None:
             return found
-    said: Any = process.stderr.read().decode(errors="replace").strip().splitlines()
+    said = process.stderr.read().decode(errors="replace").strip().splitlines()
     raise Unreached(f"the first host does not answer any more: {said[-1] if said else 'ssh ended'}. Start again.")

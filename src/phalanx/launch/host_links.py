@@ -18,7 +18,7 @@ from typing import IO
 
 from phalanx.launch.following import BAR, Tail
 from phalanx.launch.host_side import MARGIN_SECONDS, Facts
-from phalanx.launch.ssh import LOST, Remote
+from phalanx.launch.ssh import LOST, Remote, shown
 from phalanx.launch.stopping import ENDING, Stop, handled
 
 LOOK_SECONDS, BEAT_SECONDS, RETRY_SECONDS = 0.1, 5.0, 5.0
@@ -43,7 +43,10 @@ class Link:
         """With which it ended for good."""
         self.lost: float | None = None
         """Since when."""
-        self.again, self.fails, self.said = 0.0, 0, ""
+        self.said = ""
+        self.again, self.called, self.refused = 0.0, False, 0
+        """When it is called again if it is lost, whether it was, and how often it could not take part then."""
+        self._speaking = threading.Lock()
 
     def start(self) -> None:
         self.process = self.remote.start(self.request)
@@ -54,10 +57,11 @@ class Link:
         return self.process is not None
 
     def say(self, word: str = "") -> None:
-        if self.process is not None and self.process.stdin is not None:
-            with suppress(OSError):
-                self.process.stdin.write(f"{word}\n".encode())
-                self.process.stdin.flush()
+        process = self.process
+        if process is not None and process.stdin is not None:
+            with self._speaking, suppress(OSError, ValueError):  # it has ended
+                process.stdin.write(f"{word}\n".encode())
+                process.stdin.flush()
 
     def ended(self) -> int:
         """The exit code, and in ``said`` why, of a process whose output is over."""
@@ -94,7 +98,7 @@ class Links:
         self._first: Link | None = None if len(self.links) > 1 else self.links[0]
         self._files: dict[str, IO[str]] = {}
         self._deadline: float | None = None
-        self._beat = 0.0
+        self._over = threading.Event()
 
     def follow(self) -> None:
         """To the end of all of them; each link then has its code."""
@@ -104,11 +108,13 @@ class Links:
             with handled(ENDING, lambda number, frame: self.stop.heard(number)):
                 for link in self.links:
                     link.start()
+                threading.Thread(target=self._beat, daemon=True).start()
                 while any(link.live for link in self.links) or self._calls():
                     self._listen()
                     tail.show()
                     self._tend()
         finally:
+            self._over.set()
             for link in self.links:
                 link.hang_up()
             for file in self._files.values():
@@ -154,14 +160,21 @@ class Links:
         if code == LOST and goes_on:
             if link.lost is None:
                 others = "; the others go on" if any(other.live for other in self.links) else ""
-                self.note(f"  again  host {link.remote.name} is lost: {link.remote.why(code, link.said)}{others}")
+                self.note(f"  again  host {link.remote.name} is lost: {shown(link.said)}{others}")
             link.lost, link.again = link.lost or now, now + RETRY_SECONDS
-        elif code in (2, 3) and goes_on and 0 < link.fails < REJOINS:
+        elif code in (2, 3) and goes_on and link.called and link.refused < REJOINS:
+            link.refused += 1
             link.lost, link.again = now, now + RETRY_SECONDS
         else:
             link.code, link.lost = code, None
             if link.said:
                 self.note(f"[{link.remote.name}] {link.remote.why(code, link.said)}")
+
+    def _beat(self) -> None:
+        """Signs of life, also while nobody reads what is printed here."""
+        while not self._over.wait(BEAT_SECONDS):
+            for link in self.links:
+                link.say()
 
     def _calls(self) -> bool:
         """Whether hosts that are lost are to be called again."""
@@ -174,13 +187,9 @@ class Links:
 
     def _tend(self) -> None:
         now = time.monotonic()
-        if now - self._beat > BEAT_SECONDS:
-            self._beat = now
-            for link in self.links:
-                link.say()
         for link in self.links:
             if link.lost is not None and not link.live and link.again < now and self._calls():
-                link.fails += 1
+                link.called = True
                 link.start()
         self._end(now)
 
@@ -209,8 +218,10 @@ class Links:
 
     def _nowhere_to_meet(self, now: float) -> bool:
         since = self.links[0].lost
-        return since is not None and now - since > MEETING_SECONDS and any(
-            link.live and link.lost is None for link in self.links
+        return (
+            since is not None
+            and now - since > MEETING_SECONDS
+            and any(link.live and link.lost is None for link in self.links)
         )
 
     def _file(self, name: str) -> IO[str]:

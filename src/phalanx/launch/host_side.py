@@ -155,7 +155,7 @@ def open_door(request: Facts) -> Facts:
             door = _listening(port)
             break
         except OSError as error:
-            busy = str(error.strerror)
+            busy = os.strerror(error.errno or 0)
     refused, marks, made = {}, [], []
     for folder in request["folders"]:
         try:
@@ -206,7 +206,9 @@ def reach(request: Facts) -> Facts:
 
 
 def _reached(request: Facts) -> str:
-    """Why it is not; "": it is."""
+    """Why it is not; "": it is, or nothing listens."""
+    if not request["port"]:
+        return ""
     try:
         with socket.create_connection((request["address"], request["port"]), REACHED_SECONDS) as line:
             said = line.recv(1 << 10).decode(errors="replace")

@@ -25,12 +25,12 @@ from phalanx import user_code
 from phalanx.errors import CannotHere, WrongUse, closest
 from phalanx.files import write_whole
 from phalanx.launch import key, network, place, ssh
-from phalanx.launch.host_check import HostCheck
+from phalanx.launch.host_check import HostCheck, at_once
 from phalanx.launch.host_code import PackedCode
 from phalanx.launch.host_links import LOG, Links
 from phalanx.launch.host_side import Facts
 from phalanx.launch.place import ENDED, RUNNING, Command, Place, Status
-from phalanx.launch.ssh import Remote
+from phalanx.launch.ssh import Remote, Unreached
 from phalanx.launch.started import PORTS
 from phalanx.launch.stopping import Stop
 from phalanx.redact import redact
@@ -74,7 +74,8 @@ class Hosts(Place):
             raise WrongUse(f"port={port} is no port. Give one below {1 << 16}.")
         words = ssh.command(options.get("ssh"))
         remotes = tuple(replace(remote, ssh=words) for remote in _remotes(rest, ranks))
-        text = ",".join([*(_written(remote) for remote in remotes), *(f"{n}={v}" for n, v in options.items())])
+        named = str(Path(rest).resolve()) if Path(rest).is_file() else rest
+        text = ",".join([named, *(f"{name}={value}" for name, value in options.items())])
         if redact(text) != text:
             raise WrongUse(f"--on hosts: an option has a secret, which would be noted. Give it through {ssh.VARIABLE}.")
         return cls(
@@ -96,25 +97,32 @@ class Hosts(Place):
         folder.mkdir(exist_ok=True)
         with held(folder):
             try:
-                remotes, stop = self._remotes(command), Stop(command.grace)
-                variables = _variables()
-                check = self._checked(command, remotes, variables)
-                requests = self._requests(command, check, remotes, variables)
-            except CannotHere:
+                requests = self._requests(command, self._checked(command))
+            except BaseException:
                 _clear(command.run)
                 raise
             (folder / CODE).unlink(missing_ok=True)
             place.note(run, self.text, f"{os.getpid()}@{socket.gethostname()}")
+            code = 1
+            try:
+                verdict = self._followed(command, requests, folder)
+                code = verdict.exit_code
+            except CannotHere as error:
+                code = error.exit_code
+                raise
+            finally:
+                write_whole(folder / CODE, f"{code}\n")
+        return verdict
+
+    def _followed(self, command: Command, requests: dict[Remote, Facts], folder: Path) -> Verdict:
+        """To the end, at one meeting place after another where the host that has it is lost."""
+        stop = Stop(command.grace)
+        while True:
             links = Links(requests, folder, stop)
             links.follow()
-            while links.moving and not stop.asked:
-                remotes = sorted(remotes, key=lambda remote: remote.name in links.lost())
-                requests = self._moved(command, remotes, requests, links.lost())
-                links = Links(requests, folder, stop)
-                links.follow()
-            verdict = self._verdict(run, links, stop)
-            write_whole(folder / CODE, f"{verdict.exit_code}\n")
-        return verdict
+            if stop.asked or not links.moving:
+                return self._verdict(Run(command.run), links, stop)
+            requests = self._moved(command, requests, links.lost())
 
     def status(self, run: Run, job: str) -> Status:
         where = f"started by process {job.replace('@', ' on ')}"
@@ -170,10 +178,11 @@ class Hosts(Place):
             del words[words.index("--meet") : words.index("--meet") + 2]
         return [*words, "--max-nodes", str(self.nodes), "--meet", meet, "--host", remote.name]
 
-    def _checked(self, command: Command, remotes: Sequence[Remote], variables: Mapping[str, str]) -> HostCheck:
+    def _checked(self, command: Command) -> HostCheck:
         """Hosts that can take part, or a refusal that names what is wrong with which."""
+        remotes = self._remotes(command)
         files = {str(path): user_code.file_hash(path) or "" for path in user_code.modules().values()}
-        path = [entry for entry in variables.get("PYTHONPATH", "").split(os.pathsep) if entry]
+        path = [entry for entry in _variables().get("PYTHONPATH", "").split(os.pathsep) if entry]
         checkpoints = _value(command, "--checkpoints")
         if checkpoints and "://" not in checkpoints:
             checkpoints = str((command.folder / checkpoints).resolve())
@@ -183,36 +192,37 @@ class Hosts(Place):
             check.meet(self._meeting(command)[0].strip("[]"), self._ports(command))
         print(check.table(), flush=True)
         check.refuse()
+        begun = [name for name, facts in check.facts.items() if facts["begun"]]
+        if begun and not command.resume:
+            held = f"{command.run} holds a run already on host {begun[0]}"
+            raise WrongUse(f"{held}. Go on with it by --resume, or give another --run.")
         return check
 
-    def _requests(
-        self, command: Command, check: HostCheck, remotes: Sequence[Remote], variables: Mapping[str, str]
-    ) -> dict[Remote, Facts]:
+    def _requests(self, command: Command, check: HostCheck) -> dict[Remote, Facts]:
         """What each host is asked to keep running. The key of the run travels with it, and is written nowhere."""
         meet = f"{self._meeting(command)[0]}:{check.port}"
         secret = {key.VARIABLE: os.environ.get(key.VARIABLE) or secrets.token_hex(32)} if self.nodes > 1 else {}
         code = PackedCode.here() if check.copy else None
-        requests: dict[Remote, Facts] = {}
-        for remote in remotes:
-            there, told, folder = command, dict(variables), None
-            if code is not None:
-                name = hashlib.sha256(str(command.run).encode()).hexdigest()[:16]
-                folder = remote.ask({"do": "unpack", "name": name, "files": code.packed})["folder"]
-                there, told = code.moved(command, folder), code.moved_path(variables, folder)
-            requests[remote] = {
-                "do": "keep", "words": self._words(there, remote, meet), "folder": str(there.folder), "code": folder,
-                "variables": {**told, **secret}, "grace": command.grace,
-            }  # fmt: skip
         if code is not None:
-            print(f"   code  {many(len(code.files), 'file')} sent to each host", flush=True)
+            print(f"   code  {many(len(code.files), 'file')} to each host", flush=True)
         if check.unshared:
             print(f"   note  {command.run} is not shared: what rank 0 writes there stays on its host", flush=True)
-        return requests
 
-    def _moved(
-        self, command: Command, remotes: Sequence[Remote], requests: Mapping[Remote, Facts], lost: Sequence[str]
-    ) -> dict[Remote, Facts]:
+        def request(remote: Remote) -> Facts:
+            there, variables, folder = command, _variables(), None
+            if code is not None:
+                folder = _sent(remote, code, command.run)
+                there, variables = code.moved(command, folder), code.moved_path(variables, folder)
+            return {
+                "do": "keep", "words": self._words(there, remote, meet), "folder": str(there.folder), "code": folder,
+                "variables": {**variables, **secret}, "grace": command.grace,
+            }  # fmt: skip
+
+        return dict(zip(check.remotes, at_once(request, check.remotes), strict=True))
+
+    def _moved(self, command: Command, requests: Mapping[Remote, Facts], lost: Sequence[str]) -> dict[Remote, Facts]:
         """The same for hosts that meet at another of them."""
+        remotes = sorted(requests, key=lambda remote: remote.name in lost)
         there = [remote for remote in remotes if remote.name not in lost]
         check = HostCheck(there, 0, command.folder, command.run, {}, ())
         address = there[0].address()
@@ -283,9 +293,14 @@ def _parsed(text: str) -> tuple[str, int | None]:
     return f"{found[1]}{found[2] or found[3]}", int(found[4]) if found[4] else None
 
 
-def _written(remote: Remote) -> str:
-    user, at, host = remote.target.rpartition("@")
-    return f"{user}{at}{f'[{host}]' if ':' in host else host}{f':{remote.port}' if remote.port else ''}"
+def _sent(remote: Remote, code: PackedCode, run: Path) -> str:
+    """The folder there that has the code."""
+    name = hashlib.sha256(str(run).encode()).hexdigest()[:16]
+    try:
+        folder: str = remote.ask({"do": "unpack", "name": name, "files": code.packed})["folder"]
+    except Unreached as error:
+        raise CannotHere(f"the code cannot be sent to host {remote.name}: it {error}.") from None
+    return folder
 
 
 def _variables() -> dict[str, str]:

@@ -50,6 +50,8 @@ class Command:
     name: str
     grace: float
     """Seconds that ranks have to save in when they are asked to stop."""
+    resume: bool = False
+    """Whether a run that is in its folder already is to go on."""
 
     def __post_init__(self) -> None:
         for word in self.words:

@@ -89,20 +89,26 @@ class Remote:
                 out, err = process.communicate(timeout=ANSWER_SECONDS)
             except subprocess.TimeoutExpired:
                 process.kill()
-                raise Unreached(f"does not answer within {ANSWER_SECONDS:g} s") from None
+                raise Unreached(f"does not answer within {ANSWER_SECONDS:g} s. See what keeps it") from None
         found = read(out.decode(errors="replace"))
         if found is None:
             raise Unreached(self.why(process.returncode, err.decode(errors="replace")))
         return found
 
     def why(self, code: int, said: str) -> str:
-        """In words how its connection or what runs there ended."""
-        lines = [line.strip() for line in said.splitlines() if line.strip()]
+        """In words how its connection, or what was to run there, ended; and what to do."""
         if code == LOST:
-            return "; ".join(lines[-2:]) or "ssh lost it and does not say why"
+            port = f"-p {self.port} " if self.port else ""
+            return f"is not reached over ssh: {shown(said)}. Try: ssh {port}{self.target}"
         if code == 127:
-            return f"has no {self.python}: {lines[-1] if lines else 'command not found'}"
-        return f"cannot be asked: {lines[-1] if lines else f'{self.python} ended with exit code {code}'}"
+            return f"has no {self.python}: {shown(said)}. Name the interpreter there with python="
+        return f"{self.python} ends with exit code {code}: {shown(said)}. Name another with python="
+
+
+def shown(said: str) -> str:
+    """The last of what ssh says, or what it runs."""
+    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    return "; ".join(lines[-2:]) or "it does not say why"
 
 
 def read(out: str) -> dict[str, Any] | None:

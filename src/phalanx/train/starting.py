@@ -88,4 +88,5 @@ def _command(options: Given, place: Place, run: Path) -> Command:
     """What each host is to run."""
     words = words_of(options, left_out=("on", "run", "resume", "device"))
     grace = GRACE if options["grace"] is None else options["grace"]
-    return Command(sys.executable, (*words, "--device", _device(options, place)), Path.cwd(), run, run.name, grace)
+    device = ("--device", _device(options, place))
+    return Command(sys.executable, (*words, *device), Path.cwd(), run, run.name, grace, options["resume"])
