@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from phalanx.launch.ssh import Remote
+from phalanx.launch.ssh import SshHost
 from tests.hosts import Hosts, missing
 
 SERVER = """\
@@ -120,10 +120,10 @@ class SshHosts:
                 if (path / "ns/net").stat().st_ino == network and int(path.name) != self.hosts[name].process.pid:
                     os.kill(int(path.name), signal.SIGKILL)
 
-    def remote(self, name: str, **more: Any) -> Remote:
+    def remote(self, name: str, **more: Any) -> SshHost:
         """A host as a place has it."""
         given = {"ssh": ("ssh", "-F", str(self.folder / "ssh_config")), "python": sys.executable, **more}
-        return Remote(name, name, **given)
+        return SshHost(name, name, **given)
 
     def ask(self, function: Callable[..., Any], *args: Any) -> Any:
         """What a function returns at the desk."""

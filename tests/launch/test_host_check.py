@@ -110,7 +110,9 @@ def test_everything_that_is_wrong_is_named_at_once(cluster: SshHosts) -> None:
 
 @needs_ssh
 @pytest.mark.skipif(shutil.which("faketime") is None, reason="faketime not installed (Debian: faketime)")
-@pytest.mark.parametrize(("offset", "told"), [("+1d", r"s ahead"), ("-1d", "s behind")])
+@pytest.mark.parametrize(
+    ("offset", "told"), [("+1d", "s ahead"), pytest.param("-1d", "s behind", marks=pytest.mark.every)]
+)
 def test_a_clock_that_is_off_is_named_with_by_how_much(cluster: SshHosts, offset: str, told: str) -> None:
     wrapper = cluster.folder / "python"
     wrapper.write_text(PYTHON.format(python=sys.executable, offset=offset))
@@ -152,6 +154,7 @@ def test_a_port_that_is_taken_and_a_folder_that_is_not_shared(cluster: SshHosts)
 
 
 @needs_ssh
+@pytest.mark.every
 def test_a_port_that_others_do_not_reach(cluster: SshHosts) -> None:
     node1 = cluster.hosts["node1"]
     node1.ip("route add blackhole 10.77.0.3/32")  # as a firewall between the two

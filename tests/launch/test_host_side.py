@@ -107,10 +107,10 @@ def test_a_supervisor_is_asked_to_save_and_end(keep: Any, way: str) -> None:
 
 
 def test_signs_of_life_keep_it_going(keep: Any) -> None:
-    process = keep(SAVES, silent=2.0)
+    process = keep(SAVES, silent=1.5)
     until_begun(process)
-    for _ in range(6):
-        time.sleep(0.7)
+    for _ in range(5):
+        time.sleep(0.5)
         process.stdin.write(b"\n")
         process.stdin.flush()
     assert process.poll() is None

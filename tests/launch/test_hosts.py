@@ -49,6 +49,7 @@ def test_hosts_are_named_one_by_one_or_in_a_file(tmp_path: Path) -> None:
     ("on", "told"),
     [
         ("hosts:", "names none"),
+        ("hosts:./nodes.txt", "there is no file ./nodes.txt"),
         ("hosts:a,a", "a is there twice"),
         ("hosts:a:b:c", "is no host"),
         ("hosts:-oProxyCommand=x", "means nothing|is no host"),
@@ -66,6 +67,9 @@ def test_what_cannot_be_meant_is_refused(on: str, told: str) -> None:
 def test_a_file_is_read_with_the_line_that_is_wrong(tmp_path: Path) -> None:
     (tmp_path / "hosts").write_text("a\nb cores=3\n")
     with pytest.raises(WrongUse, match="line 2: cores=3 means nothing"):
+        place_of(f"hosts:{tmp_path / 'hosts'}")
+    (tmp_path / "hosts").write_text("# none\n")
+    with pytest.raises(WrongUse, match="names none"):
         place_of(f"hosts:{tmp_path / 'hosts'}")
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from phalanx import CannotHere, WrongUse
 from phalanx.launch import ssh
-from phalanx.launch.ssh import Remote, Unreached, read, shown
+from phalanx.launch.ssh import SshHost, Unreached, read, shown
 
 
 def program(folder: Path, text: str) -> tuple[str, ...]:
@@ -21,7 +21,7 @@ def program(folder: Path, text: str) -> tuple[str, ...]:
 
 
 def test_ssh_is_asked_not_to_ask(tmp_path: Path) -> None:
-    words = Remote("a", "me@a", 2222, python="/opt/my python").words()
+    words = SshHost("a", "me@a", 2222, python="/opt/my python").words()
     assert words[:2] == ["ssh", "-T"]
     assert "BatchMode=yes" in words
     assert words[-5:-1] == ["-p", "2222", "--", "me@a"]
@@ -45,9 +45,9 @@ def test_what_ssh_says_is_told(tmp_path: Path) -> None:
         ("echo 'SyntaxError: old' >&2; exit 1", "python ends with exit code 1: SyntaxError: old"),
     ):
         with pytest.raises(Unreached, match=told.replace("(", r"\(")):
-            Remote("a", "a", ssh=program(tmp_path, text)).ask({"do": "look"})
+            SshHost("a", "a", ssh=program(tmp_path, text)).ask({"do": "look"})
     with pytest.raises(CannotHere, match="cannot be run here: No such file"):
-        Remote("a", "a", ssh=("/nowhere/ssh",)).ask({"do": "look"})
+        SshHost("a", "a", ssh=("/nowhere/ssh",)).ask({"do": "look"})
     assert shown("\n") == "it does not say why"
 
 
@@ -59,6 +59,6 @@ def test_an_answer_is_found_among_what_else_is_printed() -> None:
 @pytest.mark.skipif(not os.path.exists("/usr/bin/ssh"), reason="ssh not installed (Debian: openssh-client)")
 def test_the_address_is_that_of_the_users_configuration(tmp_path: Path) -> None:
     (tmp_path / "config").write_text("Host short\n  HostName long.example.org\n")
-    made = Remote("short", "me@short", ssh=("ssh", "-F", str(tmp_path / "config")))
+    made = SshHost("short", "me@short", ssh=("ssh", "-F", str(tmp_path / "config")))
     assert made.address() == "long.example.org"
-    assert Remote("a", "me@a", ssh=("ssh", "-F", "/dev/null")).address() == "a"
+    assert SshHost("a", "me@a", ssh=("ssh", "-F", "/dev/null")).address() == "a"

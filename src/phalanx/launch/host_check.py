@@ -17,7 +17,7 @@ from typing import TypeVar
 from phalanx.errors import CannotHere
 from phalanx.launch import host_side
 from phalanx.launch.host_side import Facts
-from phalanx.launch.ssh import Remote, Unreached, read
+from phalanx.launch.ssh import SshHost, Unreached, read
 from phalanx.words import columns, in_bytes, listed, many
 
 CLOCK_SECONDS = 5.0
@@ -32,7 +32,7 @@ T = TypeVar("T")
 class HostCheck:
     """What is asked of hosts, what they say, and what is wrong with each."""
 
-    remotes: Sequence[Remote]
+    remotes: Sequence[SshHost]
     gpus: int
     folder: Path
     """Where the command is run."""
@@ -117,7 +117,7 @@ class HostCheck:
             f"{number} cannot take part:{lines}\nNothing was started. Mend that, or leave them out of --on."
         )
 
-    def _compared(self, remote: Remote, facts: Facts, here: Facts) -> list[str]:
+    def _compared(self, remote: SshHost, facts: Facts, here: Facts) -> list[str]:
         """What is wrong with a host by itself."""
         wrong = []
         if facts["python"] != here["python"]:
@@ -145,7 +145,7 @@ class HostCheck:
         return wrong
 
     @staticmethod
-    def _least(remote: Remote) -> dict[str, int]:
+    def _least(remote: SshHost) -> dict[str, int]:
         several = SHARED_A_RANK * remote.ranks if remote.ranks > 1 else 0
         return {"memory": MEMORY_A_RANK * remote.ranks, "shared memory": several, "disk": DISK}
 
@@ -183,14 +183,14 @@ class HostCheck:
                 self.unshared.append(remote.name)
 
 
-def _shown(remote: Remote, facts: Facts) -> tuple[str, ...]:
+def _shown(remote: SshHost, facts: Facts) -> tuple[str, ...]:
     room = tuple(f"{in_bytes(facts[what])} {what}" if facts[what] is not None else "" for what in ("memory", "disk"))
     ranks = many(remote.ranks, "rank") + (f", {many(facts['gpus'], 'GPU')}" if facts["gpus"] else "")
     clock = f"clock {facts['ahead']:+.0f} s" if abs(facts["ahead"]) > CLOCK_SECONDS else "clock right"
     return f"Python {facts['python']}", f"torch {facts['torch']}", ranks, *room, clock
 
 
-def _asked(remote: Remote, request: Facts) -> tuple[Facts, float, float] | Unreached:
+def _asked(remote: SshHost, request: Facts) -> tuple[Facts, float, float] | Unreached:
     """An answer, and when it can have been given."""
     early = time.time()
     try:
@@ -199,7 +199,7 @@ def _asked(remote: Remote, request: Facts) -> tuple[Facts, float, float] | Unrea
         return error
 
 
-def at_once(ask: Callable[[Remote], T], remotes: Sequence[Remote]) -> list[T]:
+def at_once(ask: Callable[[SshHost], T], remotes: Sequence[SshHost]) -> list[T]:
     """What each host says, in their order."""
     with ThreadPoolExecutor(max(1, len(remotes))) as threads:
         return list(threads.map(ask, remotes))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import io
 import os
+import sys
 import tarfile
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -64,10 +65,11 @@ class PackedCode:
         return replace(command, words=(task, *others), folder=Path(_under(to, command.folder)))
 
     def moved_path(self, variables: Mapping[str, str], to: str) -> dict[str, str]:
-        """Variables with a PYTHONPATH that leads to the files there first."""
+        """Variables with a PYTHONPATH that leads to the files there first, in the order of this process."""
         entries = [entry for entry in variables.get("PYTHONPATH", "").split(os.pathsep) if entry]
-        there = [_under(to, Path(entry).resolve()) for entry in entries if self._below(Path(entry).resolve())]
-        return {**variables, **({"PYTHONPATH": os.pathsep.join([*there, *entries])} if entries else {})}
+        roots = dict.fromkeys(Path(entry).resolve() for entry in sys.path)
+        there = [_under(to, root) for root in roots if self._below(root)]
+        return {**variables, "PYTHONPATH": os.pathsep.join([*there, *entries])}
 
     def _below(self, folder: Path) -> bool:
         return any(path.is_relative_to(folder) for path in self.files)

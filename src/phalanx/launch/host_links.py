@@ -18,7 +18,7 @@ from typing import IO
 
 from phalanx.launch.following import BAR, Tail
 from phalanx.launch.host_side import MARGIN_SECONDS, Facts
-from phalanx.launch.ssh import LOST, Remote, shown
+from phalanx.launch.ssh import LOST, SshHost, shown
 from phalanx.launch.stopping import ENDING, Stop, handled
 
 LOOK_SECONDS, BEAT_SECONDS, RETRY_SECONDS = 0.1, 5.0, 5.0
@@ -36,7 +36,7 @@ FIRST = re.compile(r"\s+host  1 of \d+, generation ")
 class Link:
     """One host's supervisor, as far as it can be heard."""
 
-    def __init__(self, remote: Remote, request: Facts, heard: queue.Queue[tuple[Link, str | None]]) -> None:
+    def __init__(self, remote: SshHost, request: Facts, heard: queue.Queue[tuple[Link, str | None]]) -> None:
         self.remote, self.request, self.heard = remote, request, heard
         self.process: subprocess.Popen[bytes] | None = None
         self.code: int | None = None
@@ -87,7 +87,7 @@ class Link:
 class Links:
     """The supervisors of a run, from their start to their end."""
 
-    def __init__(self, requests: Mapping[Remote, Facts], folder: Path, stop: Stop) -> None:
+    def __init__(self, requests: Mapping[SshHost, Facts], folder: Path, stop: Stop) -> None:
         """``folder``: for what they print. The first host is the one that others meet at."""
         self.heard: queue.Queue[tuple[Link, str | None]] = queue.Queue()
         self.links = [Link(remote, request, self.heard) for remote, request in requests.items()]

@@ -30,7 +30,7 @@ from phalanx.launch.host_code import PackedCode
 from phalanx.launch.host_links import LOG, Links
 from phalanx.launch.host_side import Facts
 from phalanx.launch.place import ENDED, RUNNING, Command, Place, Status
-from phalanx.launch.ssh import Remote, Unreached
+from phalanx.launch.ssh import SshHost, Unreached
 from phalanx.launch.started import PORTS
 from phalanx.launch.stopping import Stop
 from phalanx.redact import redact
@@ -52,7 +52,7 @@ class Hosts(Place):
     """Hosts that are reached over ssh, by name."""
 
     word: ClassVar[str] = "hosts"
-    remotes: tuple[Remote, ...] = ()
+    remotes: tuple[SshHost, ...] = ()
     port: int | None = None
     """Where they meet; by default one that follows from the run's folder."""
     python: str | None = None
@@ -114,7 +114,7 @@ class Hosts(Place):
                 write_whole(folder / CODE, f"{code}\n")
         return verdict
 
-    def _followed(self, command: Command, requests: dict[Remote, Facts], folder: Path) -> Verdict:
+    def _followed(self, command: Command, requests: dict[SshHost, Facts], folder: Path) -> Verdict:
         """To the end, at one meeting place after another where the host that has it is lost."""
         stop = Stop(command.grace)
         while True:
@@ -145,7 +145,7 @@ class Hosts(Place):
     def output(self, run: Run, job: str) -> Path:
         return run.path / "hosts" / LOG
 
-    def _remotes(self, command: Command) -> list[Remote]:
+    def _remotes(self, command: Command) -> list[SshHost]:
         return [replace(remote, python=self.python or command.python) for remote in self.remotes]
 
     def _check_words(self, command: Command) -> None:
@@ -169,7 +169,7 @@ class Hosts(Place):
         first = zlib.crc32(str(command.run).encode()) % len(PORTS)
         return [asked] if asked else [PORTS[(first + more) % len(PORTS)] for more in range(MORE_PORTS)]
 
-    def _words(self, command: Command, remote: Remote, meet: str) -> list[str]:
+    def _words(self, command: Command, remote: SshHost, meet: str) -> list[str]:
         """What a host runs."""
         words = replace(command, python=remote.python).on(remote.ranks)
         if self.nodes == 1:
@@ -194,11 +194,11 @@ class Hosts(Place):
         check.refuse()
         begun = [name for name, facts in check.facts.items() if facts["begun"]]
         if begun and not command.resume:
-            held = f"{command.run} holds a run already on host {begun[0]}"
-            raise WrongUse(f"{held}. Go on with it by --resume, or give another --run.")
+            found = f"{command.run} holds a run already on host {begun[0]}"
+            raise WrongUse(f"{found}. Go on with it by --resume, or give another --run.")
         return check
 
-    def _requests(self, command: Command, check: HostCheck) -> dict[Remote, Facts]:
+    def _requests(self, command: Command, check: HostCheck) -> dict[SshHost, Facts]:
         """What each host is asked to keep running. The key of the run travels with it, and is written nowhere."""
         meet = f"{self._meeting(command)[0]}:{check.port}"
         secret = {key.VARIABLE: os.environ.get(key.VARIABLE) or secrets.token_hex(32)} if self.nodes > 1 else {}
@@ -208,7 +208,7 @@ class Hosts(Place):
         if check.unshared:
             print(f"   note  {command.run} is not shared: what rank 0 writes there stays on its host", flush=True)
 
-        def request(remote: Remote) -> Facts:
+        def request(remote: SshHost) -> Facts:
             there, variables, folder = command, _variables(), None
             if code is not None:
                 folder = _sent(remote, code, command.run)
@@ -220,7 +220,7 @@ class Hosts(Place):
 
         return dict(zip(check.remotes, at_once(request, check.remotes), strict=True))
 
-    def _moved(self, command: Command, requests: Mapping[Remote, Facts], lost: Sequence[str]) -> dict[Remote, Facts]:
+    def _moved(self, command: Command, requests: Mapping[SshHost, Facts], lost: Sequence[str]) -> dict[SshHost, Facts]:
         """The same for hosts that meet at another of them."""
         remotes = sorted(requests, key=lambda remote: remote.name in lost)
         there = [remote for remote in remotes if remote.name not in lost]
@@ -252,12 +252,16 @@ class Hosts(Place):
         )
 
 
-def _remotes(rest: str, ranks: int) -> Iterator[Remote]:
+def _remotes(rest: str, ranks: int) -> Iterator[SshHost]:
     """Of ``a,b``, or of a file with a line a host."""
-    if not rest:
+    if "/" in rest and not Path(rest).is_file():
+        raise WrongUse(
+            f"--on hosts: there is no file {rest}. Give one with a host a line, or hosts: hosts:node1,node2."
+        )
+    found = _lines(Path(rest)) if Path(rest).is_file() else [(name, 0) for name in rest.split(",") if name]
+    lines = [(name, own or ranks) for name, own in found]
+    if not lines:
         raise WrongUse("--on hosts: names none. Write it like hosts:node1,node2, or hosts:FILE with a host a line.")
-    lines = _lines(Path(rest)) if Path(rest).is_file() else [(name, ranks) for name in rest.split(",")]
-    lines = [(name, own or ranks) for name, own in lines]
     parts = {text: _parsed(text) for text, _ in lines}
     short = [target.rpartition("@")[2] for target, _ in parts.values()]
     for number, (text, own) in enumerate(lines):
@@ -265,12 +269,16 @@ def _remotes(rest: str, ranks: int) -> Iterator[Remote]:
         if text in (other for other, _ in lines[:number]):
             raise WrongUse(f"--on hosts: {text} is there twice. Name each host once, and give it ranks=N.")
         name = target.rpartition("@")[2]
-        yield Remote(name if short.count(name) == 1 else text, target, port, own)
+        yield SshHost(name if short.count(name) == 1 else text, target, port, own)
 
 
 def _lines(path: Path) -> Iterator[tuple[str, int]]:
     """Hosts of a file, with their ranks, or 0."""
-    for number, line in enumerate(path.read_text().splitlines(), 1):
+    try:
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise WrongUse(f"{path} cannot be read: {error}. Give a text file with a host a line.") from None
+    for number, line in enumerate(text.splitlines(), 1):
         words = line.partition("#")[0].split()
         if not words:
             continue
@@ -287,13 +295,13 @@ def _lines(path: Path) -> Iterator[tuple[str, int]]:
 
 def _parsed(text: str) -> tuple[str, int | None]:
     """What ssh is told of ``user@host:port``."""
-    found = re.fullmatch(r"((?:[^@\s]+@)?)(?:\[([^\]\s]+)\]|([^:\s\[\]]+))(?::(\d{1,5}))?", text)
+    found = re.fullmatch(r"((?:[^@\s]+@)?)(?:\[([^\]\s/]+)\]|([^:\s\[\]/]+))(?::(\d{1,5}))?", text)
     if found is None or text.startswith("-"):
         raise WrongUse(f"--on hosts: {text!r} is no host. Write it like node1, me@node1:2222, or me@[fd00::1]:2222.")
     return f"{found[1]}{found[2] or found[3]}", int(found[4]) if found[4] else None
 
 
-def _sent(remote: Remote, code: PackedCode, run: Path) -> str:
+def _sent(remote: SshHost, code: PackedCode, run: Path) -> str:
     """The folder there that has the code."""
     name = hashlib.sha256(str(run).encode()).hexdigest()[:16]
     try:

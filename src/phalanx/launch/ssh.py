@@ -36,7 +36,7 @@ class Unreached(CannotHere):
 
 
 @dataclass(frozen=True)
-class Remote:
+class SshHost:
     """One host, with so many ranks."""
 
     name: str
