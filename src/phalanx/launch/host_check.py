@@ -84,12 +84,12 @@ class HostCheck:
         return "\n".join(columns(rows))
 
     def meet(self, address: str, ports: Sequence[int]) -> None:
-        """Have the first host listen and leave marks, and the others connect and look for them."""
-        first, *others = self.remotes
+        """Have the first host listen at one of some ports and leave marks, and the others connect and look for them."""
+        first = self.remotes[0]
         needed = self.checkpoints or str(self.run)
         folders = [str(self.run), *([needed] if needed != str(self.run) and "://" not in needed else [])]
         request: Facts = {
-            "do": "open", "mark": f".met-{secrets.token_hex(8)}", "ports": list(ports) if others else [],
+            "do": "open", "mark": f".met-{secrets.token_hex(8)}", "ports": list(ports),
             "folders": folders,
         }  # fmt: skip
         with first.start(request) as process:
@@ -98,7 +98,7 @@ class HostCheck:
                 self.port = opened["port"] or 0
                 for folder, why in opened["refused"].items():
                     self.wrong.append((first.name, f"cannot write to {folder}: {why}. Give --run another folder"))
-                if others and not self.port:
+                if ports and not self.port:
                     taken = f"port {ports[0]} is taken ({opened['busy']}). Give another with port="
                     self.wrong.append((first.name, taken))
                 there = {"address": address, "port": self.port, "refused": list(opened["refused"])}

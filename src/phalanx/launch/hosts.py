@@ -189,7 +189,7 @@ class Hosts(Place):
         check = HostCheck(remotes, self.gpus, command.folder, command.run, files, path, checkpoints, self.copy)
         check.look()
         if not check.wrong:
-            check.meet(self._meeting(command)[0].strip("[]"), self._ports(command))
+            check.meet(self._meeting(command)[0].strip("[]"), self._ports(command) if self.nodes > 1 else [])
         print(check.table(), flush=True)
         check.refuse()
         begun = [name for name, facts in check.facts.items() if facts["begun"]]
