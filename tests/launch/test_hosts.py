@@ -88,7 +88,7 @@ def test_hosts_with_different_ranks_need_a_layout(tmp_path: Path) -> None:
     (tmp_path / "hosts").write_text("a ranks=1\nb ranks=2\n")
     command = Command("python", ("gpt",), tmp_path, tmp_path, "gpt", 30.0)
     with pytest.raises(WrongUse, match="Give --layout"):
-        parsed(f"hosts:{tmp_path / 'hosts'}").train(command)
+        parsed(f"hosts:{tmp_path / 'hosts'}").train(command, lambda: None)
 
 
 @pytest.fixture
@@ -176,7 +176,7 @@ def test_two_hosts_train_to_the_same_bits_as_this_machine(cluster: SshHosts) -> 
 
 @needs_ssh
 def test_what_is_wrong_ends_it_before_anything_is_started(cluster: SshHosts) -> None:
-    code, said = Started(cluster, *WORDS, on="hosts:node1,node2,node3").ended()
+    code, said = Started(cluster, *WORDS, "--layout", "dp=3", on="hosts:node1,node2,node3").ended()
     assert code == 3
     assert "node3: is not reached over ssh: ssh: connect to host node3 port 22: Connection refused." in said
     assert "Traceback" not in said

@@ -15,7 +15,7 @@ import shutil
 import signal
 import socket
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -83,6 +83,10 @@ class Hosts(Place):
             python=options.get("python"), copy="code" in options, text=f"hosts:{text}",
         )  # fmt: skip
 
+    @property
+    def world(self) -> int:
+        return sum(remote.ranks for remote in self.remotes)
+
     def preview(self, command: Command) -> str:
         address = self._meeting(command)[0]
         lines = []
@@ -91,8 +95,13 @@ class Hosts(Place):
             lines.append(f"{remote.name}: cd {shlex.quote(str(command.folder))} && {shlex.join(words)}")
         return "\n".join(lines)
 
-    def train(self, command: Command) -> Verdict:
+    def train(self, command: Command, check: Callable[[], object]) -> Verdict:
         self._check_words(command)
+        try:
+            check()
+        except BaseException:
+            _clear(command.run)
+            raise
         run, folder = Run(command.run), command.run / "hosts"
         folder.mkdir(exist_ok=True)
         with held(folder):

@@ -77,6 +77,11 @@ class Place(ABC):
     gpus: int = 0
     """On each host; 0: its ranks compute on the CPU."""
 
+    @property
+    def world(self) -> int:
+        """Ranks of all hosts together."""
+        return self.nodes * self.ranks
+
     @classmethod
     @abstractmethod
     def parse(cls, options: Mapping[str, str], rest: str) -> Self:

@@ -76,7 +76,7 @@ def _job(options: Given, place: Place | None) -> Job:
         return resolve(**words)
     here = dict.fromkeys(("min_nodes", "max_nodes", "meet", "host", "interface"))  # those are for the hosts there
     words["assignments"] = [place.tried(word) for word in words["assignments"]]
-    job = resolve(**{**words, **here, "on": f"local:{place.nodes * place.ranks}", "device": "cpu"})
+    job = resolve(**{**words, **here, "on": f"local:{place.world}", "device": "cpu"})
     return replace(job, cluster=Cluster(_device(options, place), place.ranks, place.nodes))
 
 
