@@ -20,7 +20,7 @@ from phalanx.run import Run
 from phalanx.verdict import Verdict
 from phalanx.words import digits
 
-PLACES = {"slurm": "Slurm", "kubernetes": "Kubernetes", "hosts": "Hosts"}
+PLACES = {"slurm": "Slurm", "kubernetes": "Kubernetes", "ray": "RayCluster", "hosts": "Hosts"}
 """By the word of ``--on``: the class, in the file of that name."""
 QUEUED, RUNNING, ENDED, UNKNOWN = "queued", "running", "ended", "unknown"
 

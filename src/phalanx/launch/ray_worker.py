@@ -1,0 +1,267 @@
+"""On a worker of Ray's: the supervisor of a host as a child process that ends with it, and its steps told to Ray.
+
+A child, since ranks are forked from their supervisor, and a worker of Ray's has threads. It does not import torch, which
+the child does while the worker waits.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from phalanx.files import write_whole
+from phalanx.processes import die_with_parent
+from phalanx.run import Run
+
+LOOK_SECONDS = 0.1
+FRUITLESS = 3
+"""So many starts by Ray in a row may come without a step more than before."""
+AGREE_SECONDS = 60.0
+"""For all workers to have told Ray the end, when their ranks have ended."""
+LAUNCHED = (
+    "TORCHELASTIC_RUN_ID", "RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK", "PMI_RANK", "JSM_NAMESPACE_RANK",
+    "SLURM_STEP_ID", "PET_NNODES", "SM_HOSTS", "SKYPILOT_NODE_IPS", "CLUSTER_SPEC",
+)  # fmt: skip
+"""Variables by which a process knows its launcher: what started Ray's nodes has not started these ranks."""
+
+
+@dataclass(frozen=True)
+class HostJob:
+    """What a worker has to know; plain, since it travels."""
+
+    words: tuple[str, ...]
+    """After ``phalanx``."""
+    folder: str
+    """Where they are run."""
+    run: str
+    files: str
+    """A folder for what workers print, and for the request to stop."""
+
+    @property
+    def stop_path(self) -> Path:
+        return Path(self.files) / "stop"
+
+    def output(self, worker: int) -> Path:
+        return Path(self.files) / f"worker-{worker}.out"
+
+    def ask_to_stop(self, code: int) -> None:
+        """Of all workers; the first who asks says with which exit code."""
+        if not self.stop_path.exists():
+            write_whole(self.stop_path, f"{code}\n")
+
+    def asked_to_stop(self) -> int | None:
+        """The exit code that was asked for."""
+        with suppress(OSError, ValueError):
+            return int(self.stop_path.read_text())
+        return None
+
+
+class HostLost(RuntimeError):
+    """A supervisor was ended from outside: Ray is to start again."""
+
+
+class HostChild:
+    """``phalanx train`` on this host, as a child of this thread: it ends when that ends."""
+
+    def __init__(self, job: HostJob, more: tuple[str, ...] = (), worker: int = 0) -> None:
+        self.job = job
+        variables = {name: value for name, value in os.environ.items() if name not in LAUNCHED}
+        command = [sys.executable, "-m", "phalanx.launch.ray_worker", str(os.getpid()), *job.words, *more]
+        try:
+            with job.output(worker).open("ab") as output:
+                self.process = subprocess.Popen(
+                    command, cwd=job.folder, env=variables, stdin=subprocess.DEVNULL, stdout=output, stderr=output
+                )
+        except OSError as error:
+            raise HostLost(
+                f"node {socket.gethostname()} cannot begin: {error.filename}: {error.strerror}. Keep the folder that "
+                "the command was started in, and that of the run, on storage that all nodes share."
+            ) from None
+
+    def wait(self) -> int:
+        """Its exit code. It is asked to save and end when somebody wants the job to."""
+        asked = False
+        try:
+            while (code := self.process.poll()) is None:
+                if not asked and self.job.stop_path.exists():
+                    asked = True
+                    self.process.send_signal(signal.SIGTERM)
+                time.sleep(LOOK_SECONDS)
+        finally:
+            self.end()
+        if code < 0:
+            name = signal.Signals(-code).name
+            raise HostLost(f"the supervisor on {socket.gethostname()} was ended by {name}; the run goes on when it can")
+        return code
+
+    def end(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+
+
+class News:
+    """Rank 0's steps and evaluations, as metrics: those that were not told yet."""
+
+    def __init__(self, run: Run) -> None:
+        self.run, self.at, self.rest = run, 0, b""
+        self.metrics: dict[str, Any] = {}
+        with suppress(OSError):  # of an earlier start
+            self.at = run.events_path(0).stat().st_size
+
+    def look(self) -> dict[str, Any] | None:
+        """The newest, if there is anything new."""
+        try:
+            with self.run.events_path(0).open("rb") as file:
+                file.seek(self.at)
+                added = file.read()
+        except OSError:
+            return None
+        self.at += len(added)
+        *whole, self.rest = (self.rest + added).split(b"\n")
+        before = dict(self.metrics)
+        for line in whole:
+            with suppress(ValueError):
+                self._take(json.loads(line))
+        return dict(self.metrics) if self.metrics != before else None
+
+    def _take(self, event: Mapping[str, Any]) -> None:
+        if event.get("kind") == "step":
+            self.metrics |= {"step": event["step"] + 1, "loss": event["loss"]}
+        elif event.get("kind") == "evaluation":
+            self.metrics |= {"held_out": event["held_out"]}
+
+
+def told(run: Run, over: Callable[[], bool]) -> Iterator[dict[str, Any]]:
+    """Metrics as they come, until it is over."""
+    news = News(run)
+    while True:
+        last = over()
+        if (metrics := news.look()) is not None:
+            yield metrics
+        if last:
+            return
+        time.sleep(LOOK_SECONDS)
+
+
+def work(given: Mapping[str, Any]) -> int:
+    """What each of TorchTrainer's workers runs; gives the exit code."""
+    import ray.train
+    from ray.train.collective import broadcast_from_rank_zero
+
+    job = HostJob(**given)
+    context = ray.train.get_context()
+    worker, workers = context.get_world_rank(), context.get_world_size()
+    if worker == 0 and _in_vain(job):
+        job.ask_to_stop(1)
+    if workers > 1:
+        meet = broadcast_from_rank_zero(_free_address() if worker == 0 else None)
+        names = ("--max-nodes", str(workers), "--min-nodes", str(workers), "--meet", meet, "--host", f"worker-{worker}")
+    if (code := job.asked_to_stop()) is not None:
+        return code
+    child = HostChild(job, names if workers > 1 else (), worker)
+    telling = threading.Thread(target=_tell, args=(job, child, worker == 0), daemon=True)
+    telling.start()
+    code = child.wait()
+    if code:
+        job.ask_to_stop(code)  # no host goes on without this one
+    telling.join(AGREE_SECONDS)
+    return code
+
+
+def _tell(job: HostJob, child: HostChild, first: bool) -> None:
+    """Report what rank 0 does. Ray has every worker report as often as the others: the first says what and when."""
+    from ray.train import Checkpoint, report
+    from ray.train.collective import broadcast_from_rank_zero
+    from ray.train.v2.api.report_config import CheckpointUploadMode
+
+    run = Run(job.run)
+    stream = told(run, lambda: child.process.poll() is not None) if first else iter(())
+    metrics: dict[str, Any] | None = {}
+    last: dict[str, Any] = {}
+    while metrics is not None:
+        metrics = broadcast_from_rank_zero(next(stream, None) if first else None)
+        last = metrics or last
+        if metrics is not None:
+            report(metrics)
+    done = broadcast_from_rank_zero(child.process.wait() == 0 and run.certified_steps() is not None if first else None)
+    if done:
+        final = Checkpoint.from_directory(run.weights_path.parent) if first else None
+        report(last, checkpoint=final, checkpoint_upload_mode=CheckpointUploadMode.NO_UPLOAD)
+
+
+def _in_vain(job: HostJob) -> bool:
+    """Whether Ray has started this often enough without a step more; counts this start."""
+    path = Path(job.files) / "starts"
+    done = max((event["step"] + 1 for event in Run(job.run).events(0, "step")), default=0)
+    with path.open("a") as file:
+        file.write(f"{done}\n")
+    lines = path.read_text().split()
+    if lines[-FRUITLESS - 1 :] != [str(done)] * (FRUITLESS + 1):
+        return False
+    with job.output(0).open("a") as output:
+        output.write(f"   stop  workers were lost {FRUITLESS + 1} times in a row before step {done + 1}\n")
+    return True
+
+
+def _free_address() -> str:
+    """On this node, for supervisors to meet."""
+    import ray.util
+
+    address = ray.util.get_node_ip_address()
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.create_server((address, 0), family=family) as server:
+        port = server.getsockname()[1]
+    return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
+
+
+def trial(config: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+    """One trial of Ray Tune's: the task with these settings, trained on this worker."""
+    from ray import tune
+
+    run = Run.folder(Path(tune.get_context().get_trial_dir()) / "run", "run")
+    settings = tuple(word for name, value in config.items() for word in ("--set", f"{name}={value}"))
+    words = (*given["words"], *settings, "--run", str(run.path), "--resume")
+    job = HostJob(words, given["folder"], str(run.path), str(run.path))
+    child = HostChild(job)
+    try:
+        for metrics in told(run, lambda: child.process.poll() is not None):
+            tune.report(metrics)
+    finally:
+        child.end()
+    if child.wait():
+        raise RuntimeError(ending(job))
+
+
+def ending(job: HostJob) -> str:
+    """The last that the first worker printed, for an error's message."""
+    with suppress(OSError):
+        lines = job.output(0).read_text(errors="replace").rstrip().split("\n")
+        return "\n".join(lines[-3:])
+    return f"nothing was printed to {job.output(0)}. See Ray's own logs of the worker."
+
+
+def main() -> None:
+    """The child: ``phalanx`` with the words after the number of the process that started it."""
+    die_with_parent()
+    if os.getppid() != int(sys.argv[1]):
+        raise SystemExit(1)
+    from phalanx import cli
+
+    sys.argv = ["phalanx", *sys.argv[2:]]
+    cli.main()
+
+
+if __name__ == "__main__":
+    main()
