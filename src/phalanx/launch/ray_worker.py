@@ -1,7 +1,7 @@
 """On a worker of Ray's: the supervisor of a host as a child process that ends with it, and its steps told to Ray.
 
-A child, since ranks are forked from their supervisor, and a worker of Ray's has threads. It does not import torch, which
-the child does while the worker waits.
+A child, since ranks are forked from their supervisor, and a worker of Ray's has threads. The worker itself does not
+import torch.
 """
 
 from __future__ import annotations
@@ -52,19 +52,33 @@ class HostJob:
     def stop_path(self) -> Path:
         return Path(self.files) / "stop"
 
-    def output(self, worker: int) -> Path:
+    def output(self, worker: int | str) -> Path:
+        """What a worker printed, or what is said of all of them."""
         return Path(self.files) / f"worker-{worker}.out"
 
-    def ask_to_stop(self, code: int) -> None:
-        """Of all workers; the first who asks says with which exit code."""
-        if not self.stop_path.exists():
-            write_whole(self.stop_path, f"{code}\n")
+    def say(self, line: str) -> None:
+        """Among what the job prints."""
+        with self.output("all").open("a") as output:
+            output.write(f"{line}\n")
 
-    def asked_to_stop(self) -> int | None:
-        """The exit code that was asked for."""
+    def ask_to_stop(self, code: int, worker: int | str = "all") -> None:
+        """Of all workers; the first who asks says with which exit code, and whose output tells why."""
+        if not self.stop_path.exists():
+            write_whole(self.stop_path, f"{code} {worker}\n")
+
+    def asked_to_stop(self) -> tuple[int, str] | None:
+        """With which exit code, and by whom."""
         with suppress(OSError, ValueError):
-            return int(self.stop_path.read_text())
+            code, worker = self.stop_path.read_text().split()
+            return int(code), worker
         return None
+
+    def why(self) -> str:
+        """The last that the one who asked to stop has printed."""
+        path = self.output((self.asked_to_stop() or (1, "all"))[1])
+        with suppress(OSError):
+            return "\n".join(path.read_text(errors="replace").rstrip().split("\n")[-3:])
+        return f"nothing was printed to {path}. See Ray's own logs of the workers."
 
 
 class HostLost(RuntimeError):
@@ -168,14 +182,14 @@ def work(given: Mapping[str, Any]) -> int:
     if workers > 1:
         meet = broadcast_from_rank_zero(_free_address() if worker == 0 else None)
         names = ("--max-nodes", str(workers), "--min-nodes", str(workers), "--meet", meet, "--host", f"worker-{worker}")
-    if (code := job.asked_to_stop()) is not None:
-        return code
+    if (asked := job.asked_to_stop()) is not None:
+        return asked[0]
     child = HostChild(job, names if workers > 1 else (), worker)
     telling = threading.Thread(target=_tell, args=(job, child, worker == 0), daemon=True)
     telling.start()
     code = child.wait()
     if code:
-        job.ask_to_stop(code)  # no host goes on without this one
+        job.ask_to_stop(code, worker)  # no host goes on without this one
     telling.join(AGREE_SECONDS)
     return code
 
@@ -210,8 +224,7 @@ def _in_vain(job: HostJob) -> bool:
     lines = path.read_text().split()
     if lines[-FRUITLESS - 1 :] != [str(done)] * (FRUITLESS + 1):
         return False
-    with job.output(0).open("a") as output:
-        output.write(f"   stop  workers were lost {FRUITLESS + 1} times in a row before step {done + 1}\n")
+    job.say(f"   stop  workers were lost {FRUITLESS + 1} times in a row before step {done + 1}")
     return True
 
 
@@ -240,16 +253,9 @@ def trial(config: Mapping[str, Any], given: Mapping[str, Any]) -> None:
             tune.report(metrics)
     finally:
         child.end()
-    if child.wait():
-        raise RuntimeError(ending(job))
-
-
-def ending(job: HostJob) -> str:
-    """The last that the first worker printed, for an error's message."""
-    with suppress(OSError):
-        lines = job.output(0).read_text(errors="replace").rstrip().split("\n")
-        return "\n".join(lines[-3:])
-    return f"nothing was printed to {job.output(0)}. See Ray's own logs of the worker."
+    if code := child.wait():
+        job.ask_to_stop(code, 0)
+        raise RuntimeError(job.why())
 
 
 def main() -> None:
