@@ -196,35 +196,50 @@ def test_a_task_that_is_refused_is_not_started_again(nodes: RayNodes, folder: Pa
     process = phalanx(folder, "train", "slow.py", "--on", on, "--run", "run", "--init-from", "nothing/there")
     code, said = ended(process)
     assert code in (2, 3), said
-    assert "again" not in said
+    assert "Ray starts all of them again" not in said
 
 
 FIT = """
 import json
 import ray
-from phalanx.launch.ray import trainable, trainer
+from phalanx.launch.ray import trainer
 
 ray.init(address="{address}", log_to_driver=False)
 result = trainer("slow.py", run="run", layout="dp=2", nodes=2, steps=20, settings={{"precision": "float64"}}).fit()
-tuned = ray.tune.Tuner(
+print(json.dumps([result.metrics, result.path, result.checkpoint.path]))
+"""
+TUNE = """
+import json
+import ray
+from ray import tune
+from phalanx.launch.ray import trainable
+
+ray.init(address="{address}", log_to_driver=False)
+tuned = tune.Tuner(
     trainable("slow.py", steps=5),
-    param_space={{"pause": ray.tune.grid_search([0.0, 0.01])}},
-    run_config=ray.tune.RunConfig(storage_path="{folder}/tuned", name="slow", verbose=0),
+    param_space={{"pause": tune.grid_search([0.0, 0.01])}},
+    run_config=tune.RunConfig(storage_path="{folder}/tuned", name="slow", verbose=0),
 ).fit()
-print(json.dumps({{"metrics": result.metrics, "path": result.path, "checkpoint": result.checkpoint.path,
-    "tuned": [[each.config["pause"], each.metrics["step"], str(each.error)] for each in tuned]}}))
+print(json.dumps([[each.config["pause"], each.metrics["step"], str(each.error)] for each in tuned]))
 """
 
 
-@needs_ray
-def test_from_python_a_result_and_trials(nodes: RayNodes, folder: Path) -> None:
-    (folder / "fit.py").write_text(FIT.format(address=nodes.address, folder=folder))
-    process = started(folder, "fit.py")
+def printed(folder: Path, nodes: RayNodes, script: str) -> object:
+    """The last line of what a script prints."""
+    (folder / "script.py").write_text(script.format(address=nodes.address, folder=folder))
+    process = started(folder, "script.py")
     out, err = process.communicate(timeout=300)
     assert process.returncode == 0, out + err
-    found = json.loads(out.strip().splitlines()[-1])
+    return json.loads(out.strip().splitlines()[-1])
+
+
+@needs_ray
+def test_from_python_there_is_a_result(nodes: RayNodes, folder: Path) -> None:
+    found = printed(folder, nodes, FIT)
     last = list(Run(folder / "run").events(0, "step"))[-1]
-    assert found["metrics"] == {"step": 20, "loss": last["loss"]}
-    assert found["path"] == str(folder / "run")
-    assert found["checkpoint"] == str(folder / "run" / "final")
-    assert found["tuned"] == [[0.0, 5, "None"], [0.01, 5, "None"]]
+    assert found == [{"step": 20, "loss": last["loss"]}, str(folder / "run"), str(folder / "run" / "final")]
+
+
+@needs_ray
+def test_a_task_is_tuned(nodes: RayNodes, folder: Path) -> None:
+    assert printed(folder, nodes, TUNE) == [[0.0, 5, "None"], [0.01, 5, "None"]]

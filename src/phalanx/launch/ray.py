@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import signal
 import sys
 import time
 from collections.abc import Mapping
@@ -154,7 +155,7 @@ class RayCluster(Place):
 
     def _follow(self, run: Run, job: HostJob, grace: float) -> tuple[int, str]:
         """The exit code, and why it is that."""
-        stop, fit = Stop(grace), Fit(job, self.nodes, self.each)
+        stop, fit = Stop(grace, lambda: bool(_holder(run.path))), Fit(job, self.nodes, self.each)
         merged = _Merged(job, self.nodes)
 
         def heard(number: int, frame: object) -> None:
@@ -173,8 +174,10 @@ class RayCluster(Place):
                     if (waits := self._waits()) not in ("", said):
                         said = waits
                         print(f"  queue  {said}", flush=True)
+                if not stop.asked and job.asked_to_stop() is not None:
+                    stop.heard(signal.SIGTERM)
                 if stop.asked and (stop.cut_short or time.monotonic() > stop.deadline + MARGIN_SECONDS):
-                    return 130, stop.cut_short or f"its workers did not end within {grace:g} s"
+                    return 130, stop.cut_short or f"it was asked to, and Ray's workers did not end in {grace:g} s"
                 time.sleep(LOOK_SECONDS)
         merged.close()
         return fit.ended()
@@ -194,7 +197,8 @@ class RayCluster(Place):
         import ray
         from ray._private.state import state
 
-        if state.get_max_resources_from_cluster_config():  # it grows by itself, and Ray knows how far
+        grows = not self.address.startswith("ray://") and state.get_max_resources_from_cluster_config()
+        if grows:  # by itself, and Ray knows how far
             return
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         room = sum(min(int(node.get(name, 0) // number) for name, number in self.each.items()) for node in nodes)

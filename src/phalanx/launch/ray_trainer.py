@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 import socket
@@ -16,8 +17,11 @@ from typing import Any
 from phalanx.errors import CannotHere, WrongUse
 from phalanx.launch.ray_worker import HostJob, work
 from phalanx.redact import redact
+from phalanx.run import Run
 
 CONNECT_SECONDS = 10.0
+FRUITLESS = 3
+"""So many times in a row workers may be lost without a step more than before."""
 STORE_BYTES = 100 << 20
 """Of shared memory for a cluster of our own: ranks do not send anything through Ray."""
 QUIET = {
@@ -50,10 +54,13 @@ def connected(address: str, cpus: int) -> Iterator[None]:
         options |= {"object_store_memory": STORE_BYTES}
     elif address != "auto":
         _reach(address)
+    trains = threading.Thread(target=importlib.import_module, args=("ray.train.torch",), daemon=True)
+    trains.start()  # it takes as long as a cluster needs to begin
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             ray.init(**options, logging_level=logging.ERROR)
+            trains.join()
     except (ConnectionError, RuntimeError, ValueError, OSError) as error:
         raise CannotHere(
             f"no Ray cluster at address={address or 'local'}: {line(error)}. Give the address that ray start "
@@ -90,12 +97,19 @@ def torch_trainer(job: HostJob, nodes: int, each: Mapping[str, int]) -> Any:
 
         backend = "none"
 
-    class LossesTold(UserCallback):
-        """Which worker was lost stands among what the job prints."""
+    class Losses(UserCallback):
+        """Workers that were lost: told among what the job prints, and not for ever."""
+
+        reached, fruitless = 0, 0
 
         def after_exception(self, run_context: Any, worker_exceptions: Mapping[int, Exception]) -> None:
             for number, error in worker_exceptions.items():
                 job.say(f"  again  worker {number} was lost: {line(error)}; Ray starts all of them again")
+            steps = max((event["step"] + 1 for event in Run(job.run).events(0, "step")), default=0)
+            self.fruitless = 0 if steps > self.reached else self.fruitless + 1
+            self.reached = max(self.reached, steps)
+            if self.fruitless >= FRUITLESS:
+                raise RuntimeError(f"workers were lost {FRUITLESS} times in a row before step {self.reached + 1}")
 
     class Trainer(TorchTrainer):
         """One whose failures are told as ``phalanx train`` tells them."""
@@ -114,7 +128,7 @@ def torch_trainer(job: HostJob, nodes: int, each: Mapping[str, int]) -> Any:
     )
     lasting = RunConfig(
         name=run.name, storage_path=str(run.parent), failure_config=FailureConfig(max_failures=-1),
-        callbacks=[LossesTold()],
+        callbacks=[Losses()],
     )  # fmt: skip
     return Trainer(
         work, train_loop_config=asdict(job), torch_config=NoProcessGroup(), scaling_config=scaling, run_config=lasting
@@ -147,6 +161,7 @@ class Fit(threading.Thread):
 
 
 def line(error: BaseException) -> str:
-    """An error of Ray's in one line."""
+    """An error of Ray's in one line; what its controller raised is told as that."""
+    error = getattr(error, "controller_failure", error)
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return redact((lines[0] if lines else type(error).__name__).rstrip(".")[:300])

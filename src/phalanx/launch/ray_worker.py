@@ -25,8 +25,6 @@ from phalanx.processes import die_with_parent
 from phalanx.run import Run
 
 LOOK_SECONDS = 0.1
-FRUITLESS = 3
-"""So many starts by Ray in a row may come without a step more than before."""
 AGREE_SECONDS = 60.0
 """For all workers to have told Ray the end, when their ranks have ended."""
 LAUNCHED = (
@@ -177,8 +175,6 @@ def work(given: Mapping[str, Any]) -> int:
     job = HostJob(**given)
     context = ray.train.get_context()
     worker, workers = context.get_world_rank(), context.get_world_size()
-    if worker == 0 and _in_vain(job):
-        job.ask_to_stop(1)
     if workers > 1:
         meet = broadcast_from_rank_zero(_free_address() if worker == 0 else None)
         names = ("--max-nodes", str(workers), "--min-nodes", str(workers), "--meet", meet, "--host", f"worker-{worker}")
@@ -213,19 +209,6 @@ def _tell(job: HostJob, child: HostChild, first: bool) -> None:
     if done:
         final = Checkpoint.from_directory(run.weights_path.parent) if first else None
         report(last, checkpoint=final, checkpoint_upload_mode=CheckpointUploadMode.NO_UPLOAD)
-
-
-def _in_vain(job: HostJob) -> bool:
-    """Whether Ray has started this often enough without a step more; counts this start."""
-    path = Path(job.files) / "starts"
-    done = max((event["step"] + 1 for event in Run(job.run).events(0, "step")), default=0)
-    with path.open("a") as file:
-        file.write(f"{done}\n")
-    lines = path.read_text().split()
-    if lines[-FRUITLESS - 1 :] != [str(done)] * (FRUITLESS + 1):
-        return False
-    job.say(f"   stop  workers were lost {FRUITLESS + 1} times in a row before step {done + 1}")
-    return True
 
 
 def _free_address() -> str:
