@@ -20,14 +20,12 @@ def test_errors_are_one_line_without_secrets() -> None:
     assert "hidden" not in line(RuntimeError("cannot open sftp://me:hidden@host/x"))
 
 
-@needs_ray
 @pytest.mark.parametrize("address", ["here", "host:", "host:port"])
 def test_what_is_no_address_is_refused(address: str) -> None:
     with pytest.raises(WrongUse, match="is not auto, HOST:PORT or ray://HOST:PORT"), connected(address, 1):
         pass
 
 
-@needs_ray
 def test_nobody_at_an_address_is_told_at_once() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
@@ -39,6 +37,7 @@ def test_nobody_at_an_address_is_told_at_once() -> None:
 @needs_ray
 def test_a_trainer_asks_for_what_a_host_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_TRAIN_V2_ENABLED", "1")
+    monkeypatch.setenv("RAY_CLIENT_MODE", "0")  # which importing Ray sets
     job = HostJob(("train", "gpt"), str(tmp_path), str(tmp_path / "run"), str(tmp_path))
     made = torch_trainer(job, 3, {"CPU": 8, "GPU": 8})
     assert (made.scaling_config.num_workers, made.scaling_config.use_gpu) == (3, True)

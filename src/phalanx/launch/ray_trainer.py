@@ -45,15 +45,14 @@ def imported() -> None:
 @contextmanager
 def connected(address: str, cpus: int) -> Iterator[None]:
     """Connected to the cluster, or with one of our own, which ends with this."""
+    if address not in ("", "auto"):
+        _reach(address)
     import ray
 
     options: dict[str, Any] = {"address": address or "local", "log_to_driver": False}
     if not address:
         os.environ.update(OURS)
-        options |= {"num_cpus": cpus, "include_dashboard": False}
-        options |= {"object_store_memory": STORE_BYTES}
-    elif address != "auto":
-        _reach(address)
+        options |= {"num_cpus": cpus, "include_dashboard": False, "object_store_memory": STORE_BYTES}
     trains = threading.Thread(target=importlib.import_module, args=("ray.train.torch",), daemon=True)
     trains.start()  # it takes as long as a cluster needs to begin
     try:
