@@ -28,8 +28,11 @@ QUIET = {
     "RAY_TRAIN_V2_ENABLED": "1", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0", "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",
 }  # fmt: skip
 """What Ray is told through the environment, unless it says otherwise already."""
-OURS = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_TRAIN_METRICS_ENABLED": "0"}
-"""And where the cluster is our own."""
+OURS = {
+    "RAY_USAGE_STATS_ENABLED": "0", "RAY_TRAIN_METRICS_ENABLED": "0", "RAY_enable_worker_prestart": "0",
+    "RAY_prestart_worker_first_driver": "0",
+}  # fmt: skip
+"""And where the cluster is our own: processes that Ray starts in advance are not those that Train's workers run in."""
 
 
 def imported() -> None:
