@@ -141,6 +141,7 @@ def test_a_node_that_is_lost_is_waited_for(nodes: RayNodes, folder: Path) -> Non
     nodes.add()
     code, said = ended(process)
     assert code == 0, said
+    assert len(list(run.events(0, "start"))) >= 2
     assert weights(folder, "run") == alone(folder, "--steps", "100", "--set", "pause=0")
 
 
