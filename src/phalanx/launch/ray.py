@@ -11,7 +11,7 @@ import json
 import signal
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,8 +25,7 @@ from phalanx.launch.place import ENDED, RUNNING, Command, Place, Status
 from phalanx.launch.ray_trainer import Fit, connected, imported, torch_trainer
 from phalanx.launch.ray_worker import HostJob, trial
 from phalanx.launch.stopping import ENDING, Stop, handled
-from phalanx.references import short_name
-from phalanx.run import Run, held
+from phalanx.run import Run, held, short_name
 from phalanx.verdict import Verdict
 from phalanx.words import many
 
@@ -119,11 +118,12 @@ class RayCluster(Place):
         """What Ray is to reserve for each host."""
         return {"CPU": self.ranks, **({"GPU": self.gpus} if self.gpus else {})}
 
-    def train(self, command: Command) -> Verdict:
-        imported()
+    def train(self, command: Command, check: Callable[[], object]) -> Verdict:
         run = Run(command.run)
         with ExitStack() as stack:
             try:
+                imported()
+                check()
                 stack.enter_context(connected(self.address, self.nodes * self.ranks))
                 self._check_room()
             except BaseException:
