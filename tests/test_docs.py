@@ -6,6 +6,7 @@ import re
 import runpy
 import shlex
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -54,10 +55,19 @@ def test_commands_run(page: Path, folder: Path) -> None:
         assert done.returncode == int("--inject" in words), f"{shlex.join(words)}\n{done.stderr}"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [page for page in PAGES if page.name != "ray.md"], ids=lambda page: page.name)
 def test_python_runs(page: Path, folder: Path) -> None:
     for block in blocks(page, "python"):
         done = run_forked(_execute, block, cwd=folder)
+        assert done.returncode == 0, f"{block}\n{done.stderr}"
+
+
+@pytest.mark.every
+def test_python_runs_on_ray(folder: Path) -> None:
+    pytest.importorskip("ray", reason="no Ray (pip install 'phalanx[ray]')")
+    for block in blocks(ROOT / "docs" / "ray.md", "python"):
+        (folder / "block.py").write_text(block)
+        done = subprocess.run([sys.executable, "block.py"], cwd=folder, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, f"{block}\n{done.stderr}"
 
 

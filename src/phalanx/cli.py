@@ -74,7 +74,9 @@ def train(
     layout: Annotated[
         str | None, typer.Option(help="how to spread it, e.g. fsdp=4,tp=2,pp=2; by default replicas")
     ] = None,
-    on: Annotated[str | None, typer.Option(help="where: local:N ranks here; slurm:..., kubernetes:...")] = None,
+    on: Annotated[
+        str | None, typer.Option(help="where: local:N, so many ranks here; slurm:, kubernetes:, ray: or hosts:...")
+    ] = None,
     set_: Annotated[list[str], typer.Option("--set", metavar="NAME=VALUE", help="set a field of the task")] = [],  # noqa: B006
     steps: Annotated[int | None, typer.Option(help="how many steps; short for --set steps=N")] = None,
     epochs: Annotated[float | None, typer.Option(help="or how many passes over the data")] = None,

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from phalanx import Run
-from phalanx.launch.ray_worker import LAUNCHED, HostChild, HostJob, HostLost, News, told
+from phalanx.launch.ray_worker import LAUNCHED, HostChild, HostJob, HostLost, StepNews, told
 from tests.test_recovery import TASK
 
 
@@ -30,7 +30,7 @@ def write(run: Run, *events: dict[str, object]) -> None:
 def test_events_are_told_as_metrics_and_those_of_an_earlier_start_are_not(tmp_path: Path) -> None:
     run = Run(tmp_path)
     write(run, {"kind": "step", "step": 0, "loss": 3.0})
-    news = News(run)
+    news = StepNews(run)
     assert news.look() is None
     write(run, {"kind": "step", "step": 1, "loss": 2.0}, {"kind": "evaluation", "step": 2, "held_out": {"loss": 1.5}})
     assert news.look() == {"step": 2, "loss": 2.0, "held_out": {"loss": 1.5}}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import signal
 import socket
 import subprocess
@@ -123,7 +124,7 @@ class HostChild:
             self.process.wait()
 
 
-class News:
+class StepNews:
     """Rank 0's steps and evaluations, as metrics: those that were not told yet."""
 
     def __init__(self, run: Run) -> None:
@@ -157,7 +158,7 @@ class News:
 
 def told(run: Run, over: Callable[[], bool]) -> Iterator[dict[str, Any]]:
     """Metrics as they come, until it is over."""
-    news = News(run)
+    news = StepNews(run)
     while True:
         last = over()
         if (metrics := news.look()) is not None:
@@ -246,10 +247,8 @@ def main() -> None:
     die_with_parent()
     if os.getppid() != int(sys.argv[1]):
         raise SystemExit(1)
-    from phalanx import cli
-
     sys.argv = ["phalanx", *sys.argv[2:]]
-    cli.main()
+    runpy.run_module("phalanx", run_name="__main__")
 
 
 if __name__ == "__main__":
