@@ -131,6 +131,7 @@ def train(
     """Train a task."""
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # until there is something to save
     from phalanx.launch.local_leader import led
+    from phalanx.launch.place import place_of
     from phalanx.launch.started import Started
 
     given: dict[str, Any] = dict(  # noqa: C408
@@ -141,7 +142,7 @@ def train(
         host=host, interface=interface, kill=kill, allow=allow, resume=resume, exact=exact, unchecked=unchecked or None,
         run=run,
     )  # fmt: skip
-    with led(Started.detect(), device) as started:
+    with led(Started.detect() if place_of(on) is None else None, device) as started:
         from phalanx.train import starting
 
         if dry_run or weights:

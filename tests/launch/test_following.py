@@ -24,6 +24,7 @@ class Written(Place):
     """A place whose jobs are what a test writes into files."""
 
     word: ClassVar[str] = "written"
+    text: str = "written"
 
     @classmethod
     def parse(cls, options: Mapping[str, str], rest: str) -> Self:
@@ -96,9 +97,13 @@ def test_a_job_is_followed_to_its_end(run: Run, capsys: pytest.CaptureFixture[st
 
 
 def test_who_looks_away_is_told_how_to_look_again(run: Run) -> None:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # which tests in parallel do not have
     timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
     timer.start()
-    verdict = follow(Written(), run, "1")
+    try:
+        verdict = follow(Written(), run, "1")
+    finally:
+        signal.signal(signal.SIGINT, before)
     timer.join()
     assert verdict.exit_code == 130
     assert f"phalanx logs {run.path}" in verdict.next

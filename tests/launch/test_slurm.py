@@ -76,6 +76,7 @@ def test_secrets_are_not_written_into_a_job(tmp_path: Path) -> None:
     for words in (("--checkpoints", "sftp://me:password@host/x"), ("--set", "api_key=abcdef")):
         with pytest.raises(WrongUse, match="has a secret, which would be written into the job"):
             command_of(tmp_path, *words)
+    command_of(tmp_path, "--set", "tokenizer=mine", "--set", "keys=4", "--checkpoints", "s3://mine/x")
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,7 @@ class Tail:
     """What is added to a file, line by line; a line of progress renews itself on a terminal."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self.at, self.rest = path, 0, ""
+        self.path, self.at, self.rest = path, 0, b""
         self.live = sys.stdout.isatty()
         self._open = False
         """Whether the cursor stands behind a line of progress."""
@@ -35,8 +35,8 @@ class Tail:
         except FileNotFoundError:
             return
         self.at += len(added)
-        *whole, self.rest = (self.rest + added.decode(errors="replace")).split("\n")
-        yield from whole
+        *whole, self.rest = (self.rest + added).split(b"\n")
+        yield from (line.decode(errors="replace") for line in whole)
 
     def show(self) -> bool:
         """Whether there was anything."""
@@ -51,7 +51,7 @@ class Tail:
     def close(self) -> None:
         self.show()
         if self.rest or self._open:
-            print(self.rest, flush=True)
+            print(self.rest.decode(errors="replace"), flush=True)
 
 
 def follow(place: Place, run: Run, job: str) -> Verdict:
@@ -82,5 +82,6 @@ def follow(place: Place, run: Run, job: str) -> Verdict:
         return Verdict(True, f"{place.word} job {job} is done", [f"weights: {run.weights_path}"])
     return Verdict(
         False, f"{place.word} job {job} ended: {status.detail}", [f"what it printed is in {tail.path}"],
-        next=f"Mend what it says there, then phalanx train --resume --run {run.path}", code=status.code or 1,
+        next=f"Mend what it says there, then phalanx train --resume --run {run.path} --on {place.text}",
+        code=status.code or 1,
     )  # fmt: skip

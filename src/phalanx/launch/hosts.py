@@ -5,7 +5,6 @@ Nothing is installed there and nothing stays: a supervisor ends when the process
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import os
 import re
@@ -34,7 +33,7 @@ from phalanx.launch.ssh import SshHost, Unreached
 from phalanx.launch.started import PORTS
 from phalanx.launch.stopping import Stop
 from phalanx.redact import redact
-from phalanx.run import Run, held
+from phalanx.run import Run, held, holder
 from phalanx.verdict import Verdict
 from phalanx.words import many
 
@@ -135,7 +134,7 @@ class Hosts(Place):
 
     def status(self, run: Run, job: str) -> Status:
         where = f"started by process {job.replace('@', ' on ')}"
-        if _is_held(run.path / "hosts" / "lock"):
+        if holder(run.path / "hosts"):
             return Status(RUNNING, where)
         try:
             code = int((run.path / "hosts" / CODE).read_text())
@@ -147,7 +146,7 @@ class Hosts(Place):
         pid, _, host = job.partition("@")
         if host != socket.gethostname():
             raise CannotHere(f"{run.path} was started on {host}. Cancel it there: phalanx cancel {run.path}")
-        if not _is_held(run.path / "hosts" / "lock"):
+        if not holder(run.path / "hosts"):
             raise CannotHere(f"process {pid}, which started {run.path}, is gone; its hosts end by themselves. Wait.")
         os.kill(int(pid), signal.SIGTERM)
 
@@ -312,7 +311,7 @@ def _parsed(text: str) -> tuple[str, int | None]:
 
 def _sent(remote: SshHost, code: PackedCode, run: Path) -> str:
     """The folder there that has the code."""
-    name = hashlib.sha256(str(run).encode()).hexdigest()[:16]
+    name = hashlib.sha256(f"{socket.gethostname()} {run} {remote.name}".encode()).hexdigest()[:16]
     try:
         folder: str = remote.ask({"do": "unpack", "name": name, "files": code.packed})["folder"]
     except Unreached as error:
@@ -328,17 +327,6 @@ def _variables() -> dict[str, str]:
 def _value(command: Command, option: str) -> str | None:
     words = command.words
     return words[words.index(option) + 1] if option in words[:-1] else None
-
-
-def _is_held(lock: Path) -> bool:
-    try:
-        with lock.open() as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        pass
-    return False
 
 
 def _clear(run: Path) -> None:

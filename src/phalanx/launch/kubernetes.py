@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import json
 import re
+import secrets
 import shutil
 import subprocess
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -96,6 +97,7 @@ class Kubernetes(Place):
         if "image" not in self.given:
             raise WrongUse("pods need an image with Phalanx and the task in it. Give --on kubernetes:image=NAME,...")
         mount, run = self._where(command)
+        self._check_paths(command, mount)
         name = self._name(command.run)
         chosen = {field: self.given[option] for option, field in NAMED.items() if option in self.given}
         return Pods(
@@ -113,7 +115,21 @@ class Kubernetes(Place):
         at = at or str(command.run.parent)
         if not at.startswith("/") or at == "/":
             raise WrongUse(f"a volume cannot be mounted at {at}. Write it like volume={claim}:/shared")
-        return at, str(command.run) if command.run.is_relative_to(at) else f"{at.rstrip('/')}/{command.run.name}"
+        if command.run.is_relative_to(at):
+            return at, str(command.run)
+        named = self._folder(command.run)
+        return at, f"{at.rstrip('/')}/{named.read_text().strip() if named.exists() else command.run.name}"
+
+    def _folder(self, run: Path) -> Path:
+        """The file that has the name of the run's folder on a volume that this machine does not mount."""
+        return run / self.word / "folder"
+
+    def _name_folder(self, command: Command) -> None:
+        """One that no other machine's run has there."""
+        named = self._folder(command.run)
+        if not named.exists():
+            named.parent.mkdir(exist_ok=True)
+            write_whole(named, f"{command.run.name}-{secrets.token_hex(3)}\n")
 
     def _check_without_volume(self, command: Command) -> None:
         words = command.words
@@ -136,6 +152,16 @@ class Kubernetes(Place):
         before = len(list((run / self.word).glob("*.yaml")))
         last = f"-{zlib.crc32(str(run).encode()) & 0xFFFF:04x}{f'-{before + 1}' if before else ''}"
         return slug[: self.kind.longest - len(last)].rstrip("-") + last
+
+    def _check_paths(self, command: Command, mount: str) -> None:
+        """Refuse files of this machine, which pods do not see."""
+        words = command.words
+        for option in ("--config", "--checkpoints", "--init-from"):
+            at = words[words.index(option) + 1] if option in words[:-1] else ""
+            seen = not at or "://" in at or (mount and Path(at).is_relative_to(mount)) or option == "--init-from"
+            if not seen:
+                where = f"under {mount}" if mount else "on a volume"
+                raise WrongUse(f"{option} {at} is a path that pods do not see. Give one {where}, or a URL.")
 
     def _words(self, command: Command, name: str, run: str) -> tuple[str, ...]:
         words = replace(command, python="python").on(self.ranks, run)
@@ -177,8 +203,10 @@ class Kubernetes(Place):
     def submit(self, command: Command) -> str:
         """The job's name."""
         _check()
-        run, pods = Run(command.run), self.pods(command)
-        self._check_ended(run)
+        run = Run(command.run)
+        place.check_over(run)
+        self._name_folder(command)
+        pods = self.pods(command)
         file = run.path / self.word / f"{pods.name}.yaml"
         for old in (False, True):
             made = objects(self._kind, pods, old)
@@ -188,24 +216,13 @@ class Kubernetes(Place):
         if done.returncode:
             if self._kind == "job" and "AlreadyExists" not in done.stderr:
                 self.kubectl("delete", "service", pods.name, "--wait=false", "--ignore-not-found")
-            with suppress(OSError):  # it holds a run that goes on
-                run.path.rmdir()
+            if not list(file.parent.glob("*.yaml")):
+                shutil.rmtree(file.parent)
             raise CannotHere(f"Kubernetes does not take the job: {_words(done.stderr)}. {self._advice(done.stderr)}")
         file.parent.mkdir(exist_ok=True)
         write_whole(file, to_yaml(made))
         place.note(run, self.text, pods.name)
         return pods.name
-
-    def _check_ended(self, run: Run) -> None:
-        """Two jobs would train one run."""
-        before = place.noted(run)
-        if before is not None and isinstance(before[0], Kubernetes):
-            status = before[0].status(run, before[1])
-            if status.state in (QUEUED, RUNNING):
-                raise WrongUse(
-                    f"{run.path} is trained by {before[1]}: {status.detail}. End that first, with phalanx cancel "
-                    f"{run.path}, or follow it with phalanx logs {run.path} --follow."
-                )
 
     def kubectl(self, *words: str, text: str | None = None) -> subprocess.CompletedProcess[str]:
         """What kubectl says, in the job's namespace."""

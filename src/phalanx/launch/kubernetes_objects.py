@@ -12,7 +12,7 @@ from typing import Any
 
 PORT = 29400
 """Where supervisors meet: a pod has a network of its own."""
-VERDICTS = (1, 2, 3)
+VERDICTS = (1, 2)
 """Exit codes with which ``phalanx train`` says that starting it again does not help."""
 Object = dict[str, Any]
 

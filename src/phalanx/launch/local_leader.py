@@ -7,6 +7,7 @@ of them sees but a GPU of its own there is no leader: every process is on its ow
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import signal
@@ -82,8 +83,9 @@ def _code(error: BaseException) -> int:
 
 
 def _place(started: Started) -> str:
-    """Where they meet: a name that ends with who has it, and that other users of the host cannot be told apart by."""
-    return f"\0phalanx {os.getuid()} {started.name} {started.job}"[:100]
+    """Where they meet: a name, in no folder, that is gone with the process that has it."""
+    job = hashlib.sha256(f"{os.getuid()} {started.name} {started.by} {started.job}".encode()).hexdigest()
+    return f"\0phalanx {job}"
 
 
 def _gather(door: socket.socket, started: Started) -> list[socket.socket]:

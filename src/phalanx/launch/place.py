@@ -15,7 +15,7 @@ from typing import ClassVar, Self
 
 from phalanx.errors import CannotHere, WrongUse, closest
 from phalanx.files import write_whole
-from phalanx.redact import redact
+from phalanx.redact import redact, redact_field
 from phalanx.run import Run
 from phalanx.verdict import Verdict
 from phalanx.words import digits
@@ -55,7 +55,8 @@ class Command:
 
     def __post_init__(self) -> None:
         for word in self.words:
-            if redact(word) != word or re.match(r"\w*(key|token|secret|password)\w*=", word, re.IGNORECASE):
+            name, _, value = word.partition("=")
+            if redact(word) != word or redact_field(name, value) != value:
                 raise WrongUse(
                     f"{redact(word).partition('=')[0]} has a secret, which would be written into the job. Give it "
                     "through the environment or a file that the task reads, or through fsspec's own configuration."
@@ -76,6 +77,11 @@ class Place(ABC):
     ranks: int = 1
     gpus: int = 0
     """On each host; 0: its ranks compute on the CPU."""
+
+    @property
+    @abstractmethod
+    def text(self) -> str:
+        """As ``--on`` has it."""
 
     @property
     def world(self) -> int:
@@ -150,6 +156,23 @@ def count(options: Mapping[str, str], name: str, otherwise: int, least: int = 1)
 
 def note(run: Run, on: str, job: str) -> None:
     write_whole(_file(run), json.dumps({"on": on, "job": job, "time": time.time()}) + "\n")
+
+
+def forget(run: Run) -> None:
+    _file(run).unlink(missing_ok=True)
+
+
+def check_over(run: Run) -> None:
+    """Two jobs would train one run: refuse while one that was submitted before is not over."""
+    before = noted(run)
+    if before is not None:
+        place, job = before
+        status = place.status(run, job)
+        if status.state in (QUEUED, RUNNING):
+            raise WrongUse(
+                f"{run.path} is trained by {place.word} job {job}: {status.detail}. End that first, with phalanx "
+                f"cancel {run.path}, or follow it with phalanx logs {run.path} --follow."
+            )
 
 
 def noted(run: Run) -> tuple[Place, str] | None:

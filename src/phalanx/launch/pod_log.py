@@ -41,7 +41,7 @@ class PodLog:
         if not self.keep_on:
             self._once()
             return self
-        self.path.write_bytes(b"")
+        self.path.touch()
         self._thread.start()
         return self
 
@@ -80,6 +80,8 @@ class PodLog:
         """All that a container prints from where it was left, until it ends or the connection does."""
         skip = self._read.get(container, 0)
         command = self.line("logs", "--follow", pod)
+        if not self._read:
+            self.path.write_bytes(b"")  # now that there is something to read again
         with self.path.open("ab", buffering=0) as file, tempfile.TemporaryFile() as errors:
             self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors)
             with self._process as process:

@@ -6,7 +6,6 @@ the run's folder. A rank that fails is its supervisor's to start again, and Ray 
 
 from __future__ import annotations
 
-import fcntl
 import json
 import signal
 import sys
@@ -25,7 +24,7 @@ from phalanx.launch.place import ENDED, RUNNING, Command, Place, Status
 from phalanx.launch.ray_trainer import Fit, connected, imported, torch_trainer
 from phalanx.launch.ray_worker import HostJob, trial
 from phalanx.launch.stopping import ENDING, Stop, handled
-from phalanx.run import Run, held, short_name
+from phalanx.run import Run, held, holder, short_name
 from phalanx.verdict import Verdict
 from phalanx.words import many
 
@@ -155,7 +154,7 @@ class RayCluster(Place):
 
     def _follow(self, run: Run, job: HostJob, grace: float) -> tuple[int, str]:
         """The exit code, and why it is that."""
-        stop, fit = Stop(grace, lambda: bool(_holder(run.path))), Fit(job, self.nodes, self.each)
+        stop, fit = Stop(grace, lambda: bool(holder(run.path))), Fit(job, self.nodes, self.each)
         merged = _Merged(job, self.nodes)
 
         def heard(number: int, frame: object) -> None:
@@ -167,7 +166,7 @@ class RayCluster(Place):
             fit.start()
             silent, said = time.monotonic(), ""
             while fit.is_alive():
-                if merged.show() or _holder(run.path):
+                if merged.show() or holder(run.path):
                     silent = time.monotonic()
                 elif time.monotonic() - silent > QUEUE_SECONDS:
                     silent = time.monotonic()
@@ -211,7 +210,7 @@ class RayCluster(Place):
 
     def status(self, run: Run, job: str) -> Status:
         files = run.path / "ray" / job
-        if driver := _holder(files):
+        if driver := holder(files):
             return Status(RUNNING, driver)
         try:
             found = json.loads((files / "end.json").read_text())
@@ -256,13 +255,3 @@ def _new_job(run: Run) -> str:
             return str(number)
         except FileExistsError:
             number += 1
-
-
-def _holder(folder: Path) -> str:
-    """Who holds it at this moment: ``process 12 on node1``; "": nobody."""
-    with suppress(OSError), (folder / "lock").open() as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except OSError:
-            return " ".join(file.read(200).split()[:4]) or "another process"
-    return ""

@@ -13,8 +13,7 @@ import shlex
 import shutil
 import subprocess
 from collections.abc import Callable, Mapping
-from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import ClassVar, Self
 
@@ -23,6 +22,7 @@ from phalanx.files import write_whole
 from phalanx.launch import place
 from phalanx.launch.following import follow
 from phalanx.launch.place import ENDED, QUEUED, RUNNING, UNKNOWN, Command, Place, Status
+from phalanx.launch.stopping import ENDING, handled
 from phalanx.run import Run
 from phalanx.verdict import Verdict
 
@@ -51,7 +51,7 @@ SCRIPT = """\
 cd {folder} || exit 3
 
 # Before the time is over, or when it is preempted or cancelled, ranks save and end.
-saved() {{ ls {checkpoints} 2>/dev/null | sort | tail -n 1; }}
+saved() {{ grep '^{{"kind": "checkpoint"' {events} 2>/dev/null | tail -n 1; }}
 preempted() {{ scontrol show job "$SLURM_JOB_ID" | grep -q 'PreemptTime=[0-9]'; }}
 finish() {{ scancel --signal=TERM "$SLURM_JOB_ID"; }}  # ranks alone: srun would kill them if it were told itself
 before=$(saved)
@@ -113,17 +113,21 @@ class Slurm(Place):
         options = {
             "job-name": command.name, "nodes": str(self.nodes), "ntasks-per-node": "1",
             **({"gpus-per-node": str(self.gpus)} if self.gpus else {}), "cpus-per-task": self._cores, **self.given,
-            "output": str(logs / ("%A-%a.out" if self._array else "%j.out")), "open-mode": "append", "requeue": "",
+            "output": f"{str(logs).replace('%', '%%')}/{'%A-%a' if self._array else '%j'}.out",
+            "open-mode": "append", "requeue": "",
             "signal": f"B:USR1@{self._early(command.grace)}",
         }  # fmt: skip
-        lines = [f"#SBATCH --{name}={value}" if value else f"#SBATCH --{name}" for name, value in options.items()]
+        lines = [
+            f"#SBATCH --{name}={shlex.quote(value) if re.search('[ #]', value) else value}".rstrip("=")
+            for name, value in options.items()
+        ]
         if any("\n" in line for line in lines):
             raise WrongUse("--on slurm: an option has a line break in it. Leave that out.")
         run = f"{command.run}-%a" if self._array else str(command.run)
         words = [self._quoted(word) for word in self._step(command, run)]
         return SCRIPT.format(
             options="\n".join(lines), folder=shlex.quote(str(command.folder)), step=" ".join(words),
-            checkpoints=self._quoted(f"{run}/checkpoints"),
+            events=self._quoted(str(Run(run).events_path(0))),
         )  # fmt: skip
 
     def tried(self, word: str) -> str:
@@ -160,35 +164,53 @@ class Slurm(Place):
         if in_allocation():
             check()
             self._check()
-            done = subprocess.run(self._step(command), cwd=command.folder)
-            held = done.returncode == 0
-            return Verdict(held, f"srun left with exit code {done.returncode}", code=max(0, done.returncode))
-        run = Run(command.run)
-        job = self.submit(command)
+            return self._stepped(command)
+        run, logs = Run(command.run), command.run / "slurm"
+        new = not logs.exists()
+        try:
+            job = self.submit(command)
+        except BaseException:
+            _removed(logs, new)
+            raise
         os.nice(10)  # a login node is shared
         try:
             check()  # while the job waits for its nodes, or they start
         except BaseException:
             _told("scancel", job)
-            _removed(command.run)
+            place.forget(run)
+            _removed(logs, new)
             raise
-        print(f" submit  Slurm job {job}: {run.path / 'slurm' / 'job.sh'}", flush=True)
+        print(f" submit  Slurm job {job}: {logs / 'job.sh'}", flush=True)
         if self._array:
             return Verdict(True, f"submitted as an array: each task in {run.path}-TASK", next="See: phalanx status")
         return follow(self, run, job)
 
+    def _stepped(self, command: Command) -> Verdict:
+        """In this allocation, to its end; who asks for that asks the ranks, which save."""
+        asked: list[int] = []
+
+        def finish(number: int, frame: object) -> None:
+            asked.append(number)
+            _told("scancel", "--signal=TERM", os.environ["SLURM_JOB_ID"])
+
+        with handled(ENDING, finish):
+            process = subprocess.Popen(self._step(command), cwd=command.folder, start_new_session=True)
+            code = process.wait()
+        code = code if code >= 0 else 128 - code
+        return Verdict(code == 0, f"srun left with exit code {code}", code=130 if asked and code else code)
+
     def submit(self, command: Command) -> str:
         """The job's number."""
         self._check()
-        script = command.run / "slurm" / "job.sh"
-        script.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(script, self.script(command))
-        done = _told("sbatch", "--parsable", str(script), cwd=command.folder)
+        run, logs, script = Run(command.run), command.run / "slurm", self.script(command)
+        place.check_over(run)
+        logs.mkdir(parents=True, exist_ok=True)
+        done = _told("sbatch", "--parsable", cwd=command.folder, text=script)
         if done.returncode:
-            _removed(command.run)
             raise CannotHere(f"Slurm does not take the job: {_words(done.stderr)}. {self._advice(done.stderr)}")
         job = done.stdout.strip().partition(";")[0]
-        place.note(Run(command.run), self.text, job)
+        write_whole(logs / "job.sh", script)
+        place.note(run, self.text, job)
         return job
 
     def _check(self) -> None:
@@ -214,7 +236,15 @@ class Slurm(Place):
         done = _told("scontrol", "show", "job", "-o", job)
         if done.returncode:
             return self._accounted(job, done.stderr)
-        text = done.stdout.splitlines()[0] if done.stdout else ""
+        every = [self._status(run, line) for line in done.stdout.splitlines() if line.strip()] or [Status(UNKNOWN)]
+        going = [one for one in every if one.state != ENDED] or every
+        worst = max(going, key=lambda one: (one.state == RUNNING, one.code or 0))
+        more = f"; {len(going)} of {len(every)} tasks like it" if len(every) > 1 else ""
+        return replace(worst, detail=worst.detail + more)
+
+    @staticmethod
+    def _status(run: Run, text: str) -> Status:
+        """Of a line that scontrol has for a job, or for a task of an array."""
         found = dict(re.findall(r"\b(JobState|Reason|ExitCode|NodeList|Restarts|RunTime|StartTime)=(\S*)", text))
         state = found.get("JobState", "")
         restarts = f", requeued {found['Restarts']} times" if found.get("Restarts", "0") != "0" else ""
@@ -264,12 +294,10 @@ def seconds(limit: str) -> int:
     return int(days or 0) * 86400 + total
 
 
-def _removed(run: Path) -> None:
-    """What was made for a job that is not to be; a run that was there stays."""
-    shutil.rmtree(run / "slurm", ignore_errors=True)
-    (run / "place.json").unlink(missing_ok=True)
-    with suppress(OSError):
-        run.rmdir()
+def _removed(logs: Path, new: bool) -> None:
+    """The folder of a job that is not to be, if it was made for it."""
+    if new:
+        shutil.rmtree(logs, ignore_errors=True)
 
 
 def _exit_code(text: str, otherwise: int) -> int:
@@ -280,8 +308,8 @@ def _exit_code(text: str, otherwise: int) -> int:
     return 128 + int(number) if number.isdecimal() and int(number) else otherwise
 
 
-def _told(*words: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(words, capture_output=True, text=True, cwd=cwd, stdin=subprocess.DEVNULL)
+def _told(*words: str, cwd: Path | None = None, text: str = "") -> subprocess.CompletedProcess[str]:
+    return subprocess.run(words, capture_output=True, text=True, cwd=cwd, input=text)
 
 
 def _words(said: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import re
@@ -17,8 +16,8 @@ from typing import Any
 
 from phalanx.errors import CannotHere, WrongUse
 from phalanx.launch.following import Tail, follow
-from phalanx.launch.place import ENDED, QUEUED, RUNNING, noted
-from phalanx.run import Run
+from phalanx.launch.place import ENDED, QUEUED, RUNNING, UNKNOWN, noted
+from phalanx.run import Run, holder
 from phalanx.verdict import Verdict
 from phalanx.words import columns, many
 
@@ -113,11 +112,11 @@ def cancel(run: Run) -> str:
     if state in (DONE, STOPPED, ENDED):
         return f"{run.path} is {state} already"
     submitted = noted(run)
-    if submitted is not None:
+    if submitted is not None and submitted[0].status(run, submitted[1]).state != ENDED:
         place, job = submitted
         place.cancel(run, job)
         return f"asked {place.word} job {job} to end; ranks save what they have done"
-    found = re.match(r"process (\d+) on (\S+)", _holder(run) or "")
+    found = re.match(r"process (\d+) on (\S+)", holder(run.path) or "")
     if found is None or found[2] != socket.gethostname():
         host = found[2] if found else "another host"
         raise CannotHere(f"{run.path} is run by {where or host}, not here. Cancel it on {host}.")
@@ -172,27 +171,18 @@ def _short(value: Any) -> str:
 def _state(run: Run) -> tuple[str, str]:
     if run.certified_steps() is not None:
         return DONE, ""
-    holder, submitted = _holder(run), noted(run)
-    if submitted is not None:
-        place, job = submitted
-        status = place.status(run, job)
-        if status.state != ENDED or not holder:
-            detail = f": {status.detail}" if status.detail else ""
-            return status.state, f"{place.word} job {job}{detail}"
-    return (RUNNING, holder) if holder else (STOPPED, "")
-
-
-def _holder(run: Run) -> str:
-    """Who runs it at this moment: ``process 12 on node1``; "": nobody."""
+    who, submitted = holder(run.path), None
     try:
-        with (run.path / "lock").open("r") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except OSError:
-                return " ".join(file.read(200).split()[:4]) or "another process"
-    except OSError:
-        pass
-    return ""
+        submitted = noted(run)
+        if submitted is not None:
+            place, job = submitted
+            status = place.status(run, job)
+            if status.state != ENDED or not who:
+                detail = f": {status.detail}" if status.detail else ""
+                return status.state, f"{place.word} job {job}{detail}"
+    except (CannotHere, WrongUse, OSError) as error:  # what knows of it is not on this machine
+        return (RUNNING, who) if who else (UNKNOWN, str(error))
+    return (RUNNING, who) if who else (STOPPED, "")
 
 
 def _last_step(run: Run) -> dict[str, Any] | None:

@@ -54,6 +54,8 @@ def resolve(
     _plan_steps(made)
     for note in _unsaid(made, values, config, resume) if config else ():
         print(f"   note  {note}")
+    if on is not None:  # where a run goes on has its own number of hosts
+        ran = {name: value for name, value in ran.items() if name not in ("min_nodes", "max_nodes", "meet")}
     settled = Options.resolve(options, ran)
     return job_of(reference, made, layout, on, device, settled, ran=ran, resume=resume, exact=exact)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,7 +36,11 @@ def train(given: Given) -> Verdict:
         _job(options, place)  # which says what is missing, or the task is in a run.toml
     made = Run.folder if options["resume"] else Run.create
     run = made(options["run"], short_name(options["task"] or "run"))
-    return place.train(_command(options, place, run.path.resolve()), lambda: _job(options, place))
+    try:
+        return place.train(_command(options, place, run.path.resolve()), lambda: _job(options, place))
+    finally:
+        with suppress(OSError):  # it is not empty: something came of it
+            run.path.rmdir()
 
 
 def described(given: Given, every_weight: bool) -> str:
