@@ -9,7 +9,8 @@ import pytest
 
 from phalanx import WrongUse
 from phalanx.recipes.gpt import GPT
-from phalanx.references import find_task, short_name
+from phalanx.references import find_task
+from phalanx.run import short_name
 
 TASK = "from dataclasses import dataclass\nimport phalanx\n\n@dataclass\nclass {name}(phalanx.Task):\n    pass\n"
 

@@ -7,7 +7,7 @@ import types
 from typing import Any
 
 
-class _Room(types.ModuleType):
+class _TrainRoom(types.ModuleType):
     """This room is called like the one thing it does, so it can be called."""
 
     def __call__(self, *args: Any, **options: Any) -> Any:
@@ -16,4 +16,4 @@ class _Room(types.ModuleType):
         return train(*args, **options)
 
 
-sys.modules[__name__].__class__ = _Room
+sys.modules[__name__].__class__ = _TrainRoom
