@@ -48,7 +48,7 @@ def test_a_job_has_a_service_by_which_pods_find_each_other() -> None:
 def test_verdicts_are_final_and_drained_pods_do_not_count() -> None:
     (made,) = objects("jobset", RICH)
     first, second = made["spec"]["replicatedJobs"][0]["template"]["spec"]["podFailurePolicy"]["rules"]
-    assert (first["action"], first["onExitCodes"]["values"]) == ("FailJob", [1, 2, 3])
+    assert (first["action"], first["onExitCodes"]["values"]) == ("FailJob", [1, 2])
     assert (second["action"], second["onPodConditions"][0]["type"]) == ("Ignore", "DisruptionTarget")
     (made,) = objects("pytorchjob", RICH)
     replicas = made["spec"]["pytorchReplicaSpecs"]

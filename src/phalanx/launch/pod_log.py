@@ -34,6 +34,7 @@ class PodLog:
         self._read: dict[str, int] = {}
         """By container, how many bytes have been read; one that ended counts as whole."""
         self._said: set[str] = set()
+        self._begun = False
         self._thread = threading.Thread(target=self._watch, name=f"logs of {path.stem}", daemon=True)
 
     def __enter__(self) -> Self:
@@ -80,8 +81,9 @@ class PodLog:
         """All that a container prints from where it was left, until it ends or the connection does."""
         skip = self._read.get(container, 0)
         command = self.line("logs", "--follow", pod)
-        if not self._read:
+        if not self._begun:
             self.path.write_bytes(b"")  # now that there is something to read again
+            self._begun = True
         with self.path.open("ab", buffering=0) as file, tempfile.TemporaryFile() as errors:
             self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors)
             with self._process as process:
