@@ -30,7 +30,7 @@ test-every: .venv/ready lint  ## the exhaustive tests too: an hour or two
 lint: .venv/ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
+	$(BIN)/mypy --num-workers auto
 
 bench: .venv/ready  ## every benchmark, each with its table and its bars
 	$(BIN)/python benchmarks/overhead.py

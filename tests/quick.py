@@ -111,7 +111,7 @@ KEPT: dict[str, dict[str, int | tuple[str, ...]]] = {
     },
     "parallel/axes/test_hugging_face.py": {
         "test_attention_of_other_kinds": 3,
-        "test_each_axis": 2,
+        "test_each_axis": 1,
         "test_every_two_axes": 0,
     },
     "parallel/axes/test_pipeline.py": {
@@ -169,6 +169,7 @@ KEPT: dict[str, dict[str, int | tuple[str, ...]]] = {
     },
     "prove/test_proof.py": {
         "test_a_head_whose_bias_is_tied_can_be_cut": 0,
+        "test_all_layouts_of_two_ranks": 0,
         "test_a_layout_that_a_narrow_dtype_cannot_is_not_called_equal": 0,
         "test_a_narrow_dtype_is_proven_beside_float64": 0,
         "test_a_piece_updated_where_the_whole_is_needed_is_found": 0,
@@ -194,7 +195,7 @@ KEPT: dict[str, dict[str, int | tuple[str, ...]]] = {
         "test_exact_runs_leave_the_same_bytes": 0,
         "test_prove_prints_json_and_an_exit_code": 0,
         "test_a_mistake_is_one_clear_screen": 10,
-        "test_a_task_in_a_package_is_found_from_any_folder": 1,
+        "test_a_task_in_a_package_is_found_from_any_folder": 0,
     },
     "test_docs.py": {
         "test_commands_run": ("README.md", "check.md"),
@@ -214,7 +215,7 @@ KEPT: dict[str, dict[str, int | tuple[str, ...]]] = {
         "test_a_second_run_on_one_folder_is_refused_and_harms_nothing": 0,
         "test_a_longer_run_is_not_finished_by_the_shorter_ones_certificate": 0,
         "test_a_signal_that_is_repeated_to_the_end_changes_nothing": 1,
-        "test_every_other_blow": ("rank stopped",),
+        "test_every_other_blow": 0,
         "test_hosts_come_and_go": 0,
         "test_ranks_killed_at_random_moments": 0,
         "test_settings_that_were_lost_are_not_taken_to_be_the_usual": 1,
@@ -271,7 +272,7 @@ KEPT: dict[str, dict[str, int | tuple[str, ...]]] = {
         "test_what_optimizers_keep": 7,
     },
     "train/test_parity.py": {
-        "test_accumulation_changes_nothing": ("language-1-4", "vision-1-1", "vision-2-1", "vision-4-1"),
+        "test_accumulation_changes_nothing": ("language-1-4", "vision-1-1", "vision-2-1"),
         "test_every_layout_trains_like_one_device": (
             "False-1-0",
             "False-2-0",
@@ -282,7 +283,6 @@ KEPT: dict[str, dict[str, int | tuple[str, ...]]] = {
             "True-2-1",
             "True-2-2",
             "True-2-3",
-            "True-4-1",
         ),
         "test_experts_with_limited_room": 0,
         "test_packed_documents_stay_apart": 0,

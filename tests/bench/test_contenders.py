@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 from typing import Any
 
 import pytest
@@ -29,5 +30,6 @@ def test_it_learns(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
     for step in contender.steps(Setting(SMALL, "cpu", "fp32")):
         losses = [loss(step()) for _ in range(20)]
-        assert losses[0] == pytest.approx(4.56, abs=0.2)  # log(96)
+        spread = 0.5 if name == "torchtitan" else 0.0  # half the variance of its first logits, which is one
+        assert losses[0] == pytest.approx(math.log(SMALL.vocabulary) + spread, abs=0.2)
         assert min(losses) < losses[0]

@@ -62,3 +62,7 @@ def test_the_address_is_that_of_the_users_configuration(tmp_path: Path) -> None:
     made = SshHost("short", "me@short", ssh=("ssh", "-F", str(tmp_path / "config")))
     assert made.address() == "long.example.org"
     assert SshHost("a", "me@a", ssh=("ssh", "-F", "/dev/null")).address() == "a"
+
+
+def test_where_there_is_no_ssh_its_name_is_its_address(tmp_path: Path) -> None:
+    assert SshHost("a", "me@a", ssh=(str(tmp_path / "ssh"),)).address() == "a"

@@ -56,10 +56,13 @@ class SshHost:
         return [*self.ssh, "-T", *options, *port, "--", self.target, f"exec {there}"]
 
     def address(self) -> str:
-        """By which it is reached, as ssh's configuration has it."""
+        """By which it is reached, as ssh's configuration has it; its name where no ssh is here to ask."""
         port = ["-p", str(self.port)] if self.port else []
-        done = subprocess.run([*self.ssh, "-G", *port, "--", self.target], capture_output=True, text=True)
-        found = re.search(r"^hostname (\S+)$", done.stdout, re.MULTILINE)
+        try:
+            said = subprocess.run([*self.ssh, "-G", *port, "--", self.target], capture_output=True, text=True).stdout
+        except OSError:
+            said = ""
+        found = re.search(r"^hostname (\S+)$", said, re.MULTILINE)
         return found[1] if found else self.target.rpartition("@")[2]
 
     def start(self, request: Mapping[str, Any]) -> subprocess.Popen[bytes]:
