@@ -253,7 +253,7 @@ def bench(
 @app.command()
 @_stoppable("nothing was concluded")
 def doctor(
-    on: Annotated[str | None, typer.Option(help="local:N, so many ranks on this machine, or on each host")] = None,
+    on: Annotated[str | None, typer.Option(help="local:N, or any place that train takes")] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; by default GPUs if there are any")] = None,
     run: Annotated[Path | None, typer.Option(help="a folder that all hosts see, where there are several")] = None,
     timeout: Annotated[float | None, typer.Option(help="seconds that hosts wait for each other")] = None,
@@ -264,14 +264,21 @@ def doctor(
 ) -> None:
     """Examine the ground before a run: versions, clocks, memory, disk, devices, links, the shared folder."""
     from phalanx.launch.local_leader import led
+    from phalanx.launch.place import place_of
     from phalanx.launch.started import Started
 
     given = {"on": on, "device": device, "run": run, "timeout": timeout, "max_nodes": max_nodes, "meet": meet}
     given |= {"min_nodes": None, "host": host, "interface": interface, "task": "doctor", "layout": None}
-    with led(Started.detect(), device) as started:
-        from phalanx.train.doctor import doctor
+    place = place_of(on)
+    with led(Started.detect() if place is None else None, device) as started:
+        if place is None:
+            from phalanx.train.doctor import doctor
 
-        _conclude(doctor(given if started is None else started.over(given)))
+            _conclude(doctor(given if started is None else started.over(given)))
+        else:
+            from phalanx.train.doctor_elsewhere import doctor_elsewhere
+
+            _conclude(doctor_elsewhere(given, place))
 
 
 for _verb in (verbs.runs, verbs.status, verbs.cancel, _stoppable("the run goes on")(verbs.logs)):

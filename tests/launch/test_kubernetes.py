@@ -18,6 +18,7 @@ from phalanx.errors import CannotHere
 from phalanx.launch import standing
 from phalanx.launch.kubernetes import Kubernetes
 from phalanx.launch.place import Command, place_of
+from phalanx.train.doctor_elsewhere import doctor_elsewhere
 from tests.hosts import Hosts, needs_namespaces
 from tests.kubernetes import IMAGE, KubernetesCluster, needs_kubectl, needs_schemas
 from tests.ranks import Ranks
@@ -271,6 +272,24 @@ def test_so_are_other_kinds(clusters: Clusters, folder: Path, kind: str, capsys:
     said = capsys.readouterr().out
     assert verdict.exit_code == 0, said
     assert "certificate: 12 steps" in said
+
+
+@pytest.mark.every
+@needs_kubectl
+@needs_schemas
+@needs_namespaces
+@pytest.mark.parametrize("kind", ["jobset", "trainjob"])
+def test_the_doctor_goes_there(
+    clusters: Clusters, folder: Path, kind: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clusters()
+    monkeypatch.chdir(folder)
+    names = ("on", "run", "task", "timeout", "max_nodes", "min_nodes", "meet", "host", "interface", "layout", "device")
+    verdict = doctor_elsewhere(dict.fromkeys(names), on(kind, folder))
+    said = capsys.readouterr().out
+    assert verdict.exit_code == 0, said
+    assert "2 ranks met, and each computed what it should" in said
+    assert not list(folder.glob("runs/*"))
 
 
 @pytest.mark.every

@@ -76,7 +76,7 @@ def hugging_face(shape: Shape) -> nn.Module:
         vocab_size=shape.vocabulary, hidden_size=shape.width, intermediate_size=4 * shape.width,
         num_hidden_layers=shape.layers, num_attention_heads=shape.heads, num_key_value_heads=shape.kv_heads,
         max_position_embeddings=shape.length, tie_word_embeddings=False, rope_theta=500_000.0, use_cache=False,
-        attn_implementation="sdpa",  # type: ignore[call-arg]
+        attn_implementation="sdpa",
     ))  # fmt: skip
 
 

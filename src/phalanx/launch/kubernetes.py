@@ -100,11 +100,12 @@ class Kubernetes(Place):
         self._check_paths(command, mount)
         name = self._name(command.run)
         chosen = {field: self.given[option] for option, field in NAMED.items() if option in self.given}
+        retries = place.count(self.given, "retries", 20 if command.verb == "train" else 0, least=0)
         return Pods(
             name=name, words=self._words(command, name, run), nodes=self.nodes, ranks=self.ranks,
             grace=round(command.grace) + MARGIN_SECONDS, limits=self._limits(), mount=mount,
             claim=self.given.get("volume", "").partition(":")[0], selector=self._selector(),
-            group=self.given.get("group", ""), retries=place.count(self.given, "retries", 20, least=0), **chosen,
+            group=self.given.get("group", ""), retries=retries, **chosen,
         )  # fmt: skip
 
     def _where(self, command: Command) -> tuple[str, str]:
@@ -166,7 +167,8 @@ class Kubernetes(Place):
     def _words(self, command: Command, name: str, run: str) -> tuple[str, ...]:
         words = replace(command, python="python").on(self.ranks, run)
         if self.nodes > 1 and self._kind != "trainjob":  # a TrainJob's pods are told by their variables
-            words += [] if "--min-nodes" in words else ["--min-nodes", str(self.nodes)]
+            fewer = command.verb != "train" or "--min-nodes" in words
+            words += [] if fewer else ["--min-nodes", str(self.nodes)]
             words += ["--max-nodes", str(self.nodes), "--meet", f"{self.kind.first.format(name)}:{PORT}"]
         return tuple(word.replace("$(", "$$(") for word in words)  # which Kubernetes would take for a variable
 

@@ -39,11 +39,11 @@ class Status:
 
 @dataclass(frozen=True)
 class Command:
-    """What each host of a job runs: this machine's ``phalanx train`` with the words that a user gave it."""
+    """What each host of a job runs: this machine's ``phalanx`` with the words that a user gave it."""
 
     python: str
     words: tuple[str, ...]
-    """After ``phalanx train``, without ``--on`` and ``--run``."""
+    """After the verb, without ``--on`` and ``--run``."""
     folder: Path
     """Where it is run, which relative paths mean."""
     run: Path
@@ -52,6 +52,7 @@ class Command:
     """Seconds that ranks have to save in when they are asked to stop."""
     resume: bool = False
     """Whether a run that is in its folder already is to go on."""
+    verb: str = "train"
 
     def __post_init__(self) -> None:
         for word in self.words:
@@ -64,8 +65,9 @@ class Command:
 
     def on(self, ranks: int, run: str | None = None) -> list[str]:
         """Its words for a host with so many ranks."""
-        where = ["--run", run or str(self.run), "--on", f"local:{ranks}", "--resume"]
-        return [self.python, "-m", "phalanx", "train", *self.words, *where]
+        where = ["--run", run or str(self.run), "--on", f"local:{ranks}"]
+        again = ["--resume"] if self.verb == "train" else []
+        return [self.python, "-m", "phalanx", self.verb, *self.words, *where, *again]
 
 
 @dataclass(frozen=True, kw_only=True)
