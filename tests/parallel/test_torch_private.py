@@ -157,3 +157,9 @@ def test_a_product_of_scaled_numbers_has_a_shape_and_a_name() -> None:
     assert found.shape == (48, 16)
     assert found.dtype == torch.bfloat16
     assert torch_private.SCALED_PRODUCT in called
+
+
+def test_each_is_copied_to_its_own_whatever_its_dtype() -> None:
+    targets = list(torch.zeros(5).split([2, 3]))
+    torch_private.copy_each(targets, [torch.ones(2, dtype=torch.float64), torch.full((3,), 2.0)])
+    assert torch.cat(targets).tolist() == [1, 1, 2, 2, 2]

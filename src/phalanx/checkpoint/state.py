@@ -22,7 +22,7 @@ from phalanx.parallel.communication.mesh import AXES
 from phalanx.parallel.spread import Spread
 from phalanx.parallel.torch_private import version
 from phalanx.parallel.weights.boxes import Box, boxes
-from phalanx.parallel.weights.bucket import Weight
+from phalanx.parallel.weights.weight import Weight
 
 ALL = None
 

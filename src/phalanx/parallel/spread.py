@@ -39,7 +39,7 @@ from phalanx.parallel.forward.lazy_heads import make_heads_lazy
 from phalanx.parallel.randomness.draws import Moment, Randomness
 from phalanx.parallel.weights import keras
 from phalanx.parallel.weights.blueprint import Blueprint
-from phalanx.parallel.weights.bucket import Bucket, Weight
+from phalanx.parallel.weights.bucket import Bucket
 from phalanx.parallel.weights.filling import Saved, describe, fill
 from phalanx.parallel.weights.gradients import Gradients
 from phalanx.parallel.weights.holding import Holding
@@ -47,6 +47,7 @@ from phalanx.parallel.weights.placement import Placement, StoragePolicy
 from phalanx.parallel.weights.replicate import Reduction
 from phalanx.parallel.weights.shard import Gathering, ShardedUnit
 from phalanx.parallel.weights.storage import Storage
+from phalanx.parallel.weights.weight import Weight
 from phalanx.parallel.weights.whole import Whole
 from phalanx.precision import Dtypes
 

@@ -21,6 +21,7 @@ __all__ = [
     "TorchDispatchMode",
     "add_to_each",
     "converting_in_place",
+    "copy_each",
     "default_store",
     "has_hooks",
     "has_step_hooks",
@@ -102,6 +103,11 @@ def has_step_hooks(optimizer: optim.Optimizer) -> bool:
 def add_to_each(tensors: list[Tensor], number: float) -> None:
     """In place, in one launch."""
     torch._foreach_add_(tensors, number)
+
+
+def copy_each(targets: list[Tensor], sources: list[Tensor]) -> None:
+    """Each to its own, in few launches."""
+    torch._foreach_copy_(targets, sources)
 
 
 def norms(tensors: list[Tensor], dtype: torch.dtype) -> Tensor:

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn, optim
 
 from phalanx.parallel.spread import Spread
-from phalanx.parallel.weights.bucket import Weight
 from phalanx.parallel.weights.matrices import COPY, Matrices, owners
+from phalanx.parallel.weights.weight import Weight
 from phalanx.task import Task
 from phalanx.train.optimizers import Several, make_optimizer, wants_whole
 

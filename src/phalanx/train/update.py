@@ -13,7 +13,7 @@ from torch import nn, optim
 from phalanx.kernels.adamw import KERNEL, Hyperparameters, OnePass, Updated
 from phalanx.parallel.spread import Spread
 from phalanx.parallel.torch_private import add_to_each, has_step_hooks, version
-from phalanx.parallel.weights.bucket import Weight
+from phalanx.parallel.weights.weight import Weight
 
 
 @dataclass(frozen=True)

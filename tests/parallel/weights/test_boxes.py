@@ -9,8 +9,8 @@ from torch import nn
 from phalanx.parallel.axes.cuts import Cut
 from phalanx.parallel.communication.memory import Buffers
 from phalanx.parallel.weights.boxes import Box, boxes
-from phalanx.parallel.weights.bucket import Weight
 from phalanx.parallel.weights.storage import Storage
+from phalanx.parallel.weights.weight import Weight
 
 
 def weight(value: torch.Tensor, ranks: int, rank: int) -> Weight:

@@ -1,67 +1,65 @@
-"""Buckets: every row in its place, for sizes that divide and sizes that do not."""
+"""Buckets: weights made whole by one collective, gradients summed by one, for sizes that divide and that do not."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor
 
+from phalanx.parallel.communication.communicator import Communicator
 from phalanx.parallel.communication.memory import Buffers
-from phalanx.parallel.weights.bucket import Packing, Weight
+from phalanx.parallel.communication.traffic import Traffic
+from phalanx.parallel.weights.bucket import Bucket
 from phalanx.parallel.weights.storage import Storage
+from phalanx.parallel.weights.weight import Weight
+from tests.parallel.weights.test_packing import EVEN, SHAPES, holder
+from tests.ranks import Ranks
 
 CPU = torch.device("cpu")
 
 
-def storage(ranks: int, rank: int) -> Storage:
-    f = torch.float32
-    return Storage(ranks, rank, None, f, f, f, CPU, CPU, Buffers(CPU), always_whole=True, whole_gradients=True)
+def known(index: int, shape: tuple[int, ...], factor: float = 1.0) -> Tensor:
+    return factor * (index + torch.arange(float(torch.Size(shape).numel()), dtype=torch.float64)).view(shape)
 
 
-def weights(ranks: int, rank: int, shapes: list[tuple[int, ...]]) -> list[Weight]:
+def travel(shapes: list[tuple[int, ...]], compute: torch.dtype) -> tuple[list[Tensor], list[Tensor]]:
+    """A bucket's whole weights, and what this rank then owns of its gradients' sums."""
+    group, wide = Communicator(dist.group.WORLD, Traffic()), torch.float64
+    storage = Storage(
+        dist.get_world_size(), dist.get_rank(), group, wide, compute, wide, CPU, CPU, Buffers(CPU), False, False
+    )
     made = []
     for index, shape in enumerate(shapes):
-        holder = nn.Module()
-        holder.register_parameter("w", None)
         weight = Weight(
-            f"w{index}", nn.Parameter(torch.empty(shape)), torch.Size(shape), [(holder, "w")], storage(ranks, rank)
+            f"w{index}", torch.nn.Parameter(torch.empty(shape)), torch.Size(shape), [(holder(), "w")], storage
         )
         weight.make_room()
-        weight.full.data.copy_(torch.arange(float(torch.Size(shape).numel())).view(shape))
+        weight.shard.data.copy_(weight.own_rows(known(index, shape)))
         made.append(weight)
-    return made
+    bucket = Bucket("block", made, storage)
+    bucket.start_gather()
+    bucket.finish_gather()
+    wholes = [weight.full.data.clone() for weight in made]
+    for index, weight in enumerate(made):
+        weight.full.grad = known(index, weight.shape, dist.get_rank() + 1.0).to(compute)
+        bucket.collect(weight)
+    bucket.complete()
+    bucket.start_scatter().wait()
+    bucket.release()
+    return wholes, [bucket.gradient_own(weight).clone() for weight in made]
 
 
-SHAPES = [(4, 3), (7, 2), (1, 5), (), (13,), (3, 2, 2)]
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
-def test_pieces_and_padding_make_the_whole(ranks: int) -> None:
-    made = [weights(ranks, rank, SHAPES) for rank in range(ranks)]
-    packing = Packing(made[0])
-    flat = torch.full((ranks, packing.length), -1.0)
-    for weight in made[0]:
-        for part, place in packing.pairs(weight, weight.full.data, flat):
-            place.copy_(part)
-    for rank, owned in enumerate(made):
-        for weight in owned:
-            assert torch.equal(packing.own(weight, flat[rank]), weight.shard.data)
-    for weight in made[0]:
-        back = torch.empty(weight.shape)
-        for part, place in packing.pairs(weight, back, flat):
-            part.copy_(place)
-        assert torch.equal(back, weight.full.data)
-        rows = sum(
-            len(owned.shard) if owned.shard.ndim else 1 for rank in made for owned in rank if owned.name == weight.name
-        )
-        assert rows == weight.rows, "rows are lost or doubled"
-
-
-def test_pieces_keep_their_dims_and_share_memory_where_they_can() -> None:
-    weight = weights(2, 1, [(5, 3)])[0]
-    assert weight.shard.shape == (2, 3)
-    weight.shard.data.fill_(7)
-    assert (weight.full.data[3:] == 7).all()
-    alone = weights(1, 0, [(5, 3)])[0]
-    assert alone.shard is alone.full
-    assert alone.shard.logical_name == "w0"
+@pytest.mark.parametrize("shapes", [SHAPES, EVEN], ids=["uneven", "even"])
+@pytest.mark.parametrize("compute", [torch.float64, torch.float32])
+def test_weights_are_gathered_and_gradients_summed(
+    ranks: Ranks, shapes: list[tuple[int, ...]], compute: torch.dtype
+) -> None:
+    for world in (2, 3):
+        answers = ranks(world, travel, shapes, compute)
+        for index, shape in enumerate(shapes):
+            whole = known(index, shape)
+            for wholes, _ in answers:
+                assert torch.equal(wholes[index].double(), whole)
+            summed = torch.cat([owned[index].reshape(-1) for _, owned in answers])
+            assert torch.equal(summed, whole.reshape(-1) * sum(range(1, world + 1)))

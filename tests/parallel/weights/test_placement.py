@@ -14,8 +14,8 @@ from phalanx import Layout, WrongUse
 from phalanx.anatomy import Anatomy
 from phalanx.models.transformer import Transformer, TransformerConfig
 from phalanx.parallel.communication.mesh import Grid
-from phalanx.parallel.weights.bucket import Rows
 from phalanx.parallel.weights.placement import Placement
+from phalanx.parallel.weights.weight import Rows
 from phalanx.precision import DTYPES
 from tests.parity import HostileLanguage
 from tests.ranks import Ranks

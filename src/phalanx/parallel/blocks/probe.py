@@ -24,8 +24,8 @@ from phalanx.parallel.forward.calls import first_tensor, shadow, with_stream
 from phalanx.parallel.forward.wrapper import Around, Forward, Layer
 from phalanx.parallel.randomness.draws import Randomness
 from phalanx.parallel.torch_private import FakeTensor, install
-from phalanx.parallel.weights.bucket import Weight
 from phalanx.parallel.weights.holding import Holding
+from phalanx.parallel.weights.weight import Weight
 
 TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3}
 """Relative, by the dtype of the stream; others are half precisions."""

@@ -221,7 +221,8 @@ class Communicator:
     @property
     def _words_device(self) -> torch.device | str:
         """Where the group's collectives work."""
-        return "cpu" if self._gloo else torch.device("cuda", torch.cuda.current_device())
+        on_gpus = self._group is not None and dist.get_backend(self._group) == "nccl"
+        return torch.device("cuda", torch.cuda.current_device()) if on_gpus else "cpu"
 
     def _count(self, kind: str, tensor: Tensor, share: float) -> None:
         self.traffic.launched(self.name, kind, tensor, share)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from phalanx.parallel.axes.cuts import Cut
-from phalanx.parallel.weights.bucket import Rows, Weight
+from phalanx.parallel.weights.weight import Rows, Weight
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,10 @@ from phalanx.parallel.forward.calls import shapeless
 from phalanx.parallel.torch_private import FakeTensor, has_hooks, install
 from phalanx.parallel.weights.blueprint import Blueprint
 from phalanx.parallel.weights.boxes import boxes
-from phalanx.parallel.weights.bucket import Weight
 from phalanx.parallel.weights.holding import Holding
 from phalanx.parallel.weights.parts import parts
 from phalanx.parallel.weights.storage import Storage
+from phalanx.parallel.weights.weight import Weight
 from phalanx.trees import leaves, mapped
 
 Saved = Callable[[str, Cut | None, int], Tensor]

@@ -10,8 +10,9 @@ from torch import Tensor
 from phalanx.parallel.communication import exact
 from phalanx.parallel.communication.mesh import Mesh
 from phalanx.parallel.torch_private import norms
-from phalanx.parallel.weights.bucket import Bucket, Weight
+from phalanx.parallel.weights.bucket import Bucket
 from phalanx.parallel.weights.holding import Holding
+from phalanx.parallel.weights.weight import Weight
 
 
 class Gradients:

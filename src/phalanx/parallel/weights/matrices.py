@@ -23,9 +23,9 @@ from phalanx.layout import Layout
 from phalanx.parallel.axes.cuts import Cut
 from phalanx.parallel.communication.mesh import Grid
 from phalanx.parallel.weights.boxes import boxes
-from phalanx.parallel.weights.bucket import Rows, Weight
 from phalanx.parallel.weights.holding import Holding
 from phalanx.parallel.weights.placement import Placed
+from phalanx.parallel.weights.weight import Rows, Weight
 
 COPY = ("fsdp", "cp", "tp")
 """The axes over which one copy of a stage's weights is divided."""

@@ -25,7 +25,7 @@ from phalanx.parallel.axes.expert import cut_experts
 from phalanx.parallel.axes.stages import Stages, divide
 from phalanx.parallel.communication.mesh import EXPERT_SHARD, SHARD, Grid
 from phalanx.parallel.weights.boxes import Box, boxes_of
-from phalanx.parallel.weights.bucket import Rows
+from phalanx.parallel.weights.weight import Rows
 from phalanx.precision import DTYPES, Dtypes
 
 CP_TRAVELS = {"gather": ("all-gather",), "ulysses": ("all-to-all",)}

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from phalanx.errors import WrongUse
 from phalanx.parallel.communication.communicator import Communicator
 from phalanx.parallel.communication.pending import Pending
-from phalanx.parallel.weights.bucket import Bucket, Weight
+from phalanx.parallel.weights.bucket import Bucket
 from phalanx.parallel.weights.shard import Gathering
+from phalanx.parallel.weights.weight import Weight
 
 
 class Reduction:

@@ -17,7 +17,8 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.utils.hooks import RemovableHandle
 
 from phalanx.anatomy import Unit
-from phalanx.parallel.weights.bucket import Bucket, Weight
+from phalanx.parallel.weights.bucket import Bucket
+from phalanx.parallel.weights.weight import Weight
 from phalanx.trees import mapped, reachable
 
 VALUES = {"data", "T", "mT", "H", "mH", "real", "imag"}

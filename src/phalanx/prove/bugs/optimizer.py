@@ -65,7 +65,7 @@ def decay_on_flattened_norms(replace: Replace) -> None:
 def short_rows_left_out(replace: Replace) -> None:
     """Where a weight's rows do not divide by ranks, the last, shorter run of them is forgotten."""
     plain = seams.PAIRS.plain
-    replace(seams.PAIRS, lambda self, whole, flat, offset: plain(self, whole, flat, offset)[:1])
+    replace(seams.PAIRS, lambda self, whole, place: plain(self, whole, place)[:1])
 
 
 @bug(31, "tp=2", "norm", "tp")

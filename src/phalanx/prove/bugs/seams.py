@@ -35,9 +35,10 @@ from phalanx.parallel.forward.activations import ActivationLayout
 from phalanx.parallel.forward.wrapper import Around, wrap
 from phalanx.parallel.randomness.draws import Randomness
 from phalanx.parallel.spread import Spread
-from phalanx.parallel.weights.bucket import Bucket, Weight
+from phalanx.parallel.weights.bucket import Bucket
 from phalanx.parallel.weights.holding import Holding
 from phalanx.parallel.weights.replicate import Reduction
+from phalanx.parallel.weights.weight import Weight
 from phalanx.prove.replacing import replacing
 from phalanx.train import engine, evaluate, step
 from phalanx.train.checkpointing import Checkpointer

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from phalanx.parallel.axes.cuts import Cut
-from phalanx.parallel.weights.bucket import Weight
+from phalanx.parallel.weights.weight import Weight
 from phalanx.prove.explanation import algebra
 from phalanx.prove.ladder import SAME_AS, Standard
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from phalanx.callbacks import Callback
 from phalanx.data.loader import StepBatch
-from phalanx.parallel.weights.bucket import Weight
+from phalanx.parallel.weights.weight import Weight
 from phalanx.prove.ladder import Difference, Standard, off, size
 from phalanx.prove.ranks.census import amiss, expected
 from phalanx.prove.reference.evaluation import Measures, in_words, off_by
