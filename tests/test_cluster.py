@@ -16,6 +16,7 @@ def test_this_machine_as_a_cluster() -> None:
     assert (str(cluster), cluster.world, cluster.backend) == ("cpux4*1", 4, "gloo")
     assert cluster.describe() == "4 ranks on this machine's CPU"
     assert Cluster("cuda", 1).describe() == "1 rank on this machine's GPU"
+    assert Cluster("cuda", 4, 2).describe() == "8 ranks on GPUs, 4 on each of 2 hosts"
     assert cluster.memory_bytes > 0
     assert not torch.cuda.is_initialized(), "counting devices must leave the process fit to fork"
 

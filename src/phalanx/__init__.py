@@ -19,19 +19,21 @@ if TYPE_CHECKING:
     from phalanx.task import Task
     from phalanx.train.check.checking import check
     from phalanx.train.engine import Engine
+    from phalanx.train.from_python import RunFailed
     from phalanx.verdict import Verdict
 
 __version__ = "0.1.0"
 __all__ = [
     "EMA", "Anatomy", "Callback", "CannotHere", "Cluster", "EarlyStopping", "Engine", "Freeze", "Layout", "Logits",
-    "Loss", "Run", "Task", "Verdict", "WrongUse",
+    "Loss", "Run", "RunFailed", "Task", "Verdict", "WrongUse",
     "check", "data", "gather", "load", "losses", "optim", "prove", "rows", "save", "train",
 ]  # fmt: skip
 
 _HOMES = {
     "Anatomy": "anatomy", "Callback": "callbacks", "CannotHere": "errors", "Cluster": "cluster", "EMA": "callbacks",
     "EarlyStopping": "callbacks", "Engine": "train.engine", "Freeze": "callbacks", "Layout": "layout",
-    "Logits": "logits", "Loss": "losses", "Run": "run", "Task": "task", "Verdict": "verdict", "WrongUse": "errors",
+    "Logits": "logits", "Loss": "losses", "Run": "run", "RunFailed": "train.from_python", "Task": "task",
+    "Verdict": "verdict", "WrongUse": "errors",
     "check": "train.check.checking", "gather": "parallel.axes.samples", "load": "train.restoring",
     "rows": "parallel.axes.samples", "save": "train.checkpointing",
 }  # fmt: skip

@@ -131,7 +131,6 @@ def train(
     """Train a task."""
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # until there is something to save
     from phalanx.launch.local_leader import led
-    from phalanx.launch.place import place_of
     from phalanx.launch.started import Started
 
     given: dict[str, Any] = dict(  # noqa: C408
@@ -142,7 +141,7 @@ def train(
         host=host, interface=interface, kill=kill, allow=allow, resume=resume, exact=exact, unchecked=unchecked or None,
         run=run,
     )  # fmt: skip
-    with led(Started.detect() if place_of(on) is None else None, device) as started:
+    with led(Started.unless_placed(on), device) as started:
         from phalanx.train import starting
 
         if dry_run or weights:
@@ -269,9 +268,8 @@ def doctor(
 
     given = {"on": on, "device": device, "run": run, "timeout": timeout, "max_nodes": max_nodes, "meet": meet}
     given |= {"min_nodes": None, "host": host, "interface": interface, "task": "doctor", "layout": None}
-    place = place_of(on)
-    with led(Started.detect() if place is None else None, device) as started:
-        if place is None:
+    with led(Started.unless_placed(on), device) as started:
+        if (place := place_of(on)) is None:
             from phalanx.train.doctor import doctor
 
             _conclude(doctor(given if started is None else started.over(given)))

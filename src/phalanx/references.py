@@ -19,6 +19,9 @@ from phalanx.user_code import is_users_line
 
 RECIPES = {"gpt": "phalanx.recipes.gpt:GPT", "shapes": "phalanx.recipes.shapes:Shapes"}
 
+importing: list[str] = []
+"""Files or modules that are imported for their tasks just now."""
+
 
 def find_task(reference: str, folder: str | Path | None = None) -> type[Task]:
     """The class that a recipe's name, ``file.py``, ``package.module``, or one of these two with ``:Class`` stands for.
@@ -45,6 +48,10 @@ def _nearest(reference: str) -> str:
     return closest(reference, RECIPES)
 
 
+def _sentence(clause: str) -> str:
+    return clause if clause.endswith("?") else f"{clause}."
+
+
 def _import_module(name: str, folder: str | Path, reference: str) -> types.ModuleType:
     """A module by its name; the current folder is looked in first, as ``python -m`` does."""
     _look_in(Path(folder))
@@ -58,8 +65,8 @@ def _import_module(name: str, folder: str | Path, reference: str) -> types.Modul
         if spec is None:
             raise WrongUse(
                 f"{reference!r} is neither a recipe nor a Python file or module that can be imported from {folder}; "
-                f"{_nearest(reference)} A module that lies elsewhere is found by its file, package/module.py, or with "
-                "its folder in PYTHONPATH."
+                f"{_sentence(_nearest(reference))} A module that lies elsewhere is found by its file, "
+                "package/module.py, or with its folder in PYTHONPATH."
             )
         return importlib.import_module(name)
 
@@ -127,6 +134,7 @@ def _dots(path: Path) -> int:
 @contextmanager
 def _told(what: str, path: Path | None) -> Iterator[None]:
     """What fails while a task is imported is told with its line."""
+    importing.append(what)
     try:
         yield
     except SyntaxError as error:
@@ -147,6 +155,8 @@ def _told(what: str, path: Path | None) -> Iterator[None]:
         lines = "".join(f"  {f.filename}, line {f.lineno}: {f.line}\n" for f in shown) or f"  {what}\n"
         failed = f"{what} cannot be imported: {type(error).__name__}: {error}"
         raise WrongUse(f"{failed}\n{lines}Mend the file, or install what it needs.") from None
+    finally:
+        importing.pop()
 
 
 def _choose(module: types.ModuleType, name: str, file: str) -> type[Task]:

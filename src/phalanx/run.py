@@ -35,6 +35,9 @@ class Run:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
 
+    def __repr__(self) -> str:
+        return f"Run({str(self.path)!r})"
+
     @classmethod
     def create(cls, path: str | Path | None, name: str) -> Run:
         """A new folder: the one asked for, which must not hold a run, or the next free ``runs/<name>-<number>``."""

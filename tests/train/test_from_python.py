@@ -50,10 +50,19 @@ def test_what_cannot_be_meant_is_refused(options: dict[str, Any], told: str) -> 
 
 
 def test_what_a_rank_refuses_is_raised_here(tmp_path: Path) -> None:
-    failed = phalanx.train(Digits(steps=2), run=tmp_path / "run", device="cpu", init_from=str(tmp_path / "nothing"))
-    assert not failed.verdict.holds
+    with pytest.raises(phalanx.RunFailed, match="nothing") as failed:
+        phalanx.train(Digits(steps=2), run=tmp_path / "run", device="cpu", init_from=str(tmp_path / "nothing"))
+    assert not failed.value.trained.verdict.holds
     with pytest.raises(WrongUse, match="the run is not finished"):
-        failed.weights()
+        failed.value.trained.weights()
+
+
+def test_a_script_without_a_guard_is_not_run_by_the_command_line(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(TASK + "phalanx.train(Slow(steps=2))\n")
+    done = shell("train", "script.py", "--run", "run", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "script.py calls phalanx.train while it is imported for its task. Put that under if __name__" in done.stderr
+    assert not (tmp_path / "runs").exists()
 
 
 class Notebook:
@@ -108,7 +117,10 @@ def test_a_notebook_trains_to_the_same_bits_and_is_interrupted(tmp_path: Path) -
         notebook.start("phalanx.train(Slow(steps=5000), on='local:2', device='cpu', run='long')")
         notebook.output(until="samples/s")
         notebook.manager.interrupt_kernel()
-        assert "stopped: every rank has ended, saved up to step" in notebook.output()
+        told = notebook.output()
+        assert "stopped: every rank has ended, saved up to step" in told
+        assert "Go on with phalanx.train(..., run='long', resume=True)" in told
+        assert "KeyboardInterrupt" in told
         assert len(children() - before) <= 2  # the kernel, and perhaps what watches its children
     finally:
         notebook.close()

@@ -72,16 +72,21 @@ def follow(place: Place, run: Run, job: str) -> Verdict:
                 time.sleep(LOOK_SECONDS)
     except KeyboardInterrupt:
         tail.close()
-        return Verdict(
-            False, f"no longer followed: {place.word} job {job} goes on", [f"what it does is in {run.path}"],
-            next=f"Look again with phalanx logs {run.path}, end it with phalanx cancel {run.path}", code=130,
-        )  # fmt: skip
+        return looked_away(place, run, job)
     time.sleep(LOOK_SECONDS)
     tail.close()
     if status.code == 0 or (status.code is None and run.certified_steps() is not None):
-        return Verdict(True, f"{place.word} job {job} is done", [f"weights: {run.weights_path}"])
+        return Verdict(True, f"{place.word} job {job} is done")
     return Verdict(
         False, f"{place.word} job {job} ended: {status.detail}", [f"what it printed is in {tail.path}"],
         next=f"Mend what it says there, then phalanx train --resume --run {run.path} --on {place.text}",
         code=status.code or 1,
+    )  # fmt: skip
+
+
+def looked_away(place: Place, run: Run, job: str) -> Verdict:
+    """On a job that goes on by itself."""
+    return Verdict(
+        False, f"no longer followed: {place.word} job {job} goes on", [f"what it does is in {run.path}"],
+        next=f"Look again with phalanx logs {run.path}, end it with phalanx cancel {run.path}", code=130,
     )  # fmt: skip

@@ -63,7 +63,7 @@ class Hosts(Place):
     def parse(cls, options: Mapping[str, str], rest: str) -> Self:
         for name in options:
             if name not in OPTIONS:
-                raise WrongUse(f"--on hosts: {name}= means nothing there; {closest(name, OPTIONS)}")
+                raise WrongUse(f"--on hosts: {name!r} is not one of its options; {closest(name, OPTIONS)}")
         if options.get("code", "copy") != "copy":
             raise WrongUse(f"code={options['code']} means nothing. Write code=copy to send the task's code, or none.")
         gpus = place.count(options, "gpus", 0, least=0)
@@ -223,7 +223,7 @@ class Hosts(Place):
                 there, variables = code.moved(command, folder), code.moved_path(variables, folder)
             return {
                 "do": "keep", "words": self._words(there, remote, meet), "folder": str(there.folder), "code": folder,
-                "variables": {**variables, **secret}, "grace": command.grace,
+                "variables": {**variables, **secret, place.INSIDE: self.word}, "grace": command.grace,
             }  # fmt: skip
 
         return dict(zip(check.remotes, at_once(request, check.remotes), strict=True))

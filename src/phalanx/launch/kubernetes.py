@@ -58,8 +58,9 @@ class Kubernetes(Place):
     def parse(cls, options: Mapping[str, str], rest: str) -> Self:
         for name in [*options, *(rest.split(",") if rest else ())]:
             if name not in OPTIONS or not options.get(name):
-                known = f"{name} needs a value" if name in OPTIONS else closest(name, OPTIONS)
-                raise WrongUse(f"--on kubernetes: {name!r} is not understood; {known}. See docs/kubernetes.md.")
+                if name in OPTIONS:
+                    raise WrongUse(f"--on kubernetes: {name} needs a value. See docs/kubernetes.md.")
+                raise WrongUse(f"--on kubernetes: {name!r} is not one of its options; {closest(name, OPTIONS)}")
         for name in ("cpus", "memory", "shm"):
             if name in options and not QUANTITY.fullmatch(options[name]):
                 raise WrongUse(f"{name}={options[name]} is no quantity of Kubernetes's. Write it like {name}=64Gi.")
@@ -191,6 +192,7 @@ class Kubernetes(Place):
         return {name: value for name, _, value in pairs}
 
     def train(self, command: Command, check: Callable[[], object]) -> Verdict:
+        self.pods(command)  # refuses what cannot be meant, before the model is looked at
         _check()
         check()
         job = self.submit(command)
@@ -207,6 +209,7 @@ class Kubernetes(Place):
         _check()
         run = Run(command.run)
         place.check_over(run)
+        begun = (run.path / self.word).exists()
         self._name_folder(command)
         pods = self.pods(command)
         file = run.path / self.word / f"{pods.name}.yaml"
@@ -218,7 +221,7 @@ class Kubernetes(Place):
         if done.returncode:
             if self._kind == "job" and "AlreadyExists" not in done.stderr:
                 self.kubectl("delete", "service", pods.name, "--wait=false", "--ignore-not-found")
-            if not list(file.parent.glob("*.yaml")):
+            if not begun:
                 shutil.rmtree(file.parent)
             raise CannotHere(f"Kubernetes does not take the job: {_words(done.stderr)}. {self._advice(done.stderr)}")
         file.parent.mkdir(exist_ok=True)

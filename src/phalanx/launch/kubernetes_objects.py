@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from phalanx.launch.place import INSIDE
+
 PORT = 29400
 """Where supervisors meet: a pod has a network of its own."""
 VERDICTS = (1, 2)
@@ -52,6 +54,9 @@ KINDS = {
     ),
     "job": JobKind("jobs.batch", "Job", "batch/v1", "batch.kubernetes.io/job-name", "phalanx", "{0}-0.{0}", 50),
 }  # fmt: skip
+
+
+ENVIRONMENT = [{"name": INSIDE, "value": "kubernetes"}]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,6 +131,7 @@ class Pods:
             "image": self.image,
             "command": list(self.words),
             "workingDir": self.folder,
+            "env": ENVIRONMENT,
             "envFrom": [{"secretRef": {"name": self.secret}}] if self.secret else [],
             "resources": self.resources(),
             "securityContext": self.rights(),
@@ -207,6 +213,7 @@ def _trainjob(kind: JobKind, pods: Pods, old: bool) -> list[Object]:
     trainer = {
         "image": pods.image,
         "command": list(pods.words),
+        "env": ENVIRONMENT,
         "numNodes": pods.nodes,
         "numProcPerNode": pods.ranks,
         "resourcesPerNode": pods.resources(),

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import re
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Self
@@ -22,6 +23,10 @@ from phalanx.words import digits
 
 PLACES = {"slurm": "Slurm", "kubernetes": "Kubernetes", "ray": "RayCluster", "hosts": "Hosts"}
 """By the word of ``--on``: the class, in the file of that name."""
+OTHER_NAMES = {"k8s": "kubernetes", "ssh": "hosts", "host": "hosts", "sbatch": "slurm"}
+"""That others have for them."""
+INSIDE = "PHALANX_PLACE"
+"""A variable of hosts of a job: what they run is part of it."""
 QUEUED, RUNNING, ENDED, UNKNOWN = "queued", "running", "ended", "unknown"
 
 
@@ -129,11 +134,14 @@ class Place(ABC):
 
 def place_of(on: str | None) -> Place | None:
     """What ``--on`` means; None: this machine."""
-    word, _, rest = (on or "local").partition(":")
+    if on is None:
+        return None
+    word, _, rest = on.partition(":")
     if word == "local":
         return None
     if word not in PLACES:
-        raise WrongUse(f"--on {on}: {word!r} is not a place that is known; {closest(word, ['local:N', *PLACES])}")
+        alike = closest(OTHER_NAMES.get(word.lower(), word.lower()), ["local:N", *PLACES])
+        raise WrongUse(f"--on {on}: {word!r} is not a place that is known; {alike}")
     kind = getattr(importlib.import_module(f"phalanx.launch.{word}"), PLACES[word])
     options, unnamed = {}, []
     for part in re.split(r",(?=[a-z][a-z-]*(?:=|,|$))", rest) if rest else ():
@@ -162,6 +170,14 @@ def note(run: Run, on: str, job: str) -> None:
 
 def forget(run: Run) -> None:
     _file(run).unlink(missing_ok=True)
+
+
+def taken_back(run: Run) -> None:
+    """It is trained on this machine from here on, whatever place it was submitted to before."""
+    if INSIDE not in os.environ and _file(run).exists():
+        with suppress(CannotHere):  # that place is not known here
+            check_over(run)
+        forget(run)
 
 
 def check_over(run: Run) -> None:

@@ -137,10 +137,13 @@ class RayCluster(Place):
             code, why = self._follow(run, host, command.grace)
             write_whole(Path(host.files) / "end.json", json.dumps({"code": code, "why": why}) + "\n")
         if code == 0:
-            return Verdict(True, f"ray job {job} is done", [f"weights: {run.weights_path}"])
+            return Verdict(True, f"ray job {job} is done")
+        again = f"phalanx train --resume --run {run.path} --on {self.text}"
+        if code == 130:
+            return Verdict(False, f"ray job {job} stopped: {why}", next=f"Go on with {again}", code=code)
         return Verdict(
             False, f"ray job {job} ended: {why}", [f"what it printed is in {self.output(run, job)}"],
-            next=f"Mend what it says there, then phalanx train --resume --run {run.path} --on {self.text}", code=code,
+            next=f"Mend what it says there, then {again}", code=code,
         )  # fmt: skip
 
     def _words(self) -> str:

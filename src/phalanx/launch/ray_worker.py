@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.files import write_whole
+from phalanx.launch.place import INSIDE
 from phalanx.processes import die_with_parent
 from phalanx.run import Run
 
@@ -89,7 +90,7 @@ class HostChild:
 
     def __init__(self, job: HostJob, more: tuple[str, ...] = (), worker: int = 0) -> None:
         self.job = job
-        variables = {name: value for name, value in os.environ.items() if name not in LAUNCHED}
+        variables = {name: value for name, value in os.environ.items() if name not in LAUNCHED} | {INSIDE: "ray"}
         command = [sys.executable, "-m", "phalanx.launch.ray_worker", str(os.getpid()), *job.words, *more]
         try:
             with job.output(worker).open("ab") as output:

@@ -20,7 +20,7 @@ from typing import ClassVar, Self
 from phalanx.errors import CannotHere, WrongUse
 from phalanx.files import write_whole
 from phalanx.launch import place
-from phalanx.launch.following import follow
+from phalanx.launch.following import follow, looked_away
 from phalanx.launch.place import ENDED, QUEUED, RUNNING, UNKNOWN, Command, Place, Status
 from phalanx.launch.stopping import ENDING, handled
 from phalanx.run import Run
@@ -49,6 +49,7 @@ SCRIPT = """\
 {options}
 
 cd {folder} || exit 3
+export {inside}=slurm
 
 # Before the time is over, or when it is preempted or cancelled, ranks save and end.
 saved() {{ grep '^{{"kind": "checkpoint"' {events} 2>/dev/null | tail -n 1; }}
@@ -127,7 +128,7 @@ class Slurm(Place):
         words = [self._quoted(word) for word in self._step(command, run)]
         return SCRIPT.format(
             options="\n".join(lines), folder=shlex.quote(str(command.folder)), step=" ".join(words),
-            events=self._quoted(str(Run(run).events_path(0))),
+            events=self._quoted(str(Run(run).events_path(0))), inside=place.INSIDE,
         )  # fmt: skip
 
     def tried(self, word: str) -> str:
@@ -175,6 +176,8 @@ class Slurm(Place):
         os.nice(10)  # a login node is shared
         try:
             check()  # while the job waits for its nodes, or they start
+        except KeyboardInterrupt:
+            return looked_away(self, run, job)
         except BaseException:
             _told("scancel", job)
             place.forget(run)

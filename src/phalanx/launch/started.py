@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from phalanx.errors import CannotHere, WrongUse
+from phalanx.launch.place import place_of
 from phalanx.run import short_name
 from phalanx.words import many
 
@@ -65,6 +66,19 @@ class Started:
             found = read(variables)
             if found is not None:
                 return found if found.processes > 1 or found.ranks else None
+        return None
+
+    @classmethod
+    def unless_placed(cls, on: str | None) -> Started | None:
+        """Likewise; a job for a place is started once, not by each of several processes."""
+        found = cls.detect()
+        if place_of(on) is None:
+            return found
+        if found is not None and found.processes > 1:
+            raise WrongUse(
+                f"{found.by} has started {many(found.processes, 'process', 'processes')}, and each would start a run "
+                f"by --on {on}. Leave --on out to have them train together, or start phalanx without {found.by}."
+            )
         return None
 
     def on_its_own(self) -> Self:

@@ -16,7 +16,7 @@ from phalanx.verdict import Verdict
 
 
 def doctor_elsewhere(given: Mapping[str, Any], place: Place) -> Verdict:
-    """Its job's folder is left only where something is wrong."""
+    """Nothing is left of it, but where its job goes on unseen."""
     if given["run"] is not None and given["run"].exists() and any(given["run"].iterdir()):
         raise WrongUse(f"{given['run']} is not empty. Give a new folder that all hosts see, or leave --run out.")
     device = given["device"] or ("cuda" if place.gpus else "cpu")
@@ -28,8 +28,10 @@ def doctor_elsewhere(given: Mapping[str, Any], place: Place) -> Verdict:
     except BaseException:
         shutil.rmtree(run.path, ignore_errors=True)
         raise
+    if verdict.exit_code == 130:
+        return verdict
+    shutil.rmtree(run.path, ignore_errors=True)
     if verdict.holds:
-        shutil.rmtree(run.path, ignore_errors=True)
         return Verdict(True, f"{place.text} is fit to train on")
-    again = f"Mend what is said above, then: phalanx doctor --on {place.text}"
-    return Verdict(False, verdict.summary, verdict.evidence, next=again, code=verdict.exit_code)
+    again = f"Mend what is said above, then phalanx doctor --on {place.text}"
+    return Verdict(False, verdict.summary, next=again, code=verdict.exit_code)

@@ -14,7 +14,7 @@ import sys
 import termios
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
+from phalanx import references
 from phalanx.errors import CannotHere, WrongUse
 from phalanx.launch import forkserver
 from phalanx.launch.forkserver import Forked, ForkServer, without_copying
@@ -34,6 +35,8 @@ from phalanx.train.options import Options
 from phalanx.train.resolving import job_of
 from phalanx.verdict import Verdict
 
+STOPPED = 130
+"""The exit code of a run that was asked to end."""
 COLUMNS = 110
 """Of a notebook's cell."""
 
@@ -62,6 +65,14 @@ class Trained:
         return load_file(self.run.weights_path)
 
 
+class RunFailed(RuntimeError):
+    """A run did not come to its end; ``trained`` is what came of it."""
+
+    def __init__(self, trained: Trained) -> None:
+        super().__init__(str(trained))
+        self.trained = trained
+
+
 def train(
     task: Task,
     layout: Layout | str | None = None,
@@ -75,9 +86,15 @@ def train(
 ) -> Trained:
     """Train a task on ranks of this machine, ``on="local:4"``, and wait for it.
 
-    ``options``: those of ``phalanx train``, such as ``save_steps=100``. Ctrl-C, or a notebook's stop, has ranks save
-    what they have done; ``resume=True`` with the same ``run`` goes on.
+    ``options``: those of ``phalanx train``, such as ``save_steps=100``. A run that fails raises `RunFailed`. Ctrl-C, or
+    a notebook's stop, has ranks save what they have done, and raises KeyboardInterrupt then; ``resume=True`` with the
+    same ``run`` goes on.
     """
+    if references.importing:
+        raise WrongUse(
+            f"{references.importing[-1]} calls phalanx.train while it is imported for its task. Put that under "
+            'if __name__ == "__main__":, so that it can be imported.'
+        )
     job = _job(task, layout, on, device, exact, options)
     if resume and run is None:
         raise WrongUse("resume=True does not say which run goes on. Give its folder: run=...")
@@ -91,8 +108,21 @@ def train(
     if isinstance(answer, Exception):
         raise answer
     verdict, folder = answer
-    print(verdict, file=sys.stdout if verdict.holds else sys.stderr, flush=True)
-    return Trained(verdict, Run(folder))
+    trained = Trained(_to_go_on_here(verdict, folder), Run(folder))
+    if trained.verdict.holds:
+        print(trained, flush=True)
+        return trained
+    if trained.verdict.exit_code != STOPPED:
+        raise RunFailed(trained)
+    print(trained, file=sys.stderr, flush=True)
+    raise KeyboardInterrupt
+
+
+def _to_go_on_here(verdict: Verdict, folder: Path) -> Verdict:
+    """With Python's way to go on in place of the command line's, which knows no class of a notebook's."""
+    if not verdict.next.startswith("Go on with phalanx train"):
+        return verdict
+    return replace(verdict, next=f"Go on with phalanx.train(..., run={str(folder)!r}, resume=True)")
 
 
 def _job(

@@ -52,6 +52,9 @@ def ranks_of(on: str) -> int:
     place, _, number = on.partition(":")
     if place != "local":
         raise WrongUse(f"--on {on} is not this machine, where this is to run. Use local:N, e.g. local:2.")
+    number, comma, more = number.partition(",")
+    if comma:
+        raise WrongUse(f"--on {on}: this machine takes no options such as {more}. Write it like local:2.")
     ranks = digits(number)
     if not ranks:
         raise WrongUse(f"--on {on} does not say how many ranks. Write it like local:2.")
