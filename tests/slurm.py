@@ -19,6 +19,7 @@ import pytest
 TOOLS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel", "sinfo")
 CONFIGURATION = """\
 ClusterName=test
+FirstJobId={ports[0]}00
 SlurmctldHost={host}
 SlurmctldAddr=127.0.0.1
 SlurmctldPort={ports[0]}
