@@ -56,3 +56,20 @@ def test_what_a_folder_says_of_its_place_is_read_back(tmp_path: Path) -> None:
 def test_a_place_that_is_not_known_is_named_with_the_nearest() -> None:
     with pytest.raises(WrongUse, match="'slrm' is not a place that is known; did you mean 'slurm'"):
         place_of("slrm:nodes=2")
+
+
+@pytest.mark.parametrize(("on", "told"), [("", "choose one of"), ("k8s:image=x", "'kubernetes'"), ("SLURM", "'slurm'")])
+def test_a_place_that_is_none(on: str, told: str) -> None:
+    with pytest.raises(WrongUse, match=f"is not a place that is known; .*{told}"):
+        place_of(on)
+
+
+def test_a_run_that_goes_on_here_is_no_longer_a_place_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(tmp_path)
+    place.note(run, "hosts:a,b", "1@elsewhere")
+    monkeypatch.setenv(place.INSIDE, "hosts")
+    place.taken_back(run)
+    assert place.noted(run) is not None  # a host of that job takes part in it
+    monkeypatch.delenv(place.INSIDE)
+    place.taken_back(run)
+    assert place.noted(run) is None

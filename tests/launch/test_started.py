@@ -148,6 +148,17 @@ def test_hosts_that_do_not_know_where_to_meet_are_told_what_to_give() -> None:
         found.over(given())
 
 
+def test_a_job_is_submitted_once_and_not_by_each_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Started.unless_placed("ray:ranks=2") is None
+    for name, value in OPEN_MPI.items():
+        monkeypatch.setenv(name, value)
+    assert Started.unless_placed("local:2") == Started.detect()
+    with pytest.raises(
+        WrongUse, match="Open MPI has started 4 processes, and each would start a run by --on ray:ranks=2"
+    ):
+        Started.unless_placed("ray:ranks=2")
+
+
 def test_a_process_on_its_own_counts_as_a_host() -> None:
     found = Started.detect(TORCHRUN)
     assert found is not None
