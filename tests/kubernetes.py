@@ -305,7 +305,6 @@ class KubernetesCluster:
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "HOSTNAME": pod.hostname,
             "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)]), "OMP_NUM_THREADS": "1",
             "HOME": str(self.folder), "KUBERNETES_SERVICE_HOST": "10.96.0.1", **pod.variables,
-            **{each["name"]: each["value"] for each in container.get("env", [])},
         }  # fmt: skip
         words = [_expanded(word, variables) for word in container["command"]]
         enter = [f"--{kind}=/proc/{self.hosts[pod.node].process.pid}/ns/{kind[:3]}" for kind in ("net", "uts")]
@@ -409,7 +408,7 @@ def _of_trainjob(job: Object) -> Iterator[Process]:
             "PET_NNODES": str(nodes), "PET_NPROC_PER_NODE": str(trainer["numProcPerNode"]),
             "PET_NODE_RANK": str(index), "PET_MASTER_ADDR": f"{name}-node-0-0.{name}", "PET_MASTER_PORT": "29400",
         }  # fmt: skip
-        container = {"name": "node", "image": trainer["image"], "command": trainer["command"], "env": trainer["env"]}
+        container = {"name": "node", "image": trainer["image"], "command": trainer["command"]}
         spec = {"containers": [container], "terminationGracePeriodSeconds": 30}
         yield Process(job, index, f"{name}-node-0-{index}", name, labels, variables, spec)
 

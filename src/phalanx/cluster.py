@@ -36,10 +36,10 @@ class Cluster:
 
     def describe(self) -> str:
         """For people: ``2 ranks on this machine's CPU``, ``8 ranks on GPUs, 4 on each of 2 hosts``."""
-        kind = devices(self.device, self.per_node)
+        kind = devices(self.device, self.world)
         if self.nodes > 1:
             return f"{many(self.world, 'rank')} on {kind}, {self.per_node} on each of {self.nodes} hosts"
-        return f"{many(self.per_node, 'rank')} on this machine's {kind}"
+        return f"{many(self.world, 'rank')} on this machine's {kind}"
 
     @property
     def world(self) -> int:

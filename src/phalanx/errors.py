@@ -18,6 +18,8 @@ class CannotHere(RuntimeError):
     exit_code = 3
 
 
+REFUSALS: dict[int, type[WrongUse | CannotHere]] = {kind.exit_code: kind for kind in (WrongUse, CannotHere)}
+"""By the exit code of a process that said so."""
 OUTSIDE = ("TimeoutError", "ConnectionError")
 """Classes of that name, whoever's: cloud storage has its own."""
 

@@ -52,7 +52,7 @@ def test_hosts_are_named_one_by_one_or_in_a_file(tmp_path: Path) -> None:
         ("hosts:./nodes.txt", "there is no file ./nodes.txt"),
         ("hosts:a,a", "a is there twice"),
         ("hosts:a:b:c", "is no host"),
-        ("hosts:-oProxyCommand=x", "means nothing|is no host"),
+        ("hosts:-oProxyCommand=x", "is not one of its options"),
         ("hosts:a,rank=2", "'rank' is not one of its options; did you mean 'ranks'"),
         ("hosts:a,port=99999", "port=99999 is no port"),
         ("hosts:a,code=there", "code=there means nothing"),

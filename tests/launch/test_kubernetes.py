@@ -285,11 +285,12 @@ def test_the_doctor_goes_there(
     clusters()
     monkeypatch.chdir(folder)
     names = ("on", "run", "task", "timeout", "max_nodes", "min_nodes", "meet", "host", "interface", "layout", "device")
-    verdict = doctor_elsewhere(dict.fromkeys(names), on(kind, folder))
-    said = capsys.readouterr().out
-    assert verdict.exit_code == 0, said
-    assert "2 ranks met, and each computed what it should" in said
-    assert not list(folder.glob("runs/*"))
+    for _ in range(2):
+        verdict = doctor_elsewhere(dict.fromkeys(names), on(kind, folder))
+        said = capsys.readouterr().out
+        assert verdict.exit_code == 0, said
+        assert "2 ranks met, and each computed what it should" in said
+        assert not list(folder.glob("runs/*"))
 
 
 @pytest.mark.every

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from phalanx import CannotHere, Run, WrongUse
-from phalanx.launch import place
+from phalanx.launch import hosts, place
 from phalanx.launch.place import Command, place_of, words_of
 
 
@@ -66,10 +66,14 @@ def test_a_place_that_is_none(on: str, told: str) -> None:
 
 def test_a_run_that_goes_on_here_is_no_longer_a_place_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(tmp_path)
+    (tmp_path / "hosts").mkdir()
     place.note(run, "hosts:a,b", "1@elsewhere")
-    monkeypatch.setenv(place.INSIDE, "hosts")
     place.taken_back(run)
-    assert place.noted(run) is not None  # a host of that job takes part in it
-    monkeypatch.delenv(place.INSIDE)
+    assert place.noted(run) is not None  # how it ended is not known, or whether
+    (tmp_path / "hosts" / hosts.CODE).write_text("130\n")
     place.taken_back(run)
     assert place.noted(run) is None
+    place.note(run, "slurm:nodes=2", "17")
+    monkeypatch.setenv("PATH", str(tmp_path))  # without Slurm's tools
+    place.taken_back(run)
+    assert place.noted(run) is not None

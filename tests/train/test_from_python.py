@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 import queue
 import time
 from pathlib import Path
@@ -49,9 +51,23 @@ def test_what_cannot_be_meant_is_refused(options: dict[str, Any], told: str) -> 
         phalanx.train(Digits)
 
 
+class Broken(Digits):
+    """Whose second loss cannot be computed."""
+
+    def loss(self, output: torch.Tensor, batch: dict[str, torch.Tensor]) -> phalanx.Loss:
+        if os.environ.get("RANK") is not None and next(CALLS):
+            raise ArithmeticError("broken")
+        return super().loss(output, batch)
+
+
+CALLS = itertools.count()
+
+
 def test_what_a_rank_refuses_is_raised_here(tmp_path: Path) -> None:
-    with pytest.raises(phalanx.RunFailed, match="nothing") as failed:
+    with pytest.raises((WrongUse, phalanx.CannotHere), match="nothing"):
         phalanx.train(Digits(steps=2), run=tmp_path / "run", device="cpu", init_from=str(tmp_path / "nothing"))
+    with pytest.raises(phalanx.RunFailed, match=r"broken(.|\n)*phalanx.train\(\.\.\., run=") as failed:
+        phalanx.train(Broken(steps=4), run=tmp_path / "broken", device="cpu", unchecked=True)
     assert not failed.value.trained.verdict.holds
     with pytest.raises(WrongUse, match="the run is not finished"):
         failed.value.trained.weights()

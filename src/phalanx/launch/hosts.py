@@ -223,7 +223,7 @@ class Hosts(Place):
                 there, variables = code.moved(command, folder), code.moved_path(variables, folder)
             return {
                 "do": "keep", "words": self._words(there, remote, meet), "folder": str(there.folder), "code": folder,
-                "variables": {**variables, **secret, place.INSIDE: self.word}, "grace": command.grace,
+                "variables": {**variables, **secret}, "grace": command.grace,
             }  # fmt: skip
 
         return dict(zip(check.remotes, at_once(request, check.remotes), strict=True))

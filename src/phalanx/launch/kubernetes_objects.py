@@ -10,8 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from phalanx.launch.place import INSIDE
-
 PORT = 29400
 """Where supervisors meet: a pod has a network of its own."""
 VERDICTS = (1, 2)
@@ -54,9 +52,6 @@ KINDS = {
     ),
     "job": JobKind("jobs.batch", "Job", "batch/v1", "batch.kubernetes.io/job-name", "phalanx", "{0}-0.{0}", 50),
 }  # fmt: skip
-
-
-ENVIRONMENT = [{"name": INSIDE, "value": "kubernetes"}]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,7 +126,6 @@ class Pods:
             "image": self.image,
             "command": list(self.words),
             "workingDir": self.folder,
-            "env": ENVIRONMENT,
             "envFrom": [{"secretRef": {"name": self.secret}}] if self.secret else [],
             "resources": self.resources(),
             "securityContext": self.rights(),
@@ -213,7 +207,6 @@ def _trainjob(kind: JobKind, pods: Pods, old: bool) -> list[Object]:
     trainer = {
         "image": pods.image,
         "command": list(pods.words),
-        "env": ENVIRONMENT,
         "numNodes": pods.nodes,
         "numProcPerNode": pods.ranks,
         "resourcesPerNode": pods.resources(),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
 import re
 import time
 from abc import ABC, abstractmethod
@@ -25,8 +24,6 @@ PLACES = {"slurm": "Slurm", "kubernetes": "Kubernetes", "ray": "RayCluster", "ho
 """By the word of ``--on``: the class, in the file of that name."""
 OTHER_NAMES = {"k8s": "kubernetes", "ssh": "hosts", "host": "hosts", "sbatch": "slurm"}
 """That others have for them."""
-INSIDE = "PHALANX_PLACE"
-"""A variable of hosts of a job: what they run is part of it."""
 QUEUED, RUNNING, ENDED, UNKNOWN = "queued", "running", "ended", "unknown"
 
 
@@ -173,11 +170,11 @@ def forget(run: Run) -> None:
 
 
 def taken_back(run: Run) -> None:
-    """It is trained on this machine from here on, whatever place it was submitted to before."""
-    if INSIDE not in os.environ and _file(run).exists():
-        with suppress(CannotHere):  # that place is not known here
-            check_over(run)
-        forget(run)
+    """Forget a job that is known to have ended: the run is trained on this machine from here on."""
+    with suppress(CannotHere, WrongUse, OSError):  # who would know of it is not asked from here
+        before = noted(run)
+        if before is not None and before[0].status(run, before[1]).code is not None:
+            forget(run)
 
 
 def check_over(run: Run) -> None:

@@ -14,7 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from phalanx.errors import CannotHere, WrongUse
+from phalanx.errors import REFUSALS, CannotHere, WrongUse
 from phalanx.launch.ray_worker import HostJob, work
 from phalanx.redact import redact
 from phalanx.run import Run
@@ -121,7 +121,7 @@ def torch_trainer(job: HostJob, nodes: int, each: Mapping[str, int]) -> Any:
             if result.return_value == 0:
                 return result
             code, _ = job.asked_to_stop() or (result.return_value, "")
-            kind: type[BaseException] = {2: WrongUse, 3: CannotHere, 130: KeyboardInterrupt}.get(code, RuntimeError)
+            kind: type[BaseException] = {**REFUSALS, 130: KeyboardInterrupt}.get(code, RuntimeError)
             raise kind(job.why())
 
     run = Path(job.run)

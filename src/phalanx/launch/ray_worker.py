@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.files import write_whole
-from phalanx.launch.place import INSIDE
 from phalanx.processes import die_with_parent
 from phalanx.run import Run
 
@@ -90,7 +89,7 @@ class HostChild:
 
     def __init__(self, job: HostJob, more: tuple[str, ...] = (), worker: int = 0) -> None:
         self.job = job
-        variables = {name: value for name, value in os.environ.items() if name not in LAUNCHED} | {INSIDE: "ray"}
+        variables = {name: value for name, value in os.environ.items() if name not in LAUNCHED}
         command = [sys.executable, "-m", "phalanx.launch.ray_worker", str(os.getpid()), *job.words, *more]
         try:
             with job.output(worker).open("ab") as output:

@@ -49,7 +49,6 @@ SCRIPT = """\
 {options}
 
 cd {folder} || exit 3
-export {inside}=slurm
 
 # Before the time is over, or when it is preempted or cancelled, ranks save and end.
 saved() {{ grep '^{{"kind": "checkpoint"' {events} 2>/dev/null | tail -n 1; }}
@@ -128,7 +127,7 @@ class Slurm(Place):
         words = [self._quoted(word) for word in self._step(command, run)]
         return SCRIPT.format(
             options="\n".join(lines), folder=shlex.quote(str(command.folder)), step=" ".join(words),
-            events=self._quoted(str(Run(run).events_path(0))), inside=place.INSIDE,
+            events=self._quoted(str(Run(run).events_path(0))),
         )  # fmt: skip
 
     def tried(self, word: str) -> str:
@@ -236,6 +235,7 @@ class Slurm(Place):
         return "Change the options after --on slurm:, or ask for fewer or smaller nodes (sinfo shows them)."
 
     def status(self, run: Run, job: str) -> Status:
+        self._check()
         done = _told("scontrol", "show", "job", "-o", job)
         if done.returncode:
             return self._accounted(job, done.stderr)

@@ -71,14 +71,15 @@ class Started:
     @classmethod
     def unless_placed(cls, on: str | None) -> Started | None:
         """Likewise; a job for a place is started once, not by each of several processes."""
-        found = cls.detect()
         if place_of(on) is None:
-            return found
-        if found is not None and found.processes > 1:
-            raise WrongUse(
-                f"{found.by} has started {many(found.processes, 'process', 'processes')}, and each would start a run "
-                f"by --on {on}. Leave --on out to have them train together, or start phalanx without {found.by}."
-            )
+            return cls.detect()
+        with suppress(CannotHere):  # variables that mean nothing here
+            found = cls.detect()
+            if found is not None and (found.local_processes > 1 or found.process):
+                raise WrongUse(
+                    f"{found.by} has started {many(found.processes, 'process', 'processes')}, and each would start a "
+                    f"run by --on {on}. Leave --on out to have them train together, or start phalanx in one of them."
+                )
         return None
 
     def on_its_own(self) -> Self:

@@ -106,7 +106,7 @@ def add_to_each(tensors: list[Tensor], number: float) -> None:
 
 
 def copy_each(targets: list[Tensor], sources: list[Tensor]) -> None:
-    """Each to its own, in few launches."""
+    """Each to its own; in few launches where they are of one device and of one piece."""
     torch._foreach_copy_(targets, sources)
 
 

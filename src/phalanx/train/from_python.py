@@ -23,7 +23,7 @@ import torch
 from safetensors.torch import load_file
 
 from phalanx import references
-from phalanx.errors import CannotHere, WrongUse
+from phalanx.errors import REFUSALS, CannotHere, WrongUse
 from phalanx.launch import forkserver
 from phalanx.launch.forkserver import Forked, ForkServer, without_copying
 from phalanx.layout import Layout
@@ -35,8 +35,6 @@ from phalanx.train.options import Options
 from phalanx.train.resolving import job_of
 from phalanx.verdict import Verdict
 
-STOPPED = 130
-"""The exit code of a run that was asked to end."""
 COLUMNS = 110
 """Of a notebook's cell."""
 
@@ -101,28 +99,31 @@ def train(
     path = None if run is None else Path(run)
     server = forkserver.kept() or ForkServer(without_copying(task))
     try:
-        answer = _Watched(server, job, path, resume).until_end()
+        watched = _Watched(server, job, path, resume)
+        answer = watched.until_end()
     finally:
         if server is not forkserver.kept():
             server.close()
     if isinstance(answer, Exception):
+        if watched.interrupted:
+            raise KeyboardInterrupt from answer
         raise answer
     verdict, folder = answer
     trained = Trained(_to_go_on_here(verdict, folder), Run(folder))
+    if trained.verdict.holds or watched.interrupted:
+        print(trained, file=sys.stdout if trained.verdict.holds else sys.stderr, flush=True)
+    if watched.interrupted:
+        raise KeyboardInterrupt
     if trained.verdict.holds:
-        print(trained, flush=True)
         return trained
-    if trained.verdict.exit_code != STOPPED:
-        raise RunFailed(trained)
-    print(trained, file=sys.stderr, flush=True)
-    raise KeyboardInterrupt
+    refusal = REFUSALS.get(trained.verdict.exit_code)
+    raise RunFailed(trained) if refusal is None else refusal(str(trained))
 
 
 def _to_go_on_here(verdict: Verdict, folder: Path) -> Verdict:
     """With Python's way to go on in place of the command line's, which knows no class of a notebook's."""
-    if not verdict.next.startswith("Go on with phalanx train"):
-        return verdict
-    return replace(verdict, next=f"Go on with phalanx.train(..., run={str(folder)!r}, resume=True)")
+    shell, here = f"phalanx train --resume --run {folder}", f"phalanx.train(..., run={str(folder)!r}, resume=True)"
+    return replace(verdict, next=verdict.next.replace(shell, here))
 
 
 def _job(
@@ -153,6 +154,7 @@ class _Watched:
         self.screen, theirs = _terminal() if _renews() else os.pipe()
         ours, answers = os.pipe()
         self.answers = Connection(ours, writable=False)
+        self.interrupted = False
         try:
             self.process: Forked = server.fork(_supervise, job, path, resume, descriptors=(theirs, answers))
         finally:
@@ -161,16 +163,15 @@ class _Watched:
 
     def until_end(self) -> Any:
         """The verdict and the run's folder, or what was raised."""
-        interrupted = False
         while True:
             try:
                 self._show()
                 break
             except KeyboardInterrupt:
-                if interrupted:
+                if self.interrupted:
                     self.process.kill()
                     break
-                interrupted = True
+                self.interrupted = True
                 with suppress(ProcessLookupError):
                     os.kill(self.process.pid, signal.SIGTERM)
         os.close(self.screen)

@@ -21,6 +21,7 @@ from phalanx.events import plain
 from phalanx.files import content, exists, put_back
 from phalanx.launch.ground import versions
 from phalanx.launch.key import Key
+from phalanx.launch.place import taken_back
 from phalanx.launch.rendezvous import Rendezvous
 from phalanx.launch.shared import Shared
 from phalanx.launch.supervisor import Host, Supervisor
@@ -56,7 +57,9 @@ def train(
     run, manager = running.run, running.manager
     begun(run)
     with run.held(LINGER_SECONDS), held_store(manager.store):
-        if not resume:
+        if resume:
+            taken_back(run)
+        else:
             run.check_free()  # somebody may have been faster
         verdict = running.or_put_back()
         if new and verdict.exit_code in (2, 3) and not run.ledger() and not manager.steps():

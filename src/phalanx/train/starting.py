@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from phalanx.launch.place import Command, Place, place_of, taken_back, words_of
+from phalanx.launch.place import Command, Place, place_of, words_of
 from phalanx.launch.stopping import GRACE
 from phalanx.run import Run, short_name
 from phalanx.verdict import Verdict
@@ -31,10 +31,7 @@ def train(given: Given) -> Verdict:
     if place is None:
         from phalanx.train import running
 
-        job = _job(options, None)
-        if options["resume"]:
-            taken_back(Run(options["run"]))
-        return running.train(job, options["run"], options["resume"])
+        return running.train(_job(options, None), options["run"], options["resume"])
     if options["task"] is None:
         _job(options, place)  # which says what is missing, or the task is in a run.toml
     made = Run.folder if options["resume"] else Run.create

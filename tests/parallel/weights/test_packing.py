@@ -58,7 +58,7 @@ def test_pieces_and_padding_make_the_whole(ranks: int, shapes: list[tuple[int, .
         assert torch.equal(row, flat[rank])
         for weight in owned:
             assert torch.equal(packing.own(weight, flat[rank]), weight.shard.data)
-            assert torch.equal(packing.room(weight, flat), places[weight.name])
+            assert torch.equal(packing.place(weight, flat), places[weight.name])
     before = [weight.full.data.clone() for weight in made[0]]
     for weight in made[0]:
         weight.full.data.fill_(-2)

@@ -36,7 +36,8 @@ class Communicator:
         self.alone = group is None
         self.rank: int = 0 if group is None else group.rank()
         self.size: int = 1 if group is None else group.size()
-        self._gloo = group is None or dist.get_backend(group) == "gloo"
+        backend = "gloo" if group is None else dist.get_backend(group)
+        self._gloo, self._nccl = backend == "gloo", backend == "nccl"
 
     @property
     def members(self) -> list[int]:
@@ -221,8 +222,7 @@ class Communicator:
     @property
     def _words_device(self) -> torch.device | str:
         """Where the group's collectives work."""
-        on_gpus = self._group is not None and dist.get_backend(self._group) == "nccl"
-        return torch.device("cuda", torch.cuda.current_device()) if on_gpus else "cpu"
+        return torch.device("cuda", torch.cuda.current_device()) if self._nccl else "cpu"
 
     def _count(self, kind: str, tensor: Tensor, share: float) -> None:
         self.traffic.launched(self.name, kind, tensor, share)

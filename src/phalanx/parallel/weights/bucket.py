@@ -119,7 +119,7 @@ class Bucket:
         weight.full.grad = None
 
     def _add(self, weight: Weight, gradient: Tensor) -> None:
-        for part, place in weight.pairs(gradient, self.gradient_packing.room(weight, self._own_gradients())):
+        for part, place in weight.pairs(gradient, self.gradient_packing.place(weight, self._own_gradients())):
             if weight.name in self.filled:
                 place.add_(part)
             else:
@@ -133,7 +133,7 @@ class Bucket:
             return
         gradients = self._own_gradients()
         for weight in missing:
-            self.gradient_packing.room(weight, gradients).zero_()
+            self.gradient_packing.place(weight, gradients).zero_()
         if not self.storage.whole_gradients:
             return
         if self.partial is not None:

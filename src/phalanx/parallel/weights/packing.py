@@ -2,7 +2,7 @@
 
     flat  [ranks, length]     row r: rank r's run of the first weight, of the second, ... each padded to equal size
 
-All weights are put there, or taken from there, by one call: a small model has many small weights.
+All weights are put there, or taken from there, by one call; where rows divide evenly, in one launch.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Packing:
 
     def __init__(self, weights: Sequence[Weight]) -> None:
         self.weights = weights
-        self.rooms = [weight.room for weight in weights]
+        self.sizes = [weight.room for weight in weights]
         self.offsets: dict[str, int] = {}
         self.length = 0
         for weight in weights:
@@ -31,32 +31,36 @@ class Packing:
 
     def places(self, flat: Tensor) -> dict[str, Tensor]:
         """Of each weight its part of every row of ``flat``, padding included."""
-        return dict(zip(self.offsets, flat.split(self.rooms, -1), strict=True))
+        return dict(zip(self.offsets, flat.split(self.sizes, -1), strict=True))
 
-    def room(self, weight: Weight, flat: Tensor) -> Tensor:
+    def place(self, weight: Weight, flat: Tensor) -> Tensor:
         """The same of one weight."""
         offset = self.offsets[weight.name]
         return flat[..., offset : offset + weight.room]
 
     def own(self, weight: Weight, row: Tensor) -> Tensor:
         """A weight's part of this rank's row, in the shape of its shard."""
-        return self.room(weight, row)[: weight.shard.numel()].view(weight.shard.shape)
+        return self.place(weight, row)[: weight.shard.numel()].view(weight.shard.shape)
 
     def pack(self, row: Tensor) -> None:
         """Put the rows that this rank owns into its row."""
+        if not self.length:
+            return
         shards = [weight.shard.data.view(-1) for weight in self.weights]
         if self.padded:
-            places = zip(row.split(self.rooms), shards, strict=True)
+            places = zip(row.split(self.sizes), shards, strict=True)
             copy_each([place[: len(shard)] for place, shard in places], shards)
         else:
-            copy_each(list(row.split(self.rooms)), shards)
+            copy_each(list(row.split(self.sizes)), shards)
 
     def unpack(self, flat: Tensor) -> None:
         """Make weights whole from everybody's rows."""
+        if not self.length:
+            return
         if self.padded:
             places = self.places(flat)
             pairs = [pair for weight in self.weights for pair in weight.pairs(weight.full.data, places[weight.name])]
             copy_each([part for part, _ in pairs], [place for _, place in pairs])
         else:
             wholes = [weight.full.data.view(len(flat), weight.room) for weight in self.weights]
-            torch.split_with_sizes_copy(flat, self.rooms, 1, out=wholes)
+            torch.split_with_sizes_copy(flat, self.sizes, 1, out=wholes)

@@ -1,4 +1,4 @@
-"""One weight under its layout-free name: whole to compute with, and the rows of it that this rank owns.
+"""A weight of the model on a rank.
 
 It is cut along its first dim into equal runs of rows, one a rank of the ``fsdp`` axis; the last runs may be short or
 empty.
