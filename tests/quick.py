@@ -21,6 +21,7 @@ KEPT: dict[str, dict[str, int | tuple[str, ...]]] = {
         "test_the_kernel_compiles": 0,
     },
     "launch/test_hosts.py": {
+        "test_two_hosts_train_to_the_same_bits_as_this_machine": 0,
         "test_what_is_wrong_ends_it_before_anything_is_started": 0,
     },
     "train/test_turns.py": {
@@ -69,7 +70,7 @@ KEPT: dict[str, dict[str, int | tuple[str, ...]]] = {
         "test_ranks_share_the_cores": 0,
     },
     "launch/test_local_leader.py": {
-        "test_a_rank_is_lost_under_another_launcher_and_the_bits_are_the_same": ("torchrun",),
+        "test_a_rank_is_lost_under_another_launcher_and_the_bits_are_the_same": 0,
     },
     "train/test_doctor.py": {
         "test_hosts_are_examined_together": 0,
@@ -129,10 +130,7 @@ KEPT: dict[str, dict[str, int | tuple[str, ...]]] = {
         "test_a_block_prints_what_is_done_around_it": 1,
     },
     "parallel/blocks/test_fp8.py": {
-        "test_every_layout_trains_like_one_device_and_has_the_same_scales": (
-            "tp=2",
-            "fsdp=2,zero=2,recompute=full,micro_batch=2",
-        ),
+        "test_every_layout_trains_like_one_device_and_has_the_same_scales": ("tp=2",),
     },
     "parallel/blocks/test_probe.py": {
         "test_what_can_be_followed_is_equal": 1,
@@ -255,7 +253,7 @@ KEPT: dict[str, dict[str, int | tuple[str, ...]]] = {
     },
     "train/test_exact.py": {
         "test_more_virtual_micro_batches_than_samples_of_a_rank": 0,
-        "test_any_number_of_ranks_gives_the_same_bits": ("float64",),
+        "test_any_number_of_ranks_gives_the_same_bits": 0,
     },
     "train/test_folders.py": {
         "test_a_run_goes_on_from_another_folder": 1,
@@ -268,14 +266,15 @@ KEPT: dict[str, dict[str, int | tuple[str, ...]]] = {
         "test_exact_sums_give_the_same_bits_at_any_number_of_ranks": 0,
         "test_on_eight_ranks": 0,
         "test_state_is_taken_up_under_other_layouts": 0,
-        "test_whole_matrices_are_updated_as_on_one_device": ("soap-layouts2",),
+        "test_a_stage_without_whole_matrices_and_an_optimizer_that_begins_state_for_all": 0,
+        "test_whole_matrices_are_updated_as_on_one_device": 0,
         "test_wide_weights_of_narrow_computation_and_on_the_host": 1,
     },
     "train/test_memory.py": {
         "test_what_optimizers_keep": 7,
     },
     "train/test_parity.py": {
-        "test_accumulation_changes_nothing": ("language-1-4", "vision-1-1", "vision-2-1"),
+        "test_accumulation_changes_nothing": ("language-1-4", "vision-1-1"),
         "test_every_layout_trains_like_one_device": (
             "False-1-0",
             "False-2-0",
