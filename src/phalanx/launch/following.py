@@ -79,8 +79,7 @@ def follow(place: Place, run: Run, job: str) -> Verdict:
         return Verdict(True, f"{place.word} job {job} is done")
     return Verdict(
         False, f"{place.word} job {job} ended: {status.detail}", [f"what it printed is in {tail.path}"],
-        next=f"Mend what it says there, then phalanx train --resume --run {run.path} --on {place.text}",
-        code=status.code or 1,
+        next=f"Mend what it says there, then {place.again(run)}", code=status.code or 1,
     )  # fmt: skip
 
 

@@ -165,7 +165,7 @@ class Hosts(Place):
 
     def _meeting(self, command: Command) -> tuple[str, int | None]:
         """By which address others reach the first host, and the port if one is asked for."""
-        given = _value(command, "--meet")
+        given = command.value("--meet")
         if given is None:
             address = self.remotes[0].address()
             return f"[{address}]" if ":" in address else address, self.port
@@ -191,7 +191,7 @@ class Hosts(Place):
         remotes = self._remotes(command)
         files = {str(path): user_code.file_hash(path) or "" for path in user_code.modules().values()}
         path = [entry for entry in _variables().get("PYTHONPATH", "").split(os.pathsep) if entry]
-        checkpoints = _value(command, "--checkpoints")
+        checkpoints = command.value("--checkpoints")
         if checkpoints and "://" not in checkpoints:
             checkpoints = str((command.folder / checkpoints).resolve())
         check = HostCheck(remotes, self.gpus, command.folder, command.run, files, path, checkpoints, self.copy)
@@ -250,7 +250,7 @@ class Hosts(Place):
         ended = [f"{name}: exit code {code}" for name, code in codes.items() if code] + [f"{n}: lost" for n in lost]
         if links.done:
             return Verdict(True, f"done on {', '.join(n for n, c in codes.items() if c == 0)}", ended)
-        again = f"phalanx train --resume --run {run.path} --on {self.text}"
+        again = self.again(run)
         if stop.asked:
             return Verdict(False, "stopped on all hosts", ended, next=f"Go on with: {again}", code=130)
         code = next((code for code in codes.values() if code), 3 if lost else 1)
@@ -322,11 +322,6 @@ def _sent(remote: SshHost, code: PackedCode, run: Path) -> str:
 def _variables() -> dict[str, str]:
     left = (ssh.VARIABLE, key.VARIABLE)
     return {name: value for name, value in os.environ.items() if name.startswith(HANDED_ON) and name not in left}
-
-
-def _value(command: Command, option: str) -> str | None:
-    words = command.words
-    return words[words.index(option) + 1] if option in words[:-1] else None
 
 
 def _clear(run: Path) -> None:

@@ -134,9 +134,7 @@ class Kubernetes(Place):
             write_whole(named, f"{command.run.name}-{secrets.token_hex(3)}\n")
 
     def _check_without_volume(self, command: Command) -> None:
-        words = command.words
-        at = words[words.index("--checkpoints") + 1] if "--checkpoints" in words else ""
-        if "://" not in at:
+        if "://" not in (command.value("--checkpoints") or ""):
             raise WrongUse(
                 "without a volume the run would end with its pod. Give volume=CLAIM, a PersistentVolumeClaim "
                 "(ReadWriteMany for several nodes), or --checkpoints s3://..."
@@ -157,9 +155,8 @@ class Kubernetes(Place):
 
     def _check_paths(self, command: Command, mount: str) -> None:
         """Refuse files of this machine, which pods do not see."""
-        words = command.words
         for option in ("--config", "--checkpoints", "--init-from"):
-            at = words[words.index(option) + 1] if option in words[:-1] else ""
+            at = command.value(option)
             seen = not at or "://" in at or (mount and Path(at).is_relative_to(mount)) or option == "--init-from"
             if not seen:
                 where = f"under {mount}" if mount else "on a volume"
@@ -168,8 +165,8 @@ class Kubernetes(Place):
     def _words(self, command: Command, name: str, run: str) -> tuple[str, ...]:
         words = replace(command, python="python").on(self.ranks, run)
         if self.nodes > 1 and self._kind != "trainjob":  # a TrainJob's pods are told by their variables
-            fewer = command.verb != "train" or "--min-nodes" in words
-            words += [] if fewer else ["--min-nodes", str(self.nodes)]
+            if command.verb == "train" and "--min-nodes" not in words:
+                words += ["--min-nodes", str(self.nodes)]
             words += ["--max-nodes", str(self.nodes), "--meet", f"{self.kind.first.format(name)}:{PORT}"]
         return tuple(word.replace("$(", "$$(") for word in words)  # which Kubernetes would take for a variable
 

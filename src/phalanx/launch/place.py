@@ -65,6 +65,10 @@ class Command:
                     "through the environment or a file that the task reads, or through fsspec's own configuration."
                 )
 
+    def value(self, option: str) -> str | None:
+        """What the user gave for an option."""
+        return self.words[self.words.index(option) + 1] if option in self.words[:-1] else None
+
     def on(self, ranks: int, run: str | None = None) -> list[str]:
         """Its words for a host with so many ranks."""
         where = ["--run", run or str(self.run), "--on", f"local:{ranks}"]
@@ -100,6 +104,10 @@ class Place(ABC):
     def tried(self, word: str) -> str:
         """A word of the user's as it is when it is checked here, where the place makes another of it."""
         return word
+
+    def again(self, run: Run) -> str:
+        """The command by which a run goes on there."""
+        return f"phalanx train --resume --run {run.path} --on {self.text}"
 
     @abstractmethod
     def preview(self, command: Command) -> str:

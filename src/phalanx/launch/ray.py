@@ -138,7 +138,7 @@ class RayCluster(Place):
             write_whole(Path(host.files) / "end.json", json.dumps({"code": code, "why": why}) + "\n")
         if code == 0:
             return Verdict(True, f"ray job {job} is done")
-        again = f"phalanx train --resume --run {run.path} --on {self.text}"
+        again = self.again(run)
         if code == 130:
             return Verdict(False, f"ray job {job} stopped: {why}", next=f"Go on with {again}", code=code)
         return Verdict(

@@ -47,11 +47,10 @@ class Packing:
         if not self.length:
             return
         shards = [weight.shard.data.view(-1) for weight in self.weights]
+        places = list(row.split(self.sizes))
         if self.padded:
-            places = zip(row.split(self.sizes), shards, strict=True)
-            copy_each([place[: len(shard)] for place, shard in places], shards)
-        else:
-            copy_each(list(row.split(self.sizes)), shards)
+            places = [place[: len(shard)] for place, shard in zip(places, shards, strict=True)]
+        copy_each(places, shards)
 
     def unpack(self, flat: Tensor) -> None:
         """Make weights whole from everybody's rows."""
