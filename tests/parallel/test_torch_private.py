@@ -163,3 +163,18 @@ def test_each_is_copied_to_its_own_whatever_its_dtype() -> None:
     targets = list(torch.zeros(5).split([2, 3]))
     torch_private.copy_each(targets, [torch.ones(2, dtype=torch.float64), torch.full((3,), 2.0)])
     assert torch.cat(targets).tolist() == [1, 1, 2, 2, 2]
+
+
+def test_a_grouped_product_becomes_what_recompute_keeps() -> None:
+    called: list[Any] = []
+
+    class Calls(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            called.append(func)
+            return func(*args, **(kwargs or {}))
+
+    x, weights = torch.randn(4, 8, dtype=torch.bfloat16), torch.randn(2, 8, 16, dtype=torch.bfloat16)
+    with Calls():
+        found = torch.nn.functional.grouped_mm(x, weights, offs=torch.tensor([1, 4], dtype=torch.int32))
+    assert found.shape == (4, 16)
+    assert torch_private.GROUPED_PRODUCT in called

@@ -10,10 +10,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd import Function
 
 from phalanx.losses import penalised
 
@@ -82,15 +85,47 @@ class Experts(nn.Module):
             nn.init.uniform_(weight, -1 / math.sqrt(weight.shape[-1]), 1 / math.sqrt(weight.shape[-1]))
 
     def forward(self, x_ND: Tensor, chosen_NK: Tensor, shares_NK: Tensor) -> Tensor:
-        """A choice of ``num_experts`` chooses nobody."""
-        flat = chosen_NK.reshape(-1)
-        counts = torch.bincount(flat, minlength=self.num_experts + 1)[: self.num_experts]
-        order = flat.argsort(stable=True)[: len(flat) - int((flat == self.num_experts).sum())]
-        tokens = order // chosen_NK.shape[1]
-        gate, up = grouped_linear(x_ND[tokens], self.gate_up_proj, counts).chunk(2, -1)
-        out = grouped_linear(F.silu(gate) * up, self.down_proj, counts)
-        weighted = out * shares_NK.reshape(-1)[order].unsqueeze(1)
-        return torch.zeros_like(x_ND).index_add(0, tokens, weighted)
+        """A choice of ``num_experts`` chooses nobody. Nothing is read back from the device."""
+        by_expert, order = chosen_NK.reshape(-1).sort(stable=True)  # those who chose nobody are last
+        experts = torch.arange(self.num_experts, device=by_expert.device)
+        ends_E = torch.searchsorted(by_expert, experts, right=True)
+        anybody = (by_expert < self.num_experts).unsqueeze(1)
+        back = torch.empty_like(order).scatter(0, order, torch.arange(len(order), device=order.device))
+        rows = _Dispatched.apply(x_ND, chosen_NK.shape[1], order, back, anybody)
+        gate, up = grouped_linear(rows, self.gate_up_proj, ends_E).chunk(2, -1)
+        out = grouped_linear(F.silu(gate) * up, self.down_proj, ends_E)
+        out_NKD = _Returned.apply(out, order, back, anybody).view(*chosen_NK.shape, x_ND.shape[1])
+        return (out_NKD * shares_NK.unsqueeze(-1)).sum(1)
+
+
+class _Dispatched(Function):
+    """A row for each choice of each token, by expert. What comes back of a choice of nobody may be anything."""
+
+    @staticmethod
+    def forward(ctx: Any, x_ND: Tensor, chosen: int, order: Tensor, back: Tensor, anybody: Tensor) -> Tensor:
+        ctx.chosen = chosen
+        ctx.save_for_backward(back, anybody)
+        return x_ND[order // chosen]
+
+    @staticmethod
+    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, None, None, None, None]:
+        back, anybody = ctx.saved_tensors
+        slope_NKD = slope.where(anybody, 0)[back].view(len(back) // ctx.chosen, ctx.chosen, slope.shape[1])
+        return slope_NKD.sum(1), None, None, None, None
+
+
+class _Returned(Function):
+    """Rows by expert in the order of tokens and their choices again; zeros of a choice of nobody."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, order: Tensor, back: Tensor, anybody: Tensor) -> Tensor:
+        ctx.save_for_backward(order, anybody)
+        return rows.where(anybody, 0)[back]
+
+    @staticmethod
+    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, None, None, None]:
+        order, anybody = ctx.saved_tensors
+        return slope[order].where(anybody, 0), None, None, None
 
 
 class MixtureOfExperts(nn.Module):
@@ -115,13 +150,18 @@ class MixtureOfExperts(nn.Module):
         return self.experts(x_BTD.flatten(0, 1), chosen_BTK.flatten(0, 1), shares_BTK.flatten(0, 1)).view_as(x_BTD)
 
 
-def grouped_linear(x_ND: Tensor, weights_EHD: Tensor, counts_E: Tensor) -> Tensor:
-    """The first ``counts[0]`` rows through the first weight, the next through the second, and so on."""
+def grouped_linear(x_ND: Tensor, weights_EHD: Tensor, ends_E: Tensor) -> Tensor:
+    """Rows up to ``ends[0]`` through the first weight, those up to ``ends[1]`` through the second, and so on.
+
+    What is given for rows beyond the last may be anything.
+    """
     aligned = x_ND.shape[-1] % 8 == 0 == weights_EHD.shape[1] % 8
-    if x_ND.is_cuda and x_ND.dtype == torch.bfloat16 and aligned:  # one kernel, and the counts stay on the device
-        return F.grouped_mm(x_ND, weights_EHD.transpose(1, 2), offs=counts_E.cumsum(0).to(torch.int32))
-    parts = x_ND.split(counts_E.tolist())
-    return torch.cat([F.linear(part, weight) for part, weight in zip(parts, weights_EHD.unbind(0), strict=True)])
+    if x_ND.is_cuda and x_ND.dtype == torch.bfloat16 and aligned:  # one kernel, and the ends stay on the device
+        return F.grouped_mm(x_ND, weights_EHD.transpose(1, 2), offs=ends_E.to(torch.int32))
+    ends = [0, *ends_E.tolist()]
+    parts = [x_ND[begin:end] for begin, end in pairwise(ends)]
+    made = [F.linear(part, weight) for part, weight in zip(parts, weights_EHD.unbind(0), strict=True)]
+    return torch.cat([*made, x_ND.new_zeros(len(x_ND) - ends[-1], weights_EHD.shape[1])])
 
 
 def _same(x: Tensor) -> Tensor:

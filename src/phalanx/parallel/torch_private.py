@@ -155,6 +155,8 @@ def scaled_product(one: Tensor, other: Tensor, by_one: Tensor, by_other: Tensor,
 
 SCALED_PRODUCT = torch.ops.aten._scaled_mm.default
 """What it becomes."""
+GROUPED_PRODUCT = torch.ops.aten._grouped_mm.default
+"""What `F.grouped_mm` becomes."""
 ATTENTION = tuple(
     getattr(torch.ops.aten, f"_scaled_dot_product_{kind}").default
     for kind in ("flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu")

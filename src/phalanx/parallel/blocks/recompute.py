@@ -10,7 +10,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from phalanx.parallel.forward.wrapper import Forward, Layer
 from phalanx.parallel.randomness.draws import Randomness
-from phalanx.parallel.torch_private import ATTENTION, SCALED_PRODUCT
+from phalanx.parallel.torch_private import ATTENTION, GROUPED_PRODUCT, SCALED_PRODUCT
 
 aten = torch.ops.aten
 COSTLY = {
@@ -18,6 +18,7 @@ COSTLY = {
     aten.addmm.default,
     aten.bmm.default,
     aten.convolution.default,
+    GROUPED_PRODUCT,
     SCALED_PRODUCT,
     *ATTENTION,
 }
