@@ -12,7 +12,6 @@ import mmap
 import os
 import struct
 import tempfile
-import warnings
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ import torch
 from torch import Tensor
 
 from phalanx.checkpoint.state import Entry
+from phalanx.parallel.communication.memory import pin, unpin
 from phalanx.parallel.weights.boxes import Box
 
 HEADER, CONDITION = struct.Struct("8sqqqq"), struct.Struct("q")
@@ -107,17 +107,15 @@ class Slot:
         return self._map
 
     def _pin(self) -> None:
-        """Have a GPU copy to this memory by itself, some twenty times as fast as through a buffer of the driver's."""
+        """For a GPU's copies."""
         memory = torch.frombuffer(self._map, dtype=torch.uint8)
-        if int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), len(memory), 0)):
-            warnings.warn(f"{len(memory):,} bytes could not be pinned: copies of state will be slow", stacklevel=2)
-        else:
+        if pin(memory.data_ptr(), len(memory)):
             self._pinned_at = memory.data_ptr()
 
     def unpin(self) -> None:
         """Before this process lets go of it."""
         if self._pinned_at is not None:
-            torch.cuda.cudart().cudaHostUnregister(self._pinned_at)
+            unpin(self._pinned_at)
             self._pinned_at = None
 
     def lay_out(self, entries: Sequence[Entry]) -> list[Tensor]:

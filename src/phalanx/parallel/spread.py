@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from phalanx.layout import Layout
 from phalanx.losses import penalty_factor
 from phalanx.parallel.axes import hugging_face
 from phalanx.parallel.axes.batchnorm import spread_batchnorm
@@ -32,6 +31,7 @@ from phalanx.parallel.blocks.assembly import Blocks, cast_inputs
 from phalanx.parallel.blocks.boundary import SequenceSharding
 from phalanx.parallel.blocks.fp8 import Fp8
 from phalanx.parallel.blocks.probe import Probe
+from phalanx.parallel.communication.copying import Copying
 from phalanx.parallel.communication.memory import Buffers
 from phalanx.parallel.communication.mesh import BATCH, EXPERTS, Mesh
 from phalanx.parallel.forward.activations import Activations
@@ -75,9 +75,9 @@ class Spread:
         self.moment, self.activations = Moment(), Activations()
         self.randomness = Randomness(seed, self.moment, device, self.activations)
         self.state_names = set(self.model.state_dict())
-        buffers = Buffers(device)
+        passing = Buffers(device), Copying(device)
         self.storages = {
-            policy: _storage(policy, layout, mesh, dtypes, device, buffers)
+            policy: Storage.of(policy, layout, mesh, dtypes.reduce, device, *passing)
             for policy in dict.fromkeys(kept(one.policy) for one in placement.weights.values() if one.policy.axes)
         }
         """By policy. Frozen weights that are kept like those that are trained travel with them."""
@@ -310,26 +310,6 @@ class Spread:
 def kept(policy: StoragePolicy) -> StoragePolicy:
     """The same whether what is kept so is trained or not."""
     return replace(policy, trainable=False)
-
-
-def _storage(
-    policy: StoragePolicy, layout: Layout, mesh: Mesh, dtypes: Dtypes, device: torch.device, buffers: Buffers
-) -> Storage:
-    ranks = mesh.size(*policy.axes)
-    return Storage(
-        ranks=ranks,
-        rank=mesh.index(*policy.axes),
-        group=mesh.group(*policy.axes),
-        parameter=policy.dtype,
-        compute=policy.compute,
-        reduce=dtypes.reduce,
-        device=device,
-        home=policy.home(device),
-        buffers=buffers,
-        always_whole=policy.always_whole,
-        whole_gradients=layout.zero < 2 or ranks == 1,
-        leaves=layout.exact // layout.batch_ranks,
-    )
 
 
 def _by_size(weights: Sequence[Weight]) -> list[list[Weight]]:

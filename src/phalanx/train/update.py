@@ -14,6 +14,7 @@ from phalanx.kernels.adamw import KERNEL, Hyperparameters, OnePass, Updated
 from phalanx.parallel.spread import Spread
 from phalanx.parallel.torch_private import add_to_each, has_step_hooks, version
 from phalanx.parallel.weights.weight import Weight
+from phalanx.train.streaming import StreamedPass, brought_home, is_home
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,8 @@ class Update:
 
     def __init__(self, optimizer: optim.Optimizer, spread: Spread) -> None:
         self.optimizer, self.spread = optimizer, spread
-        self._one_pass = OnePass()
+        self._offloaded = any(storage.offloaded for storage in spread.storages.values())
+        self._one_pass = StreamedPass(spread.device) if self._offloaded else OnePass()
         self._steps: dict[nn.Parameter, tuple[torch.Tensor, int, int]] = {}
         """Of each shard, its state's count of steps, when that was last read or written, and what it was then."""
         self._known = _is_known(optimizer, spread)
@@ -47,7 +49,7 @@ class Update:
 
     def __call__(self, factor: float, without: set[str]) -> None:
         """``factor``: of the summed gradients. Weights in ``without`` have none."""
-        if without or not self._as_prepared():
+        if self._moved_home(without) or without or not self._as_prepared():
             self.prepare(without)
         if self._lots:
             self._pass(self._lots, factor)
@@ -78,6 +80,16 @@ class Update:
                 launch = self._one_pass.prepared(updated, (number, len(same)))
                 states = [self.optimizer.state[shard] for shard in same]
                 self._lots.append(Lot(number, step, same, updated, states, names, launch))
+
+    def _moved_home(self, without: Set[str]) -> bool:
+        """Whether something is now where offloaded state is to be that was not: begun here, or restored elsewhere."""
+        if not (self._offloaded and self.in_one_pass):
+            return False
+        trained = [w.shard for w, _ in self.spread.gradients.each() if w.name not in without]
+        moved = [s for s in trained if not is_home(self.optimizer.state.get(s), self.spread.device)]
+        for shard in moved:
+            self.optimizer.state[shard] = brought_home(shard.data, self.optimizer.state.get(shard), self.spread.device)
+        return bool(moved)
 
     def _as_prepared(self) -> bool:
         """Whether callbacks have left what is to be updated where it was. The device waits: this is to be quick."""
@@ -135,7 +147,8 @@ def _is_known(optimizer: optim.Optimizer, spread: Spread) -> bool:
     if not all(isinstance(number, float | int) for group in optimizer.param_groups for number in _given(group)):
         return False
     owned = set(spread.shards())
-    return all(s in owned and s.dtype == torch.float32 and s.is_contiguous() and KERNEL.used(s) for s in shards)
+    alike = all(s in owned and s.dtype == torch.float32 and s.is_contiguous() for s in shards)
+    return alike and KERNEL.used(torch.empty(0, device=spread.device))
 
 
 def _given(group: dict[str, Any]) -> tuple[Any, ...]:

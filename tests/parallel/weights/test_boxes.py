@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from phalanx.parallel.axes.cuts import Cut
+from phalanx.parallel.communication.copying import Copying
 from phalanx.parallel.communication.memory import Buffers
 from phalanx.parallel.weights.boxes import Box, boxes
 from phalanx.parallel.weights.storage import Storage
@@ -15,7 +16,7 @@ from phalanx.parallel.weights.weight import Weight
 
 def weight(value: torch.Tensor, ranks: int, rank: int) -> Weight:
     cpu, kind = torch.device("cpu"), torch.float32
-    storage = Storage(ranks, rank, None, kind, kind, kind, cpu, cpu, Buffers(cpu), False, False)
+    storage = Storage(ranks, rank, None, kind, kind, kind, cpu, cpu, Buffers(cpu), Copying(cpu), False, False)
     made = Weight("w", nn.Parameter(value), value.shape, [], storage)
     made.make_room()
     made.shard.data.copy_(made.own_rows(value))

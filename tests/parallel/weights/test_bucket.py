@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from phalanx.parallel.communication.communicator import Communicator
+from phalanx.parallel.communication.copying import Copying
 from phalanx.parallel.communication.memory import Buffers
 from phalanx.parallel.communication.traffic import Traffic
 from phalanx.parallel.weights.bucket import Bucket
@@ -27,7 +28,18 @@ def travel(shapes: list[tuple[int, ...]], compute: torch.dtype) -> tuple[list[Te
     """A bucket's whole weights, and what this rank then owns of its gradients' sums."""
     group, wide = Communicator(dist.group.WORLD, Traffic()), torch.float64
     storage = Storage(
-        dist.get_world_size(), dist.get_rank(), group, wide, compute, wide, CPU, CPU, Buffers(CPU), False, False
+        dist.get_world_size(),
+        dist.get_rank(),
+        group,
+        wide,
+        compute,
+        wide,
+        CPU,
+        CPU,
+        Buffers(CPU),
+        Copying(CPU),
+        False,
+        False,
     )
     made = []
     for index, shape in enumerate(shapes):

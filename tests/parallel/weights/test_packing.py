@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from phalanx.parallel.communication.copying import Copying
 from phalanx.parallel.communication.memory import Buffers
 from phalanx.parallel.weights.packing import Packing
 from phalanx.parallel.weights.storage import Storage
@@ -16,7 +17,9 @@ CPU = torch.device("cpu")
 
 def storage(ranks: int, rank: int) -> Storage:
     f = torch.float32
-    return Storage(ranks, rank, None, f, f, f, CPU, CPU, Buffers(CPU), always_whole=True, whole_gradients=True)
+    return Storage(
+        ranks, rank, None, f, f, f, CPU, CPU, Buffers(CPU), Copying(CPU), always_whole=True, whole_gradients=True
+    )
 
 
 def holder() -> nn.Module:

@@ -38,12 +38,24 @@ class Bucket:
     def start_gather(self) -> None:
         """Begin to make the weights whole; costs nothing if they are, or are about to be."""
         storage = self.storage
-        if self.is_whole or self._gathering is not None or storage.group.alone:
+        if self.is_whole or self._gathering is not None:
+            return
+        if storage.group.alone:
+            self._gathering = self._fetched() if storage.offloaded else None
             return
         flat = storage.buffers.take(storage.ranks, self.packing.length, dtype=storage.compute)
         row = flat[storage.rank]
         self.packing.pack(row)
         self._gathering = storage.group.all_gather(flat, row), flat
+
+    def _fetched(self) -> tuple[Pending, Tensor]:
+        """Bring the weights from the host, as wide as they are there, while the device computes."""
+        storage = self.storage
+        flat = storage.buffers.take(1, self.packing.length, dtype=storage.parameter)
+        with storage.copying.beside() as arrived:
+            for weight, place in zip(self.weights, flat[0].split(self.packing.sizes), strict=True):
+                place.copy_(weight.shard.data.view(-1), non_blocking=True)
+        return Pending((), arrived), flat
 
     def assemble(self, packing: Packing, row: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Whole tensors, by weight, from everybody's rows. All ranks of the group must call it."""

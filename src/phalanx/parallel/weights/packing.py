@@ -47,6 +47,8 @@ class Packing:
         if not self.length:
             return
         shards = [weight.shard.data.view(-1) for weight in self.weights]
+        if self.weights[0].storage.offloaded:  # to be narrowed on the device
+            shards = [shard.to(row.device, non_blocking=True) for shard in shards]
         places = list(row.split(self.sizes))
         if self.padded:
             places = [place[: len(shard)] for place, shard in zip(places, shards, strict=True)]
@@ -56,7 +58,7 @@ class Packing:
         """Make weights whole from everybody's rows."""
         if not self.length:
             return
-        if self.padded:
+        if self.padded or flat.dtype != self.weights[0].full.dtype:
             places = self.places(flat)
             pairs = [pair for weight in self.weights for pair in weight.pairs(weight.full.data, places[weight.name])]
             copy_each([part for part, _ in pairs], [place for _, place in pairs])

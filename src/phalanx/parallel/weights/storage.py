@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
+from phalanx.layout import Layout
 from phalanx.parallel.communication.communicator import Communicator
+from phalanx.parallel.communication.copying import Copying
 from phalanx.parallel.communication.memory import Buffers
+from phalanx.parallel.communication.mesh import Mesh
+
+if TYPE_CHECKING:
+    from phalanx.parallel.weights.placement import StoragePolicy
 
 
 @dataclass(frozen=True)
@@ -25,6 +32,8 @@ class Storage:
     home: torch.device
     """Where this rank's rows and their optimizer state live: the device, or the host if they are offloaded."""
     buffers: Buffers
+    copying: Copying
+    """From home to the device."""
     always_whole: bool
     """Whole weights stay in the device's memory between uses (ZeRO 1 and 2), or are gathered for each use (ZeRO 3)."""
     whole_gradients: bool
@@ -32,8 +41,34 @@ class Storage:
     leaves: int = 0
     """Virtual micro-batches of this rank, where gradients are summed exactly; 0: they are added as they come."""
 
+    @classmethod
+    def of(
+        cls, policy: StoragePolicy, layout: Layout, mesh: Mesh, reduce: torch.dtype, device: torch.device,
+        buffers: Buffers, copying: Copying,
+    ) -> Storage:  # fmt: skip
+        ranks = mesh.size(*policy.axes)
+        return cls(
+            ranks=ranks,
+            rank=mesh.index(*policy.axes),
+            group=mesh.group(*policy.axes),
+            parameter=policy.dtype,
+            compute=policy.compute,
+            reduce=reduce,
+            device=device,
+            home=policy.home(device),
+            buffers=buffers,
+            copying=copying,
+            always_whole=policy.always_whole,
+            whole_gradients=layout.zero < 2 or ranks == 1,
+            leaves=layout.exact // layout.batch_ranks,
+        )
+
     @property
     def copies(self) -> bool:
-        """Whether a rank has all of a weight beside each other twice: to update, and narrower to compute with."""
-        beside = self.always_whole and self.ranks == 1 and self.home == self.device
-        return beside and self.parameter != self.compute
+        """Whether a rank has all of a weight twice: to update, and narrower or on another device to compute with."""
+        apart = (self.parameter, self.home) != (self.compute, self.device)
+        return self.always_whole and self.ranks == 1 and apart
+
+    @property
+    def offloaded(self) -> bool:
+        return self.home != self.device

@@ -87,7 +87,7 @@ class Weight:
             self.shard = self._parameter(self.own_rows(self.whole.tensor))
         else:
             size = self.last - self.first, *self.shape[1:]
-            self.shard = self._parameter(Room(size, storage.parameter, storage.home).tensor)
+            self.shard = self._parameter(Room(size, storage.parameter, storage.home, storage.device).tensor)
         self.optimized = self.shard
         self.install(self.full)
         self.apart = storage_id(self.full) != storage_id(self.shard)
