@@ -237,14 +237,18 @@ def bench(
     length: Annotated[int | None, typer.Option(help="tokens of a sequence")] = None,
     batch: Annotated[int | None, typer.Option(help="sequences a step")] = None,
     vocabulary: Annotated[int | None, typer.Option(help="different tokens")] = None,
+    experts: Annotated[int | None, typer.Option(help="in each block, each token going to 2; by default none")] = None,
+    offload: Annotated[bool, typer.Option("--offload", help="keep optimizer state on the host")] = False,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; by default a GPU if there is one")] = None,
     json: Annotated[bool, typer.Option("--json", help="print one JSON object and nothing else")] = False,
 ) -> None:
     """Train a Llama's shape on this machine, with Phalanx and with its peers that are installed: who is faster."""
     from phalanx.bench.table import bench, setting_of
 
-    sizes = {"layers": layers, "width": width, "length": length, "batch": batch, "vocabulary": vocabulary}
-    table = bench(setting_of(device, precision, **sizes), only, lambda text: print(text, file=sys.stderr, flush=True))
+    sizes = {"layers": layers, "width": width, "length": length, "batch": batch, "vocabulary": vocabulary,
+             "experts": experts}  # fmt: skip
+    setting = setting_of(device, precision, offload, **sizes)
+    table = bench(setting, only, lambda text: print(text, file=sys.stderr, flush=True))
     print(table.to_json() if json else f"\n{table}")
     raise SystemExit(0 if table.found else 3)
 

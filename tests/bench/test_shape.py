@@ -16,8 +16,10 @@ def test_the_default_has_one_and_a_half_billion_weights() -> None:
         assert round(sum(w.numel() for w in transformer(Shape.default("cuda")).parameters()) / 1e9, 2) == 1.5
 
 
-def test_both_models_have_the_same_weights() -> None:
-    own, theirs = transformer(SMALL), hugging_face(SMALL)
+@pytest.mark.parametrize("experts", [0, 4])
+def test_both_models_have_the_same_weights(experts: int) -> None:
+    shape = SMALL.changed(experts=experts)
+    own, theirs = transformer(shape), hugging_face(shape)
     assert sum(w.numel() for w in own.parameters()) == sum(w.numel() for w in theirs.parameters())
 
 
@@ -28,7 +30,8 @@ def test_a_step_has_so_many_tokens() -> None:
 
 
 @pytest.mark.parametrize(("given", "told"), [
-    ({"width": 96}, "multiple of 64"), ({"layers": 1}, "at least 2"), ({"batch": 0}, "at least 1"),
+    ({"width": 96}, "multiple of 64"), ({"experts": 1}, "each token goes to 2"),
+    ({"layers": 1}, "at least 2"), ({"batch": 0}, "at least 1"),
 ])  # fmt: skip
 def test_shapes_that_cannot_be_are_refused(given: dict[str, int], told: str) -> None:
     with pytest.raises(WrongUse, match=told):

@@ -66,6 +66,14 @@ def test_a_gpu_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
         table.setting_of("cuda", None)
 
 
+def test_offload_is_refused_where_there_is_one_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(CannotHere, match="Leave it out"):
+        table.setting_of("cpu", None, offload=True)
+    monkeypatch.setattr(table, "CONTENDERS", {"plain": Contender("Plain", lambda setting: iter(()))})
+    setting = table.Setting(table.Shape.default("cpu"), "cpu", "fp32", offload=True)
+    assert "on the host" in table.bench(setting, (), lambda text: None).missing["plain"]
+
+
 def test_a_contender_that_nobody_knows_is_refused(tmp_path: Path) -> None:
     done = phalanx("bench", "--device", "cpu", "--only", "torchtitn", cwd=tmp_path)
     assert done.returncode == 2

@@ -21,10 +21,11 @@ EACH = {"cuda": 6, "cpu": 2}
 def measured(step: Step, setting: Setting) -> dict[str, float]:
     """After a few steps, so many in a row without waiting; the median of several such rounds."""
     seconds = _seconds(step, 1, setting.device)
-    _seconds(step, WARM, setting.device)
+    each = 1 if setting.offload else EACH[setting.device]
+    _seconds(step, 1 if setting.offload else WARM, setting.device)
     if setting.device == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    median = statistics.median(_seconds(step, EACH[setting.device], setting.device) for _ in range(ROUNDS))
+    median = statistics.median(_seconds(step, each, setting.device) for _ in range(ROUNDS))
     return {
         "tokens_per_s": setting.shape.tokens / median,
         "ms": median * 1e3,
@@ -52,7 +53,7 @@ def _peak(device: str) -> float:
 
 def main() -> None:
     name, given = sys.argv[1], json.loads(sys.argv[2])
-    setting = Setting(Shape(**given["shape"]), given["device"], given["precision"])
+    setting = Setting(Shape(**given["shape"]), given["device"], given["precision"], given["offload"])
     torch.set_float32_matmul_precision("high")
     for step in CONTENDERS[name].steps(setting):
         found = {key: round(value, 2) for key, value in measured(step, setting).items()}

@@ -14,6 +14,8 @@ from phalanx.errors import WrongUse
 from phalanx.models.transformer import Transformer, TransformerConfig
 
 HEAD = 64
+CHOSEN = 2
+"""Experts that a token goes to."""
 
 
 @dataclass(frozen=True)
@@ -25,6 +27,8 @@ class Shape:
     length: int = 4096
     batch: int = 4
     vocabulary: int = 128_256
+    experts: int = 0
+    """In the place of each feed-forward, each as large as it; 0: none."""
 
     @classmethod
     def default(cls, device: str) -> Shape:
@@ -34,10 +38,11 @@ class Shape:
     def changed(self, **given: int | None) -> Shape:
         """With these numbers where they are given."""
         shape = replace(self, **{name: number for name, number in given.items() if number is not None})
+        least = {"layers": (2, ", as every model with blocks"), "experts": (CHOSEN, f": each token goes to {CHOSEN}")}
         for name, number in vars(shape).items():
-            if number < 1 + (name == "layers"):
-                least = "2, as every model with blocks" if name == "layers" else "1"
-                raise WrongUse(f"--{name} {number} is too few. Give at least {least}.")
+            fewest, why = least.get(name, (1, ""))
+            if number < fewest and not (name == "experts" and number == 0):
+                raise WrongUse(f"--{name} {number} is too few. Give at least {fewest}{why}.")
         if shape.width % HEAD:
             raise WrongUse(f"--width {shape.width} does not divide into heads of {HEAD}. Make it a multiple of {HEAD}.")
         return shape
@@ -56,27 +61,34 @@ class Shape:
         return self.batch * self.length
 
     def __str__(self) -> str:
+        experts = f" with {self.experts} experts" if self.experts else ""
         return (
-            f"{self.layers} blocks of width {self.width}, vocabulary {self.vocabulary:,}, {self.batch} x {self.length} "
-            "tokens a step"
+            f"{self.layers} blocks of width {self.width}{experts}, vocabulary {self.vocabulary:,}, "
+            f"{self.batch} x {self.length} tokens a step"
         )
 
 
 def transformer(shape: Shape) -> Transformer:
     return Transformer(TransformerConfig(
         vocabulary=shape.vocabulary, width=shape.width, layers=shape.layers, heads=shape.heads,
-        kv_heads=shape.kv_heads, hidden=4 * shape.width, rope_base=500_000.0,
+        kv_heads=shape.kv_heads, hidden=4 * shape.width, rope_base=500_000.0, experts=shape.experts,
+        experts_chosen=CHOSEN,
     ))  # fmt: skip
 
 
 def hugging_face(shape: Shape) -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
-    return LlamaForCausalLM(LlamaConfig(
-        vocab_size=shape.vocabulary, hidden_size=shape.width, intermediate_size=4 * shape.width,
-        num_hidden_layers=shape.layers, num_attention_heads=shape.heads, num_key_value_heads=shape.kv_heads,
-        max_position_embeddings=shape.length, tie_word_embeddings=False, rope_theta=500_000.0, use_cache=False,
-        attn_implementation="sdpa",
+    sizes: dict[str, Any] = {
+        "vocab_size": shape.vocabulary, "hidden_size": shape.width, "intermediate_size": 4 * shape.width,
+        "num_hidden_layers": shape.layers, "num_attention_heads": shape.heads, "num_key_value_heads": shape.kv_heads,
+        "max_position_embeddings": shape.length, "tie_word_embeddings": False, "rope_theta": 500_000.0,
+        "use_cache": False, "attn_implementation": "sdpa",
+    }  # fmt: skip
+    if not shape.experts:
+        return LlamaForCausalLM(LlamaConfig(**sizes))
+    return MixtralForCausalLM(MixtralConfig(
+        **sizes, num_local_experts=shape.experts, num_experts_per_tok=CHOSEN, sliding_window=None
     ))  # fmt: skip
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.abc
 import importlib.machinery
+import importlib.util
+import sys
 import types
 from typing import Any
 
@@ -12,6 +14,15 @@ class StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Asked when nothing else has found a module; what is looked up in one is an empty class."""
 
     NAMES = ("datasets", "tensorboard", "torchao", "wandb", "tyro", "torchdata")
+
+    @classmethod
+    def install(cls) -> None:
+        """From here on they are found."""
+        if importlib.util.find_spec("tensorboard") is None:
+            sys.modules.setdefault(
+                "torch.utils.tensorboard", Nothing("torch.utils.tensorboard")
+            )  # it would look inside
+        sys.meta_path.append(cls())
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
         known = name.split(".")[0] in self.NAMES

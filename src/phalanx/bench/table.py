@@ -35,7 +35,8 @@ class Comparison:
 
     def __str__(self) -> str:
         setting = self.setting
-        head = [f"{setting.shape}, {setting.precision}, AdamW, clipped at 1", self.machine, ""]
+        offload = ", optimizer state on the host, activations computed again" if setting.offload else ""
+        head = [f"{setting.shape}, {setting.precision}, AdamW, clipped at 1{offload}", self.machine, ""]
         if setting.precision.startswith("fp8"):
             head.insert(1, "peers train in bf16")
         rows = [("contender", "tokens/s", "ms a step", "memory", "first step", "ours to it")]
@@ -52,11 +53,12 @@ class Comparison:
     def to_json(self) -> str:
         return json.dumps({
             "machine": self.machine, "shape": asdict(self.setting.shape), "precision": self.setting.precision,
+            "offload": self.setting.offload,
             "contenders": self.found, "missing": self.missing,
         })  # fmt: skip
 
 
-def setting_of(device: str | None, precision: str | None, **sizes: int | None) -> Setting:
+def setting_of(device: str | None, precision: str | None, offload: bool = False, **sizes: int | None) -> Setting:
     """What was asked for, and what a device is measured with by default."""
     if device not in (None, "cpu", "cuda"):
         raise WrongUse(f"--device {device} is not known. Choose cpu or cuda.")
@@ -66,7 +68,11 @@ def setting_of(device: str | None, precision: str | None, **sizes: int | None) -
     precision = precision or ("bf16" if device == "cuda" else "fp32")
     if precision not in PRECISIONS:
         raise WrongUse(f"--precision {precision} is not measured; {closest(precision, PRECISIONS)}")
-    return Setting(Shape.default(device).changed(**sizes), device, precision)
+    if offload and device == "cpu":
+        raise CannotHere(
+            "--offload measures a GPU whose memory is not enough, and torch finds none here. Leave it out."
+        )
+    return Setting(Shape.default(device).changed(**sizes), device, precision, offload)
 
 
 def bench(setting: Setting, only: Sequence[str], tell: Callable[[str], None]) -> Comparison:
@@ -79,6 +85,9 @@ def bench(setting: Setting, only: Sequence[str], tell: Callable[[str], None]) ->
         absent = [package for package in CONTENDERS[name].needs if importlib.util.find_spec(package) is None]
         if absent:
             table.missing[name] = f"not installed. pip install {' '.join(absent)}"
+            continue
+        if setting.offload and not CONTENDERS[name].offloads:
+            table.missing[name] = "does not keep state on the host here"
             continue
         tell(f"{CONTENDERS[name].title} ...")
         found = _measured(name, setting)
