@@ -238,7 +238,9 @@ def bench(
     batch: Annotated[int | None, typer.Option(help="sequences a step")] = None,
     vocabulary: Annotated[int | None, typer.Option(help="different tokens")] = None,
     experts: Annotated[int | None, typer.Option(help="in each block, each token going to 2; by default none")] = None,
-    offload: Annotated[bool, typer.Option("--offload", help="keep optimizer state on the host")] = False,
+    offload: Annotated[
+        int | None, typer.Option(metavar="PERCENT", help="keep so much of the optimizer state on the host")
+    ] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; by default a GPU if there is one")] = None,
     json: Annotated[bool, typer.Option("--json", help="print one JSON object and nothing else")] = False,
 ) -> None:

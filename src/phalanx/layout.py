@@ -55,10 +55,12 @@ class Layout:
     a power of two, or 0 where sums may depend on the ranks."""
     recompute: str = "none"
     offload: str = "none"
+    offload_percent: int = 100
+    """How much of the weights ``offload`` takes, the first blocks' first; what stays needs no way to the device."""
     compile: str = "none"
 
     def __post_init__(self) -> None:
-        for name in (*DEGREES, "zero", "micro_batch"):
+        for name in (*DEGREES, "zero", "micro_batch", "offload_percent"):
             value = getattr(self, name)
             if value is None and name == "micro_batch":
                 continue
@@ -71,6 +73,8 @@ class Layout:
             )
         if self.zero > 3:
             raise WrongUse(f"zero={self.zero} is not a ZeRO stage. Choose zero=1, zero=2 or zero=3.")
+        if self.offload_percent > 100:
+            raise WrongUse(f"offload_percent={self.offload_percent} is more than all. Choose from 1 to 100.")
         for name, known in CHOICES.items():
             value = getattr(self, name)
             if value not in known:
@@ -175,6 +179,8 @@ class Layout:
                 f"exact={self.exact} computes on 1 thread, or OMP_NUM_THREADS, at any number of ranks, and takes plain "
                 "kernels where the optimizer asks for fused ones"
             )
+        if self.offload == "none" and self.offload_percent != Layout.offload_percent:
+            notes.append(f"offload_percent={self.offload_percent} has no effect at offload=none")
         if self.offload != "none" and device == "cpu":
             notes.append(f"offload={self.offload} saves nothing on a CPU: its memory is the host's already")
         return notes

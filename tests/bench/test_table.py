@@ -68,9 +68,11 @@ def test_a_gpu_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_offload_is_refused_where_there_is_one_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(CannotHere, match="Leave it out"):
-        table.setting_of("cpu", None, offload=True)
+        table.setting_of("cpu", None, offload=100)
+    with pytest.raises(WrongUse, match="from 1 to 100"):
+        table.setting_of("cpu", None, offload=101)
     monkeypatch.setattr(table, "CONTENDERS", {"plain": Contender("Plain", lambda setting: iter(()))})
-    setting = table.Setting(table.Shape.default("cpu"), "cpu", "fp32", offload=True)
+    setting = table.Setting(table.Shape.default("cpu"), "cpu", "fp32", offload=100)
     assert "on the host" in table.bench(setting, (), lambda text: None).missing["plain"]
 
 

@@ -54,7 +54,13 @@ def test_precision_means_the_same_in_every_layout(ranks: Ranks, precision: str, 
     task = Digits(precision=precision, clip=math.inf)
     alone, expected = run(task, "dp=1")
     assert all(weight.dtype == torch.float32 for weight in expected.values())
-    for layout in ("dp=2", "fsdp=2", "fsdp=2,zero=2,micro_batch=2", "fsdp=2,offload=params", "dp=2,offload=optimizer"):
+    for layout in (
+        "dp=2",
+        "fsdp=2",
+        "fsdp=2,zero=2,micro_batch=2",
+        "fsdp=2,offload=params,offload_percent=40",
+        "dp=2,offload=optimizer",
+    ):
         metrics, weights = ranks(2, run, task, layout)[0]
         assert not any(compare(metrics, "skipped")), layout
         assert compare(metrics, "loss") == pytest.approx(compare(alone, "loss"), rel=tolerance), layout

@@ -60,7 +60,8 @@ def test_state_is_begun_or_brought_home() -> None:
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_an_offloaded_update_is_that_of_weights_on_the_gpu(precision: str) -> None:
     plain: dict[str, Any] = trained(precision, "dp=1", "cuda", kernels=True)
-    for layout in ("dp=1,offload=optimizer", "dp=1,offload=params"):
+    for how in ("optimizer", "params", "optimizer,offload_percent=40", "params,offload_percent=40"):
+        layout = f"dp=1,offload={how}"
         own = trained(precision, layout, "cuda", kernels=True)
         assert own["steps"] == plain["steps"]
         for name, want in plain["weights"].items():

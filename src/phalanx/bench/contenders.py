@@ -29,8 +29,9 @@ class Setting:
     shape: Shape
     device: str
     precision: Precision
-    offload: bool = False
-    """Optimizer state, or all that can be, on the host; activations computed again."""
+    offload: int = 0
+    """Percent of the state that are on the host, or all where a contender knows nothing else; with them activations
+    are computed again."""
 
     def batch(self) -> tuple[Tensor, Tensor]:
         size = self.shape.batch, self.shape.length + 1
@@ -48,7 +49,8 @@ def ours(setting: Setting, own: bool) -> Iterator[Step]:
         learning_rate=RATE,
     )  # fmt: skip
     layout = "dp=1,compile=blocks" if setting.device == "cuda" else "dp=1"
-    layout += ",offload=optimizer,recompute=full" if setting.offload else ""
+    if setting.offload:
+        layout += f",recompute=full,offload=optimizer,offload_percent={setting.offload}"
     with phalanx.Engine(task, layout, device=setting.device) as engine:
         batches = engine.batches()
         yield lambda: engine.step(next(batches))

@@ -35,7 +35,9 @@ class Comparison:
 
     def __str__(self) -> str:
         setting = self.setting
-        offload = ", optimizer state on the host, activations computed again" if setting.offload else ""
+        offload = (
+            f", {setting.offload}% of the state on the host, activations computed again" if setting.offload else ""
+        )
         head = [f"{setting.shape}, {setting.precision}, AdamW, clipped at 1{offload}", self.machine, ""]
         if setting.precision.startswith("fp8"):
             head.insert(1, "peers train in bf16")
@@ -58,7 +60,7 @@ class Comparison:
         })  # fmt: skip
 
 
-def setting_of(device: str | None, precision: str | None, offload: bool = False, **sizes: int | None) -> Setting:
+def setting_of(device: str | None, precision: str | None, offload: int | None = None, **sizes: int | None) -> Setting:
     """What was asked for, and what a device is measured with by default."""
     if device not in (None, "cpu", "cuda"):
         raise WrongUse(f"--device {device} is not known. Choose cpu or cuda.")
@@ -68,11 +70,13 @@ def setting_of(device: str | None, precision: str | None, offload: bool = False,
     precision = precision or ("bf16" if device == "cuda" else "fp32")
     if precision not in PRECISIONS:
         raise WrongUse(f"--precision {precision} is not measured; {closest(precision, PRECISIONS)}")
+    if offload is not None and not 1 <= offload <= 100:
+        raise WrongUse(f"--offload {offload} is no share of the state. Give a percentage from 1 to 100.")
     if offload and device == "cpu":
         raise CannotHere(
             "--offload measures a GPU whose memory is not enough, and torch finds none here. Leave it out."
         )
-    return Setting(Shape.default(device).changed(**sizes), device, precision, offload)
+    return Setting(Shape.default(device).changed(**sizes), device, precision, offload or 0)
 
 
 def bench(setting: Setting, only: Sequence[str], tell: Callable[[str], None]) -> Comparison:

@@ -40,8 +40,8 @@ class Update:
 
     def __init__(self, optimizer: optim.Optimizer, spread: Spread) -> None:
         self.optimizer, self.spread = optimizer, spread
-        self._offloaded = any(storage.offloaded for storage in spread.storages.values())
-        self._one_pass = StreamedPass(spread.device) if self._offloaded else OnePass()
+        self._one_pass, self._streamed = OnePass(), StreamedPass(spread.device)
+        self._offloaded = {w.shard for w in spread.weights.values() if w.storage.offloaded}
         self._steps: dict[nn.Parameter, tuple[torch.Tensor, int, int]] = {}
         """Of each shard, its state's count of steps, when that was last read or written, and what it was then."""
         self._known = _is_known(optimizer, spread)
@@ -74,10 +74,11 @@ class Update:
         if not all(_fits(shard, self.optimizer.state.get(shard)) for shards in groups for shard in shards):
             return  # the optimizer begins what it keeps of them, or keeps it in another way
         for number, shards in enumerate(groups):
-            for step, same in self._by_step(shards).items():
+            for (step, offloaded), same in self._alike(shards).items():
                 updated = [self._updated(*gradients[shard]) for shard in same]
                 names = frozenset(gradients[shard][0].name for shard in same)
-                launch = self._one_pass.prepared(updated, (number, len(same)))
+                one_pass = self._streamed if offloaded else self._one_pass
+                launch = one_pass.prepared(updated, (number, len(same)))
                 states = [self.optimizer.state[shard] for shard in same]
                 self._lots.append(Lot(number, step, same, updated, states, names, launch))
 
@@ -85,7 +86,8 @@ class Update:
         """Whether something is now where offloaded state is to be that was not: begun here, or restored elsewhere."""
         if not (self._offloaded and self.in_one_pass):
             return False
-        trained = [w.shard for w, _ in self.spread.gradients.each() if w.name not in without]
+        found = (w.shard for w, _ in self.spread.gradients.each() if w.name not in without)
+        trained = [shard for shard in found if shard in self._offloaded]
         moved = [s for s in trained if not is_home(self.optimizer.state.get(s), self.spread.device)]
         for shard in moved:
             self.optimizer.state[shard] = brought_home(shard.data, self.optimizer.state.get(shard), self.spread.device)
@@ -127,13 +129,13 @@ class Update:
         copy = weight.full.data if weight.storage.copies else None
         return Updated(weight.shard.data, gradient, state["exp_avg"], state["exp_avg_sq"], copy)
 
-    def _by_step(self, shards: Sequence[nn.Parameter]) -> dict[int, list[nn.Parameter]]:
-        """Shards by how many updates of them this will have been."""
-        found: dict[int, list[nn.Parameter]] = {}
+    def _alike(self, shards: Sequence[nn.Parameter]) -> dict[tuple[int, bool], list[nn.Parameter]]:
+        """Shards by how many updates of them this will have been, and whether they are the host's."""
+        found: dict[tuple[int, bool], list[nn.Parameter]] = {}
         for shard in shards:
             count, known = self.optimizer.state[shard]["step"], self._steps.get(shard)
             done = known[2] if known and known[0] is count and known[1] == version(count) else int(count)
-            found.setdefault(done + 1, []).append(shard)
+            found.setdefault((done + 1, shard in self._offloaded), []).append(shard)
         return found
 
 

@@ -49,6 +49,17 @@ def test_every_element_is_owned_by_as_many_ranks_as_hold_the_same(layout: str) -
         assert set(owners.values()) == {placement.layout.dp * tp * len(one.stages)}, one.name
 
 
+def test_so_much_is_offloaded_as_is_asked_for() -> None:
+    policies = {name: one.policy for name, one in placed("offload=params,offload_percent=30").weights.items()}
+    shapes = {name: one.shape.numel() for name, one in placed("dp=1").weights.items()}
+    hosts = [name for name, policy in policies.items() if policy.offloaded]
+    share = sum(shapes[name] for name in hosts) / sum(shapes.values())
+    assert 0.3 <= share < 0.3 + max(shapes.values()) / sum(shapes.values())
+    assert hosts == list(policies)[: len(hosts)]
+    assert all(policy.always_whole != policy.offloaded for policy in policies.values())
+    assert all(one.policy.offloaded for one in placed("offload=optimizer").weights.values())
+
+
 def test_it_is_made_for_ten_thousand_ranks_and_asked_about_any() -> None:
     placement = placed("dp=10,fsdp=16,tp=4,pp=4,cp=4", layers=8, width=64, heads=8)
     assert placement.layout.world == 10240

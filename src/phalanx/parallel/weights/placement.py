@@ -114,10 +114,11 @@ class Placement:
             check_context(model, anatomy, layout.cp)
             hugging_face.check_attention(model, layout.cp)
         stages = divide(model, anatomy, layout.pp, layout.schedule) if layout.pp > 1 else None
+        offloaded = set(_offloaded(model, layout))
         weights = {
             name: Placed(
-                name, weight.shape, _policy(weight, plan.cuts.get(name), layout, dtypes), plan.cuts.get(name),
-                tuple(stages.holders(name)) if stages is not None else (0,),
+                name, weight.shape, _policy(weight, plan.cuts.get(name), layout, dtypes, name in offloaded),
+                plan.cuts.get(name), tuple(stages.holders(name)) if stages is not None else (0,),
             )
             for name, weight in model.named_parameters()
         }  # fmt: skip
@@ -164,7 +165,16 @@ SHARDABLE = {torch.uint8, torch.int8, torch.int32, torch.int64}
 """Whole numbers that every backend's collectives know."""
 
 
-def _policy(weight: nn.Parameter, cut: Cut | None, layout: Layout, dtypes: Dtypes) -> StoragePolicy:
+def _offloaded(model: nn.Module, layout: Layout) -> Iterator[str]:
+    """Weights whose state is the host's: the first ones, until they are as many as the layout says."""
+    left = sum(weight.numel() for weight in model.parameters()) * layout.offload_percent / 100
+    for name, weight in model.named_parameters():
+        if layout.offload != "none" and left > 0:
+            yield name
+        left -= weight.numel()
+
+
+def _policy(weight: nn.Parameter, cut: Cut | None, layout: Layout, dtypes: Dtypes, offloaded: bool) -> StoragePolicy:
     """What is trained is kept in the run's dtype. What is not is kept as it is, where it is computed with as it is."""
     axes: tuple[str, ...] = EXPERT_SHARD if cut is not None and cut.axis == "ep" else SHARD
     number = weight.is_floating_point()
@@ -176,8 +186,8 @@ def _policy(weight: nn.Parameter, cut: Cut | None, layout: Layout, dtypes: Dtype
         dtype=weight.dtype if narrow or not number else dtypes.parameter,
         compute=dtypes.compute if number else weight.dtype,
         axes=axes,
-        offloaded=layout.offload != "none",
-        always_whole=layout.offload != "params" and (layout.zero < 3 or ranks == 1),
+        offloaded=offloaded,
+        always_whole=not (offloaded and layout.offload == "params") and (layout.zero < 3 or ranks == 1),
         trainable=weight.requires_grad,
     )
 
