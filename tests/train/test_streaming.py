@@ -46,8 +46,8 @@ def test_pieces_are_updated_as_the_whole() -> None:
 def test_state_is_begun_or_brought_home() -> None:
     shard = torch.randn(3, 5)
     state = brought_home(shard, None, CPU)
-    assert not is_home(None, CPU)
-    assert is_home(state, CPU)
+    assert not is_home(shard, None, CPU)
+    assert is_home(shard, state, CPU)
     assert float(state["step"]) == 0
     assert not state["exp_avg"].any()
     assert state["exp_avg"].shape == shard.shape

@@ -83,17 +83,18 @@ def pieces(updated: Sequence[Updated]) -> Iterator[Updated]:
             yield Updated(weight, gradient, first, second, copy)
 
 
-def is_home(state: dict[str, Any] | None, device: torch.device) -> bool:
-    """Whether what Adam keeps of a shard is there, in memory that a GPU copies quickly."""
+def is_home(shard: Tensor, state: dict[str, Any] | None, device: torch.device) -> bool:
+    """Whether what Adam keeps of a shard is there; on the host, in memory that a GPU copies quickly."""
     if not state:
         return False
-    return device.type != "cuda" or all(value.is_pinned() for value in _moments(state).values())
+    return shard.device == device or all(value.is_pinned() for value in _moments(state).values())
 
 
 def brought_home(shard: Tensor, state: dict[str, Any] | None, device: torch.device) -> dict[str, Any]:
     """The same state there, begun where there is none yet."""
     if not state:
-        moments = {name: torch.zeros((), dtype=shard.dtype).expand(shard.shape) for name in ("exp_avg", "exp_avg_sq")}
+        zeros = torch.zeros((), dtype=shard.dtype).expand(shard.shape)
+        moments = dict.fromkeys(("exp_avg", "exp_avg_sq"), zeros)
         state = {"step": torch.tensor(0.0), **moments}
     rooms = {name: Room(value.shape, value.dtype, shard.device, device) for name, value in _moments(state).items()}
     return {**state, **{name: room.tensor.copy_(state[name]) for name, room in rooms.items()}}

@@ -83,14 +83,17 @@ class Update:
                 self._lots.append(Lot(number, step, same, updated, states, names, launch))
 
     def _moved_home(self, without: Set[str]) -> bool:
-        """Whether something is now where offloaded state is to be that was not: begun here, or restored elsewhere."""
+        """Whether state is now where it is to be that was not: begun here, or restored elsewhere.
+
+        Where some is offloaded all is begun here: the optimizer would have gradients on the host for it.
+        """
         if not (self._offloaded and self.in_one_pass):
             return False
-        found = (w.shard for w, _ in self.spread.gradients.each() if w.name not in without)
-        trained = [shard for shard in found if shard in self._offloaded]
-        moved = [s for s in trained if not is_home(self.optimizer.state.get(s), self.spread.device)]
+        state, device = self.optimizer.state, self.spread.device
+        trained = [weight.shard for weight, _ in self.spread.gradients.each() if weight.name not in without]
+        moved = [shard for shard in trained if not is_home(shard, state.get(shard), device)]
         for shard in moved:
-            self.optimizer.state[shard] = brought_home(shard.data, self.optimizer.state.get(shard), self.spread.device)
+            state[shard] = brought_home(shard.data, state.get(shard), device)
         return bool(moved)
 
     def _as_prepared(self) -> bool:
