@@ -2,9 +2,9 @@
 
     python benchmarks/moments.py [--quick]
 
-A small language model is trained on one device from several seeds with each kind of moments. One run's loss differs from
-another's by a percent whatever the rounding, so the figure is the mean over seeds. An update is timed on a CPU, where the
-plain twin does it.
+A small language model is trained on one device from several seeds with each kind of moments. One run's loss differs
+from another's by a percent whatever the rounding, so the figure is the mean over seeds. An update is timed on a CPU,
+where the plain twin does it.
 """
 
 from __future__ import annotations
