@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import product
 
 import numpy as np
 import pytest
@@ -32,6 +33,33 @@ def test_an_element_does_not_depend_on_what_else_is_drawn() -> None:
     assert torch.equal(wide[:, :3, :5], narrow), "padding a sample longer changed its numbers"
     mask, shorter = counter.keep_mask(keys, (4, 9), 0.5), counter.keep_mask(keys, (4, 6), 0.5)
     assert torch.equal(mask[:, :, :6], shorter)
+
+
+@pytest.mark.parametrize("shape", [(7,), (6, 5), (5, 6), (4, 3, 5)])
+def test_words_of_a_box_are_those_of_the_whole(shape: tuple[int, ...]) -> None:
+    """Also where a cut parts two neighbours that have the halves of one draw."""
+    cpu = torch.device("cpu")
+    whole = counter.box_words(7, shape, ((0,) * len(shape), shape), cpu)
+    pairs = counter.bits(7, torch.arange((whole.numel() + 1) // 2)).view(torch.int32)
+    assert torch.equal(whole.view(-1), pairs[: whole.numel()])
+    for axis in range(len(shape)):
+        for first, start in product(range(shape[0]), range(shape[axis])):
+            sizes, offsets = list(shape), [0] * len(shape)
+            offsets[0], sizes[0] = first, shape[0] - first
+            if axis:
+                offsets[axis], sizes[axis] = start, min(2, shape[axis] - start)
+            part = whole
+            for dim, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
+                part = part.narrow(dim, offset, size)
+            assert torch.equal(counter.box_words(7, sizes, (offsets, shape), cpu), part)
+    assert counter.box_words(7, (), ((), ()), cpu) == whole.view(-1)[0]
+
+
+def test_streams_under_a_key_differ_and_are_mixed_as_tensors_are() -> None:
+    streams = [counter.nth(5, number) for number in range(100)]
+    keys = torch.tensor([5 + counter.call_offset(number) for number in range(100)])
+    assert streams == counter.mix(keys).tolist()
+    assert len(set(streams)) == 100
 
 
 def test_uniforms_are_uniform_and_normals_normal() -> None:

@@ -46,6 +46,14 @@ def call_offset(number: int) -> int:
     return _signed(number * CALL % (1 << 64))
 
 
+def nth(stream: int, number: int) -> int:
+    """The key of the n-th stream under a key."""
+    x = (stream + number * CALL) % (1 << 64)
+    x = (x ^ (x >> 30)) * FIRST % (1 << 64)
+    x = (x ^ (x >> 27)) * SECOND % (1 << 64)
+    return _signed(x ^ (x >> 31))
+
+
 AXES = tuple(key("axis", axis) | 1 for axis in range(16))
 
 
@@ -67,6 +75,21 @@ def mix_array(x: np.ndarray) -> np.ndarray:
 def bits(stream: int, index: Tensor) -> Tensor:
     """64 random bits for each index of a stream, in place."""
     return mix(index.add_(1).mul_(STRIDE).add_(stream))
+
+
+def box_words(stream: int, sizes: Sequence[int], place: Place, device: torch.device) -> Tensor:
+    """32 random bits for each element of a box: 64 for every two neighbours in the whole, however it is cut."""
+    offsets, whole = place
+    starts, length = _runs(sizes, place, device)
+    odd = sum(offset * math.prod(whole[axis + 1 :]) for axis, offset in enumerate(offsets)) % 2
+    apart = math.prod(whole[_first_of_run(sizes, whole) :])
+    if len(starts) == 1 or apart % 2 == 0:  # all runs begin in the same half
+        pairs = torch.arange((odd + length + 1) // 2, dtype=torch.int64, device=device)
+        raw = bits(stream, (starts >> 1)[:, None] + pairs)
+        return raw.view(torch.int32)[:, odd : odd + length].reshape(tuple(sizes))
+    index = starts[:, None] + torch.arange(length, dtype=torch.int64, device=device)
+    raw = bits(stream, index >> 1)
+    return (raw >> (index & 1).mul_(32)).int().view(tuple(sizes))
 
 
 def grid_bits(keys: Tensor, grid: Sequence[int | Tensor]) -> Tensor:
@@ -140,18 +163,18 @@ def _drawn(flat: Tensor, sizes: Sequence[int], stream: int, place: Place | None)
 def _runs(sizes: Sequence[int], place: Place, device: torch.device) -> tuple[Tensor, int]:
     """Where in the whole each run of a box's neighbouring elements begins, and how long they all are."""
     offsets, whole = place
-    dim, length = len(sizes) - 1, 1
-    while dim >= 0:
-        length *= sizes[dim]
-        if sizes[dim] != whole[dim]:
-            break
-        dim -= 1
+    dim = _first_of_run(sizes, whole)
     starts = torch.zeros(1, dtype=torch.int64, device=device)
     for axis, offset in enumerate(offsets):
         stride = math.prod(whole[axis + 1 :])
         steps = torch.arange(offset, offset + (sizes[axis] if axis < dim else 1), dtype=torch.int64, device=device)
         starts = (starts[:, None] + steps * stride).view(-1)
-    return starts, length
+    return starts, math.prod(sizes[dim:])
+
+
+def _first_of_run(sizes: Sequence[int], whole: Sequence[int]) -> int:
+    """The first dim along which neighbours in a box are neighbours in the whole: those after it are whole."""
+    return max((dim for dim, size in enumerate(sizes) if size != whole[dim]), default=0)
 
 
 def _flat(target: Tensor) -> Tensor:

@@ -1,5 +1,6 @@
-"""An optimizer of whole matrices: SOAP, which is Adam in a basis where the gradient's coordinates hardly correlate.
+"""Optimizers of our own: AdamW with narrow moments (`adamw`), and SOAP, which updates whole matrices.
 
+SOAP is Adam in a basis where the gradient's coordinates hardly correlate.
 Beside a weight's moments it keeps averages of ``G Gᵀ`` and ``Gᵀ G`` and, for each side, an orthonormal basis that is
 brought nearer to their eigenvectors every few steps by one round of orthogonal iteration (Vyas et al., 2024). Rounds
 begin from the unit matrix and are damped, so that a basis is a smooth function of the gradients: eigenvectors
@@ -13,6 +14,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, optim
+
+from phalanx.adamw import AdamW
+
+__all__ = ["SOAP", "AdamW"]
 
 SIDES = (-2, -1)
 

@@ -16,8 +16,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 import torch
 from torch import Tensor, nn
 
+from phalanx.adamw import AdamW
 from phalanx.anatomy import Anatomy
 from phalanx.errors import WrongUse, closest
+from phalanx.kernels.moments import Moments
 from phalanx.losses import Loss
 
 if TYPE_CHECKING:
@@ -58,6 +60,7 @@ class Task:
     learning_rate: float = 1e-3
     warmup_steps: int = 10
     weight_decay: float = 0.1
+    moments: Moments = "float32"
     clip: float = 1.0
     workers: int = 0
     evaluate_every: int = 0
@@ -142,7 +145,10 @@ class Task:
             {"params": decayed, "weight_decay": self.weight_decay},
             {"params": plain, "weight_decay": 0.0},
         ]
-        return torch.optim.AdamW([g for g in groups if g["params"]], lr=self.learning_rate, fused=True)
+        groups = [group for group in groups if group["params"]]
+        if self.moments == "float32":
+            return torch.optim.AdamW(groups, lr=self.learning_rate, fused=True)
+        return AdamW(groups, lr=self.learning_rate, moments=self.moments, seed=self.seed)
 
     def schedule(self) -> Callable[[int], float] | Mapping[str, Callable[[int], float]]:
         """A factor on the learning rate as a pure function of the step; by default warm-up, then cosine to a tenth.
@@ -203,9 +209,10 @@ class Task:
                 raise WrongUse(f"{name}={value} is no rate. Set {name} to a number from 0 up, such as 0.001.")
         if not self.clip > 0:
             raise WrongUse(f"clip={self.clip} would stop all learning. Set clip above 0, or clip=inf for no clipping.")
-        known = get_args(Precision)
-        if self.precision not in known:
-            raise WrongUse(f"precision={self.precision!r} is not known. Choose one of: {', '.join(known)}.")
+        for name, kind in (("precision", Precision), ("moments", Moments)):
+            value, known = getattr(self, name), get_args(kind)
+            if value not in known:
+                raise WrongUse(f"{name}={value!r} is not known. Choose one of: {', '.join(known)}.")
 
     def _check_written(self) -> None:
         """Refuse defaults that are written down and not taken, and numbers that are none."""

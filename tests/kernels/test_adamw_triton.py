@@ -15,12 +15,12 @@ def compile_all() -> None:
     from phalanx.kernels import adamw_triton as kernels
 
     target = triton.backends.compiler.GPUTarget("cuda", 90, 32)
-    for copy, flag in product((None, kernels.TYPES["bfloat16"]), (False, True)):
+    for copy, flag, moments in product((None, "bfloat16"), (False, True), ("float32", "bfloat16", "uint8")):
         constants = {
-            "GRADIENT": kernels.TYPES["bfloat16"], "COPY": copy, "DECOUPLED": flag, "EVEN": flag,
-            "BLOCK": kernels.BLOCK, "SPAN": kernels.SPAN,
+            "GRADIENT": kernels.TYPES["bfloat16"], "COPY": kernels.TYPES.get(copy), "MOMENTS": kernels.TYPES[moments],
+            "TOGETHER": flag, "DECOUPLED": flag, "EVEN": flag, "BLOCK": kernels.BLOCK, "SPAN": kernels.SPAN,
         }  # fmt: skip
-        pointers = {"places": "*i64", "spans": "*i32"}
+        pointers = {"places": "*i64", "spans": "*i32", "step": "i32"}
         plain = [name for name in kernels._update.arg_names if name not in constants]
         signature = {name: pointers.get(name, "fp32") for name in plain} | dict.fromkeys(constants, "constexpr")
         source = triton.compiler.ASTSource(kernels._update, signature, constants)

@@ -13,7 +13,7 @@ from torch import Tensor, optim
 import phalanx
 from phalanx import EMA, Engine, Layout
 from phalanx.anatomy import Anatomy
-from phalanx.optim import SOAP
+from phalanx.optim import SOAP, AdamW
 from phalanx.parallel.communication.mesh import Grid
 from phalanx.parallel.weights.blueprint import Blueprint
 from phalanx.parallel.weights.matrices import COPY
@@ -36,6 +36,11 @@ OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
     "rprop": lambda p: optim.Rprop(p),
     "adafactor": lambda p: optim.Adafactor(p),
     "soap": lambda p: SOAP(p),
+    "narrow": lambda p: AdamW(p, moments="bfloat16"),
+    "narrower": lambda p: AdamW(p, moments="float8"),
+    "narrow beside fused": lambda p: {
+        "narrow": AdamW(p[1:], moments="float8"), "fused": optim.AdamW(p[:1], fused=True),
+    },
     "several": lambda p: {
         "matrices": optim.Muon([w for w in p if w.ndim == 2]), "rest": optim.AdamW([w for w in p if w.ndim != 2]),
     },

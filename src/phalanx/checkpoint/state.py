@@ -203,6 +203,7 @@ class State:
         """Refuse what this optimizer could not keep of a weight."""
         kind, key, owner = [*name.split("/", 2), "", ""][:3]
         of_weight = kind in ("optimizer", "callbacks") and owner in saved
+        self._check_width(kind, key, owner, held)
         if kind == "model" or held.shape == (saved[owner].shape if of_weight else ()):
             return
         if not of_weight or kind == "callbacks":
@@ -213,6 +214,18 @@ class State:
                 f"the checkpoint's optimizer keeps {key} of {owner} in a shape of its own, {held.shape}, and that of "
                 "this task updates each element by itself. Go on with the optimizer that it was saved with, or begin "
                 "a new run from its weights with --init-from."
+            )
+
+    def _check_width(self, kind: str, key: str, owner: str, held: Held) -> None:
+        """Refuse narrow moments where one of torch's optimizers is to go on, which keeps them as wide as the weight."""
+        weight = self.spread.weights.get(owner)
+        if kind != "optimizer" or weight is None or not type(self.optimizer).__module__.startswith("torch."):
+            return
+        if getattr(torch, held.dtype).itemsize < weight.shard.dtype.itemsize:
+            raise WrongUse(
+                f"the checkpoint's optimizer keeps {key} of {owner} in {held.dtype}, and "
+                f"{type(self.optimizer).__name__} keeps it as wide as the weight. Go on with the moments that it was "
+                "saved with, or begin a new run from its weights with --init-from."
             )
 
     def _moments(self, weight: Weight) -> list[tuple[str, Any]]:

@@ -6,8 +6,9 @@ Its plain twin is torch.optim's Adam and AdamW, before which gradients are scale
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,6 +36,20 @@ class Hyperparameters:
 
 
 @dataclass(frozen=True)
+class Segment:
+    """Elements of a weight that lie one after another in memory, and where they lie in the whole weight."""
+
+    start: int
+    size: int
+    first: int = 0
+    """In the whole, of the first of them;"""
+    length: int = 0
+    """so many are neighbours there, or all if 0,"""
+    apart: int = 0
+    """and the next so many begin so much further on."""
+
+
+@dataclass(frozen=True)
 class Updated:
     """A weight and all that its update reads and writes, each of one piece in memory."""
 
@@ -44,11 +59,33 @@ class Updated:
     second: Tensor
     copy: Tensor | None
     """What a model computes with, where it is another dtype."""
+    key: int = 0
+    """Of the draws by which narrow moments are rounded."""
+    segments: tuple[Segment, ...] = ()
+    """Where elements lie in the whole weight; if it does not matter, none."""
 
-    def row(self) -> tuple[int, ...]:
-        tensors = self.weight, self.gradient, self.first, self.second
-        copy = 0 if self.copy is None else self.copy.data_ptr()
-        return *(tensor.data_ptr() for tensor in tensors), copy, self.weight.numel()
+    def rows(self) -> Iterator[tuple[Compiled, tuple[int, ...]]]:
+        """Each segment as a kernel is told of it, and what the kernel is compiled for."""
+        tensors = self.weight, self.gradient, self.first, self.second, self.copy
+        for each in self.segments or (Segment(0, self.weight.numel()),):
+            places = [0 if t is None else t.data_ptr() + each.start * t.element_size() for t in tensors]
+            even = all(number % 16 == 0 for number in (*places, each.size))
+            names = _name(self.gradient), _name(self.copy), _name(self.first)
+            kind = Compiled(*names, even, together=each.length == 0)
+            yield kind, (*places, each.size, self.key, each.first, each.length, each.apart)
+
+
+class Compiled(NamedTuple):
+    """What a kernel is compiled for."""
+
+    gradient: str
+    copy: str
+    moments: str
+    """These are dtypes."""
+    even: bool
+    """All begins and ends at even places, in bytes and elements."""
+    together: bool
+    """Elements are neighbours in the whole weight, too."""
 
 
 class OnePass:
@@ -69,14 +106,14 @@ class OnePass:
         def launch(numbers: Hyperparameters, factor: float) -> None:
             from phalanx.kernels.adamw_triton import update  # triton takes longer to import than all of us
 
-            for (gradient, copy, even), places, spans in tables:
+            for kind, places, spans in tables:
                 if len(spans):
-                    update(places, spans, numbers.numbers(factor), gradient, copy, numbers.decoupled, even)
+                    update(places, spans, numbers.numbers(factor), numbers.step, kind, numbers.decoupled)
 
         return launch
 
     def _told(self, key: object, rows: list[tuple[int, ...]], device: torch.device) -> tuple[Tensor, Tensor]:
-        sizes = [row[-1] for row in rows]
+        sizes = [row[5] for row in rows]
         places, spans = self._places.get(key), self._spans.get(key)
         if places is None or places[0] != rows:
             places = self._places[key] = rows, sent(torch.tensor(rows), device)
@@ -95,13 +132,11 @@ def _spans(sizes: Sequence[int]) -> Tensor:
     return torch.stack([which, torch.arange(len(which)) - first], 1).int()
 
 
-def _kinds(updated: Sequence[Updated]) -> dict[tuple[str, str, bool], list[tuple[int, ...]]]:
-    """By what a kernel is compiled for: dtypes, and whether all begins and ends at even places."""
-    found: dict[tuple[str, str, bool], list[tuple[int, ...]]] = {}
+def _kinds(updated: Sequence[Updated]) -> dict[Compiled, list[tuple[int, ...]]]:
+    found: dict[Compiled, list[tuple[int, ...]]] = {}
     for one in updated:
-        row = one.row()
-        kind = _name(one.gradient), _name(one.copy), all(number % 16 == 0 for number in row)
-        found.setdefault(kind, []).append(row)
+        for kind, row in one.rows():
+            found.setdefault(kind, []).append(row)
     return found
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,7 +11,7 @@ import torch.distributed as dist
 from phalanx import counter
 from phalanx.data.fingerprint import digest
 from phalanx.errors import WrongUse
-from phalanx.kernels.choice import KERNELS
+from phalanx.kernels.choice import KERNELS, Kernel
 from phalanx.parallel.communication.communicator import Communicator
 from phalanx.settings import plain_settings
 
@@ -35,12 +35,18 @@ ADVICE = {
 
 def agree_on_kernels(engine: Engine) -> None:
     """One that does not work on a rank is used on none: they would compute in other chunks, and to other bits."""
-    if engine.device.type != "cuda" or engine.environment.world == 1:
+    settle(KERNELS, engine.device, engine.mesh.world)
+
+
+def settle(kernels: Sequence[Kernel], device: torch.device, world: Communicator) -> None:
+    """Have these used on all ranks, or on none. All ranks must call it."""
+    if device.type != "cuda" or world.alone:
         return
-    kernels = sorted(KERNELS, key=lambda kernel: kernel.name)
-    works = torch.tensor([float(kernel.works(engine.device)) for kernel in kernels], device=engine.device)
-    for kernel, everywhere in zip(kernels, engine.gathered(works).amin(0).tolist(), strict=True):
-        kernel.settle(engine.device, bool(everywhere))
+    kernels = sorted(kernels, key=lambda kernel: kernel.name)
+    fails = torch.tensor([float(not kernel.works(device)) for kernel in kernels], device=device)
+    world.all_reduce_max(fails)
+    for kernel, anywhere in zip(kernels, fails.tolist(), strict=True):
+        kernel.settle(device, not anywhere)
 
 
 def check_agreement(engine: Engine, *names: str) -> None:

@@ -14,7 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn, optim
 
+from phalanx.adamw import AdamW
 from phalanx.callbacks import EMA, Callback
+from phalanx.kernels.moments import DTYPES
 from phalanx.layout import Layout
 from phalanx.parallel.communication.mesh import Grid
 from phalanx.parallel.weights.matrices import COPY, owners
@@ -88,7 +90,11 @@ def _state(optimizer: optim.Optimizer, shapes: Mapping[str, torch.Size], dtype: 
     found: dict[str, float] = {}
     for part in parts_of(optimizer):
         weights = [weight for group in part.param_groups for weight in group["params"]]
-        known = {w.logical_name: dtype.itemsize * _known(part, shapes[w.logical_name]) for w in weights}
+        known = {
+            weight.logical_name: _itemsize(part, group, dtype) * _known(part, shapes[weight.logical_name])
+            for group in part.param_groups
+            for weight in group["params"]
+        }
         try:
             found |= _seen(part, weights) if all(weight.is_meta for weight in weights) else known
         except Exception:  # it looks at values
@@ -102,6 +108,11 @@ def _seen(optimizer: optim.Optimizer, weights: Sequence[Any]) -> dict[str, float
     optimizer.step()
     state = {weight.logical_name: leaves(optimizer.state[weight], Tensor) for weight in weights}
     return {name: sum(t.numel() * t.itemsize for t in tensors if t.ndim) for name, tensors in state.items()}
+
+
+def _itemsize(optimizer: optim.Optimizer, group: Mapping[str, Any], dtype: torch.dtype) -> int:
+    """Of each number that is kept of a group's weights."""
+    return (DTYPES[group["moments"]] if isinstance(optimizer, AdamW) else dtype).itemsize
 
 
 def _known(optimizer: optim.Optimizer, shape: torch.Size) -> int:

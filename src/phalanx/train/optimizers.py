@@ -53,6 +53,11 @@ def make_optimizer(task: Task, shards: Sequence[nn.Parameter], trained: bool) ->
             f"learn nothing from it (the first has the shape {tuple(strangers[0].shape)}){where}. Make it from the "
             "parameters that it is called with, not from a model of its own."
         )
+    if task.moments != "float32" and task.moments not in {group.get("moments") for group in optimizer.param_groups}:
+        raise WrongUse(
+            f"moments={task.moments} has no effect: {name}.optimizer makes another optimizer{where}. Return "
+            "phalanx.optim.AdamW(params, moments=self.moments, seed=self.seed), or leave moments out."
+        )
     if any(isinstance(part, optim.LBFGS) for part in parts_of(optimizer)):
         raise WrongUse("LBFGS evaluates the loss many times in a step. Use an optimizer with one gradient a step.")
     for group in optimizer.param_groups:

@@ -8,12 +8,13 @@ What the model computes with, where all of it is on the GPU, is written by the k
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from phalanx.kernels.adamw import Hyperparameters, OnePass, Updated
+from phalanx.kernels.adamw import Hyperparameters, OnePass, Segment, Updated
 from phalanx.parallel.communication.copying import Copying
 from phalanx.parallel.communication.memory import Room
 
@@ -27,10 +28,15 @@ class Staging:
     """A piece's memory on the GPU."""
 
     def __init__(self, size: int, device: torch.device) -> None:
-        self.tensors = torch.empty(3, size, device=device)
-        """Of a weight and its moments."""
+        self.size = size
         self.free: Callable[[], None] = lambda: None
         """Has the device wait until what was here has gone."""
+        self._rows = torch.empty(3, size * torch.float32.itemsize, dtype=torch.uint8, device=device)
+
+    def like(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Room for a weight's piece and its moments'."""
+        pairs = zip(self._rows, tensors, strict=True)
+        return [row[: len(tensor) * tensor.itemsize].view(tensor.dtype) for row, tensor in pairs]
 
 
 class StreamedPass:
@@ -55,18 +61,18 @@ class StreamedPass:
         return launch
 
     def _make_staging(self, size: int) -> None:
-        if not self._staging or self._staging[0].tensors.shape[1] < size:
+        if not self._staging or self._staging[0].size < size:
             self._staging = [Staging(size, self.device) for _ in range(STAGINGS)]
 
     def _update(self, staging: Staging, piece: Updated, key: object, numbers: Hyperparameters, factor: float) -> None:
         at_home = piece.weight, piece.first, piece.second
-        weight, first, second = here = [tensor[: len(piece.weight)] for tensor in staging.tensors]
+        weight, first, second = here = staging.like(at_home)
         staging.free()
         with self._coming.beside() as arrived:
             for tensor, other in zip(here, at_home, strict=True):
                 tensor.copy_(other, non_blocking=True)
         arrived()
-        self._one_pass.prepared([Updated(weight, piece.gradient, first, second, piece.copy)], key)(numbers, factor)
+        self._one_pass.prepared([replace(piece, weight=weight, first=first, second=second)], key)(numbers, factor)
         with self._going.beside() as staging.free:
             for tensor, other in zip(here, at_home, strict=True):
                 other.copy_(tensor, non_blocking=True)
@@ -80,7 +86,22 @@ def pieces(updated: Sequence[Updated]) -> Iterator[Updated]:
                 tensor.view(-1)[begin : begin + PIECE] for tensor in (one.weight, one.gradient, one.first, one.second)
             )
             copy = None if one.copy is None else one.copy.view(-1)[begin : begin + PIECE]
-            yield Updated(weight, gradient, first, second, copy)
+            cut = (part for segment in one.segments for part in _within(segment, begin, begin + PIECE))
+            yield Updated(weight, gradient, first, second, copy, one.key, tuple(cut))
+
+
+def _within(segment: Segment, begin: int, end: int) -> Iterator[Segment]:
+    """What of a segment lies in a piece, as segments of the piece."""
+    at, end = max(begin, segment.start), min(end, segment.start + segment.size)
+    length = segment.length or segment.size
+    while at < end:
+        row, column = divmod(at - segment.start, length)
+        whole = (end - at) // length * length if not column else 0
+        size = whole or min(length - column, end - at)
+        first = segment.first + row * segment.apart + column
+        together = size <= length
+        yield Segment(at - begin, size, first, 0 if together else length, 0 if together else segment.apart)
+        at += size
 
 
 def is_home(shard: Tensor, state: dict[str, Any] | None, device: torch.device) -> bool:
@@ -90,10 +111,12 @@ def is_home(shard: Tensor, state: dict[str, Any] | None, device: torch.device) -
     return shard.device == device or all(value.is_pinned() for value in _moments(state).values())
 
 
-def brought_home(shard: Tensor, state: dict[str, Any] | None, device: torch.device) -> dict[str, Any]:
-    """The same state there, begun where there is none yet."""
+def brought_home(
+    shard: Tensor, state: dict[str, Any] | None, device: torch.device, dtype: torch.dtype = torch.float32
+) -> dict[str, Any]:
+    """The same state there, begun in a dtype where there is none yet."""
     if not state:
-        zeros = torch.zeros((), dtype=shard.dtype).expand(shard.shape)
+        zeros = torch.zeros((), dtype=dtype).expand(shard.shape)
         moments = dict.fromkeys(("exp_avg", "exp_avg_sq"), zeros)
         state = {"step": torch.tensor(0.0), **moments}
     rooms = {name: Room(value.shape, value.dtype, shard.device, device) for name, value in _moments(state).items()}

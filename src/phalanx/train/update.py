@@ -10,10 +10,15 @@ from typing import Any
 import torch
 from torch import nn, optim
 
-from phalanx.kernels.adamw import KERNEL, Hyperparameters, OnePass, Updated
+from phalanx import adamw
+from phalanx.adamw import AdamW
+from phalanx.kernels.adamw import KERNEL, Hyperparameters, OnePass, Segment, Updated
+from phalanx.kernels.moments import DTYPES
 from phalanx.parallel.spread import Spread
 from phalanx.parallel.torch_private import add_to_each, has_step_hooks, version
+from phalanx.parallel.weights.boxes import segments
 from phalanx.parallel.weights.weight import Weight
+from phalanx.train.agreement import settle
 from phalanx.train.streaming import StreamedPass, brought_home, is_home
 
 
@@ -44,7 +49,11 @@ class Update:
         self._offloaded = {w.shard for w in spread.weights.values() if w.storage.offloaded}
         self._steps: dict[nn.Parameter, tuple[torch.Tensor, int, int]] = {}
         """Of each shard, its state's count of steps, when that was last read or written, and what it was then."""
+        if isinstance(optimizer, AdamW):
+            settle([adamw.KERNEL], spread.device, spread.mesh.world)
         self._known = _is_known(optimizer, spread)
+        self._segments: dict[nn.Parameter, tuple[Segment, ...]] = {}
+        """Of each shard, where its elements lie in the whole weight."""
         self._lots: list[Lot] = []
 
     def __call__(self, factor: float, without: set[str]) -> None:
@@ -71,11 +80,12 @@ class Update:
             return
         gradients = {w.shard: (w, own) for w, own in self.spread.gradients.each() if w.name not in without}
         groups = [[s for s in group["params"] if s in gradients] for group in self.optimizer.param_groups]
-        if not all(_fits(shard, self.optimizer.state.get(shard)) for shards in groups for shard in shards):
-            return  # the optimizer begins what it keeps of them, or keeps it in another way
+        for group, shards in zip(self.optimizer.param_groups, groups, strict=True):
+            if not all(_fits(shard, self.optimizer.state.get(shard), _moments(group)) for shard in shards):
+                return  # the optimizer begins what it keeps of them, or keeps it in another way
         for number, shards in enumerate(groups):
             for (step, offloaded), same in self._alike(shards).items():
-                updated = [self._updated(*gradients[shard]) for shard in same]
+                updated = [self._updated(self.optimizer.param_groups[number], *gradients[shard]) for shard in same]
                 names = frozenset(gradients[shard][0].name for shard in same)
                 one_pass = self._streamed if offloaded else self._one_pass
                 launch = one_pass.prepared(updated, (number, len(same)))
@@ -89,12 +99,14 @@ class Update:
         """
         if not (self._offloaded and self.in_one_pass):
             return False
-        state, device = self.optimizer.state, self.spread.device
-        trained = [weight.shard for weight, _ in self.spread.gradients.each() if weight.name not in without]
-        moved = [shard for shard in trained if not is_home(shard, state.get(shard), device)]
-        for shard in moved:
-            state[shard] = brought_home(shard.data, state.get(shard), device)
-        return bool(moved)
+        state, device, moved = self.optimizer.state, self.spread.device, False
+        trained = {weight.shard for weight, _ in self.spread.gradients.each() if weight.name not in without}
+        for group in self.optimizer.param_groups:
+            for shard in trained.intersection(group["params"]):
+                if not is_home(shard, state.get(shard), device):
+                    state[shard] = brought_home(shard.data, state.get(shard), device, _moments(group))
+                    moved = True
+        return moved
 
     def _as_prepared(self) -> bool:
         """Whether callbacks have left what is to be updated where it was. The device waits: this is to be quick."""
@@ -127,10 +139,15 @@ class Update:
             for shard, count in zip(lot.shards, counts, strict=True):
                 self._steps[shard] = count, version(count), lot.step
 
-    def _updated(self, weight: Weight, gradient: torch.Tensor) -> Updated:
-        state = self.optimizer.state[weight.shard]
+    def _updated(self, group: dict[str, Any], weight: Weight, gradient: torch.Tensor) -> Updated:
+        shard, state = weight.shard, self.optimizer.state[weight.shard]
         copy = weight.full.data if weight.storage.copies else None
-        return Updated(weight.shard.data, gradient, state["exp_avg"], state["exp_avg_sq"], copy)
+        tensors = shard.data, gradient, state["exp_avg"], state["exp_avg_sq"], copy
+        if _moments(group) == torch.float32:
+            return Updated(*tensors)
+        if shard not in self._segments:
+            self._segments[shard] = tuple(segments(shard.shape, shard.logical_boxes, shard.logical_shape))  # type: ignore[attr-defined]
+        return Updated(*tensors, adamw.key(group, shard), self._segments[shard])
 
     def _alike(self, shards: Sequence[nn.Parameter]) -> dict[tuple[int, bool], list[nn.Parameter]]:
         """Shards by how many updates of them this will have been, and whether they are the host's."""
@@ -143,9 +160,10 @@ class Update:
 
 
 def _is_known(optimizer: optim.Optimizer, spread: Spread) -> bool:
-    """Whether it is torch's Adam over this rank's rows, on a device where the kernel works."""
-    if type(optimizer) not in (optim.Adam, optim.AdamW) or spread.layout.exact:
+    """Whether it is torch's Adam, or ours, over this rank's rows, on a device where the kernel works."""
+    if type(optimizer) not in (optim.Adam, optim.AdamW, AdamW) or spread.layout.exact:
         return False
+    kernel = adamw.KERNEL if isinstance(optimizer, AdamW) else KERNEL
     if any(group.get(name, plain) != plain for group in optimizer.param_groups for name, plain in PLAIN.items()):
         return False
     shards = [shard for group in optimizer.param_groups for shard in group["params"]]
@@ -153,27 +171,31 @@ def _is_known(optimizer: optim.Optimizer, spread: Spread) -> bool:
         return False
     owned = set(spread.shards())
     alike = all(s in owned and s.dtype == torch.float32 and s.is_contiguous() for s in shards)
-    return alike and KERNEL.used(torch.empty(0, device=spread.device))
+    return alike and kernel.used(torch.empty(0, device=spread.device))
 
 
 def _given(group: dict[str, Any]) -> tuple[Any, ...]:
     return group["lr"], *group["betas"], group["eps"], group["weight_decay"]
 
 
-def _fits(shard: nn.Parameter, state: dict[str, Any] | None) -> bool:
+def _moments(group: dict[str, Any]) -> torch.dtype:
+    return DTYPES[group.get("moments", "float32")]
+
+
+def _fits(shard: nn.Parameter, state: dict[str, Any] | None, dtype: torch.dtype) -> bool:
     """Whether what is kept of a shard is what the kernel takes it for."""
     if not state or not isinstance(state.get("step"), torch.Tensor):
         return False
-    return all(_like(shard, state.get(name)) for name in ("exp_avg", "exp_avg_sq"))
+    return all(_like(shard, state.get(name), dtype) for name in ("exp_avg", "exp_avg_sq"))
 
 
-def _like(shard: nn.Parameter, moment: Any) -> bool:
+def _like(shard: nn.Parameter, moment: Any, dtype: torch.dtype) -> bool:
     if not isinstance(moment, torch.Tensor) or not moment.is_contiguous():
         return False
-    return (moment.dtype, moment.device, moment.shape) == (shard.dtype, shard.device, shard.shape)
+    return (moment.dtype, moment.device, moment.shape) == (dtype, shard.device, shard.shape)
 
 
 def _numbers(step: int, group: dict[str, Any], optimizer: optim.Optimizer) -> Hyperparameters:
-    decoupled = group.get("decoupled_weight_decay", isinstance(optimizer, optim.AdamW))
+    decoupled = group.get("decoupled_weight_decay", isinstance(optimizer, (optim.AdamW, AdamW)))
     rate, first, second, tiny, decay = map(float, _given(group))  # a schedule may give numpy's
     return Hyperparameters(step, rate, (first, second), tiny, decay, decoupled)

@@ -9,7 +9,7 @@ from torch import nn
 from phalanx.parallel.axes.cuts import Cut
 from phalanx.parallel.communication.copying import Copying
 from phalanx.parallel.communication.memory import Buffers
-from phalanx.parallel.weights.boxes import Box, boxes
+from phalanx.parallel.weights.boxes import Box, boxes, locate, segments
 from phalanx.parallel.weights.storage import Storage
 from phalanx.parallel.weights.weight import Weight
 
@@ -48,6 +48,23 @@ def test_every_element_is_in_one_box(name: str, ranks: int) -> None:
                 times[place] += 1
     assert torch.equal(found, whole)
     assert times.eq(1).all()
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("name", CUTS)
+def test_segments_are_where_elements_lie_in_the_whole(name: str, ranks: int) -> None:
+    whole, cut = torch.arange(70).view(7, 5, 2), CUTS[name]
+    for index in range(2 if cut else 1):
+        part = cut.take(whole, index) if cut else whole
+        for rank in range(ranks):
+            held = weight(part.float(), ranks, rank)
+            locate(held, cut, index, whole.shape)
+            places = torch.full((held.shard.numel(),), -1)
+            for each in segments(held.shard.shape, held.shard.logical_boxes, held.shard.logical_shape):
+                at = torch.arange(each.size)
+                there = at // each.length * each.apart + at % each.length if each.length else at
+                places[each.start : each.start + each.size] = each.first + there
+            assert places.tolist() == held.shard.view(-1).int().tolist()
 
 
 def test_views_are_the_piece_itself() -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
+from phalanx.kernels.adamw import Segment
 from phalanx.parallel.axes.cuts import Cut
 from phalanx.parallel.weights.weight import Rows, Weight
 
@@ -81,3 +84,29 @@ def boxes_of(rows: Weight | Rows, cut: Cut | None, index: int) -> Iterator[Shard
 def boxes(rows: Weight | Rows, cut: Cut | None, index: int, shard: Tensor) -> list[tuple[Box, Tensor]]:
     """The boxes that ``shard``, a rank's rows of a weight or of its moments, consists of, each with its view."""
     return [(place.box, place.view(shard)) for place in boxes_of(rows, cut, index)]
+
+
+def locate(weight: Weight, cut: Cut | None, index: int, shape: torch.Size) -> None:
+    """Note on a weight's shard where it lies in a whole of ``shape``, for an optimizer that draws for each element."""
+    marks = {"logical_boxes": tuple(boxes_of(weight, cut, index)), "logical_shape": shape}
+    vars(weight.shard).update(marks)
+
+
+def segments(size: Sequence[int], places: Iterable[ShardBox], shape: torch.Size) -> Iterator[Segment]:
+    """What of a shard of this ``size`` lies together in memory, and where in the whole: boxes, or rows of them."""
+    for place in places:
+        box, dim = place.box, place.dim
+        if not box.sizes:
+            yield Segment(0, 1)
+            continue
+        steps = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+        first = sum(offset * step for offset, step in zip(box.offsets, steps, strict=True))
+        row = math.prod(size[dim + 1 :])
+        if dim and box.sizes[dim] != size[dim]:
+            for number in range(math.prod(size[:dim])):
+                start = (number * size[dim] + place.start) * row
+                yield Segment(start, box.sizes[dim] * row, first + number * shape[dim] * steps[dim])
+            continue
+        cut = max((axis for axis, length in enumerate(box.sizes) if length != shape[axis]), default=0)
+        neighbours = math.prod(box.sizes[cut:]) if cut else 0
+        yield Segment(place.start * row, math.prod(box.sizes), first, neighbours, shape[cut] * steps[cut] if cut else 0)

@@ -14,7 +14,7 @@ from phalanx.parallel.axes.cuts import Cut
 from phalanx.parallel.forward.calls import shapeless
 from phalanx.parallel.torch_private import FakeTensor, has_hooks, install
 from phalanx.parallel.weights.blueprint import Blueprint
-from phalanx.parallel.weights.boxes import boxes
+from phalanx.parallel.weights.boxes import boxes, locate
 from phalanx.parallel.weights.holding import Holding
 from phalanx.parallel.weights.parts import parts
 from phalanx.parallel.weights.storage import Storage
@@ -67,6 +67,7 @@ def fill(
     for name, weight in weights.items():
         described_one, cut, index = described.pop(name), holding.cut(name), holding.index(name)
         weight.make_room()
+        locate(weight, cut, index, holding.shapes[name])
         rows = weight.shard.data
         if saved is not None:
             rows.copy_(weight.own_rows(saved(name, cut, index)))
