@@ -261,6 +261,11 @@ KEPT: dict[str, dict[str, int | tuple[str, ...]]] = {
     "train/test_guard.py": {
         "test_weights_that_lead_nowhere_are_not_certified_and_cost_no_good_checkpoint": 1,
     },
+    "train/test_logged.py": {
+        "test_any_layout_gives_the_same": 3,
+        "test_compiled_blocks_log_in_every_step": 0,
+        "test_what_the_model_logs_reaches_all_ranks_from_every_stage": 4,
+    },
     "train/test_matrices.py": {
         "test_weights_are_chosen_by_their_whole_shape": 0,
         "test_exact_sums_give_the_same_bits_at_any_number_of_ranks": 0,

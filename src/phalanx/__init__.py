@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from phalanx.layout import Layout
     from phalanx.logits import Logits
     from phalanx.losses import Loss
+    from phalanx.metrics import log
     from phalanx.parallel.axes.samples import gather, rows
     from phalanx.run import Run
     from phalanx.task import Task
@@ -26,7 +27,7 @@ __version__ = "0.1.0"
 __all__ = [
     "EMA", "Anatomy", "Callback", "CannotHere", "Cluster", "EarlyStopping", "Engine", "Freeze", "Layout", "Logits",
     "Loss", "Run", "RunFailed", "Task", "Verdict", "WrongUse",
-    "check", "data", "gather", "load", "losses", "optim", "prove", "rows", "save", "train",
+    "check", "data", "gather", "load", "log", "losses", "optim", "prove", "rows", "save", "train",
 ]  # fmt: skip
 
 _HOMES = {
@@ -35,6 +36,7 @@ _HOMES = {
     "Logits": "logits", "Loss": "losses", "Run": "run", "RunFailed": "train.from_python", "Task": "task",
     "Verdict": "verdict", "WrongUse": "errors",
     "check": "train.check.checking", "gather": "parallel.axes.samples", "load": "train.restoring",
+    "log": "metrics",
     "rows": "parallel.axes.samples", "save": "train.checkpointing",
 }  # fmt: skip
 

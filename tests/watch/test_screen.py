@@ -24,6 +24,7 @@ class Stepped:
     step: int
     loss: float = 1.5
     losses: dict[str, float] = field(default_factory=dict)
+    logged: dict[str, float] = field(default_factory=dict)
     turn: str = ""
     skipped: bool = False
     count: float = 80.0
@@ -53,6 +54,16 @@ def test_elsewhere_it_is_a_line_every_so_many_steps() -> None:
     assert lines[:3] == [" layout  dp=1", " memory  1 KiB", "   note  zero=2 has no effect"]
     assert [line.split()[2] for line in lines[3:9]] == [f"{step}/6" for step in range(1, 7)]
     assert lines[9] == "held out after step 6: loss 0.5000"
+
+
+def test_a_few_numbers_of_the_task_stand_on_the_line() -> None:
+    screen = Screen(2, "samples", CPU, out := io.StringIO())
+    screen.step(Stepped(0, logged={"accuracy": 0.5, "reward": 12345.678}))
+    screen.step(Stepped(1, logged=dict.fromkeys("abcd", 0.5)))
+    first, second = out.getvalue().splitlines()
+    assert "loss 1.5000  accuracy 0.5  reward 1.235e+04  " in first
+    assert "loss 1.5000  " in second
+    assert "0.5 " not in second
 
 
 def test_a_long_run_has_about_twenty_lines() -> None:

@@ -44,6 +44,7 @@ from phalanx.train.changes import allowed_changes, described
 from phalanx.train.clock import Clock
 from phalanx.train.evaluate import evaluate
 from phalanx.train.guard import Guard
+from phalanx.train.logged import Logged
 from phalanx.train.matrices import spread_optimizer
 from phalanx.train.memory import Kept
 from phalanx.train.numbers import Numbers
@@ -95,7 +96,7 @@ class Engine:
         self.schedule = make_schedule(task)
         self.guard = guard or Guard()
         self.loss_scale = LossScale(dynamic=task.precision == "fp16")
-        self.clock = Clock(self.device)
+        self.clock, self.logged = Clock(self.device), Logged(self)
         self.step_number = 0
         self.samples, self.terms = 0, 0.0
         """How many have been trained on: samples, and terms of their losses."""
@@ -109,8 +110,7 @@ class Engine:
         """Where a callback has ended the run, if one has."""
         self.signals = Signals()
         """What this rank tells all ranks with the next step's sum; its metrics have those of any rank."""
-        self.timeout, self.init_from = timeout, init_from
-        self.traffic = traffic or Traffic()
+        self.timeout, self.init_from, self.traffic = timeout, init_from, traffic or Traffic()
         self.versions, self.allow_changes = VERSIONS, allow_changes
         self.changes: list[str] = []
         """What is other than when the state was saved that it went on from."""

@@ -19,6 +19,8 @@ REFRESH_SECONDS = 0.1
 QUIET_SECONDS = 60.0
 LINES = 20
 """About so many lines a run has where they do not renew themselves, besides one a minute."""
+SHOWN = 3
+"""Of what a task logs, at most so many have room on the line; of more none is shown."""
 RECENT = 50
 """So many steps tell how fast it goes."""
 
@@ -30,6 +32,8 @@ class ShownStep(Protocol):
     loss: float
     losses: dict[str, float]
     """Of those that it is the sum of, by name."""
+    logged: dict[str, float]
+    """What the task logs, by name."""
     turn: str
     """Whose turn it was, where steps take turns."""
     skipped: bool
@@ -143,7 +147,9 @@ def _loss(metrics: ShownStep) -> str:
     if metrics.skipped:
         return f"{metrics.turn} skipped: not finite".lstrip()
     named = ", ".join(f"{name} {value:.4f}" for name, value in metrics.losses.items())
-    return f"{metrics.turn or 'loss'} {metrics.loss:.4f}" + (f" ({named})" if named else "")
+    logged = metrics.logged.items() if len(metrics.logged) <= SHOWN else ()
+    more = "".join(f"  {name} {value:.4g}" for name, value in logged)
+    return f"{metrics.turn or 'loss'} {metrics.loss:.4f}" + (f" ({named})" if named else "") + more
 
 
 def _clock(seconds: float) -> str:
