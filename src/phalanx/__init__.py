@@ -22,12 +22,13 @@ if TYPE_CHECKING:
     from phalanx.train.engine import Engine
     from phalanx.train.from_python import RunFailed
     from phalanx.verdict import Verdict
+    from phalanx.watch import loggers
 
 __version__ = "0.1.0"
 __all__ = [
     "EMA", "Anatomy", "Callback", "CannotHere", "Cluster", "EarlyStopping", "Engine", "Freeze", "Layout", "Logits",
     "Loss", "Run", "RunFailed", "Task", "Verdict", "WrongUse",
-    "check", "data", "gather", "load", "log", "losses", "optim", "prove", "rows", "save", "train",
+    "check", "data", "gather", "load", "log", "loggers", "losses", "optim", "prove", "rows", "save", "train",
 ]  # fmt: skip
 
 _HOMES = {
@@ -45,6 +46,8 @@ def __getattr__(name: str) -> Any:
     """Import on first use, so that ``phalanx --help`` and a typing error need not wait for torch."""
     if name in _HOMES:
         return getattr(importlib.import_module(f"phalanx.{_HOMES[name]}"), name)
+    if name == "loggers":
+        return importlib.import_module("phalanx.watch.loggers")
     if name in ("data", "losses", "optim", "prove", "task", "train"):
         return importlib.import_module(f"phalanx.{name}")
     raise AttributeError(f"module 'phalanx' has no attribute {name!r}")

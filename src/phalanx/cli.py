@@ -25,6 +25,16 @@ from phalanx.redact import redact
 from phalanx.verdict import Verdict
 
 TASK = "file.py, package.module, one of these with :Class, or a recipe's name"
+Interface = Annotated[
+    str | None, typer.Option(help="through which they reach this host; by default that of the rendezvous")
+]
+Logs = Annotated[
+    list[str],
+    typer.Option(metavar="NAME", help="log to csv, tensorboard, wandb, mlflow or opentelemetry too; may be repeated"),
+]
+MetricsPort = Annotated[
+    str | None, typer.Option(metavar="PORT", help="serve the last numbers to Prometheus at 127.0.0.1, or HOST:PORT")
+]
 app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False)
 
 
@@ -106,10 +116,9 @@ def train(
     max_nodes: Annotated[int | None, typer.Option(help="run on so many hosts, with this command on each")] = None,
     meet: Annotated[str | None, typer.Option(help="where they meet, host:port, on a host that stays")] = None,
     host: Annotated[str | None, typer.Option(help="this host's name among them; by default its own")] = None,
-    interface: Annotated[
-        str | None,
-        typer.Option(help="through which they reach this host; by default that of the rendezvous"),
-    ] = None,
+    interface: Interface = None,
+    log: Logs = [],  # noqa: B006
+    metrics_port: MetricsPort = None,
     kill: Annotated[str | None, typer.Option(metavar="RANK@STEP", help="a drill: kill a rank after a step")] = None,
     bad: Annotated[
         str | None, typer.Option(help="a loss or gradient that is bad: skip (by default), rollback, or stop")
@@ -139,7 +148,7 @@ def train(
         checkpoints=checkpoints, restarts=restarts, grace=grace, init_from=init_from, timeout=timeout,
         bad=bad, spike=spike, compare_steps=compare_steps, min_nodes=min_nodes, max_nodes=max_nodes, meet=meet,
         host=host, interface=interface, kill=kill, allow=allow, resume=resume, exact=exact, unchecked=unchecked or None,
-        run=run,
+        run=run, log=log or None, metrics_port=metrics_port,
     )  # fmt: skip
     with led(Started.unless_placed(on), device) as started:
         from phalanx.train import starting

@@ -21,8 +21,11 @@ from phalanx.loss import Loss
 Number = Tensor | float
 Taker = Callable[[str, Number | Loss, Number | None], None]
 """Is given a name, a value, and the weight of it; None: as many as the micro-batch has samples, or as a sum counts."""
-OURS = ("loss", "grad_norm", "clip_factor", "lr", "skipped")
-"""Names under which a step's own numbers stand beside those that are logged."""
+OURS = (
+    "step", "loss", "grad_norm", "clip_factor", "lr", "skipped", "samples_per_second", "tokens_per_second",
+    "memory_gib",
+)  # fmt: skip
+"""Names under which a step's own numbers stand beside those that are logged, in loggers too (`watch.loggers`)."""
 LONGEST = 100
 NAME = re.compile(r"\w[\w .-]*(/\w[\w .-]*)*")
 _taker: Taker | None = None
@@ -71,7 +74,7 @@ def check_name(name: Any) -> None:
             f"phalanx.log({name[:LONGEST]!r}) is no name. Use letters, digits, '_', '-', '.', spaces, and '/' between "
             f"parts, up to {LONGEST} characters, such as 'accuracy' or 'attention/entropy'."
         )
-    if name in OURS or name.startswith("loss/"):
+    if name in OURS or name.startswith(("loss/", "seconds/")):
         raise WrongUse(f"phalanx.log({name!r}) has the name of one of the step's own numbers. Give it another.")
 
 

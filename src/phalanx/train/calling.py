@@ -110,6 +110,11 @@ class Callbacks:
     def tasks(self) -> list[Callback]:
         return list(self.named.values())
 
+    @property
+    def all(self) -> list[Callback]:
+        """As they are called."""
+        return [*self._ours, *self.tasks]
+
     def add(self, callback: Callback) -> None:
         """Have one of ours called too."""
         self._ours.append(callback)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -17,6 +17,7 @@ from phalanx.redact import is_redacted, redact_field
 from phalanx.settings import convert
 from phalanx.train.guard import Guard
 from phalanx.train.policy import Policy
+from phalanx.watch.loggers.chosen import chosen
 from phalanx.words import digits
 
 MOST_NODES = 1 << 16
@@ -52,6 +53,10 @@ class Options:
     """``changes``: go on with a run although other samples are to come than were planned."""
     unchecked: bool = False
     """The task is not checked before its first step."""
+    log: list[str] = field(default_factory=list)
+    """Where a run's numbers are written beside its events: csv, tensorboard and others."""
+    metrics_port: str | None = None
+    """Where Prometheus finds them, ``9090`` or ``0.0.0.0:9090``."""
     kill: str | None = None
     """A drill: ``1@60`` kills rank 1 after step 60."""
 
@@ -91,6 +96,7 @@ class Options:
             check_interface(self.interface)
         if self.allow not in (None, "changes"):
             raise WrongUse(f"--allow {self.allow} is nothing that can be allowed. Write --allow changes.")
+        chosen(self.log, self.metrics_port)
         self.drill()
 
     @classmethod
