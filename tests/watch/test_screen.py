@@ -56,6 +56,30 @@ def test_elsewhere_it_is_a_line_every_so_many_steps() -> None:
     assert lines[9] == "held out after step 6: loss 0.5000"
 
 
+def test_a_line_every_so_many_steps_and_no_others() -> None:
+    for out, others in ((io.StringIO(), 0), (Terminal(), 1)):
+        screen = Screen(100, "samples", CPU, out, every=30)
+        for step in range(100):
+            screen.step(Stepped(step))
+        lines = [line for line in out.getvalue().split("\n") if line]
+        assert [line.split("\r")[-1].split()[2] for line in lines] == ["30/100", "60/100", "90/100", "100/100"]
+        assert ("\r" in out.getvalue()) == bool(others)
+
+
+def test_quiet_is_all_but_what_is_noted() -> None:
+    screen = Screen(6, "samples", CPU, out := io.StringIO(), quiet=True)
+    screen.table({"layout": "dp=1"}, ["zero=2 has no effect"])
+    screen.resumed("files", 3)
+    for step in range(6):
+        screen.step(Stepped(step))
+    screen.evaluation(5, {"loss": 0.5})
+    screen.note("the loss needs all micro-batches")
+    assert out.getvalue().splitlines() == [
+        "   note  zero=2 has no effect",
+        "   note  the loss needs all micro-batches",
+    ]
+
+
 def test_a_few_numbers_of_the_task_stand_on_the_line() -> None:
     screen = Screen(2, "samples", CPU, out := io.StringIO())
     screen.step(Stepped(0, logged={"accuracy": 0.5, "reward": 12345.678}))

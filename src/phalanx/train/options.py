@@ -57,6 +57,10 @@ class Options:
     """Where a run's numbers are written beside its events: csv, tensorboard and others."""
     metrics_port: str | None = None
     """Where Prometheus finds them, ``9090`` or ``0.0.0.0:9090``."""
+    log_every: int = 0
+    """A line on the screen every so many steps; 0: as many as there is room for."""
+    quiet: bool = False
+    """Nothing is printed but what is noted, and the verdict."""
     kill: str | None = None
     """A drill: ``1@60`` kills rank 1 after step 60."""
 
@@ -96,6 +100,10 @@ class Options:
             check_interface(self.interface)
         if self.allow not in (None, "changes"):
             raise WrongUse(f"--allow {self.allow} is nothing that can be allowed. Write --allow changes.")
+        if self.quiet and self.log_every:
+            raise WrongUse(
+                f"--quiet prints no lines, and --log-every {self.log_every} asks for some. Give one of them."
+            )
         chosen(self.log, self.metrics_port)
         self.drill()
 
@@ -118,7 +126,7 @@ class Options:
         """What a ``run.toml`` should say: what is not as usual, with full paths, and nothing of this host or drill."""
         whole = replace(
             self, checkpoints=full_path(self.checkpoints), init_from=full_path(self.init_from),
-            host=None, interface=None, allow=None, kill=None,
+            host=None, interface=None, allow=None, kill=None, log_every=0, quiet=False,
         )  # fmt: skip
         usual = asdict(Options())
         return {n: redact_field(n, v) for n, v in asdict(whole).items() if v != usual[n] or n == "timeout"}

@@ -131,7 +131,8 @@ class Rank:
     def _listener(self, engine: Engine, notes: list[str]) -> Listener:
         """Rank 0's screen, begun with what there is to note."""
         task, overview = engine.task, Overview(engine)
-        screen = Screen(task.steps, task.counts, engine.device, streams.stdout())
+        options, out = self.job.options, streams.stdout()
+        screen = Screen(task.steps, task.counts, engine.device, out, every=options.log_every, quiet=options.quiet)
         if not self.host.restarted:
             loggers = [each for each in engine.callbacks.all if isinstance(each, Logger)]
             logs = {"logs": ", ".join(f"{each.title}: {each.where(self.run)}" for each in loggers)} if loggers else {}
