@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
 import subprocess
@@ -61,14 +62,13 @@ def warning() -> None:
 
 
 def apart(ranks: int) -> None:
+    importlib.reload(warnings)  # as they are without pytest, which keeps them
     printing_room.SAME_SECONDS = 0.1
     assert run_ranks(warning, ranks).failures is None
 
 
-def test_a_warning_is_told_once_however_late_others_have_it() -> None:
-    """In a fresh process, whose warnings pytest does not take."""
-    program = "from tests.launch.test_printing import apart; apart(3)"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+def test_a_warning_is_told_once_however_late_others_have_it(tmp_path: Path) -> None:
+    done = run_forked(apart, 3, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     lines = done.stderr.splitlines()
     warned = [line for line in lines if "Warning" in line]
