@@ -59,12 +59,12 @@ class Logged:
             return
         row = next(i for i, micro in enumerate(self._micro_batches) if micro.slots is moment.slots)
         column = self._columns[name] = self._column(name)
-        if isinstance(value, Loss):
-            total, weight = as_number(value.total, column), as_number(value.count, column)
-        else:
-            weight = as_number(len(moment.slots) if count is None else count, column)
-            total = as_number(value, column) * weight
-        column[row] += torch.stack([torch.where(weight > 0, total, 0.0), weight])  # a mean of nothing may be nan
+        counts = value.count if isinstance(value, Loss) else len(moment.slots) if count is None else count
+        weight = as_number(counts, column)
+        total = as_number(value.total, column) if isinstance(value, Loss) else as_number(value, column) * weight
+        if isinstance(counts, Tensor) or not counts:
+            total = torch.where(weight > 0, total, 0.0)  # a mean of nothing may be nan
+        column[row] += torch.stack([total, weight])
 
     @property
     def unknown(self) -> list[str]:

@@ -22,9 +22,12 @@ def test_a_task_may_have_one_among_its_callbacks(tmp_path: Path) -> None:
     (tmp_path / "task.py").write_text(TASK.format(more="", methods=own))
     done = command("train", "task.py", "--on", "local:2", "--steps", "3", "--run", "run", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "logs  CSV: run/logs/metrics.csv, CSV: elsewhere/metrics.csv" in done.stdout
-    first, second = (tmp_path / folder / "metrics.csv" for folder in ("run/logs", "elsewhere"))
+    assert "logs  CSV: run/logs/metrics.csv, CSV: elsewhere/run/metrics.csv" in done.stdout
+    first, second = (tmp_path / folder / "metrics.csv" for folder in ("run/logs", "elsewhere/run"))
     assert first.read_text().count("\n") == second.read_text().count("\n") == 4
+    again = command("train", "task.py", "--steps", "3", "--run", "other/run", cwd=tmp_path)
+    assert again.returncode == 2
+    assert f"elsewhere/run has the logs of {tmp_path}/run. Give CSV another folder" in again.stderr
     done = command("prove", "task.py", "--layouts", "dp=2", "--run", "proof", "--unchecked", cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert first.read_text().count("\n") == second.read_text().count("\n") == 4, "a proof is no run"

@@ -58,7 +58,7 @@ class Logger(Callback):
     """Whether it can forget steps that come again."""
 
     def __init__(self, folder: str | Path | None = None) -> None:
-        """``folder``: where to write; by default ``logs`` in the run's own."""
+        """``folder``: where to write, in a folder with the run's name; by default ``logs`` in the run's own."""
         self.folder = None if folder is None else Path(folder)
         self._begun, self._finished, self._clock = False, False, 0.0
         self._last = 0
@@ -95,7 +95,7 @@ class Logger(Callback):
 
     def _folder(self, run: Run | None) -> Path:
         if self.folder is not None:
-            return self.folder
+            return self.folder if run is None else self.folder / run.path.resolve().name
         if run is None:
             raise WrongUse(f"{self.title} has no run's folder to write to. Give one: {type(self).__name__}(folder=...)")
         return run.path / "logs"
@@ -109,6 +109,7 @@ class Logger(Callback):
         folder, run = self._folder(engine.run), engine.run
         try:
             folder.mkdir(parents=True, exist_ok=True)
+            self._check_own(folder, run)
             self._last, self._measured = engine.step_number, 0
             name = folder.name if run is None else run.path.resolve().name
             self.begin(LoggedRun(name, folder, hyperparameters(engine), engine.step_number))
@@ -119,6 +120,17 @@ class Logger(Callback):
         except OSError as error:
             raise CannotHere(f"{self.title} cannot write to {folder}: {error}. Mend that, or leave it out.") from None
         self._begun, self._clock = True, time.perf_counter()
+
+    def _check_own(self, folder: Path, run: Run | None) -> None:
+        """Refuse a folder that has another run's logs, which would be forgotten."""
+        if self.folder is None or run is None:
+            return
+        own = str(run.path.resolve())
+        if (other := kept(folder / "run-folder", lambda: own)) != own:
+            raise WrongUse(
+                f"{folder} has the logs of {other}. Give {self.title} another folder, or remove that one if its logs "
+                "are of no use any more."
+            )
 
     def _catch_up(self, engine: Engine, run: Run, had: int) -> None:
         """What it lacks of the steps before this one, from the run's events."""
