@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from phalanx.layout import Layout
     from phalanx.logits import Logits
     from phalanx.losses import Loss
+    from phalanx.metrics import log
     from phalanx.parallel.axes.samples import gather, rows
     from phalanx.run import Run
     from phalanx.task import Task
@@ -21,12 +22,13 @@ if TYPE_CHECKING:
     from phalanx.train.engine import Engine
     from phalanx.train.from_python import RunFailed
     from phalanx.verdict import Verdict
+    from phalanx.watch import loggers
 
 __version__ = "0.1.0"
 __all__ = [
     "EMA", "Anatomy", "Callback", "CannotHere", "Cluster", "EarlyStopping", "Engine", "Freeze", "Layout", "Logits",
     "Loss", "Run", "RunFailed", "Task", "Verdict", "WrongUse",
-    "check", "data", "gather", "load", "losses", "optim", "prove", "rows", "save", "train",
+    "check", "data", "gather", "load", "log", "loggers", "losses", "optim", "prove", "rows", "save", "train",
 ]  # fmt: skip
 
 _HOMES = {
@@ -35,6 +37,7 @@ _HOMES = {
     "Logits": "logits", "Loss": "losses", "Run": "run", "RunFailed": "train.from_python", "Task": "task",
     "Verdict": "verdict", "WrongUse": "errors",
     "check": "train.check.checking", "gather": "parallel.axes.samples", "load": "train.restoring",
+    "log": "metrics",
     "rows": "parallel.axes.samples", "save": "train.checkpointing",
 }  # fmt: skip
 
@@ -43,6 +46,8 @@ def __getattr__(name: str) -> Any:
     """Import on first use, so that ``phalanx --help`` and a typing error need not wait for torch."""
     if name in _HOMES:
         return getattr(importlib.import_module(f"phalanx.{_HOMES[name]}"), name)
+    if name == "loggers":
+        return importlib.import_module("phalanx.watch.loggers")
     if name in ("data", "losses", "optim", "prove", "task", "train"):
         return importlib.import_module(f"phalanx.{name}")
     raise AttributeError(f"module 'phalanx' has no attribute {name!r}")

@@ -61,6 +61,9 @@ class Callback:
     def on_end(self, engine: Engine) -> None:
         """The run is finished: its weights are in its folder."""
 
+    def close(self) -> None:
+        """The rank ends, or a loop of your own closes its engine: the run is finished, stopped, or has failed."""
+
     def state_dict(self) -> dict[str, Any]:
         """What to go on with after a resume: numbers, text, lists, dicts with text as keys; the same on all ranks."""
         return {}

@@ -25,6 +25,24 @@ from phalanx.redact import redact
 from phalanx.verdict import Verdict
 
 TASK = "file.py, package.module, one of these with :Class, or a recipe's name"
+Allow = Annotated[
+    str | None, typer.Option(metavar="changes", help="with --resume: go on although other samples are to come")
+]
+Spike = Annotated[
+    float | None, typer.Option(help="a loss of more than so many times the median of the last is bad; 0: none is")
+]
+Interface = Annotated[
+    str | None, typer.Option(help="through which they reach this host; by default that of the rendezvous")
+]
+Logs = Annotated[
+    list[str],
+    typer.Option(metavar="NAME", help="log to csv, tensorboard, wandb, mlflow or opentelemetry too; may be repeated"),
+]
+MetricsPort = Annotated[
+    str | None, typer.Option(metavar="PORT", help="serve the last numbers to Prometheus at 127.0.0.1, or HOST:PORT")
+]
+LogEvery = Annotated[int | None, typer.Option(help="a line on the screen every so many steps")]
+Quiet = Annotated[bool, typer.Option("--quiet", help="print nothing but what must be noted, and the verdict")]
 app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False)
 
 
@@ -90,9 +108,7 @@ def train(
     resume: Annotated[
         bool, typer.Option("--resume", help="go on with a run: that in --run, or the task's last")
     ] = False,
-    allow: Annotated[
-        str | None, typer.Option(metavar="changes", help="with --resume: go on although other samples are to come")
-    ] = None,
+    allow: Allow = None,
     save_steps: Annotated[int | None, typer.Option(help="a checkpoint every so many steps")] = None,
     save_minutes: Annotated[float | None, typer.Option(help="and every so many minutes; by default 10")] = None,
     keep: Annotated[int | None, typer.Option(help="so many checkpoints are kept; by default 2")] = None,
@@ -106,17 +122,16 @@ def train(
     max_nodes: Annotated[int | None, typer.Option(help="run on so many hosts, with this command on each")] = None,
     meet: Annotated[str | None, typer.Option(help="where they meet, host:port, on a host that stays")] = None,
     host: Annotated[str | None, typer.Option(help="this host's name among them; by default its own")] = None,
-    interface: Annotated[
-        str | None,
-        typer.Option(help="through which they reach this host; by default that of the rendezvous"),
-    ] = None,
+    interface: Interface = None,
+    log: Logs = [],  # noqa: B006
+    log_every: LogEvery = None,
+    quiet: Quiet = False,
+    metrics_port: MetricsPort = None,
     kill: Annotated[str | None, typer.Option(metavar="RANK@STEP", help="a drill: kill a rank after a step")] = None,
     bad: Annotated[
         str | None, typer.Option(help="a loss or gradient that is bad: skip (by default), rollback, or stop")
     ] = None,
-    spike: Annotated[
-        float | None, typer.Option(help="a loss of more than so many times the median of the last is bad; 0: none is")
-    ] = None,
+    spike: Spike = None,
     compare_steps: Annotated[
         int | None, typer.Option(help="ranks that hold the same compare it every so many steps; by default 500")
     ] = None,
@@ -139,7 +154,8 @@ def train(
         checkpoints=checkpoints, restarts=restarts, grace=grace, init_from=init_from, timeout=timeout,
         bad=bad, spike=spike, compare_steps=compare_steps, min_nodes=min_nodes, max_nodes=max_nodes, meet=meet,
         host=host, interface=interface, kill=kill, allow=allow, resume=resume, exact=exact, unchecked=unchecked or None,
-        run=run,
+        run=run, log=log or None, metrics_port=metrics_port, log_every=log_every,
+        quiet=quiet or None,
     )  # fmt: skip
     with led(Started.unless_placed(on), device) as started:
         from phalanx.train import starting

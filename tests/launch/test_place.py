@@ -26,10 +26,11 @@ def test_values_may_have_commas_and_colons() -> None:
 def test_options_become_words_again() -> None:
     given = {
         "layout": "dp=2", "task": "mine.py", "on": "slurm", "assignments": ["width=3", "name=a b"], "steps": None,
-        "exact": True, "resume": False, "save_steps": 5, "run": Path("x"),
+        "exact": True, "resume": False, "save_steps": 5, "run": Path("x"), "log": ["csv", "wandb"],
     }  # fmt: skip
     assert words_of(given, left_out=("on", "run")) == (
         "mine.py", "--layout", "dp=2", "--set", "width=3", "--set", "name=a b", "--exact", "--save-steps", "5",
+        "--log", "csv", "--log", "wandb",
     )  # fmt: skip
 
 

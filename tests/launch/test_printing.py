@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -50,6 +52,31 @@ def told(program: Callable[[], None], ranks: int, cwd: Path, well: bool = True) 
     done = run_forked(run, program, ranks, well, cwd=cwd)
     assert done.returncode == 0, done.stderr
     return done
+
+
+def warning() -> None:
+    time.sleep(0.6 * rank())
+    for number in range(2):
+        warnings.warn(f"careful\n  with {number}", stacklevel=1)
+    print("no warning", file=sys.stderr)
+
+
+def apart(ranks: int) -> None:
+    importlib.reload(warnings)  # as they are without pytest, which keeps them
+    printing_room.SAME_SECONDS = 0.1
+    assert run_ranks(warning, ranks).failures is None
+
+
+def test_a_warning_is_told_once_however_late_others_have_it(tmp_path: Path) -> None:
+    done = run_forked(apart, 3, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    lines = done.stderr.splitlines()
+    warned = [line for line in lines if "Warning" in line]
+    assert len(warned) == 2, done.stderr
+    for number, line in enumerate(warned):
+        assert line.startswith(f"[rank 0] {__file__}:")
+        assert line.endswith(f": UserWarning: careful with {number}")
+    assert len(lines) == 5, "what is no warning is told of each"
 
 
 def test_lines_are_labelled_or_told_once(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,8 @@ import pytest
 from phalanx.launch.local import Failure
 from phalanx.run import Run
 from phalanx.train.ending import failed, left, stopped
+from phalanx.watch.chart import HEIGHT
+from tests.test_cli import phalanx
 
 
 class Saved:
@@ -52,3 +55,27 @@ def test_advice_names_no_checkpoint_that_is_not_there(tmp_path: Path, saved: tup
     verdict = failed(Run(tmp_path), Saved(*saved), failures)  # type: ignore[arg-type]
     assert verdict.next.endswith(f"phalanx train --resume --run {tmp_path} {advice}")
     assert verdict.evidence == ["  its line", "the whole traceback is in failures/x.txt"]
+
+
+def test_a_run_of_many_steps_ends_with_a_chart_and_a_quiet_one_with_little_else(tmp_path: Path) -> None:
+    (tmp_path / "task.py").write_text("from tests.tasks import Digits\nclass Mine(Digits):\n    pass\n")
+    done = phalanx("train", "task.py", "--steps", "60", "--quiet", "--run", "run", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    first, second, *lines = done.stdout.splitlines()
+    assert first == "trained Mine for 60 steps on dp=1"
+    assert re.fullmatch(r"loss \d\.\d{4} to \d\.\d{4}", second)
+    assert all("│" in line for line in lines[:HEIGHT])
+    assert lines[HEIGHT].split() == ["└", "step", "1", "step", "60"]
+    assert [line.split()[0] for line in lines[HEIGHT + 1 :]] == ["held", "certificate:", "weights:"]
+    assert not done.stderr
+
+
+def test_a_short_run_ends_with_a_line(tmp_path: Path) -> None:
+    (tmp_path / "task.py").write_text("from tests.tasks import Digits\nclass Mine(Digits):\n    pass\n")
+    done = phalanx("train", "task.py", "--steps", "6", "--log-every", "3", "--run", "run", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert [line.split()[2] for line in done.stdout.splitlines() if " step " in line] == ["3/6", "6/6", "after"]
+    assert re.search(r"^loss \d\.\d{4} [▁-█]{6} \d\.\d{4}$", done.stdout, re.MULTILINE)
+    refused = phalanx("train", "task.py", "--quiet", "--log-every", "3", cwd=tmp_path)
+    assert refused.returncode == 2
+    assert "--quiet prints no lines, and --log-every 3 asks for some. Give one of them." in refused.stderr

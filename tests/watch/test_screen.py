@@ -24,6 +24,7 @@ class Stepped:
     step: int
     loss: float = 1.5
     losses: dict[str, float] = field(default_factory=dict)
+    logged: dict[str, float] = field(default_factory=dict)
     turn: str = ""
     skipped: bool = False
     count: float = 80.0
@@ -53,6 +54,40 @@ def test_elsewhere_it_is_a_line_every_so_many_steps() -> None:
     assert lines[:3] == [" layout  dp=1", " memory  1 KiB", "   note  zero=2 has no effect"]
     assert [line.split()[2] for line in lines[3:9]] == [f"{step}/6" for step in range(1, 7)]
     assert lines[9] == "held out after step 6: loss 0.5000"
+
+
+def test_a_line_every_so_many_steps_and_no_others() -> None:
+    for out, others in ((io.StringIO(), 0), (Terminal(), 1)):
+        screen = Screen(100, "samples", CPU, out, every=30)
+        for step in range(100):
+            screen.step(Stepped(step))
+        lines = [line for line in out.getvalue().split("\n") if line]
+        assert [line.split("\r")[-1].split()[2] for line in lines] == ["30/100", "60/100", "90/100", "100/100"]
+        assert ("\r" in out.getvalue()) == bool(others)
+
+
+def test_quiet_is_all_but_what_is_noted() -> None:
+    screen = Screen(6, "samples", CPU, out := io.StringIO(), quiet=True)
+    screen.table({"layout": "dp=1"}, ["zero=2 has no effect"])
+    screen.resumed("files", 3)
+    for step in range(6):
+        screen.step(Stepped(step))
+    screen.evaluation(5, {"loss": 0.5})
+    screen.note("the loss needs all micro-batches")
+    assert out.getvalue().splitlines() == [
+        "   note  zero=2 has no effect",
+        "   note  the loss needs all micro-batches",
+    ]
+
+
+def test_a_few_numbers_of_the_task_stand_on_the_line() -> None:
+    screen = Screen(2, "samples", CPU, out := io.StringIO())
+    screen.step(Stepped(0, logged={"accuracy": 0.5, "reward": 12345.678}))
+    screen.step(Stepped(1, logged=dict.fromkeys("abcd", 0.5)))
+    first, second = out.getvalue().splitlines()
+    assert "loss 1.5000  accuracy 0.5  reward 1.235e+04  " in first
+    assert "loss 1.5000  " in second
+    assert "0.5 " not in second
 
 
 def test_a_long_run_has_about_twenty_lines() -> None:

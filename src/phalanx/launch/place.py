@@ -223,10 +223,10 @@ def words_of(given: Mapping[str, object], left_out: Sequence[str]) -> tuple[str,
             continue
         if name == "task":
             words.insert(0, str(value))
-        elif name == "assignments":
-            assert isinstance(value, (list, tuple))
-            words += [word for each in value for word in ("--set", str(each))]
+            continue
+        option = "--set" if name == "assignments" else f"--{name.replace('_', '-')}"
+        if isinstance(value, (list, tuple)):
+            words += [word for each in value for word in (option, str(each))]
         else:
-            option = f"--{name.replace('_', '-')}"
             words += [option] if value is True else [option, str(value)]
     return tuple(words)

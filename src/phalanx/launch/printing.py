@@ -1,5 +1,7 @@
 """What ranks print: labelled by rank, or once where all of a host print the same, in whole lines, and never lost.
 
+A warning of Python's is told once, whichever ranks have it and whenever.
+
 Ranks print into pipes, which a thread of the process that forked them reads. A line waits a moment for the same one of
 the others. What a rank has printed is there to be read even if it was killed right after.
 """
@@ -9,10 +11,12 @@ from __future__ import annotations
 import bisect
 import codecs
 import os
+import re
 import selectors
 import sys
 import threading
 import time
+import warnings
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import suppress
@@ -34,8 +38,21 @@ LAST_SECONDS = 2.0
 
 GAP = 1 << 40
 """Between the numbers of two lines that wait, so that others may come between them."""
+MOST_WARNINGS = 1000
+"""So many are remembered."""
 LOOKED_AT = 16
 """So many of the first lines that wait are looked at for one that has waited long enough."""
+
+
+WARNING = re.compile(r"\S.*:\d+: \w*Warning: ")
+"""How a line with a warning of Python's begins."""
+
+
+def in_one_line(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+) -> str:
+    """A warning for people, without the line of code that warns."""
+    return f"{filename}:{lineno}: {category.__name__}: {' '.join(str(message).split())}\n"
 
 
 @dataclass(eq=False)
@@ -60,6 +77,7 @@ class Merged:
         """Those by stream and text."""
         self._last: dict[tuple[int, int], PrintedLine] = {}
         """The line that a rank printed last to a stream."""
+        self._warned: set[str] = set()
         self._told = 0
         """The number of the line that was told last."""
 
@@ -101,7 +119,16 @@ class Merged:
             same.remove(line)
             if not same:
                 del self._same[line.stream, line.text]
-            yield line.stream, self._label(line.ranks) + line.text
+            if not self._known_warning(line):
+                yield line.stream, self._label(line.ranks) + line.text
+
+    def _known_warning(self, line: PrintedLine) -> bool:
+        """Whether it is a warning that was told before."""
+        if line.stream != 2 or line.text in self._warned or not WARNING.match(line.text):
+            return line.stream == 2 and line.text in self._warned
+        if len(self._warned) < MOST_WARNINGS:
+            self._warned.add(line.text)
+        return False
 
     def _label(self, ranks: set[int]) -> str:
         if len(ranks) == len(self.ranks) > 1:
@@ -138,6 +165,7 @@ class Printing:
                     with suppress(OSError):
                         os.close(writing)
         streams.led_elsewhere(out[1], err[1])
+        warnings.formatwarning = in_one_line
 
     def start(self) -> None:
         """After the last fork: this process writes nothing into them."""

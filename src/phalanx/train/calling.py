@@ -14,6 +14,7 @@ from torch import Tensor
 
 from phalanx.callbacks import Callback
 from phalanx.errors import CannotHere, WrongUse
+from phalanx.metrics import logged_by, refused
 from phalanx.task import Task
 from phalanx.train.collecting import CannotSummarise
 
@@ -103,10 +104,16 @@ class Callbacks:
         self.named = labelled(made_callbacks(task))
         """The task's, in their order."""
         self._ours: list[Callback] = []
+        self._refuses_log = refused("a callback")
 
     @property
     def tasks(self) -> list[Callback]:
         return list(self.named.values())
+
+    @property
+    def all(self) -> list[Callback]:
+        """As they are called."""
+        return [*self._ours, *self.tasks]
 
     def add(self, callback: Callback) -> None:
         """Have one of ours called too."""
@@ -128,7 +135,8 @@ class Callbacks:
     def _named(self, callback: Callback, method: str) -> Iterator[None]:
         """What is raised meanwhile is told with the callback's name."""
         try:
-            yield
+            with logged_by(self._refuses_log):
+                yield
         except (WrongUse, CannotHere):
             raise
         except Exception as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from contextlib import suppress
 
@@ -15,7 +16,11 @@ from phalanx.task import Task
 from phalanx.train.certificate import NotDone, certified
 from phalanx.train.loop import Summary
 from phalanx.verdict import Verdict
+from phalanx.watch.chart import chart, shows
 from phalanx.words import many, sparkline
+
+ENOUGH = 50
+"""Steps that a chart of the loss is worth its lines for."""
 
 
 def conclude(supervisor: Supervisor, outcome: HostOutcome, task: Task, run: Run, manager: CheckpointManager) -> Verdict:
@@ -56,7 +61,7 @@ def trained(run: Run, manager: CheckpointManager, task: Task, summary: Summary, 
         if event["kind"] == "step":
             losses.setdefault(event.get("turn") or "loss", []).append(float(event["loss"]))
     skipped = sum(event["skipped"] for event in steps)
-    evidence = [f"{name} {own[0]:.4f} {sparkline(own)} {own[-1]:.4f}" for name, own in losses.items()]
+    evidence = [line for name, own in losses.items() for line in _drawn(name, own)]
     if summary.held_out:
         of = f", with the weights of {summary.held_out_with}" if summary.held_out_with else ""
         found = ", ".join(f"{name} {value:.4f}" for name, value in summary.held_out.items())
@@ -71,6 +76,15 @@ def trained(run: Run, manager: CheckpointManager, task: Task, summary: Summary, 
     of, why = (f" of the {task.steps} planned", f": {summary.ended.why}") if summary.ended else ("", "")
     told = f"trained {type(task).__name__} for {many(summary.steps, 'step')}{of} on {layout}{why}"
     return Verdict(True, told, evidence)
+
+
+def _drawn(name: str, values: list[float]) -> list[str]:
+    """How a loss went: in a line, or a chart where there is enough of it."""
+    encoding = getattr(sys.stdout, "encoding", None)
+    if len(values) < ENOUGH:
+        bars = sparkline(values)
+        return [f"{name} {values[0]:.4f} {bars if shows(bars, encoding) else 'to'} {values[-1]:.4f}"]
+    return [f"{name} {values[0]:.4f} to {values[-1]:.4f}", *chart(values, encoding=encoding)]
 
 
 def stopped(run: Run, manager: CheckpointManager, failures: Sequence[Failure], cut_short: str, done: int) -> Verdict:

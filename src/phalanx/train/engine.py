@@ -35,6 +35,7 @@ from phalanx.parallel.weights.blueprint import Blueprint
 from phalanx.parallel.weights.filling import Saved
 from phalanx.parallel.weights.placement import Placement
 from phalanx.precision import DTYPES
+from phalanx.run import Run
 from phalanx.task import Batch, Task
 from phalanx.traces import explain
 from phalanx.train import rounds
@@ -44,6 +45,7 @@ from phalanx.train.changes import allowed_changes, described
 from phalanx.train.clock import Clock
 from phalanx.train.evaluate import evaluate
 from phalanx.train.guard import Guard
+from phalanx.train.logged import Logged
 from phalanx.train.matrices import spread_optimizer
 from phalanx.train.memory import Kept
 from phalanx.train.numbers import Numbers
@@ -74,11 +76,12 @@ class Engine:
         guard: Guard | None = None,
         allow_changes: bool = False,
         traffic: Traffic | None = None,
+        run: Run | None = None,
     ) -> None:
         """``init_from``: a folder of safetensors files to begin from, instead of what `Task.pretrained` says.
 
         ``allow_changes``: go on from a saved state also where other samples are to come than were planned then.
-        ``traffic``: where what this rank says to others is counted.
+        ``traffic``: where what this rank says to others is counted. ``run``: the folder, for callbacks to write to.
         """
         task.check()
         self.task, self.environment = task, Environment.detect()
@@ -93,30 +96,26 @@ class Engine:
         task.plan_steps(samples)
         self.order = Order(samples, task.global_batch, task.seed)
         self.schedule = make_schedule(task)
-        self.guard = guard or Guard()
-        self.loss_scale = LossScale(dynamic=task.precision == "fp16")
-        self.clock = Clock(self.device)
-        self.step_number = 0
-        self.samples, self.terms = 0, 0.0
+        self.guard, self.loss_scale = guard or Guard(), LossScale(dynamic=task.precision == "fp16")
+        self.clock, self.logged = Clock(self.device), Logged(self)
+        self.step_number, self.samples, self.terms = 0, 0, 0.0
         """How many have been trained on: samples, and terms of their losses."""
         self.compared: int | None = None
         """When ranks that hold the same last found that they do."""
         self.good: int | None = None
         """The newest state that is known to be good: the step from it had a finite loss and gradient."""
-        self.callbacks = Callbacks(task)
-        """The task's, and ours."""
+        self.callbacks, self.run = Callbacks(task), run
+        """The task's, and ours; the folder of the run, which loops of one's own may not have."""
         self.ended: Ended | None = None
         """Where a callback has ended the run, if one has."""
         self.signals = Signals()
         """What this rank tells all ranks with the next step's sum; its metrics have those of any rank."""
-        self.timeout, self.init_from = timeout, init_from
-        self.traffic = traffic or Traffic()
-        self.versions, self.allow_changes = VERSIONS, allow_changes
+        self.timeout, self.init_from, self.traffic = timeout, init_from, traffic or Traffic()
+        self.versions, self.allow_changes, self._waited, self._why = VERSIONS, allow_changes, 0.0, ""
         self.changes: list[str] = []
         """What is other than when the state was saved that it went on from."""
         self.other_samples = False
         """Whether other samples are to come than were planned then."""
-        self._waited, self._why = 0.0, ""
         with ExitStack() as undo:  # what was made is taken apart again if something here fails
             self._spread(data, timeout, undo)
             self._undo = undo.pop_all()
@@ -138,6 +137,7 @@ class Engine:
         described_weights, saved = dict(blueprint.model.named_parameters()), self._saved(blueprint.model)
         self.spread = Spread(blueprint, placement, self.mesh, self.dtypes, self.device, task.seed, saved)
         undo.callback(self.spread.reduction.close)
+        undo.callback(self.callbacks.call, "close")
         self.callbacks.call("on_model", [name for name, trained in self.spread.trainable.items() if trained])
         self.turns = Turns(task, self.spread.trainable, self.callbacks.tasks)
         self._in_turn = {name: weight.full for name, weight in self.spread.weights.items() if weight.trainable}

@@ -16,8 +16,7 @@ from phalanx.parallel.communication.exact import fold
 from phalanx.task import Task, as_loss
 from phalanx.train.collecting import Collected, Gathered, summarised
 from phalanx.train.rounds import Measured
-from phalanx.train.step import by_leaf
-from phalanx.train.totals import added_up, counted, spelled_out
+from phalanx.train.totals import added_up, by_leaf, counted, spelled_out
 
 if TYPE_CHECKING:
     from phalanx.train.engine import Engine

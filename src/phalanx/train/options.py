@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -17,6 +17,7 @@ from phalanx.redact import is_redacted, redact_field
 from phalanx.settings import convert
 from phalanx.train.guard import Guard
 from phalanx.train.policy import Policy
+from phalanx.watch.loggers.chosen import chosen
 from phalanx.words import digits
 
 MOST_NODES = 1 << 16
@@ -52,6 +53,14 @@ class Options:
     """``changes``: go on with a run although other samples are to come than were planned."""
     unchecked: bool = False
     """The task is not checked before its first step."""
+    log: list[str] = field(default_factory=list)
+    """Where a run's numbers are written beside its events: csv, tensorboard and others."""
+    metrics_port: str | None = None
+    """Where Prometheus finds them, ``9090`` or ``0.0.0.0:9090``."""
+    log_every: int = 0
+    """A line on the screen every so many steps; 0: as many as there is room for."""
+    quiet: bool = False
+    """Nothing is printed but what is noted, and the verdict."""
     kill: str | None = None
     """A drill: ``1@60`` kills rank 1 after step 60."""
 
@@ -91,6 +100,11 @@ class Options:
             check_interface(self.interface)
         if self.allow not in (None, "changes"):
             raise WrongUse(f"--allow {self.allow} is nothing that can be allowed. Write --allow changes.")
+        if self.quiet and self.log_every:
+            raise WrongUse(
+                f"--quiet prints no lines, and --log-every {self.log_every} asks for some. Give one of them."
+            )
+        chosen(self.log, self.metrics_port)
         self.drill()
 
     @classmethod
@@ -112,7 +126,7 @@ class Options:
         """What a ``run.toml`` should say: what is not as usual, with full paths, and nothing of this host or drill."""
         whole = replace(
             self, checkpoints=full_path(self.checkpoints), init_from=full_path(self.init_from),
-            host=None, interface=None, allow=None, kill=None,
+            host=None, interface=None, allow=None, kill=None, log_every=0, quiet=False,
         )  # fmt: skip
         usual = asdict(Options())
         return {n: redact_field(n, v) for n, v in asdict(whole).items() if v != usual[n] or n == "timeout"}

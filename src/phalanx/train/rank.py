@@ -28,6 +28,8 @@ from phalanx.train.overview import Overview
 from phalanx.train.placing import fitted
 from phalanx.train.restoring import Restorer
 from phalanx.train.step import Metrics
+from phalanx.watch.loggers import Logger
+from phalanx.watch.loggers.chosen import chosen
 from phalanx.watch.screen import Screen
 
 
@@ -70,6 +72,8 @@ class Rank:
             engine = undo.enter_context(self._engine(Traffic(row[ARRIVED:])))
             if rank == 0:
                 undo.enter_context(kept_origin(self.run, self.job.task))
+                for logger in chosen(options.log, options.metrics_port):
+                    engine.callbacks.add(logger)
             restorer, checkpointer = self._restorer(engine, log), self._checkpointer(engine, log)
             undo.push(lambda kind, *_: checkpointer.close(wait=kind is None))  # after an error: no wait
             grounds = check_hosts(self.environment, engine.device, self.run.path)
@@ -104,7 +108,7 @@ class Rank:
         return Engine(
             self.job.task, self.layout, device=self.job.cluster.device, timeout=timedelta(seconds=options.timeout),
             init_from=None if self.manager.steps() else options.init_from, guard=Guard(options.bad, options.spike),
-            allow_changes=options.allow == "changes", traffic=traffic,
+            allow_changes=options.allow == "changes", traffic=traffic, run=self.run,
         )  # fmt: skip
 
     @property
@@ -127,9 +131,12 @@ class Rank:
     def _listener(self, engine: Engine, notes: list[str]) -> Listener:
         """Rank 0's screen, begun with what there is to note."""
         task, overview = engine.task, Overview(engine)
-        screen = Screen(task.steps, task.counts, engine.device, streams.stdout())
+        options, out = self.job.options, streams.stdout()
+        screen = Screen(task.steps, task.counts, engine.device, out, every=options.log_every, quiet=options.quiet)
         if not self.host.restarted:
-            screen.table(overview.facts(), [*notes, *overview.notes()])
+            loggers = [each for each in engine.callbacks.all if isinstance(each, Logger)]
+            logs = {"logs": ", ".join(f"{each.title}: {each.where(self.run)}" for each in loggers)} if loggers else {}
+            screen.table(overview.facts() | logs, [*notes, *overview.notes()])
             if self.resume and not self.manager.steps() and self.job.options.meet is None:
                 screen.note(f"{self.manager.store.url} holds nothing to go on from: beginning at step 0")
 

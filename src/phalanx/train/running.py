@@ -109,7 +109,7 @@ class _Running:
         self.run.certificate_path.unlink(missing_ok=True)  # of a shorter run, which goes on now
         job = self.job
         proven = said(job.task, plain_settings(job.task), job.layout, self.run.path.parent, job.reference)
-        if proven:
+        if proven and not job.options.quiet:
             print(f"  proof  {proven}", flush=True)
         if job.options.meet is None or not self.run.settings_path.exists():
             self.run.write_settings({"run": self._words(), "settings": plain_settings(job.task)})

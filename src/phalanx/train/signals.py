@@ -26,6 +26,8 @@ class Signals(Requests):
     """A step has waited for a copy in memory: the next one comes later."""
     failed: bool = False
     """The last save did not succeed."""
+    new_names: bool = False
+    """It has logged under names that not all ranks know yet."""
 
     def packed(self) -> list[float]:
         """One number each, to be summed over all ranks."""

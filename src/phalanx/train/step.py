@@ -24,7 +24,7 @@ from phalanx.parallel.randomness.answers import check_unmoved, generator_state
 from phalanx.precision import cast
 from phalanx.task import Task, as_loss, called
 from phalanx.train.signals import NAMES, Signals
-from phalanx.train.totals import Totals, counted
+from phalanx.train.totals import Totals, by_leaf, counted
 
 if TYPE_CHECKING:
     from phalanx.train.engine import Engine
@@ -40,6 +40,8 @@ class Metrics:
     """Per term of the loss, over the global batch."""
     losses: dict[str, float]
     """Of those that it is the sum of, by name."""
+    logged: dict[str, float]
+    """What the task and its model log, by name: each a mean over the global batch."""
     grad_norm: float
     """Of the mean gradient, before clipping."""
     clip_factor: float
@@ -74,7 +76,7 @@ def train_step(engine: Engine, batch: StepBatch, rounds: Rounds | None = None) -
         try_blocks(engine, batch)
     spread.reduction.start_step(as_made=engine.update.takes_as_made and len(batch.micro_batches) == 1)
     before = engine.traffic.sent.copy()
-    totals = Totals(engine, len(batch.micro_batches))
+    totals = Totals(engine, batch.micro_batches)
 
     actions = spread.actions(len(batch.micro_batches))
     spread.start(batch.micro_batches, actions)
@@ -82,7 +84,8 @@ def train_step(engine: Engine, batch: StepBatch, rounds: Rounds | None = None) -
         micro = batch.micro_batches[action.micro]
         last = index + 1 == len(actions)
         if action.kind == "forward":
-            loss = forward(engine, batch.step, micro, action, rounds)
+            with engine.logged.taking():
+                loss = forward(engine, batch.step, micro, action, rounds)
             totals.add(action.micro, loss, micro.real)
             if spread.nears_loss(action):
                 scale.begin(partial(_global_count, engine, loss, len(batch.micro_batches)))
@@ -105,7 +108,7 @@ def train_step(engine: Engine, batch: StepBatch, rounds: Rounds | None = None) -
     # From here on all ranks hold the same numbers.
     agreed = _agreed(engine, batch.step, totals.table())
     total, count = agreed.total, agreed.count
-    named = totals.by_name(agreed.named, len(batch.micro_batches))
+    named, logged = totals.by_name(agreed.named), totals.logged(agreed.named, agreed.signals.new_names)
     without = _nobody_touched(engine) if agreed.missing else set()
 
     divisor = (count if count > 0 else 1.0) * scale.value
@@ -130,6 +133,7 @@ def train_step(engine: Engine, batch: StepBatch, rounds: Rounds | None = None) -
         step=batch.step,
         loss=mean,
         losses=named,
+        logged=logged,
         grad_norm=norm,
         clip_factor=clip_factor,
         lr=lr,
@@ -271,7 +275,7 @@ class Agreed:
     total: float
     count: float
     named: list[float]
-    """Likewise of losses that have names."""
+    """Likewise of losses that have names, then of what is logged."""
     norm: float
     missing: float
     """How many weights some ranks have no gradient of."""
@@ -294,7 +298,7 @@ def _agreed(engine: Engine, step: int, sums: Tensor) -> Agreed:
 def _agree(engine: Engine, sums: Tensor, trained: int) -> Agreed:
     """``trained``: says which weights this rank trains."""
     spread = engine.spread
-    own = sums.sum(0) * engine.mesh.counts_samples
+    own = sums.sum(0)
     agreed = torch.cat([own[:2], spread.gradients.norm_squared()[None], _told(engine, trained), own[2:]])
     summed_over_ranks(engine, agreed)
     total, count, squared, missing, trained_by_all, *rest = agreed.tolist()
@@ -325,12 +329,6 @@ def summed_over_ranks(engine: Engine, numbers: Tensor) -> Tensor:
     """A few numbers of a step, summed over all ranks, in place."""
     engine.mesh.world.all_reduce(numbers).wait()
     return numbers
-
-
-def by_leaf(engine: Engine, rows: Tensor) -> Tensor:
-    """Rows of every rank's virtual micro-batches, rank by rank, in the order of those."""
-    leaves = [leaf for rank in range(engine.layout.batch_ranks) for leaf in engine.layout.leaves(rank)]
-    return rows[torch.tensor(leaves, device=rows.device).argsort()]
 
 
 def _nobody_touched(engine: Engine) -> set[str]:

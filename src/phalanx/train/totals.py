@@ -1,4 +1,4 @@
-"""A step's totals and counts: of the loss, and of the losses that it is the sum of, by name."""
+"""A step's totals and counts: of the loss, of the losses that it is the sum of, by name, and of what is logged."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from phalanx.data.loader import MicroBatch
 from phalanx.errors import WrongUse
 from phalanx.losses import Loss
 
@@ -22,9 +23,10 @@ OF = "\0"
 class Totals:
     """What this rank adds up in a step, by micro-batch."""
 
-    def __init__(self, engine: Engine, micro_batches: int) -> None:
-        self.engine = engine
-        self._sums = torch.zeros(micro_batches, 2, dtype=torch.float64, device=engine.device)
+    def __init__(self, engine: Engine, micro_batches: Sequence[MicroBatch]) -> None:
+        self.engine, self.micro_batches = engine, len(micro_batches)
+        engine.logged.start(micro_batches)
+        self._sums = torch.zeros(len(micro_batches), 2, dtype=torch.float64, device=engine.device)
         self._named: dict[str, Tensor] = {}
 
     def add(self, micro: int, loss: Loss | None, real: bool) -> None:
@@ -35,7 +37,10 @@ class Totals:
             column[micro] += real * counted(part, self._sums[0])
 
     def table(self) -> Tensor:
-        """``[micro-batches, 2 x (1 + names)]``: total and count of the loss, then of each that has a name."""
+        """``[micro-batches, 2 x (1 + names)]``: total and count of the loss, of those with names, of what is logged.
+
+        Of ranks that have the same samples one brings the losses; what is logged all bring, each of its part of them.
+        """
         spread, found = self.engine.spread, list(self._named)
         if spread.samples.known.names is None:
             spread.samples.known.names = spread.from_last_stage(found)
@@ -45,14 +50,24 @@ class Totals:
                 f"phalanx.losses.sum has {', '.join(found)} in this step, and had {', '.join(names) or 'no names'} "
                 "before. Give the same names in every step; a loss without terms has a count of 0."
             )
-        return torch.cat([self._sums, *(self._named.get(name, torch.zeros_like(self._sums)) for name in names)], 1)
+        self.engine.signals.new_names = bool(self.engine.logged.unknown)
+        losses = [self._sums, *(self._named.get(name, torch.zeros_like(self._sums)) for name in names)]
+        return torch.cat([torch.cat(losses, 1) * self.engine.mesh.counts_samples, *self.engine.logged.table()], 1)
 
-    def by_name(self, agreed: Sequence[float], micro_batches: int) -> dict[str, float]:
+    @property
+    def _names(self) -> list[str]:
+        return self.engine.spread.samples.known.names or []
+
+    def logged(self, agreed: Sequence[float], more: bool) -> dict[str, float]:
+        """The mean of all that is logged; ``more``: under names that not all ranks know yet."""
+        return self.engine.logged.means(agreed[2 * len(self._names) :], more)
+
+    def by_name(self, agreed: Sequence[float]) -> dict[str, float]:
         """The mean of each loss that has a name, from the sum of everybody's tables but for its first two columns."""
-        samples = self.engine.spread.samples
-        names = samples.known.names or []
+        samples, names = self.engine.spread.samples, self._names
+        agreed = agreed[: 2 * len(names)]
         counts = dict(zip(names, agreed[1::2], strict=True))
-        if micro_batches > 1 and len(set(counts.values())) > 1 and not samples.known.all_at_once:
+        if self.micro_batches > 1 and len(set(counts.values())) > 1 and not samples.known.all_at_once:
             told = ", ".join(f"{name} {count:g}" for name, count in counts.items())
             samples.need_all(
                 f"losses that are summed have different counts ({told}), whose share of the global batch must be known"
@@ -90,3 +105,9 @@ def added_up(means: dict[str, float]) -> dict[str, float]:
             found[whole] = sum(other for key, other in means.items() if key.startswith(whole + OF))
             found[f"{whole}/{part}"] = value
     return found
+
+
+def by_leaf(engine: Engine, rows: Tensor) -> Tensor:
+    """Rows of every rank's virtual micro-batches, rank by rank, in the order of those."""
+    leaves = [leaf for rank in range(engine.layout.batch_ranks) for leaf in engine.layout.leaves(rank)]
+    return rows[torch.tensor(leaves, device=rows.device).argsort()]

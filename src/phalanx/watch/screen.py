@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import resource
 import shutil
 import sys
@@ -19,6 +20,8 @@ REFRESH_SECONDS = 0.1
 QUIET_SECONDS = 60.0
 LINES = 20
 """About so many lines a run has where they do not renew themselves, besides one a minute."""
+SHOWN = 3
+"""Of what a task logs, at most so many have room on the line; of more none is shown."""
 RECENT = 50
 """So many steps tell how fast it goes."""
 
@@ -30,6 +33,8 @@ class ShownStep(Protocol):
     loss: float
     losses: dict[str, float]
     """Of those that it is the sum of, by name."""
+    logged: dict[str, float]
+    """What the task logs, by name."""
     turn: str
     """Whose turn it was, where steps take turns."""
     skipped: bool
@@ -42,9 +47,22 @@ class ShownStep(Protocol):
 class Screen:
     """Rank 0's output. On a terminal a line that renews itself; elsewhere one every so many steps, and every minute."""
 
-    def __init__(self, steps: int, counts: str, device: torch.device, out: IO[str] | None = None) -> None:
-        """``counts``: what a rate is of, samples or tokens."""
+    def __init__(
+        self,
+        steps: int,
+        counts: str,
+        device: torch.device,
+        out: IO[str] | None = None,
+        *,
+        every: int = 0,
+        quiet: bool = False,
+    ) -> None:
+        """``counts``: what a rate is of, samples or tokens.
+
+        ``every``: a line that stays every so many steps, and no others but the live one; ``quiet``: only what is noted.
+        """
         self.steps, self.counts, self.device, self.out = steps, counts, device, out or sys.stdout
+        self.every, self.quiet = every, quiet
         self.live = self.out.isatty()
         self.open = True
         self.shown = time.monotonic()
@@ -57,7 +75,7 @@ class Screen:
 
     def table(self, facts: Mapping[str, str], notes: Iterable[str]) -> None:
         """What there is to say before the first step, a line each."""
-        for name, text in facts.items():
+        for name, text in facts.items() if not self.quiet else ():
             self._write(f"{name:>7}  {text}")
         for text in notes:
             self._write(f"   note  {text}")
@@ -66,12 +84,15 @@ class Screen:
         self.said(f"   note  {text}")
 
     def resumed(self, source: str, step: int) -> None:
-        self.said(f" resume  after step {step} from {source}")
+        if not self.quiet:
+            self.said(f" resume  after step {step} from {source}")
 
     def said(self, line: str) -> None:
         self._write(("\r" if self.live else "") + line)
 
     def step(self, metrics: ShownStep) -> None:
+        if self.quiet:
+            return
         self.losses[metrics.turn] = _loss(metrics)
         now = time.monotonic()
         amount = metrics.count if self.counts == "tokens" else metrics.slots
@@ -79,15 +100,15 @@ class Screen:
         self.amounts.append(amount)
         self._recent = now
         done, steps = metrics.step + 1, self.steps
-        last = done == steps
-        due = now - self.shown >= (REFRESH_SECONDS if self.live else QUIET_SECONDS)
-        if not (due or (last if self.live else last or done % round_number(steps / LINES) == 0)):
+        stays = done == steps or (bool(self.every) and done % self.every == 0)
+        due = now - self.shown >= (REFRESH_SECONDS if self.live else math.inf if self.every else QUIET_SECONDS)
+        if not (due or stays or (not self.live and not self.every and done % round_number(steps / LINES) == 0)):
             return
         self.shown = now
         line = self._line(metrics)
         if self.live:
             width = shutil.get_terminal_size().columns - 1
-            self._write("\r" + line[:width].ljust(width), end="\n" if last else "")
+            self._write("\r" + line[:width].ljust(width), end="\n" if stays else "")
         else:
             self._write(line)
 
@@ -103,6 +124,8 @@ class Screen:
         )
 
     def evaluation(self, step: int, measures: dict[str, float]) -> None:
+        if self.quiet:
+            return
         text = "  ".join(f"{name} {value:.4f}" for name, value in measures.items())
         self._write(("\r" if self.live else "") + f"held out after step {step + 1}: {text}")
 
@@ -143,7 +166,9 @@ def _loss(metrics: ShownStep) -> str:
     if metrics.skipped:
         return f"{metrics.turn} skipped: not finite".lstrip()
     named = ", ".join(f"{name} {value:.4f}" for name, value in metrics.losses.items())
-    return f"{metrics.turn or 'loss'} {metrics.loss:.4f}" + (f" ({named})" if named else "")
+    logged = metrics.logged.items() if len(metrics.logged) <= SHOWN else ()
+    more = "".join(f"  {name} {value:.4g}" for name, value in logged)
+    return f"{metrics.turn or 'loss'} {metrics.loss:.4f}" + (f" ({named})" if named else "") + more
 
 
 def _clock(seconds: float) -> str:

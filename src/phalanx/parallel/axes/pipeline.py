@@ -96,6 +96,11 @@ class Pipeline:
         """Whether the active stage passes a module by."""
         return self._stage_of.get(name, self.active) != self.active
 
+    @property
+    def real(self) -> bool:
+        """Whether what is computed now is the active stage's: before its first block only the first stage's is."""
+        return not self.active or self._next > self._order[self.stages.blocks[self.active][0]]
+
     def _outside(self, forward: Forward, name: str, shapes: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not self.passes(name):
             return forward(*args, **kwargs)
