@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -103,6 +103,8 @@ class Callbacks:
         self.named = labelled(made_callbacks(task))
         """The task's, in their order."""
         self._ours: list[Callback] = []
+        self.during: Callable[[str], AbstractContextManager[None]] = lambda phase: nullcontext()
+        """Told that the task's callbacks are called, while they are."""
 
     @property
     def tasks(self) -> list[Callback]:
@@ -121,7 +123,7 @@ class Callbacks:
         for callback in self._ours:
             getattr(callback, method)(*given)
         for callback in self.tasks:
-            with self._named(callback, method):
+            with self.during("callbacks"), self._named(callback, method):
                 getattr(callback, method)(*given)
 
     @contextmanager

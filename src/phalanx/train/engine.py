@@ -95,7 +95,6 @@ class Engine:
         self.schedule = make_schedule(task)
         self.guard = guard or Guard()
         self.loss_scale = LossScale(dynamic=task.precision == "fp16")
-        self.clock = Clock(self.device)
         self.step_number = 0
         self.samples, self.terms = 0, 0.0
         """How many have been trained on: samples, and terms of their losses."""
@@ -111,6 +110,7 @@ class Engine:
         """What this rank tells all ranks with the next step's sum; its metrics have those of any rank."""
         self.timeout, self.init_from = timeout, init_from
         self.traffic = traffic or Traffic()
+        self.clock = Clock(self.device, self.traffic.doing)
         self.versions, self.allow_changes = VERSIONS, allow_changes
         self.changes: list[str] = []
         """What is other than when the state was saved that it went on from."""
@@ -206,7 +206,7 @@ class Engine:
     def step(self, batch: StepBatch) -> Metrics:
         """Train on one batch."""
         self.spread.model.train()
-        self.clock.start()
+        self.clock.start("forward")
         try:
             self.spread.refresh()
             metrics = rounds.step(self, batch)
