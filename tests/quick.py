@@ -24,6 +24,18 @@ KEPT: dict[str, dict[str, int | tuple[str, ...]]] = {
         "test_two_hosts_train_to_the_same_bits_as_this_machine": 0,
         "test_what_is_wrong_ends_it_before_anything_is_started": 0,
     },
+    "watch/test_why.py": {
+        "test_nothing_is_wrong_with_a_healthy_run": ("dp=2",),
+        "test_a_rank_asleep_in_the_data": 0,
+        "test_a_worker_asleep_in_the_data": 0,
+        "test_a_rank_that_was_stopped": 0,
+        "test_a_collective_that_one_rank_launches_alone": 0,
+        "test_two_axes_in_a_ring": 0,
+        "test_a_rank_that_touches_what_is_not_its_own": 0,
+        "test_a_killed_supervisor": 0,
+        "test_data_that_is_slow": 0,
+        "test_a_loss_that_is_not_a_number": 0,
+    },
     "train/test_turns.py": {
         "test_a_run_that_takes_turns_goes_on_to_the_same_bits": 0,
     },

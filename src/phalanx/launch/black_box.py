@@ -98,6 +98,9 @@ class BlackBox:
         self._end()
         if not failures:
             return
+        for failure in failures:
+            if failure.by_signal:
+                stacks.keep(self.run, self.generation, failure.rank, self.stacks[failure.rank - self.first])
         account = {
             "host": socket.gethostname(), "generation": self.generation, "first": self.first, "ranks": self.ranks,
             "steps": steps, "time": time.time(),

@@ -42,8 +42,13 @@ STATES = {
 
 
 def answer(memory: int) -> None:
-    """On a rank: from now on the signal has its stacks written to a file descriptor; by what it forks, too."""
+    """On a rank: from now on the signal has its stacks written to a file descriptor; by what it forks, too.
+
+    So does one that ends it, such as SIGSEGV, unless somebody has asked for that elsewhere.
+    """
     faulthandler.register(SIGNAL, file=memory, all_threads=True, chain=False)
+    if not faulthandler.is_enabled():
+        faulthandler.enable(memory)
 
 
 def hears(pid: int) -> bool:
@@ -117,14 +122,25 @@ def collect(run: Run, generation: int, pids: Mapping[int, int], memories: Mappin
             write_whole(folder(run, generation) / f"rank-{rank:05d}.txt", redact(told))
 
 
+def keep(run: Run, generation: int, rank: int, memory: int) -> None:
+    """What a rank that has ended by a signal wrote at that moment, if it did, and was not asked before."""
+    path, size = folder(run, generation) / f"rank-{rank:05d}.txt", os.fstat(memory).st_size
+    with suppress(OSError):
+        if size and not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(path, redact(f"rank {rank}, as it ended\n{os.pread(memory, size, 0).decode(errors='replace')}"))
+
+
 def ask(run: Run) -> None:
     """Have the supervisor of this host write down the stacks of its ranks, and wait for them; nothing if none runs."""
     live = re.match(r"process (\d+) on (\S+)", holder(run.path))
     if live is None:
         return
     here, generation = socket.gethostname(), run.generation()
-    flights = [each for each in flight.read(run, generation).values() if each.host == here]
-    supervisors = {each.supervisor for each in flights} | ({int(live[1])} if live[2] == here else set())
+    flights = flight.read(run, generation).values()
+    supervisors = {each.supervisor for each in flights if each.host == here} | (
+        {int(live[1])} if live[2] == here else set()
+    )
     supervisors = {pid for pid in supervisors if hears(pid)}
     if not supervisors:
         raise CannotHere(f"{run.path} is run by {live[0]}, and no rank of it runs here. Ask for stacks on that host.")
@@ -134,16 +150,16 @@ def ask(run: Run) -> None:
             os.kill(pid, SIGNAL)
         except PermissionError:
             raise CannotHere(f"process {pid}, which runs {run.path}, is another user's. Ask them for stacks.") from None
-    ranks = [each.rank for each in flights]
     deadline = time.monotonic() + ASKED_SECONDS
-    while not _written(run, generation, ranks, began):
+    while not _written(run, generation, began):
         if time.monotonic() > deadline:
             raise CannotHere(f"process {supervisors} did not write the stacks of {run.path}. Look whether it runs.")
         time.sleep(0.05)
 
 
-def _written(run: Run, generation: int, ranks: list[int], since: float) -> bool:
-    """Whether the stacks of these ranks, of any at least, are newer than that."""
-    paths = list(folder(run, generation).glob("rank-*.txt"))
-    fresh = {int(path.stem[5:]) for path in paths if path.stat().st_mtime >= since}
-    return bool(fresh) and fresh.issuperset(ranks)
+def _written(run: Run, generation: int, since: float) -> bool:
+    """Whether the records of this host's ranks are newer than that, and so are their stacks, which come first."""
+    here = [each for each in flight.read(run, generation).values() if each.host == socket.gethostname()]
+    paths = [folder(run, generation) / f"rank-{each.rank:05d}.txt" for each in here]
+    fresh = all(path.exists() and path.stat().st_mtime >= since for path in paths)
+    return bool(here) and fresh and all(each.saved >= since * 1e9 for each in here)

@@ -48,8 +48,8 @@ HERE = str(Path(__file__).parent)
 DEEPEST = 20
 """So many frames of the stack are looked at for a line of the user's."""
 LARGEST = 0xFFFFFFFF
-OURS, OTHERS, USERS = range(3)
-"""Whose a frame is: this room's, anybody's, the user's."""
+OURS, OTHERS, USERS, ROOT = range(4)
+"""Whose a frame is: this room's, anybody's, the user's; or the first of a rank."""
 _phases = {name: number for number, name in enumerate(PHASES)}
 _kinds = {name: number for number, name in enumerate(KINDS)}
 _dtypes = {getattr(torch, name): number for number, name in enumerate(DTYPES) if hasattr(torch, name)}
@@ -164,6 +164,8 @@ class FlightRecorder:
             owner = whose.get(id(code))
             if owner is None:
                 owner = whose[id(code)] = _whose(code), code
+            if owner[0] == ROOT:
+                break
             if owner[0] == USERS or (not site and owner[0] == OTHERS):
                 found = known.get((id(code), frame.f_lasti))
                 if found is None:
@@ -194,4 +196,6 @@ class FlightRecorder:
 def _whose(code: CodeType) -> int:
     if code.co_filename.startswith(HERE):
         return OURS
+    if user_code.is_root(code.co_filename, code.co_name):
+        return ROOT
     return USERS if user_code.is_users_line(code.co_filename) else OTHERS
