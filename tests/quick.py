@@ -35,6 +35,7 @@ KEPT: dict[str, dict[str, int | tuple[str, ...]]] = {
         "test_a_killed_supervisor": 0,
         "test_data_that_is_slow": 0,
         "test_a_loss_that_is_not_a_number": 0,
+        "test_a_hang_that_was_survived_is_told_of": 0,
     },
     "train/test_turns.py": {
         "test_a_run_that_takes_turns_goes_on_to_the_same_bits": 0,

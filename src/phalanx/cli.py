@@ -288,12 +288,12 @@ def why(
 ) -> None:
     """Say why a run is stuck, dead, wrong or slow: which rank, where, and what to do."""
     from phalanx.launch import stacks as asking
-    from phalanx.launch.standing import run_at
+    from phalanx.launch.standing import alive, run_at
     from phalanx.watch.why import why
 
     if stacks:
         asking.ask(run_at(run))
-    verdict = why(run_at(run), stacks)
+    verdict = why(run_at(run), stacks, alive(run_at(run)))
     print(verdict.to_json() if json else verdict)
     raise SystemExit(verdict.exit_code)
 

@@ -23,7 +23,7 @@ import numpy as np
 from phalanx.run import Run
 
 MAGIC = b"PHLXFLT1"
-GROUPS, SITES, RECORDS = 48, 256, 2048
+GROUPS, SITES, RECORDS = 48, 256, 4096
 """How many groups, places in the code and records are kept."""
 HEADER = struct.Struct("<8s5I64sQ")
 """What it is, rank, world, generation, process, supervisor; host; its main thread's number in stacks."""

@@ -31,6 +31,18 @@ def test_phases_are_told_apart_from_waits() -> None:
     assert line.share("update") == (pytest.approx(0.1), pytest.approx(0.1))
 
 
+def test_of_a_gpus_rank_only_what_its_host_does_itself_counts() -> None:
+    scribe = Scribe(0)
+    steps(scribe)
+    flight = scribe.flight()
+    flight.records = flight.records.copy()
+    flight.records["flags"][flight.records["kind"] > 0] |= 1
+    line = timeline(flight)
+    assert line is not None
+    assert line.on_gpu
+    assert (line.usual_busy, line.usual_wait) == (pytest.approx(0.02), 0)
+
+
 def test_a_rank_that_did_no_step_has_none() -> None:
     assert timeline(Scribe(0).flight()) is None
     scribe = Scribe(0)

@@ -184,3 +184,18 @@ def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
     done = phalanx("why", "nowhere", cwd=tmp_path)
     assert done.returncode == 2
     assert "is no run's folder" in done.stderr
+
+
+def test_a_hang_that_was_survived_is_told_of(tmp_path: Path) -> None:
+    """With the rank that was at fault, and where."""
+    process = started(tmp_path, "slow rank", "--on", "local:2", "--restarts", "2", "--steps", "20")
+    run = Run(tmp_path / "run")
+    until(lambda: run.path.exists() and len(run.ledger()) > 8)
+    os.kill(ranks_of(process.pid or 0)[1], signal.SIGSTOP)
+    assert ended(process) == 0
+    found = why(run)
+    assert found.rank == 1
+    assert any(
+        re.match(r"before, in generation 1, after which ranks were started again: stuck: rank 1 on .* state T", each)
+        for each in found.evidence
+    ), found

@@ -34,8 +34,10 @@ class Frame:
 
     @property
     def place(self) -> str:
-        """File and line; ours without where they are installed."""
+        """File and line; of what is installed, without where."""
         path = Path(self.file)
+        if "site-packages" in path.parts:
+            return f"{self.file.rpartition('site-packages/')[2]}:{self.line}"
         if path.is_relative_to(user_code.OWN):
             return f"{path.relative_to(user_code.OWN.parent)}:{self.line}"
         return user_code.place(self.file, self.line)
@@ -100,16 +102,27 @@ class Evidence:
     """The first failure of each generation before."""
 
     @classmethod
-    def of(cls, run: Run) -> Evidence:
+    def of(cls, run: Run, live: str | None = None) -> Evidence:
+        """``live``: who runs it, if that is known."""
         generation = max([run.generation(), *flight.generations(run)])
         ended = [event["kind"] for event in run.events(0, "start", "stopped", "end")]
         accounts = list(_accounts(run))
         return cls(
-            run, generation, holder(run.path), run.certified_steps() is not None, ended[-1:] == ["stopped"],
+            run, generation, holder(run.path) if live is None else live, run.certified_steps() is not None,
+            ended[-1:] == ["stopped"],
             flight.read(run, generation), dict(_stacks(run, generation)),
             _ordered([each for each in accounts if each["generation"] == generation]),
             [_ordered([each])[0] for each in accounts if each["generation"] < generation],
         )  # fmt: skip
+
+    def before(self) -> Evidence | None:
+        """Of the last generation that failed before this one, if there was one."""
+        if not self.earlier:
+            return None
+        generation = self.earlier[-1]["generation"]
+        accounts = [each for each in _accounts(self.run) if each["generation"] == generation]
+        flights, stacks = flight.read(self.run, generation), dict(_stacks(self.run, generation))
+        return Evidence(self.run, generation, "", False, False, flights, stacks, _ordered(accounts))
 
     def host(self, rank: int) -> str:
         if rank in self.flights:

@@ -18,7 +18,7 @@ EXPOSED, EXPOSED_SECONDS = 0.4, 0.25
 """Likewise for messages between ranks: small steps are mostly that, and nobody minds."""
 BETWEEN, BETWEEN_SECONDS = 0.3, 2.0
 """Likewise for what is done between steps, all of it together."""
-LEAST_STEPS = 4
+LEAST_STEPS, LAST_STEPS = 4, 32
 
 
 def slow(evidence: Evidence) -> Diagnosis | None:
@@ -26,7 +26,7 @@ def slow(evidence: Evidence) -> Diagnosis | None:
     lines = timelines(evidence)
     if not lines:
         return None
-    return _straggler(evidence, lines) or _data(evidence, lines) or _exposed(lines) or _between(lines)
+    return _straggler(evidence, lines) or _data(evidence, lines) or _exposed(evidence, lines) or _between(lines)
 
 
 def timelines(evidence: Evidence) -> dict[int, Timeline]:
@@ -60,10 +60,7 @@ def _straggler(evidence: Evidence, lines: dict[int, Timeline]) -> Diagnosis | No
         excess = line.usual_busy - median(peer.usual_busy for peer in peers)
         if excess < STRAGGLES_SECONDS or excess < STRAGGLES * line.seconds:
             return None
-        more = {
-            phase: line.usual(phase) - median(peer.usual(phase) for peer in peers)
-            for phase in ("data", "forward", "backward", "reduce", "update", "checkpoint", "callbacks")
-        }
+        more = {phase: line.usual(phase) - median(peer.usual(phase) for peer in peers) for phase in line.own}
         phase = max(more, key=lambda each: more[each])
         others = median(peer.usual(phase) for peer in peers)
         words = [
@@ -122,9 +119,12 @@ def _data(evidence: Evidence, lines: dict[int, Timeline]) -> Diagnosis | None:
     )  # fmt: skip
 
 
-def _exposed(lines: dict[int, Timeline]) -> Diagnosis | None:
+def _exposed(evidence: Evidence, lines: dict[int, Timeline]) -> Diagnosis | None:
     usual = median(line.usual_wait for line in lines.values())
     seconds = median(line.seconds for line in lines.values())
+    if any(line.on_gpu for line in lines.values()):  # by its own clock
+        steps = [event["seconds"] for event in evidence.run.events(0, "step")][-LAST_STEPS:]
+        usual = median([step.get("reduce", 0.0) + step.get("wait", 0.0) for step in steps] or [0.0])
     if usual < EXPOSED_SECONDS or usual < EXPOSED * seconds:
         return None
     return Diagnosis(

@@ -9,6 +9,8 @@ import numpy as np
 
 from phalanx.flight import ON_GPU, PHASE, PHASES, Flight
 
+STEPS_OWN = ("data", "forward", "backward", "reduce", "update", "wait", "checkpoint", "callbacks")
+HOSTS_OWN = ("data", "checkpoint", "callbacks")
 WARM = 2
 """The first steps of a generation are not like the others: memory is got, kernels are chosen."""
 
@@ -21,6 +23,8 @@ class Timeline:
     steps: list[int]
     busy: np.ndarray
     waited: np.ndarray
+    on_gpu: bool = False
+    """Its collectives are a GPU's: what the host waits for is not known, and counts as computed."""
 
     @property
     def seconds(self) -> float:
@@ -32,8 +36,14 @@ class Timeline:
         return float(np.median(self.busy[:, PHASES.index(phase)]))
 
     @property
+    def own(self) -> tuple[str, ...]:
+        """Phases in which a rank's host waits for nobody, but for what is known of it."""
+        return HOSTS_OWN if self.on_gpu else STEPS_OWN
+
+    @property
     def usual_busy(self) -> float:
-        return float(np.median(self.busy.sum(1)))
+        """In these phases."""
+        return float(np.median(self.busy[:, [PHASES.index(phase) for phase in self.own]].sum(1)))
 
     @property
     def usual_wait(self) -> float:
@@ -64,13 +74,11 @@ def timeline(flight: Flight) -> Timeline | None:
     whole = [step for step in np.unique(steps)[1:-1].tolist() if step >= int(steps[0]) + WARM]
     if not whole:
         return None
-    tables = []
-    for column in (spent - waited, waited):
-        table = np.zeros((len(whole), len(PHASES)))
-        for row, step in enumerate(whole):
-            np.add.at(table[row], phases[steps == step], column[steps == step] / 1e9)
-        tables.append(table)
-    return Timeline(flight.rank, whole, *tables)
+    busy, waits_by_phase = np.zeros((2, len(whole), len(PHASES)))
+    for row, step in enumerate(whole):
+        np.add.at(busy[row], phases[steps == step], (spent - waited)[steps == step] / 1e9)
+        np.add.at(waits_by_phase[row], phases[steps == step], waited[steps == step] / 1e9)
+    return Timeline(flight.rank, whole, busy, waits_by_phase, bool((records["flags"] & ON_GPU).any()))
 
 
 def lateness(flights: dict[int, Flight], ranks: list[int], steps: list[int]) -> dict[int, tuple[float, float]]:

@@ -19,12 +19,12 @@ OLD_SECONDS = 60.0
 """A record of a run that goes on should not be older."""
 
 
-def why(run: Run, stacks: bool = False) -> Diagnosis:
-    """``stacks``: tell those of all ranks too, as they were last asked for."""
-    evidence = Evidence.of(run)
+def why(run: Run, stacks: bool = False, live: str | None = None) -> Diagnosis:
+    """``stacks``: tell those of all ranks too, as they were last asked for. ``live``: who runs it, if that is known."""
+    evidence = Evidence.of(run, live)
     bad = wrong(run)
     ended_by_it = bad if evidence.failures and evidence.failures[0]["final"] else None
-    gravest = ended_by_it or desynchronised(evidence) or _died(evidence) or stuck(evidence) or bad
+    gravest = ended_by_it or _failure(evidence) or bad
     found = gravest or slow(evidence) or _nothing(evidence)
     found.evidence += _also(evidence)
     if bad is not None and found is not bad:
@@ -34,6 +34,11 @@ def why(run: Run, stacks: bool = False) -> Diagnosis:
         if not found.stacks:
             found.evidence.append("there are no stacks: none were taken before it ended")
     return found
+
+
+def _failure(evidence: Evidence) -> Diagnosis | None:
+    """What ended a generation, or holds it up."""
+    return desynchronised(evidence) or _died(evidence) or stuck(evidence)
 
 
 def _died(evidence: Evidence) -> Diagnosis | None:
@@ -111,11 +116,12 @@ def _nothing(evidence: Evidence) -> Diagnosis:
 
 def _also(evidence: Evidence) -> list[str]:
     """What is good to know besides."""
-    told = [
-        f"generation {each['generation']} ended after {many(each['steps'], 'step')}, and ranks were started again: "
-        f"rank {each['rank']} {each['reason']}"
-        for each in evidence.earlier[-3:]
-    ]
+    told = []
+    if (before := evidence.before()) is not None:
+        found = _failure(before)
+        first = before.failures[0]
+        what = found.summary if found else f"rank {first['rank']} {first['reason']}"
+        told.append(f"before, in generation {before.generation}, after which ranks were started again: {what}")
     ages = [time.time() - flight.saved / 1e9 for flight in evidence.flights.values()]
     if evidence.live and ages and min(ages) > OLD_SECONDS:
         told.append(f"its supervisor has written nothing for {min(ages):.0f} s: {evidence.live}")

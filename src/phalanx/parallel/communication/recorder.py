@@ -47,6 +47,8 @@ from phalanx.flight import (
 HERE = str(Path(__file__).parent)
 DEEPEST = 20
 """So many frames of the stack are looked at for a line of the user's."""
+TRIES = 16
+"""So often in vain; then it is not looked for any more above the same place."""
 LARGEST = 0xFFFFFFFF
 OURS, OTHERS, USERS, ROOT = range(4)
 """Whose a frame is: this room's, anybody's, the user's; or the first of a rank."""
@@ -66,6 +68,8 @@ class FlightRecorder:
         self._sites: dict[tuple[int, int], int] = {}
         """By code and place in it. Code is known by its id: to hash it would take as long as all the rest."""
         self._whose: dict[int, tuple[int, CodeType]] = {}
+        self._in_vain = [0] * SITES
+        """How often no line of the user's was found above a place."""
         self._now = NOW_AT // 8
         self.step = 0
         self._phase = 0
@@ -96,7 +100,7 @@ class FlightRecorder:
             self.doing(before)
 
     def launched(self, group: str, axis: str, size: int, kind: str, tensor: Tensor, awaited: bool = False) -> int:
-        """A collective is launched; its number here. ``awaited``: `arrived` is called when a GPU has come to it."""
+        """A collective is launched; what it is called here. ``awaited``: `arrived` is told when a GPU comes to it."""
         row = self._groups.get(group)
         if row is None:
             row = self._new_group(group, axis, size)
@@ -118,25 +122,24 @@ class FlightRecorder:
             *first, number,
         )  # fmt: skip
         numbers[self._now + NEWEST] = number
-        return number
+        return number * GROUPS + row
 
-    def arrived(self, number: int) -> None:
+    def arrived(self, record: int) -> None:
         """The GPU has come to a collective."""
-        at = self._at(number)
-        self._stamp(number, ARRIVED)
-        row = self.memory[at + 40] | self.memory[at + 41] << 8
-        self._numbers[(GROUPS_AT + row * GROUP_BYTES + GROUP.size) // 8 + 1] += 1
+        self._stamp(record, ARRIVED)
+        self._numbers[(GROUPS_AT + record % GROUPS * GROUP_BYTES + GROUP.size) // 8 + 1] += 1
 
-    def waiting(self, number: int) -> None:
+    def waiting(self, record: int) -> None:
         """From now on a collective is waited for."""
-        self._stamp(number, WAITING)
+        self._stamp(record, WAITING)
 
-    def left(self, number: int) -> None:
+    def left(self, record: int) -> None:
         """And now not any more."""
-        self._stamp(number, LEFT)
+        self._stamp(record, LEFT)
 
-    def _stamp(self, number: int, column: int) -> None:
-        """Unless so many came after it that its record is another's by now."""
+    def _stamp(self, record: int, column: int) -> None:
+        """Unless so many came after it that its place is another's by now."""
+        number = record // GROUPS
         at = self._at(number) // 8
         if self._numbers[at + RECORD.size // 8 - 1] == number:
             self._numbers[at + column // 8] = time.time_ns()
@@ -173,7 +176,10 @@ class FlightRecorder:
                 if owner[0] == USERS:
                     return site or found, found
                 site = found
+                if self._in_vain[site] >= TRIES:
+                    return site, 0
             frame = frame.f_back
+        self._in_vain[site] += 1
         return site, 0
 
     def _new_site(self, frame: FrameType) -> int:
