@@ -301,6 +301,25 @@ def doctor(
             _conclude(doctor_elsewhere(given, place))
 
 
+@app.command()
+@_stoppable("nothing was concluded")
+def why(
+    run: Annotated[Path | None, typer.Argument(help=verbs.RUN)] = None,
+    json: Annotated[bool, typer.Option("--json", help="print one JSON object and nothing else")] = False,
+    stacks: Annotated[bool, typer.Option("--stacks", help="and what each rank does, line by line")] = False,
+) -> None:
+    """Say why a run is stuck, dead, wrong or slow: which rank, where, and what to do."""
+    from phalanx.launch import stacks as asking
+    from phalanx.launch.standing import alive, run_at
+    from phalanx.watch.why import why
+
+    if stacks:
+        asking.ask(run_at(run))
+    verdict = why(run_at(run), stacks, alive(run_at(run)))
+    print(verdict.to_json() if json else verdict)
+    raise SystemExit(verdict.exit_code)
+
+
 for _verb in (verbs.runs, verbs.status, verbs.cancel, _stoppable("the run goes on")(verbs.logs)):
     app.command()(_verb)
 

@@ -3,6 +3,7 @@
 runs/<name>/run.toml                   settings as resolved; ``phalanx train --config run.toml`` repeats the run
 runs/<name>/origin/001/                what it is made of: source, git, versions
 runs/<name>/events/rank-00000.jsonl    one JSON object a line: start, step, evaluation, checkpoint, failure, end
+runs/<name>/flight/ stacks/ failures/   the last moments of ranks, and who failed
 runs/<name>/checkpoints/step-00000100/ committed or absent
 runs/<name>/final/model.safetensors    full weights under the model's own names
 runs/<name>/final/certificate.json     that every planned step was done, once, and what came of it

@@ -147,6 +147,11 @@ def innermost(trace: TracebackType | Iterable[traceback.FrameSummary] | None) ->
     return theirs[-1] if theirs else None
 
 
+def is_root(file: str, name: str) -> bool:
+    """Whether a function is where a rank begins: what called it is the warm process's that forked it."""
+    return name == "_rank" and file == str(OWN / "launch" / "local.py")
+
+
 def place(file: str | Path, line: int | None) -> str:
     """File and line, from here if it is below."""
     path = Path(file).resolve()

@@ -41,6 +41,11 @@ def secondary(error: Exception) -> bool:
     return not _refused(error) and (_waited(error) or _lost(error))
 
 
+def timed_out(error: Exception) -> bool:
+    """Whether it waited for another rank until its time was up."""
+    return not _refused(error) and _waited(error)
+
+
 def worker_killed(error: Exception) -> bool:
     """Whether a process that reads data for this one was killed."""
     return not _refused(error) and is_about(error, About.WORKER)

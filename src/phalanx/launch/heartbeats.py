@@ -117,7 +117,7 @@ class Watch:
             elif rank not in self._used:
                 self._used[rank] = now, _processor_seconds(pids[rank])
         for rank, pid in pids.items():
-            if self._still[rank] > self.leniency * LEAST_SECONDS and _state(pid) in "Tt":
+            if self._still[rank] > self.leniency * LEAST_SECONDS and state_of(pid) in "Tt":
                 return rank, f"has been stopped (SIGSTOP) and did not go on for {self._still[rank]:.0f} s"
         late = [rank for rank in pids if self._late(rank, ALLOWED)]
         return self._culprit(late, pids) if late else None
@@ -151,7 +151,7 @@ class Watch:
 
     def _busy(self, rank: int, pid: int) -> bool:
         """Whether a rank, or a process that it has started, computes or is at a file."""
-        if any(_state(member) in "RD" for member in _family(pid)):  # also where others leave it no processor
+        if any(state_of(member) in "RD" for member in family(pid)):  # also where others leave it no processor
             return True
         now, used = time.monotonic(), _processor_seconds(pid)
         before, had = self._used.get(rank, (now, used))
@@ -167,13 +167,13 @@ class Watch:
         return self._row(rank)[ALLOWED] / 1000 / TIMES_MEDIAN
 
 
-def _family(pid: int) -> Iterator[int]:
+def family(pid: int) -> Iterator[int]:
     """A process and all that it has started."""
     yield pid
     with suppress(OSError):
         for task in Path(f"/proc/{pid}/task").iterdir():
             for child in (task / "children").read_text().split():
-                yield from _family(int(child))
+                yield from family(int(child))
 
 
 def _stat(path: str) -> list[str]:
@@ -183,14 +183,14 @@ def _stat(path: str) -> list[str]:
     return []
 
 
-def _state(pid: int) -> str:
+def state_of(pid: int) -> str:
     return (_stat(f"/proc/{pid}") or [" "])[0]
 
 
 def _processor_seconds(pid: int) -> float:
     """Of a rank's main thread, whose helpers may spin while it sleeps, and of all processes that it has started."""
     used = _stat(f"/proc/{pid}/task/{pid}")[11:13]
-    for child in _family(pid):
+    for child in family(pid):
         if child != pid:
             used += _stat(f"/proc/{child}")[11:13]
     return sum(map(int, used)) / os.sysconf("SC_CLK_TCK")

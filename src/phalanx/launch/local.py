@@ -64,6 +64,8 @@ class Failure:
     by_signal: bool = False
     secondary: bool = False
     """It lost sight of other ranks: something happened to those."""
+    timed_out: bool = False
+    """It did so since it waited for them until its time was up."""
     stuck: bool = False
     """It did not end, and did not go on either."""
     worker_killed: bool = False
@@ -120,8 +122,11 @@ def run_ranks(
     ranks: int | World,
     look: Look | None = None,
     stop: Stop | None = None,
+    missed: Callable[[dict[int, int]], object] = lambda pids: None,
 ) -> HostOutcome:
     """Run ``program`` on this host's ranks and wait for all of them.
+
+    When one has waited for others until its time was up, ``missed`` is told who still runs, before they are ended.
 
     SIGTERM, SIGINT and SIGHUP are handed on to the ranks, which have the time that ``stop`` gives them to end well,
     however often they are asked. SIGUSR1 is handed on.
@@ -163,7 +168,7 @@ def run_ranks(
             store = StoreServer(listening, world.key, world.size or world.ranks)
         if printing is not None:
             printing.start()
-        outcome = _supervise(processes, pipes, asked, world.first, look, stop)
+        outcome = _supervise(processes, pipes, asked, world.first, look, stop, missed)
         _end(processes)
         while wait([asked], timeout=0):  # asked while the others were being ended
             for number in os.read(asked, 64):
@@ -191,8 +196,9 @@ def _write(pipe: int, number: int) -> None:
 
 
 def _supervise(
-    processes: list[BaseProcess], pipes: list[Connection], asked: int, first: int, look: Look | None, stop: Stop
-) -> HostOutcome:
+    processes: list[BaseProcess], pipes: list[Connection], asked: int, first: int, look: Look | None, stop: Stop,
+    missed: Callable[[dict[int, int]], object],
+) -> HostOutcome:  # fmt: skip
     """Wait for every rank; once one has failed, for the others' own reports and no longer."""
     running = dict(enumerate(processes, first))
     open_pipes = dict(enumerate(pipes, first))
@@ -223,6 +229,8 @@ def _supervise(
                 del running[rank]
                 failure = _failure(rank, process.exitcode, reports.get(rank), starved)
                 if failure:
+                    if failure.timed_out and not failures:
+                        missed({rank: process.pid for rank, process in running.items() if process.pid})
                     failures[rank] = failure
                     patience = SIGNAL_SECONDS if failure.by_signal else GRACE_SECONDS
                     deadline = min(deadline, time.monotonic() + patience)
@@ -266,7 +274,8 @@ def _raised(rank: int, error: Exception) -> Failure:
     return Failure(
         rank, time.monotonic(), blame.reason(error), traces.folded(error), traces.whole(error),
         code=error.exit_code if isinstance(error, (WrongUse, CannotHere)) else 1, final=final,
-        secondary=blame.secondary(error), worker_killed=blame.worker_killed(error), may_pass=may_pass(error),
+        secondary=blame.secondary(error), timed_out=blame.timed_out(error), worker_killed=blame.worker_killed(error),
+        may_pass=may_pass(error),
     )  # fmt: skip
 
 

@@ -106,6 +106,12 @@ def table(standings: list[Standing]) -> str:
     return "\n".join(columns(rows, right=(2, 3)))
 
 
+def alive(run: Run) -> str:
+    """Who runs a run, or will, as far as can be told; nothing: nobody."""
+    state, where = _state(run)
+    return "" if state in (DONE, STOPPED, ENDED) else where or state
+
+
 def cancel(run: Run) -> str:
     """Ask a run to save and end, wherever it is; in words what was done."""
     state, where = _state(run)

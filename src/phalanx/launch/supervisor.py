@@ -23,6 +23,7 @@ from phalanx.errors import CannotHere
 from phalanx.events import EventLog
 from phalanx.files import write_whole
 from phalanx.launch import network
+from phalanx.launch.black_box import BlackBox
 from phalanx.launch.heartbeats import STEPS, Heartbeats, Watch
 from phalanx.launch.local import Failure, HostOutcome, World, run_ranks
 from phalanx.launch.rendezvous import Rendezvous
@@ -47,6 +48,7 @@ class Host:
     world: int
     """Ranks of all hosts together."""
     heartbeats: Heartbeats
+    black_box: BlackBox
     memory: list[list[int]]
     """By rank of this host, a file descriptor a slot."""
     guests: list[list[int]] = field(default_factory=list)
@@ -84,6 +86,7 @@ class Supervisor:
 
     def __post_init__(self) -> None:
         self.heartbeats = Heartbeats(self.ranks)
+        self.black_box = BlackBox(self.run, self.ranks, self.new_memory)
         self.memory = [[self.new_memory(), self.new_memory()] for _ in range(self.ranks)]
         self.guests: list[list[int]] = []
         self.reached, self.fruitless, self.leniency = 0, 0, 1.0
@@ -100,7 +103,7 @@ class Supervisor:
         """Generation after generation."""
         gc.freeze()  # once: to search all that is here for garbage again would hold up every generation
         try:
-            with self._held:
+            with self._held, self.black_box:
                 return self._generations(program)
         finally:
             if self.shared is not None:
@@ -126,14 +129,17 @@ class Supervisor:
                 return HostOutcome(interrupted=True)
             world, generation = gathered
             host = Host(
-                generation, world.size or self.ranks, self.heartbeats, self.memory, self.guests, self.recoveries > 0,
-                stopping=self.rendezvous is None and self.stop.asked,
+                generation, world.size or self.ranks, self.heartbeats, self.black_box, self.memory, self.guests,
+                self.recoveries > 0, stopping=self.rendezvous is None and self.stop.asked,
             )  # fmt: skip
             watch = Watch(self.heartbeats, world.first, self.leniency, alone=world.size in (0, world.ranks))
             look = partial(self._look, watch)
-            outcome = run_ranks(partial(program, host), world, look, self.stop) if world.ranks else self._stand_by()
+            self.black_box.begin(generation, world.first, host.world)
+            given = world, look, self.stop, self.black_box.collect
+            outcome = run_ranks(partial(program, host), *given) if world.ranks else self._stand_by()
             failures = [self._drilled(failure, world) for failure in outcome.failures or ()]
             outcome.failures = [self._filed(failure, generation) for failure in failures] or None
+            self.black_box.over(outcome.failures or (), self.heartbeats.steps())
             if self._over(outcome, generation, host.stopping):
                 return outcome
             self.recoveries += 1
@@ -234,7 +240,9 @@ class Supervisor:
 
     def _look(self, watch: Watch, pids: dict[int, int]) -> Failure | str | None:
         seen = watch.look(pids)
+        self.black_box.look(pids)
         if seen is not None:
+            self.black_box.collect(pids)
             return Failure(seen[0], time.monotonic(), seen[1], by_signal=True, stuck=True)
         change = self.rendezvous.changed() if self.rendezvous is not None else None
         if change is None:

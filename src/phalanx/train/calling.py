@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -105,6 +105,8 @@ class Callbacks:
         """The task's, in their order."""
         self._ours: list[Callback] = []
         self._refuses_log = refused("a callback")
+        self.during: Callable[[str], AbstractContextManager[None]] = lambda phase: nullcontext()
+        """Told that the task's callbacks are called, while they are."""
 
     @property
     def tasks(self) -> list[Callback]:
@@ -128,7 +130,7 @@ class Callbacks:
         for callback in self._ours:
             getattr(callback, method)(*given)
         for callback in self.tasks:
-            with self._named(callback, method):
+            with self.during("callbacks"), self._named(callback, method):
                 getattr(callback, method)(*given)
 
     @contextmanager

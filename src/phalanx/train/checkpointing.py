@@ -253,7 +253,8 @@ class Checkpointer(Callback):
         """The copy of what it will change must be whole."""
         if self._last is not None and self._last.stage < Stage.STAGED:
             began = time.monotonic()
-            self._last.wait(Stage.STAGED)
+            with engine.traffic.during("checkpoint"):
+                self._last.wait(Stage.STAGED)
             self._rest_until = time.monotonic() + REST * (time.monotonic() - began)
 
     def drain(self) -> None:

@@ -1,9 +1,13 @@
-"""Seconds by phase of a step; on a GPU the device's own time, not that of launching its work, and never waited for."""
+"""Seconds by phase of a step; on a GPU the device's own time, not that of launching its work, and never waited for.
+
+Who looks from outside is told which phase a rank is in.
+"""
 
 from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable
 
 import torch
 
@@ -11,11 +15,14 @@ Instant = float | torch.cuda.Event
 
 
 class Clock:
-    """``start``, then a ``lap`` at the end of each phase; ``seconds`` adds up laps of the same name."""
+    """``start`` a step's first phase, ``begin`` each that follows, ``stop``; ``seconds`` adds up those of one name."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
+    def __init__(self, device: torch.device, doing: Callable[[str], object] = lambda phase: None) -> None:
+        """``doing`` is told of each phase that begins."""
+        self._cuda, self._doing = device.type == "cuda", doing
         self._last: Instant = 0.0
+        self._phase = ""
+        """Nothing: no step is measured."""
         self._laps: list[tuple[str, Instant, Instant]] = []
         """Of the step that runs, or of one that failed."""
         self._untold: deque[tuple[str, Instant, Instant]] = deque()
@@ -27,12 +34,24 @@ class Clock:
         event.record()
         return event
 
-    def start(self) -> None:
-        self._last, self._laps = self._now(), []
+    def start(self, phase: str) -> None:
+        """What was measured of a step that failed is forgotten."""
+        self._last, self._laps, self._phase = self._now(), [], phase
+        self._doing(phase)
 
-    def lap(self, phase: str) -> None:
+    def begin(self, phase: str) -> None:
+        """The phase before it is over; nothing, where no step is measured."""
+        if self._phase and phase != self._phase:
+            self._lap(phase)
+            self._doing(phase)
+
+    def stop(self) -> None:
+        self._lap("")
+
+    def _lap(self, following: str) -> None:
         begun, self._last = self._last, self._now()
-        self._laps.append((phase, begun, self._last))
+        self._laps.append((self._phase, begun, self._last))
+        self._phase = following
 
     def seconds(self) -> dict[str, float]:
         """Of all laps that are over and were not told yet: a GPU's last ones come with the next step's."""

@@ -136,7 +136,8 @@ def failed(run: Run, manager: CheckpointManager, failures: Sequence[Failure]) ->
         False,
         f"rank {first.rank} failed first: {first.reason}",
         evidence,
-        next=f"The job has ended and no rank is left. Mend the cause, then phalanx train --resume --run {run.path} "
+        next=(f"phalanx why {run.path} says what it was about. " if first.stuck or first.secondary else "")
+        + f"The job has ended and no rank is left. Mend the cause, then phalanx train --resume --run {run.path} "
         + (f"goes on after step {saved}." if saved else "begins at step 0: nothing was saved."),
     )
     with suppress(OSError):  # where the disk is full, what is on the screen must do

@@ -97,7 +97,7 @@ class Engine:
         self.order = Order(samples, task.global_batch, task.seed)
         self.schedule = make_schedule(task)
         self.guard, self.loss_scale = guard or Guard(), LossScale(dynamic=task.precision == "fp16")
-        self.clock, self.logged = Clock(self.device), Logged(self)
+        self.logged = Logged(self)
         self.step_number, self.samples, self.terms = 0, 0, 0.0
         """How many have been trained on: samples, and terms of their losses."""
         self.compared: int | None = None
@@ -111,6 +111,7 @@ class Engine:
         self.signals = Signals()
         """What this rank tells all ranks with the next step's sum; its metrics have those of any rank."""
         self.timeout, self.init_from, self.traffic = timeout, init_from, traffic or Traffic()
+        self.clock = Clock(self.device, self.traffic.doing)
         self.versions, self.allow_changes, self._waited, self._why = VERSIONS, allow_changes, 0.0, ""
         self.changes: list[str] = []
         """What is other than when the state was saved that it went on from."""
@@ -206,7 +207,7 @@ class Engine:
     def step(self, batch: StepBatch) -> Metrics:
         """Train on one batch."""
         self.spread.model.train()
-        self.clock.start()
+        self.clock.start("forward")
         try:
             self.spread.refresh()
             metrics = rounds.step(self, batch)

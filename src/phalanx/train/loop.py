@@ -110,6 +110,7 @@ class Loop:
                 if not self._step(batch):
                     break
         self.summary.steps, self.summary.ended = engine.step_number, engine.ended
+        engine.traffic.doing("ending")
         if not self.summary.stopped:
             self.heartbeat.may_take_long(for_ever=True)
             self.checkpointer.save_now()
@@ -152,6 +153,7 @@ class Loop:
     def _batches(self) -> Iterator[StepBatch]:
         batches = self.engine.batches()
         while True:
+            self.engine.traffic.begins(self.engine.step_number)
             with self.heartbeat.fetching():
                 batch = next(batches, None)
             if batch is None:
@@ -238,9 +240,11 @@ class Loop:
         last = engine.step_number == task.steps or engine.ended is not None
         if self.compare_steps and (last or engine.step_number % self.compare_steps == 0):
             self.heartbeat.may_take_long()
+            engine.traffic.doing("comparing replicas")
             self._compare()
         if last or metrics.signals.stop:
             self.heartbeat.may_take_long(for_ever=True)
+        engine.traffic.doing("checkpoint")
         self.checkpointer.after_step(metrics.signals, last)
         if metrics.signals.stop and not last:
             self.summary.stopped = True
@@ -273,6 +277,7 @@ class Loop:
 
     def _evaluate(self) -> None:
         self.heartbeat.may_take_long()
+        self.engine.traffic.doing("evaluation")
         self.summary.held_out = self.engine.evaluate(on_batch=self.heartbeat.may_take_long)
         self.summary.held_out_with = self.engine.callbacks.evaluating_with(self.engine)
         step = self.engine.step_number - 1

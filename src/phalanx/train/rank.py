@@ -10,11 +10,13 @@ from phalanx import streams
 from phalanx.checkpoint.manager import CheckpointManager
 from phalanx.checkpoint.slot import Slot
 from phalanx.events import EventLog, pause_of, writers
+from phalanx.launch import stacks
 from phalanx.launch.environment import Environment
 from phalanx.launch.heartbeats import ARRIVED, RankHeartbeat
 from phalanx.launch.supervisor import Host
 from phalanx.layout import Layout
 from phalanx.origin import kept_origin
+from phalanx.parallel.communication.recorder import FlightRecorder
 from phalanx.parallel.communication.traffic import Traffic
 from phalanx.run import Run
 from phalanx.train.check.beside import Check, settle
@@ -69,7 +71,8 @@ class Rank:
             check = self._check()
             if check is not None:
                 undo.enter_context(check)
-            engine = undo.enter_context(self._engine(Traffic(row[ARRIVED:])))
+            engine = undo.enter_context(self._engine(Traffic(row[ARRIVED:], self._recorder())))
+            engine.callbacks.during = engine.traffic.during
             if rank == 0:
                 undo.enter_context(kept_origin(self.run, self.job.task))
                 for logger in chosen(options.log, options.metrics_port):
@@ -96,6 +99,12 @@ class Rank:
     def _log(self) -> EventLog:
         rank, hosts = self.environment.rank, self.environment.hosts
         return EventLog(self.run, rank, pause_of(rank, hosts), shared=rank in writers(hosts))
+
+    def _recorder(self) -> FlightRecorder:
+        """Of this rank's last moments; and its stacks are to be had from now on."""
+        local, box = self.environment.local_rank, self.host.black_box
+        stacks.answer(box.stacks[local])
+        return FlightRecorder(box.row(local), self.environment.rank, self.host.world, self.host.generation)
 
     def _check(self) -> Check | None:
         """Of the task, beside rank 0, unless an earlier generation had it done."""

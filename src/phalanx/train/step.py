@@ -84,24 +84,26 @@ def train_step(engine: Engine, batch: StepBatch, rounds: Rounds | None = None) -
         micro = batch.micro_batches[action.micro]
         last = index + 1 == len(actions)
         if action.kind == "forward":
+            clock.begin("forward")
             with engine.logged.taking():
                 loss = forward(engine, batch.step, micro, action, rounds)
             totals.add(action.micro, loss, micro.real)
             if spread.nears_loss(action):
                 scale.begin(partial(_global_count, engine, loss, len(batch.micro_batches)))
-            clock.lap("forward")
             continue
         if action.kind == "backward":
             if spread.pipeline is not None:
+                clock.begin("wait")
                 spread.pipeline.await_gradient(action)
-                clock.lap("wait")
+            clock.begin("backward")
             spread.backward(action, scale.value * micro.real / engine.mesh.size("cp"), last)
         else:
+            clock.begin("backward")
             spread.backward_weights(action, last)
-        clock.lap("backward")
+        clock.begin("reduce")
         spread.reduction.finish_backward()
-        clock.lap("reduce")
 
+    clock.begin("update")
     spread.complete_gradients()
     engine.update.prepare()
 
@@ -128,7 +130,7 @@ def train_step(engine: Engine, batch: StepBatch, rounds: Rounds | None = None) -
         engine.update.forget()
     scale.update(finite)
     spread.end_step(counts)
-    clock.lap("update")
+    clock.stop()
     return Metrics(
         step=batch.step,
         loss=mean,
@@ -195,9 +197,10 @@ def compute(engine: Engine, step: int, micro: MicroBatch, action: Action, finish
 
     A stage before the last gives the stream to the next one, and None.
     """
-    part = engine.spread.begin(action)
     if engine.spread.pipeline is not None:
-        engine.clock.lap("wait")
+        engine.clock.begin("wait")
+    part = engine.spread.begin(action)
+    engine.clock.begin("forward")
     samples = engine.spread.samples
     with micro_batch(engine, step, micro) as tensors, samples.computed():
         try:

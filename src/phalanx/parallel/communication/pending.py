@@ -21,9 +21,10 @@ class Pending:
         works: Sequence[dist.Work] = (),
         finish: Callable[[], Pending | None] | None = None,
         traffic: Traffic | None = None,
+        record: int = 0,
     ) -> None:
-        """``traffic`` says that this rank waits, while it does."""
-        self._works, self._finish, self._traffic = works, finish, traffic
+        """``traffic`` says that this rank waits, while it does, in the collective of this number in its record."""
+        self._works, self._finish, self._traffic, self._record = works, finish, traffic, record
         self._following: Pending | None = None
 
     @property
@@ -35,7 +36,7 @@ class Pending:
         """Wait for what is on its way, and launch what follows it, if anything does."""
         works, self._works = self._works, ()
         if works:
-            with self._traffic.waiting() if self._traffic else nullcontext():
+            with self._traffic.waiting(self._record) if self._traffic else nullcontext():
                 for work in works:
                     work.wait()
         if self._finish is not None:

@@ -1,15 +1,16 @@
-"""What a rank has said to others: counted by axis and kind, told to who watches, seen by its supervisor."""
+"""What a rank has said to others: counted by axis and kind, told to who watches, recorded, seen by its supervisor."""
 
 from __future__ import annotations
 
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from torch import Tensor
 
 from phalanx.parallel.communication.arrivals import Arrivals
+from phalanx.parallel.communication.recorder import FlightRecorder
 
 Watcher = Callable[[str, str, Tensor], None]
 
@@ -17,8 +18,10 @@ Watcher = Callable[[str, str, Tensor], None]
 class Traffic:
     """All collectives and messages of the communicators that share it."""
 
-    def __init__(self, signs: memoryview | None = None) -> None:
+    def __init__(self, signs: memoryview | None = None, recorder: FlightRecorder | None = None) -> None:
         """``signs``: memory that a supervisor lends, in which it sees `signs` even of a frozen process."""
+        self.recorder = recorder
+        """Keeps the last collectives, if anybody will read them."""
         self.sent: Counter[tuple[str, str]] = Counter()
         """Bytes that this rank has had to send, by axis and kind: what a good algorithm sends, which is what ours do,
         but for small messages that go to everybody at once."""
@@ -29,17 +32,39 @@ class Traffic:
         whether its main thread waits in one."""
         self.watchers: list[Watcher] = []
         """Told of every message or collective, when it is launched: its axis, its kind, and what this rank brings."""
-        self._arrivals = Arrivals()
+        self._arrivals = Arrivals(arrived=recorder.arrived if recorder else None)
 
-    def launched(self, axis: str, kind: str, tensor: Tensor, share: float) -> None:
-        """A collective of which this rank sends ``share`` times the tensor."""
+    def launched(self, axis: str, kind: str, tensor: Tensor, share: float, record: int = 0) -> None:
+        """A collective of which this rank sends ``share`` times the tensor; ``record``: what `recorded` said of it."""
         self.told(axis, kind, tensor)
         self.calls[axis, kind] += 1
         if tensor.is_cuda and isinstance(self.signs, memoryview):
-            self._arrivals.launching(self.signs)
+            self._arrivals.launching(self.signs, record)
         else:
             self.signs[0] += 1
         self.sent[axis, kind] += round(tensor.numel() * tensor.element_size() * share)
+
+    def recorded(self, group: str, axis: str, size: int, kind: str, tensor: Tensor, counted: bool = True) -> int:
+        """The number of a collective in the flight record, as it is launched; 0: there is no record.
+
+        ``counted``: `launched` is told of it too, and so when a GPU comes to it.
+        """
+        awaited = counted and tensor.is_cuda and isinstance(self.signs, memoryview)
+        return self.recorder.launched(group, axis, size, kind, tensor, awaited) if self.recorder else 0
+
+    def doing(self, phase: str) -> None:
+        """What this rank does from now on, for the flight record."""
+        if self.recorder:
+            self.recorder.doing(phase)
+
+    def during(self, phase: str) -> AbstractContextManager[None]:
+        return self.recorder.during(phase) if self.recorder else nullcontext()
+
+    def begins(self, step: int) -> None:
+        """A step begins, with the samples it needs."""
+        if self.recorder:
+            self.recorder.step = step
+            self.recorder.doing("data")
 
     def told(self, axis: str, kind: str, tensor: Tensor) -> None:
         """Who watches is told, and nothing is counted."""
@@ -47,13 +72,17 @@ class Traffic:
             watcher(axis, kind, tensor)
 
     @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """While this rank's main thread can do nothing but wait for others."""
+    def waiting(self, record: int = 0) -> Iterator[None]:
+        """While this rank's main thread can do nothing but wait for others, in a collective that was `recorded`."""
         main = threading.current_thread() is threading.main_thread()
         if main:
             self.signs[2] = 1
+        if self.recorder and record:
+            self.recorder.waiting(record)
         try:
             yield
+            if self.recorder and record:
+                self.recorder.left(record)  # not where it failed: it was never left
         finally:
             if main:
                 self.signs[2] = 0

@@ -1,0 +1,238 @@
+"""The flight record: the last collectives and phases of each rank, in memory of a fixed size that outlives it.
+
+A rank writes into memory that its supervisor lends (`parallel.communication.recorder`); the supervisor puts it into the
+run's folder now and then, and when something goes wrong (`launch.black_box`). It is no file of the rank's own: to write
+to a mapped file ends a process where the disk is full (SIGBUS), and stops it where a shared folder does not answer.
+
+runs/<name>/flight/generation-00001/rank-00000    a header, a row a group, places in the code, a ring of records; packed
+"""
+
+from __future__ import annotations
+
+import struct
+import time
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from phalanx.run import Run
+
+MAGIC = b"PHLXFLT1"
+GROUPS, SITES, RECORDS = 48, 256, 4096
+"""How many groups, places in the code and records are kept."""
+HEADER = struct.Struct("<8s5I64sQ")
+"""What it is, rank, world, generation, process, supervisor; host; its main thread's number in stacks."""
+NOW_AT = 104
+"""Then, as whole numbers: the newest record, what the rank does, since when, in which step, when this was saved."""
+NEWEST, DOING, SINCE, STEP, SAVED = range(5)
+GROUP = struct.Struct("<72s24sII")
+"""A group's own name, its axis, how many ranks it has. Then: collectives launched there, and come to."""
+GROUP_BYTES, SITE_BYTES = 120, 128
+GROUPS_AT = 256
+SITES_AT = GROUPS_AT + GROUPS * GROUP_BYTES
+RECORDS_AT = SITES_AT + SITES * SITE_BYTES
+RECORD = struct.Struct("<4q2I4H4B4I4xq")
+"""Launched, come to, waited for since, left (nanoseconds of the clock, 0: not yet); number in its group, step; group,
+place, place in the user's code, nothing; kind, dtype, phase, flags; shape; its number, which is written last."""
+BYTES = RECORDS_AT + RECORDS * RECORD.size
+LAUNCHED, ARRIVED, WAITING, LEFT = (8 * column for column in range(4))
+"""Where in a record these are."""
+ON_GPU = 1
+"""Among its flags; the others are how many dims its shape has, times two."""
+
+PHASE = 0
+KINDS = (
+    "phase", "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "broadcast", "send", "receive", "words",
+)  # fmt: skip
+"""Of records: a phase that begins, or a collective."""
+UNEVEN = ("all-to-all", "words")
+"""Collectives to which ranks may bring different amounts."""
+PHASES = (
+    "start-up", "data", "forward", "backward", "reduce", "update", "wait", "checkpoint", "evaluation", "callbacks",
+    "comparing replicas", "ending",
+)  # fmt: skip
+"""What a rank may be doing."""
+DTYPES = (
+    "another dtype", "float32", "float64", "bfloat16", "float16", "int64", "int32", "int16", "int8", "uint8", "bool",
+    "float8_e4m3fn", "float8_e5m2",
+)  # fmt: skip
+
+COLUMNS = np.dtype(
+    [
+        ("launched", "<i8"), ("arrived", "<i8"), ("waiting", "<i8"), ("left", "<i8"), ("sequence", "<u4"),
+        ("step", "<u4"), ("group", "<u2"), ("site", "<u2"), ("user", "<u2"), ("", "<u2"), ("kind", "u1"),
+        ("dtype", "u1"), ("phase", "u1"), ("flags", "u1"), ("shape", "<u4", (4,)), ("_", "V4"), ("number", "<i8"),
+    ]
+)  # fmt: skip
+OVERWRITTEN = 8
+"""So many of the oldest records may be overwritten while memory is copied, and are left out."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A collective on one rank."""
+
+    rank: int
+    host: str
+    axis: str
+    group: str
+    sequence: int
+    kind: str
+    dtype: str
+    shape: tuple[int, ...]
+    step: int
+    phase: str
+    site: str
+    """Where it was called, below the communicator."""
+    user: str
+    """The user's line that led there, if one did."""
+    entered: int
+    """When; 0: a GPU has yet to come to it."""
+    waiting: int
+    left: int
+
+    @property
+    def place(self) -> str:
+        """File and line, the user's if there is one."""
+        return self.user or self.site
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind} {self.sequence} on {self.axis}"
+
+    @property
+    def content(self) -> str:
+        return f"{self.dtype} [{', '.join(map(str, self.shape))}]"
+
+
+@dataclass(frozen=True)
+class GroupRow:
+    """What a rank has done along one group."""
+
+    name: str
+    axis: str
+    size: int
+    launched: int
+    arrived: int
+    """Collectives come to: those launched, or those that its GPU has reached."""
+
+
+@dataclass
+class Flight:
+    """One rank's record, read back."""
+
+    rank: int
+    world: int
+    generation: int
+    pid: int
+    supervisor: int
+    host: str
+    thread: int
+    phase: str
+    since: int
+    """When the phase began."""
+    step: int
+    saved: int
+    """When the memory was copied."""
+    groups: dict[str, GroupRow]
+    records: np.ndarray
+    """All in order, with the columns of `COLUMNS`; phases among them."""
+    _rows: list[GroupRow] = field(default_factory=list)
+    _sites: list[str] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, memory: bytes) -> Flight:
+        """Of memory as a rank has written it; ValueError where it is something else."""
+        if len(memory) != BYTES or not memory.startswith(MAGIC):
+            raise ValueError("this is no flight record")
+        _, rank, world, generation, pid, supervisor, host, thread = HEADER.unpack_from(memory)
+        now = struct.unpack_from("<5q", memory, NOW_AT)
+        rows = list(_groups(memory))
+        sites = [_text(memory[at : at + SITE_BYTES]) for at in range(SITES_AT, RECORDS_AT, SITE_BYTES)]
+        records = np.frombuffer(memory, COLUMNS, RECORDS, RECORDS_AT)
+        newest = int(records["number"].max())
+        records = records[records["number"] > max(0, newest - RECORDS + OVERWRITTEN)]
+        records = records[np.argsort(records["number"])]
+        return cls(
+            rank, world, generation, pid, supervisor, _text(host), thread, PHASES[now[DOING]], now[SINCE], now[STEP],
+            now[SAVED], {row.name: row for row in rows if row.name}, records, rows, sites,
+        )  # fmt: skip
+
+    def launch(self, record: Any) -> Launch:
+        """One of its records in words."""
+        row = self._rows[record["group"]]
+        gpu, dims = record["flags"] & ON_GPU, record["flags"] >> 1
+        return Launch(
+            self.rank, self.host, row.axis, row.name, int(record["sequence"]), KINDS[record["kind"]],
+            DTYPES[record["dtype"]], tuple(map(int, record["shape"][:dims])), int(record["step"]),
+            PHASES[record["phase"]], self._sites[record["site"]], self._sites[record["user"]],
+            int(record["arrived"] if gpu else record["launched"]), int(record["waiting"]), int(record["left"]),
+        )  # fmt: skip
+
+    def along(self, group: str) -> np.ndarray:
+        """Its records of one group."""
+        if group not in self.groups:
+            return self.records[:0]
+        return self.collectives[self.collectives["group"] == self._rows.index(self.groups[group])]
+
+    @property
+    def collectives(self) -> np.ndarray:
+        return self.records[self.records["kind"] != PHASE]
+
+    def inside(self) -> Launch | None:
+        """The collective that this rank waits in, if any; of a GPU the last that it has come to, which may be over."""
+        found = self.collectives
+        on_gpu = (found["flags"] & ON_GPU).astype(bool)
+        waits = found[~on_gpu & (found["waiting"] > found["left"])]
+        if len(waits):
+            return self.launch(waits[-1])
+        come_to = found[on_gpu & (found["arrived"] > 0)]
+        return self.launch(come_to[-1]) if len(come_to) else None
+
+
+def _groups(memory: bytes) -> Iterator[GroupRow]:
+    for at in range(GROUPS_AT, SITES_AT, GROUP_BYTES):
+        name, axis, size, _ = GROUP.unpack_from(memory, at)
+        launched, arrived = struct.unpack_from("<2q", memory, at + GROUP.size)
+        yield GroupRow(_text(name), _text(axis), size, launched, arrived)
+
+
+def _text(letters: bytes) -> str:
+    return letters.partition(b"\0")[0].decode(errors="replace")
+
+
+def folder(run: Run, generation: int) -> Path:
+    """Where the records of a generation lie."""
+    return run.path / "flight" / f"generation-{generation:05d}"
+
+
+def save(run: Run, generation: int, rank: int, memory: bytes | bytearray) -> None:
+    """Put a rank's memory, as it is now, into the run's folder."""
+    content = bytearray(memory)
+    struct.pack_into("<q", content, NOW_AT + 8 * SAVED, time.time_ns())
+    path = folder(run, generation) / f"rank-{rank:05d}"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_suffix(".unfinished")  # not on disk before it has its name: it is written again and again
+    unfinished.write_bytes(zlib.compress(content, 1))
+    unfinished.replace(path)
+
+
+def read(run: Run, generation: int) -> dict[int, Flight]:
+    """By rank, what the folder has of a generation; what cannot be read is left out."""
+    found = {}
+    for path in sorted(folder(run, generation).glob("rank-" + 5 * "[0-9]")):
+        with suppress(OSError, ValueError, zlib.error, IndexError):
+            flight = Flight.of(zlib.decompress(path.read_bytes()))
+            found[flight.rank] = flight
+    return found
+
+
+def generations(run: Run) -> Sequence[int]:
+    """Those of which there is a record, the newest last."""
+    paths = (run.path / "flight").glob("generation-[0-9]*")
+    return sorted(int(path.name.rpartition("-")[2]) for path in paths)

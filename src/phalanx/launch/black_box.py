@@ -1,0 +1,140 @@
+"""What a host keeps of the last moments of its ranks: flight records, stacks, and an account of what failed.
+
+The memory is the supervisor's, so that it outlives any rank and is read of a frozen one. It goes into the run's folder
+by a thread of the supervisor's: a folder that does not answer must hold up neither ranks nor whoever watches them.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import shutil
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from types import TracebackType
+from typing import Self
+
+from phalanx import flight
+from phalanx.files import write_whole
+from phalanx.launch import stacks
+from phalanx.launch.local import Failure
+from phalanx.launch.stopping import handled
+from phalanx.redact import redact
+from phalanx.run import Run
+
+SAVE_SECONDS = 5.0
+"""Between two times that records are put into the folder; more where there are more than a few hundred ranks."""
+KEPT = 4
+"""So many generations' records stay there."""
+LAST_SECONDS = 5.0
+"""How long a folder that does not answer is waited for at the end of a generation."""
+
+
+class BlackBox:
+    """Of one host, for one generation after another."""
+
+    def __init__(self, run: Run, ranks: int, new_memory: Callable[[], int]) -> None:
+        self.run, self.ranks = run, ranks
+        self._memory = mmap.mmap(-1, ranks * flight.BYTES)  # shared with every process forked after this
+        self.stacks = [new_memory() for _ in range(ranks)]
+        """By rank of this host, memory that its stacks are written to."""
+        self.generation, self.first, self.pause = 0, 0, SAVE_SECONDS
+        self._asked = False
+        self._over = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._handling = handled([stacks.SIGNAL], lambda number, frame: setattr(self, "_asked", True))
+
+    def __enter__(self) -> Self:
+        self._handling.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._end()
+        self._handling.__exit__(kind, error, trace)
+        for memory in self.stacks:
+            os.close(memory)
+
+    def row(self, rank: int) -> memoryview:
+        """The memory for a flight record, by rank of this host."""
+        return memoryview(self._memory)[rank * flight.BYTES : (rank + 1) * flight.BYTES]
+
+    def begin(self, generation: int, first: int, world: int) -> None:
+        """A new generation, whose first rank here has this number; before it is forked."""
+        self._end()
+        for rank in range(self.ranks):
+            self.row(rank)[:] = bytes(flight.BYTES)
+            os.ftruncate(self.stacks[rank], 0)
+        self.generation, self.first = generation, first
+        self.pause = max(SAVE_SECONDS, world / 100)
+        if first == 0:
+            self._forget()
+
+    def look(self, pids: dict[int, int]) -> None:
+        """Called often, with the processes that run by rank."""
+        if self._thread is None:  # not before: no thread is forked
+            self._over = threading.Event()
+            self._thread = threading.Thread(target=self._saving, args=(self._over,), name="black box", daemon=True)
+            self._thread.start()
+        if self._asked:
+            self._asked = False
+            self.collect(pids)
+
+    def collect(self, pids: dict[int, int]) -> None:
+        """Stacks and records of these, now."""
+        stacks.collect(self.run, self.generation, pids, dict(enumerate(self.stacks, self.first)))
+        self._save()
+
+    def over(self, failures: Sequence[Failure], steps: int) -> None:
+        """The generation has ended; in what way, the first failure first."""
+        if self._thread is None:
+            self._save()
+        self._end()
+        if not failures:
+            return
+        for failure in failures:
+            if failure.by_signal:
+                stacks.keep(self.run, self.generation, failure.rank, self.stacks[failure.rank - self.first])
+        account = {
+            "host": socket.gethostname(), "generation": self.generation, "first": self.first, "ranks": self.ranks,
+            "steps": steps, "time": time.time(),
+            "failures": [{name: value for name, value in asdict(f).items() if name not in SAID} for f in failures],
+        }  # fmt: skip
+        path = self.run.path / "failures" / f"generation-{self.generation:05d}-from-{self.first:05d}.json"
+        with suppress(OSError):  # a full disk: what is on the screen must do
+            path.parent.mkdir(exist_ok=True)
+            write_whole(path, redact(json.dumps(account)))
+
+    def _saving(self, over: threading.Event) -> None:
+        while not over.wait(self.pause):
+            self._save()
+        self._save()
+
+    def _save(self) -> None:
+        with suppress(OSError):  # a full disk: the run does not need it
+            for rank in range(self.ranks):
+                if self._memory[rank * flight.BYTES]:  # it has begun to write
+                    flight.save(self.run, self.generation, self.first + rank, self.row(rank).tobytes())
+
+    def _end(self) -> None:
+        """The thread saves once more."""
+        if self._thread is not None:
+            self._over.set()
+            self._thread.join(LAST_SECONDS)
+            self._thread = None
+
+    def _forget(self) -> None:
+        """What earlier generations left, but for the last ones."""
+        for generation in [each for each in flight.generations(self.run) if each <= self.generation - KEPT]:
+            shutil.rmtree(flight.folder(self.run, generation), ignore_errors=True)
+            shutil.rmtree(stacks.folder(self.run, generation), ignore_errors=True)
+
+
+SAID = ("when", "whole", "code", "worker_killed", "may_pass")
+"""What an account does not need of a failure: a traceback has a file of its own."""

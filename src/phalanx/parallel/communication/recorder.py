@@ -1,0 +1,207 @@
+"""A rank's side of the flight record: each collective and each phase noted, in a few microseconds, in lent memory."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import CodeType, FrameType
+
+import torch
+from torch import Tensor
+
+from phalanx import flight, user_code
+from phalanx.flight import (
+    ARRIVED,
+    DOING,
+    DTYPES,
+    GROUP,
+    GROUP_BYTES,
+    GROUPS,
+    GROUPS_AT,
+    HEADER,
+    KINDS,
+    LEFT,
+    MAGIC,
+    NEWEST,
+    NOW_AT,
+    ON_GPU,
+    PHASES,
+    RECORD,
+    RECORDS,
+    RECORDS_AT,
+    SINCE,
+    SITE_BYTES,
+    SITES,
+    SITES_AT,
+    STEP,
+    WAITING,
+)  # fmt: skip
+
+HERE = str(Path(__file__).parent)
+DEEPEST = 20
+"""So many frames of the stack are looked at for a line of the user's."""
+TRIES = 16
+"""So often in vain; then it is not looked for any more above the same place."""
+LARGEST = 0xFFFFFFFF
+OURS, OTHERS, USERS, ROOT = range(4)
+"""Whose a frame is: this room's, anybody's, the user's; or the first of a rank."""
+_phases = {name: number for number, name in enumerate(PHASES)}
+_kinds = {name: number for number, name in enumerate(KINDS)}
+_dtypes = {getattr(torch, name): number for number, name in enumerate(DTYPES) if hasattr(torch, name)}
+
+
+class FlightRecorder:
+    """Writes this rank's flight record into memory that its supervisor lends."""
+
+    def __init__(self, memory: memoryview, rank: int, world: int, generation: int) -> None:
+        self.memory = memory
+        self._numbers = memory.cast("q")
+        self._count = itertools.count(1)
+        self._groups: dict[str, int] = {}
+        self._sites: dict[tuple[int, int], int] = {}
+        """By code and place in it. Code is known by its id: to hash it would take as long as all the rest."""
+        self._whose: dict[int, tuple[int, CodeType]] = {}
+        self._in_vain = [0] * SITES
+        """How often no line of the user's was found above a place."""
+        self._now = NOW_AT // 8
+        self.step = 0
+        self._phase = 0
+        HEADER.pack_into(
+            self.memory, 0, MAGIC, rank, world, generation, os.getpid(), os.getppid(),
+            socket.gethostname().encode()[:64], threading.main_thread().ident or 0,
+        )  # fmt: skip
+        self.doing("start-up")
+
+    def doing(self, phase: str) -> str:
+        """This rank begins with something; what it did before."""
+        before, self._phase = self._phase, _phases[phase]
+        now, numbers, at = time.time_ns(), self._numbers, self._now
+        numbers[at + DOING], numbers[at + SINCE], numbers[at + STEP] = self._phase, now, self.step
+        number = next(self._count)
+        RECORD.pack_into(
+            self.memory, self._at(number), now, 0, 0, 0, 0, self.step, 0, 0, 0, 0, flight.PHASE, 0, self._phase, 0,
+            0, 0, 0, 0, number,
+        )  # fmt: skip
+        return PHASES[before]
+
+    @contextmanager
+    def during(self, phase: str) -> Iterator[None]:
+        before = self.doing(phase)
+        try:
+            yield
+        finally:
+            self.doing(before)
+
+    def launched(self, group: str, axis: str, size: int, kind: str, tensor: Tensor, awaited: bool = False) -> int:
+        """A collective is launched; what it is called here. ``awaited``: `arrived` is told when a GPU comes to it."""
+        row = self._groups.get(group)
+        if row is None:
+            row = self._new_group(group, axis, size)
+        counted = (GROUPS_AT + row * GROUP_BYTES + GROUP.size) // 8
+        numbers = self._numbers
+        numbers[counted] = sequence = numbers[counted] + 1
+        if not awaited:
+            numbers[counted + 1] = sequence
+        site, user = self._called()
+        shape = tensor.shape
+        dims = len(shape)
+        first = (*shape[:3], shape[3:].numel()) if dims > 3 else (*shape, 0, 0, 0)[:4] if dims else (0, 0, 0, 0)
+        if dims and max(first) > LARGEST:
+            first = tuple(min(size, LARGEST) for size in first)
+        now, number = time.time_ns(), next(self._count)
+        RECORD.pack_into(
+            self.memory, self._at(number), now, 0 if awaited else now, 0, 0, sequence, self.step, row, site, user, 0,
+            _kinds[kind], _dtypes.get(tensor.dtype, 0), self._phase, (ON_GPU if awaited else 0) | min(dims, 4) << 1,
+            *first, number,
+        )  # fmt: skip
+        numbers[self._now + NEWEST] = number
+        return number * GROUPS + row
+
+    def arrived(self, record: int) -> None:
+        """The GPU has come to a collective."""
+        self._stamp(record, ARRIVED)
+        self._numbers[(GROUPS_AT + record % GROUPS * GROUP_BYTES + GROUP.size) // 8 + 1] += 1
+
+    def waiting(self, record: int) -> None:
+        """From now on a collective is waited for."""
+        self._stamp(record, WAITING)
+
+    def left(self, record: int) -> None:
+        """And now not any more."""
+        self._stamp(record, LEFT)
+
+    def _stamp(self, record: int, column: int) -> None:
+        """Unless so many came after it that its place is another's by now."""
+        number = record // GROUPS
+        at = self._at(number) // 8
+        if self._numbers[at + RECORD.size // 8 - 1] == number:
+            self._numbers[at + column // 8] = time.time_ns()
+
+    @staticmethod
+    def _at(number: int) -> int:
+        return RECORDS_AT + (number % RECORDS) * RECORD.size
+
+    def _new_group(self, group: str, axis: str, size: int) -> int:
+        """Those for which there is no row share the last."""
+        row = self._groups[group] = min(len(self._groups), GROUPS - 1)
+        axis = "world" if axis == "default_pg" else axis
+        GROUP.pack_into(self.memory, GROUPS_AT + row * GROUP_BYTES, group.encode()[:72], axis.encode()[:24], size, 0)
+        return row
+
+    def _called(self) -> tuple[int, int]:
+        """Where the communicator was called, and the user's line that led there, as numbers of sites."""
+        frame: FrameType | None = sys._getframe(3)
+        site = 0
+        whose, known = self._whose, self._sites
+        for _ in range(DEEPEST):
+            if frame is None:
+                break
+            code = frame.f_code
+            owner = whose.get(id(code))
+            if owner is None:
+                owner = whose[id(code)] = _whose(code), code
+            if owner[0] == ROOT:
+                break
+            if owner[0] == USERS or (not site and owner[0] == OTHERS):
+                found = known.get((id(code), frame.f_lasti))
+                if found is None:
+                    found = self._new_site(frame)
+                if owner[0] == USERS:
+                    return site or found, found
+                site = found
+                if self._in_vain[site] >= TRIES:
+                    return site, 0
+            frame = frame.f_back
+        self._in_vain[site] += 1
+        return site, 0
+
+    def _new_site(self, frame: FrameType) -> int:
+        """The first stands for all that there is no room for."""
+        number = len(self._sites) + 1
+        if number >= SITES:
+            return 0
+        self._sites[id(frame.f_code), frame.f_lasti] = number
+        file = frame.f_code.co_filename
+        own = Path(file).is_relative_to(user_code.OWN)
+        name = user_code.place(file, frame.f_lineno)
+        name = f"{Path(file).relative_to(user_code.OWN.parent)}:{frame.f_lineno}" if own else name
+        self._text(SITES_AT + number * SITE_BYTES, name[-(SITE_BYTES - 1) :], SITE_BYTES)
+        return number
+
+    def _text(self, at: int, text: str, size: int) -> None:
+        self.memory[at : at + size] = text.encode(errors="replace")[:size].ljust(size, b"\0")
+
+
+def _whose(code: CodeType) -> int:
+    if code.co_filename.startswith(HERE):
+        return OURS
+    if user_code.is_root(code.co_filename, code.co_name):
+        return ROOT
+    return USERS if user_code.is_users_line(code.co_filename) else OTHERS

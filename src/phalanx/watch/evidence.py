@@ -1,0 +1,178 @@
+"""What a run's folder has to say of its newest generation: flight records, stacks, what failed, events."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from phalanx import flight, user_code
+from phalanx.flight import Flight
+from phalanx.run import Run, holder
+
+COLLECTIVES = ("distributed_c10d.py", "functional_collectives.py")
+"""Files of torch's whose functions are collectives."""
+_FRAME = re.compile(r'^  File "(?P<file>.+)", line (?P<line>\d+) in (?P<name>.+)$', re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Frame:
+    """A line of a stack."""
+
+    file: str
+    line: int
+    name: str
+
+    @property
+    def is_users(self) -> bool:
+        """Whether it is the user's; Python's own may lie elsewhere than this process's do."""
+        return user_code.is_users_line(self.file) and not re.search(r"/lib/python3\.\d+/", self.file)
+
+    @property
+    def place(self) -> str:
+        """File and line; of what is installed, without where."""
+        path = Path(self.file)
+        if "site-packages" in path.parts:
+            return f"{self.file.rpartition('site-packages/')[2]}:{self.line}"
+        if path.is_relative_to(user_code.OWN):
+            return f"{path.relative_to(user_code.OWN.parent)}:{self.line}"
+        return user_code.place(self.file, self.line)
+
+
+@dataclass(frozen=True)
+class RankStacks:
+    """What a rank said when it was asked what it does."""
+
+    text: str
+
+    @property
+    def state(self) -> str:
+        """In the system's words: ``sleeping, state S``."""
+        found = re.match(r"rank \d+, process \d+ on \S+: (.+)", self.text)
+        return found[1] if found else ""
+
+    @property
+    def stopped(self) -> bool:
+        return "state T" in self.state or "state t" in self.state
+
+    def frames(self, thread: int) -> list[Frame]:
+        """Its main thread's, the innermost first; those of a process that reads data for it, where it has none."""
+        own, *others = re.split(r"^process \d+, started by rank.*$", self.text, flags=re.MULTILINE)
+        main = _frames(own, thread)
+        if not any(frame.is_users for frame in main):
+            for other in others:
+                reading = _frames(other, thread)
+                if any(frame.is_users for frame in reading):
+                    return reading
+        return main
+
+
+def _frames(text: str, thread: int) -> list[Frame]:
+    """Those of a thread, or of the last in the text: Python names the first one last."""
+    threads = re.split(r"^(?:Current thread|Thread) 0x0*([0-9a-f]+)[^\n]*$", text, flags=re.MULTILINE)[1:]
+    by_number = dict(zip(threads[::2], threads[1::2], strict=True))
+    if not by_number:
+        return []
+    chosen = _FRAME.finditer(by_number.get(f"{thread:x}", threads[-1]))
+    frames = [Frame(found["file"], int(found["line"]), found["name"]) for found in chosen]
+    root = [at for at, frame in enumerate(frames) if user_code.is_root(frame.file, frame.name)]
+    return frames[: root[0]] if root else frames
+
+
+@dataclass
+class Evidence:
+    """Of one run."""
+
+    run: Run
+    generation: int
+    live: str
+    """Who runs it at this moment; nothing: nobody."""
+    done: bool
+    stopped: bool
+    """It was asked to stop, and did."""
+    flights: dict[int, Flight] = field(default_factory=dict)
+    stacks: dict[int, RankStacks] = field(default_factory=dict)
+    failures: list[dict[str, Any]] = field(default_factory=list)
+    """Of this generation, the one that came first before all others; each with its ``host`` and ``steps`` done."""
+    earlier: list[dict[str, Any]] = field(default_factory=list)
+    """The first failure of each generation before."""
+
+    @classmethod
+    def of(cls, run: Run, live: str | None = None) -> Evidence:
+        """``live``: who runs it, if that is known."""
+        generation = max([run.generation(), *flight.generations(run)])
+        ended = [event["kind"] for event in run.events(0, "start", "stopped", "end")]
+        accounts = list(_accounts(run))
+        return cls(
+            run, generation, holder(run.path) if live is None else live, run.certified_steps() is not None,
+            ended[-1:] == ["stopped"],
+            flight.read(run, generation), dict(_stacks(run, generation)),
+            _ordered([each for each in accounts if each["generation"] == generation]),
+            [_ordered([each])[0] for each in accounts if each["generation"] < generation],
+        )  # fmt: skip
+
+    def before(self) -> Evidence | None:
+        """Of the last generation that failed before this one, if there was one."""
+        if not self.earlier:
+            return None
+        generation = self.earlier[-1]["generation"]
+        accounts = [each for each in _accounts(self.run) if each["generation"] == generation]
+        flights, stacks = flight.read(self.run, generation), dict(_stacks(self.run, generation))
+        return Evidence(self.run, generation, "", False, False, flights, stacks, _ordered(accounts))
+
+    def host(self, rank: int) -> str:
+        if rank in self.flights:
+            return self.flights[rank].host
+        return next((failure["host"] for failure in self.failures if failure["rank"] == rank), "an unknown host")
+
+    def who(self, rank: int) -> str:
+        return f"rank {rank} on {self.host(rank)}"
+
+    def frames(self, rank: int) -> list[Frame]:
+        """A rank's stack, the innermost line first, if it was asked for."""
+        known, record = self.stacks.get(rank), self.flights.get(rank)
+        return known.frames(record.thread if record else 0) if known else []
+
+    def line(self, rank: int) -> Frame | None:
+        """Where a rank is: the innermost line of the user's, or else of ours."""
+        frames = self.frames(rank)
+        users = [frame for frame in frames if frame.is_users]
+        ours = [frame for frame in frames if Path(frame.file).is_relative_to(user_code.OWN)]
+        return next(iter([*users, *ours, *frames]), None)
+
+    def called(self, rank: int) -> str:
+        """The collective of torch's that a rank's own code is in, past our communicators."""
+        for frame in self.frames(rank):
+            if frame.file.endswith(COLLECTIVES) and not frame.name.startswith("_") and frame.name != "wrapper":
+                return f"torch.distributed.{frame.name}"
+            if Path(frame.file).is_relative_to(user_code.OWN) and "communication" in frame.file:
+                return ""
+        return ""
+
+
+def _accounts(run: Run) -> Iterator[dict[str, Any]]:
+    for path in sorted((run.path / "failures").glob("generation-*-from-*.json")):
+        with suppress(OSError, ValueError):
+            account = json.loads(path.read_text())
+            if account.get("failures"):
+                yield account
+
+
+def _ordered(accounts: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The failures of all hosts, causes before what followed from them."""
+    found = [
+        {**failure, "host": account["host"], "steps": account["steps"], "generation": account["generation"]}
+        for account in sorted(accounts, key=lambda account: account["time"])
+        for failure in account["failures"]
+    ]
+    return sorted(found, key=lambda failure: (failure["reason"] == "was stopped", failure["secondary"]))
+
+
+def _stacks(run: Run, generation: int) -> Iterator[tuple[int, RankStacks]]:
+    for path in sorted((run.path / "stacks" / f"generation-{generation:05d}").glob("rank-*.txt")):
+        with suppress(OSError, ValueError):
+            yield int(path.stem[5:]), RankStacks(path.read_text())

@@ -1,0 +1,70 @@
+"""Flight records as ranks would write them, by a clock that is set."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from unittest import mock
+
+import torch
+
+from phalanx import flight
+from phalanx.flight import Flight
+from phalanx.parallel.communication import recorder
+from phalanx.parallel.communication.recorder import FlightRecorder
+from phalanx.run import Run
+from phalanx.watch.evidence import Evidence
+
+
+class Scribe:
+    """A rank's recorder, and the clock that it reads, in seconds."""
+
+    def __init__(self, rank: int, world: int = 2) -> None:
+        self.memory = bytearray(flight.BYTES)
+        self.now = 1000.0
+        with self.clock():
+            self.recorder = FlightRecorder(memoryview(self.memory), rank, world, 1)
+
+    @contextmanager
+    def clock(self) -> Iterator[None]:
+        with mock.patch.object(recorder.time, "time_ns", side_effect=lambda: round(self.now * 1e9)):
+            yield
+
+    def doing(self, phase: str, seconds: float, step: int | None = None) -> None:
+        """A phase, of so many seconds."""
+        with self.clock():
+            self.recorder.step = self.recorder.step if step is None else step
+            self.recorder.doing(phase)
+        self.now += seconds
+
+    def collective(
+        self, group: str, waits: float | None = 0.0, kind: str = "all-reduce", size: int = 4, ranks: int = 2
+    ) -> None:
+        """One that is waited for so long; None: it is never left."""
+        with self.clock():
+            number = self.recorder.launched(group, group.split()[0], ranks, kind, torch.ones(size))
+            self.recorder.waiting(number)
+            if waits is not None:
+                self.now += waits
+                self.recorder.left(number)
+
+    def flight(self) -> Flight:
+        return Flight.of(bytes(self.memory))
+
+
+def flights(ranks: int, write: Callable[[int, Scribe], object]) -> dict[int, Flight]:
+    """What so many ranks wrote."""
+    found = {}
+    for rank in range(ranks):
+        scribe = Scribe(rank, ranks)
+        write(rank, scribe)
+        found[rank] = scribe.flight()
+        found[rank].saved = round((scribe.now + 10) * 1e9)
+    return found
+
+
+def evidence(
+    path: Path, ranks: int, write: Callable[[int, Scribe], object], live: str = "process 1 on here"
+) -> Evidence:
+    return Evidence(Run(path), 1, live, done=False, stopped=False, flights=flights(ranks, write))
