@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -11,45 +13,71 @@ Instant = float | torch.cuda.Event
 
 
 class Clock:
-    """``start``, then a ``lap`` at the end of each phase; ``seconds`` adds up laps of the same name."""
+    """``start``, then ``begin`` where a phase does, which ends the one before; ``seconds`` adds up those of a name."""
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
+        self._phase = ""
+        """The phase that runs; "": no step does."""
         self._last: Instant = 0.0
         self._laps: list[tuple[str, Instant, Instant]] = []
         """Of the step that runs, or of one that failed."""
         self._untold: deque[tuple[str, Instant, Instant]] = deque()
+        self.watchers: list[Callable[[str], None]] = []
+        """Told of every phase when it begins, and with nothing when the last of a step is over."""
 
-    def _now(self) -> Instant:
-        if not self._cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
+    def start(self, phase: str) -> None:
+        """A step begins, and its first phase."""
+        self._phase, self._last, self._laps = phase, now(self._cuda), []
+        self._tell(phase)
 
-    def start(self) -> None:
-        self._last, self._laps = self._now(), []
+    def begin(self, phase: str) -> None:
+        """If it runs already, it goes on; between two steps, where evaluations take the same way, there is none."""
+        if not self._phase or phase == self._phase:
+            return
+        begun, self._last = self._last, now(self._cuda)
+        self._laps.append((self._phase, begun, self._last))
+        self._phase = phase
+        self._tell(phase)
 
-    def lap(self, phase: str) -> None:
-        begun, self._last = self._last, self._now()
-        self._laps.append((phase, begun, self._last))
+    @contextmanager
+    def beside(self, phase: str) -> Iterator[None]:
+        """A phase between two steps, which somebody else takes the time of."""
+        self._tell(phase)
+        yield
+        self._tell("")
+
+    def _tell(self, phase: str) -> None:
+        for watcher in self.watchers:
+            watcher(phase)
 
     def seconds(self) -> dict[str, float]:
-        """Of all laps that are over and were not told yet: a GPU's last ones come with the next step's."""
+        """The step is over. Of all laps that are and were not told yet: a GPU's last ones come with the next step's."""
+        self.begin("")
         found: dict[str, float] = {}
         self._untold.extend(self._laps)
         self._laps = []
         while self._untold and _is_over(self._untold[0][2]):
             phase, begun, ended = self._untold.popleft()
-            found[phase] = found.get(phase, 0.0) + _elapsed(begun, ended)
+            found[phase] = found.get(phase, 0.0) + elapsed(begun, ended)
         return found
+
+
+def now(cuda: bool) -> Instant:
+    """This moment, or when a GPU comes to what is launched next."""
+    if not cuda:
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
 
 
 def _is_over(instant: Instant) -> bool:
     return not isinstance(instant, torch.cuda.Event) or instant.query()
 
 
-def _elapsed(before: Instant, after: Instant) -> float:
+def elapsed(before: Instant, after: Instant) -> float:
+    """Seconds between two of one kind; a GPU must have come to both."""
     if isinstance(before, torch.cuda.Event):
         assert isinstance(after, torch.cuda.Event)
         return before.elapsed_time(after) / 1000

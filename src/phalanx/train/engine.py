@@ -206,7 +206,7 @@ class Engine:
     def step(self, batch: StepBatch) -> Metrics:
         """Train on one batch."""
         self.spread.model.train()
-        self.clock.start()
+        self.clock.start("forward")
         try:
             self.spread.refresh()
             metrics = rounds.step(self, batch)

@@ -152,7 +152,7 @@ class Loop:
     def _batches(self) -> Iterator[StepBatch]:
         batches = self.engine.batches()
         while True:
-            with self.heartbeat.fetching():
+            with self.heartbeat.fetching(), self.engine.clock.beside("data"):
                 batch = next(batches, None)
             if batch is None:
                 return

@@ -86,19 +86,20 @@ def train_step(engine: Engine, batch: StepBatch, rounds: Rounds | None = None) -
             totals.add(action.micro, loss, micro.real)
             if spread.nears_loss(action):
                 scale.begin(partial(_global_count, engine, loss, len(batch.micro_batches)))
-            clock.lap("forward")
             continue
         if action.kind == "backward":
             if spread.pipeline is not None:
+                clock.begin("wait")
                 spread.pipeline.await_gradient(action)
-                clock.lap("wait")
+            clock.begin("backward")
             spread.backward(action, scale.value * micro.real / engine.mesh.size("cp"), last)
         else:
+            clock.begin("backward")
             spread.backward_weights(action, last)
-        clock.lap("backward")
+        clock.begin("reduce")
         spread.reduction.finish_backward()
-        clock.lap("reduce")
 
+    clock.begin("update")
     spread.complete_gradients()
     engine.update.prepare()
 
@@ -125,7 +126,6 @@ def train_step(engine: Engine, batch: StepBatch, rounds: Rounds | None = None) -
         engine.update.forget()
     scale.update(finite)
     spread.end_step(counts)
-    clock.lap("update")
     return Metrics(
         step=batch.step,
         loss=mean,
@@ -191,9 +191,10 @@ def compute(engine: Engine, step: int, micro: MicroBatch, action: Action, finish
 
     A stage before the last gives the stream to the next one, and None.
     """
-    part = engine.spread.begin(action)
     if engine.spread.pipeline is not None:
-        engine.clock.lap("wait")
+        engine.clock.begin("wait")
+    part = engine.spread.begin(action)
+    engine.clock.begin("forward")
     samples = engine.spread.samples
     with micro_batch(engine, step, micro) as tensors, samples.computed():
         try:

@@ -7,6 +7,7 @@ counted and watched, which algorithm is the best on a backend, and how what is s
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -53,13 +54,13 @@ class Communicator:
             return Pending()
         self._count("all-reduce", tensor, self._both_ways)
         if not self._is_small(tensor):
-            return self._pending([dist.all_reduce(tensor, group=self._group, async_op=True)])
+            return self._pending("all-reduce", [dist.all_reduce(tensor, group=self._group, async_op=True)])
         work, rows = self._start_all_to_all(tensor.expand(self.size, *tensor.shape))
 
         def finish() -> None:
             fold(rows, tensor)
 
-        return self._pending([work], finish)
+        return self._pending("all-reduce", [work], finish)
 
     def all_reduce_exactly(self, tensor: Tensor, buffers: Buffers) -> Pending:
         """Sum a flat tensor over the ranks, in place and by the tree, with the bytes of an ordinary all-reduce.
@@ -86,16 +87,17 @@ class Communicator:
         def gather() -> Pending:
             own = fold(rows, parts[self.rank])
             buffers.give(rows)
-            return self._pending(self._start_all_gather(parts, own), finish)
+            return self._pending("all-reduce", self._start_all_gather(parts, own), finish)
 
-        return self._pending([dist.all_to_all_single(rows, parts, group=self._group, async_op=True)], gather)
+        work = dist.all_to_all_single(rows, parts, group=self._group, async_op=True)
+        return self._pending("all-reduce", [work], gather)
 
     def all_reduce_max(self, tensor: Tensor) -> None:
         """The largest over the ranks, in place, element by element."""
         if self.alone:
             return
         self._count("all-reduce", tensor, self._both_ways)
-        with self.traffic.waiting():
+        with self.traffic.waiting(self.name, "all-reduce"):
             dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._group)
 
     def all_gather(self, output: Tensor, part: Tensor) -> Pending:
@@ -109,13 +111,13 @@ class Communicator:
             return Pending()
         self._count("all-gather", part, self.size - 1)
         if not self._is_small(part):
-            return self._pending(self._start_all_gather(output, part))
+            return self._pending("all-gather", self._start_all_gather(output, part))
         work, rows = self._start_all_to_all(part.expand(self.size, *part.shape))
 
         def finish() -> None:
             output.copy_(rows)
 
-        return self._pending([work], finish)
+        return self._pending("all-gather", [work], finish)
 
     def reduce_scatter(
         self, output: Tensor, parts: Tensor, buffers: Buffers | None = None, exactly: bool = False
@@ -131,7 +133,8 @@ class Communicator:
             return Pending()
         self._count("reduce-scatter", output, self.size - 1)
         if not self._gloo and not exactly:
-            return self._pending([_reduce_scatter(output.view(-1), parts.view(-1), group=self._group, async_op=True)])
+            work = _reduce_scatter(output.view(-1), parts.view(-1), group=self._group, async_op=True)
+            return self._pending("reduce-scatter", [work])
         rows = buffers.take(*parts.shape, dtype=parts.dtype) if buffers else torch.empty_like(parts)
 
         def finish() -> None:
@@ -139,14 +142,15 @@ class Communicator:
             if buffers:
                 buffers.give(rows)
 
-        return self._pending([dist.all_to_all_single(rows, parts, group=self._group, async_op=True)], finish)
+        work = dist.all_to_all_single(rows, parts, group=self._group, async_op=True)
+        return self._pending("reduce-scatter", [work], finish)
 
     def all_to_all(self, rows: Tensor) -> Tensor:
         """Row r goes to rank r; what comes back holds row r from rank r."""
         if self.alone:
             return rows
         self._count("all-to-all", rows, (self.size - 1) / self.size)
-        with self.traffic.waiting():
+        with self.traffic.waiting(self.name, "all-to-all"):
             work, received = self._start_all_to_all(rows)
             work.wait()
         return received
@@ -157,7 +161,7 @@ class Communicator:
             return rows
         self._count("all-to-all", rows, 1 - out[self.rank] / max(1, len(rows)))
         received = rows.new_empty(sum(back), *rows.shape[1:])
-        with self.traffic.waiting():
+        with self.traffic.waiting(self.name, "all-to-all"):
             dist.all_to_all_single(received, rows.contiguous(), list(back), list(out), group=self._group)
         return received
 
@@ -172,18 +176,18 @@ class Communicator:
         if self.alone:
             return
         self._count("broadcast", tensor, self.rank == source)
-        with self.traffic.waiting():
+        with self.traffic.waiting(self.name, "broadcast"):
             dist.broadcast(tensor, group=self._group, group_src=source)
 
     def send(self, tensor: Tensor, to: int) -> Pending:
         """To a rank of the world that is among these. A batch of one: NCCL makes no communicator of its own for it."""
         self._count("send", tensor, 1)
-        return self._pending(dist.batch_isend_irecv([dist.P2POp(dist.isend, tensor, to, self._group)]))
+        return self._pending("send", dist.batch_isend_irecv([dist.P2POp(dist.isend, tensor, to, self._group)]))
 
     def receive(self, tensor: Tensor, source: int) -> Pending:
         """From a rank of the world that is among these."""
         self.traffic.told(self.name, "receive", tensor)
-        return self._pending(dist.batch_isend_irecv([dist.P2POp(dist.irecv, tensor, source, self._group)]))
+        return self._pending("receive", dist.batch_isend_irecv([dist.P2POp(dist.irecv, tensor, source, self._group)]))
 
     def broadcast_words(self, words: list[str], source: int = 0) -> list[str]:
         """What one rank says."""
@@ -191,7 +195,7 @@ class Communicator:
             return words
         own = spelling.spelled(words if self.rank == source else [], self._words_device)
         size = own.new_tensor([len(own)], dtype=torch.int64)
-        with self.traffic.waiting():
+        with self.traffic.waiting(self.name, "words"):
             dist.broadcast(size, group=self._group, group_src=source)
             letters = own if self.rank == source else own.new_empty(spelling.bounded(int(size)))
             dist.broadcast(letters, group=self._group, group_src=source)
@@ -203,7 +207,7 @@ class Communicator:
             return [words]
         own = spelling.spelled(words, self._words_device)
         sizes = own.new_empty(self.size, dtype=torch.int64)
-        with self.traffic.waiting():
+        with self.traffic.waiting(self.name, "words"):
             _all_gather(sizes, own.new_tensor([len(own)], dtype=torch.int64), group=self._group)
             each = spelling.bounded(int(sizes.max()))
             rows = own.new_empty(self.size, each)
@@ -227,8 +231,10 @@ class Communicator:
     def _count(self, kind: str, tensor: Tensor, share: float) -> None:
         self.traffic.launched(self.name, kind, tensor, share)
 
-    def _pending(self, works: Sequence[dist.Work], finish: Callable[[], Pending | None] | None = None) -> Pending:
-        return Pending(works, finish, self.traffic)
+    def _pending(
+        self, kind: str, works: Sequence[dist.Work], finish: Callable[[], Pending | None] | None = None
+    ) -> Pending:
+        return Pending(works, finish, partial(self.traffic.waiting, self.name, kind))
 
     def _is_small(self, part: Tensor) -> bool:
         return self._gloo and part.numel() * part.element_size() * self.size <= self.small_bytes

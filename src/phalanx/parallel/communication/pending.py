@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 
 import torch.distributed as dist
-
-from phalanx.parallel.communication.traffic import Traffic
 
 
 class Pending:
@@ -20,10 +18,10 @@ class Pending:
         self,
         works: Sequence[dist.Work] = (),
         finish: Callable[[], Pending | None] | None = None,
-        traffic: Traffic | None = None,
+        waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        """``traffic`` says that this rank waits, while it does."""
-        self._works, self._finish, self._traffic = works, finish, traffic
+        """``waiting`` says that this rank waits, while it does."""
+        self._works, self._finish, self._waiting = works, finish, waiting
         self._following: Pending | None = None
 
     @property
@@ -35,7 +33,7 @@ class Pending:
         """Wait for what is on its way, and launch what follows it, if anything does."""
         works, self._works = self._works, ()
         if works:
-            with self._traffic.waiting() if self._traffic else nullcontext():
+            with self._waiting():
                 for work in works:
                     work.wait()
         if self._finish is not None:

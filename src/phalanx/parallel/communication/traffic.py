@@ -5,13 +5,14 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 
 from torch import Tensor
 
 from phalanx.parallel.communication.arrivals import Arrivals
 
 Watcher = Callable[[str, str, Tensor], None]
+WaitWatcher = Callable[[str, str], AbstractContextManager[object]]
 
 
 class Traffic:
@@ -29,6 +30,8 @@ class Traffic:
         whether its main thread waits in one."""
         self.watchers: list[Watcher] = []
         """Told of every message or collective, when it is launched: its axis, its kind, and what this rank brings."""
+        self.wait_watchers: list[WaitWatcher] = []
+        """Each gives what is entered while this rank waits in one: its axis, its kind."""
         self._arrivals = Arrivals()
 
     def launched(self, axis: str, kind: str, tensor: Tensor, share: float) -> None:
@@ -47,13 +50,16 @@ class Traffic:
             watcher(axis, kind, tensor)
 
     @contextmanager
-    def waiting(self) -> Iterator[None]:
+    def waiting(self, axis: str, kind: str) -> Iterator[None]:
         """While this rank's main thread can do nothing but wait for others."""
         main = threading.current_thread() is threading.main_thread()
         if main:
             self.signs[2] = 1
         try:
-            yield
+            with ExitStack() as watched:
+                for watcher in self.wait_watchers:
+                    watched.enter_context(watcher(axis, kind))
+                yield
         finally:
             if main:
                 self.signs[2] = 0
