@@ -25,6 +25,7 @@ from phalanx.redact import redact
 from phalanx.verdict import Verdict
 
 TASK = "file.py, package.module, one of these with :Class, or a recipe's name"
+PROFILE = "profile steps S to T, as they are shown: from 1, and T too; or modules, or nvtx: docs/profile.md"
 app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False)
 
 
@@ -111,6 +112,7 @@ def train(
         typer.Option(help="through which they reach this host; by default that of the rendezvous"),
     ] = None,
     kill: Annotated[str | None, typer.Option(metavar="RANK@STEP", help="a drill: kill a rank after a step")] = None,
+    profile: Annotated[str | None, typer.Option(metavar="S:T[@RANKS]", help=PROFILE)] = None,
     bad: Annotated[
         str | None, typer.Option(help="a loss or gradient that is bad: skip (by default), rollback, or stop")
     ] = None,
@@ -139,7 +141,7 @@ def train(
         checkpoints=checkpoints, restarts=restarts, grace=grace, init_from=init_from, timeout=timeout,
         bad=bad, spike=spike, compare_steps=compare_steps, min_nodes=min_nodes, max_nodes=max_nodes, meet=meet,
         host=host, interface=interface, kill=kill, allow=allow, resume=resume, exact=exact, unchecked=unchecked or None,
-        run=run,
+        run=run, profile=profile,
     )  # fmt: skip
     with led(Started.unless_placed(on), device) as started:
         from phalanx.train import starting

@@ -48,7 +48,7 @@ class Clock:
         self._tell("")
 
     def _tell(self, phase: str) -> None:
-        for watcher in self.watchers:
+        for watcher in tuple(self.watchers):  # one may leave, or bring others
             watcher(phase)
 
     def seconds(self) -> dict[str, float]:

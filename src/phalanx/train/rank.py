@@ -26,6 +26,7 @@ from phalanx.train.job import Job
 from phalanx.train.loop import Listener, Loop, Summary
 from phalanx.train.overview import Overview
 from phalanx.train.placing import fitted
+from phalanx.train.profile.attached import profiled
 from phalanx.train.restoring import Restorer
 from phalanx.train.step import Metrics
 from phalanx.watch.screen import Screen
@@ -76,6 +77,9 @@ class Rank:
             listener = self._listener(engine, grounds) if rank == 0 else Listener()
             settle(engine, check, log.write, listener.said)
             drill = None if host.restarted else options.drill()
+            undo.enter_context(
+                profiled(options, engine, self.run, host.generation, heartbeat.may_take_long, listener.said)
+            )
             return Loop(
                 engine,
                 self.run,
