@@ -27,6 +27,7 @@ from phalanx.train.loop import Listener, Loop, Summary
 from phalanx.train.overview import Overview
 from phalanx.train.placing import fitted
 from phalanx.train.profile.attached import profiled
+from phalanx.train.profile.exhausted import memory_told
 from phalanx.train.restoring import Restorer
 from phalanx.train.step import Metrics
 from phalanx.watch.screen import Screen
@@ -68,7 +69,9 @@ class Rank:
             check = self._check()
             if check is not None:
                 undo.enter_context(check)
-            engine = undo.enter_context(self._engine(Traffic(row[ARRIVED:])))
+            with memory_told(self.run, rank):
+                engine = undo.enter_context(self._engine(Traffic(row[ARRIVED:])))
+            undo.enter_context(memory_told(self.run, rank, engine))
             if rank == 0:
                 undo.enter_context(kept_origin(self.run, self.job.task))
             restorer, checkpointer = self._restorer(engine, log), self._checkpointer(engine, log)
