@@ -172,7 +172,7 @@ def test_tests_mirror_the_source() -> None:
     here = Path(__file__).parent
     elsewhere = {
         "__main__",
-        "parallel.randomness.answers", "parallel.weights.replicate", "train.agreement", "train.clock",
+        "parallel.randomness.answers", "parallel.weights.replicate", "train.agreement",
         "train.job", "train.loop", "train.policy", "train.optimizers", "train.rank", "train.scale", "prove.ranks.trial",
         "prove.ranks.witness",
         "prove.ranks.outcome", "prove.ranks.record", "prove.explanation.scene", "prove.explanation.explain",

@@ -31,6 +31,7 @@ def test_errors_of_the_torch_that_is_here() -> None:
     assert is_about(raised(in_place), About.IN_PLACE)
     assert is_about(raised(lambda: torch.ones(2, 3) @ torch.ones(2, 3)), About.SIZES)
     assert is_about(raised(lambda: torch.ones(2) + torch.ones(3)), About.SIZES)
+    assert is_about(raised(lambda: torch.ones(1 << 46)), About.MEMORY)
     assert matches(raised(lambda: torch.ones(2, 2) @ torch.ones(2, 2).double()), About.DTYPES) > 1
 
 

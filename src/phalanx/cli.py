@@ -18,31 +18,13 @@ os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # or torch.cuda.is_
 import typer
 
 from phalanx import __version__ as version
+from phalanx import cli_options as option
 from phalanx.errors import CannotHere, WrongUse
 from phalanx.launch import verbs
 from phalanx.launch.stopping import ENDING
 from phalanx.redact import redact
 from phalanx.verdict import Verdict
 
-TASK = "file.py, package.module, one of these with :Class, or a recipe's name"
-Allow = Annotated[
-    str | None, typer.Option(metavar="changes", help="with --resume: go on although other samples are to come")
-]
-Spike = Annotated[
-    float | None, typer.Option(help="a loss of more than so many times the median of the last is bad; 0: none is")
-]
-Interface = Annotated[
-    str | None, typer.Option(help="through which they reach this host; by default that of the rendezvous")
-]
-Logs = Annotated[
-    list[str],
-    typer.Option(metavar="NAME", help="log to csv, tensorboard, wandb, mlflow or opentelemetry too; may be repeated"),
-]
-MetricsPort = Annotated[
-    str | None, typer.Option(metavar="PORT", help="serve the last numbers to Prometheus at 127.0.0.1, or HOST:PORT")
-]
-LogEvery = Annotated[int | None, typer.Option(help="a line on the screen every so many steps")]
-Quiet = Annotated[bool, typer.Option("--quiet", help="print nothing but what must be noted, and the verdict")]
 app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False)
 
 
@@ -88,60 +70,45 @@ def _stoppable(told: str) -> Iterator[None]:
 @app.command()
 @_stoppable("no rank was running")
 def train(
-    task: Annotated[str | None, typer.Argument(help=TASK)] = None,
-    layout: Annotated[
-        str | None, typer.Option(help="how to spread it, e.g. fsdp=4,tp=2,pp=2; by default replicas")
-    ] = None,
-    on: Annotated[
-        str | None, typer.Option(help="where: local:N, so many ranks here; slurm:, kubernetes:, ray: or hosts:...")
-    ] = None,
-    set_: Annotated[list[str], typer.Option("--set", metavar="NAME=VALUE", help="set a field of the task")] = [],  # noqa: B006
-    steps: Annotated[int | None, typer.Option(help="how many steps; short for --set steps=N")] = None,
-    epochs: Annotated[float | None, typer.Option(help="or how many passes over the data")] = None,
-    run: Annotated[Path | None, typer.Option(help="the run's folder; by default the next free one under runs/")] = None,
-    config: Annotated[Path | None, typer.Option(help="repeat the run whose run.toml this is")] = None,
-    device: Annotated[str | None, typer.Option(help="cpu or cuda; by default GPUs if there are any")] = None,
-    timeout: Annotated[float | None, typer.Option(help="seconds a rank waits for the others; by default 600")] = None,
-    init_from: Annotated[
-        str | None, typer.Option(help="begin with the weights of this folder: safetensors, or Hugging Face's")
-    ] = None,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="go on with a run: that in --run, or the task's last")
-    ] = False,
-    allow: Allow = None,
-    save_steps: Annotated[int | None, typer.Option(help="a checkpoint every so many steps")] = None,
-    save_minutes: Annotated[float | None, typer.Option(help="and every so many minutes; by default 10")] = None,
-    keep: Annotated[int | None, typer.Option(help="so many checkpoints are kept; by default 2")] = None,
-    keep_every: Annotated[int | None, typer.Option(help="and those of every so many steps")] = None,
-    memory_steps: Annotated[int | None, typer.Option(help="a copy in memory every so many steps; by default 5")] = None,
-    checkpoints: Annotated[str | None, typer.Option(help="where they go: a folder, or an fsspec URL")] = None,
-    restarts: Annotated[
-        int | None, typer.Option(help="failures in a row without a step more that end the job; by default 3")
-    ] = None,
-    min_nodes: Annotated[int | None, typer.Option(help="go on with so few hosts; by default 1")] = None,
-    max_nodes: Annotated[int | None, typer.Option(help="run on so many hosts, with this command on each")] = None,
-    meet: Annotated[str | None, typer.Option(help="where they meet, host:port, on a host that stays")] = None,
-    host: Annotated[str | None, typer.Option(help="this host's name among them; by default its own")] = None,
-    interface: Interface = None,
-    log: Logs = [],  # noqa: B006
-    log_every: LogEvery = None,
-    quiet: Quiet = False,
-    metrics_port: MetricsPort = None,
-    kill: Annotated[str | None, typer.Option(metavar="RANK@STEP", help="a drill: kill a rank after a step")] = None,
-    bad: Annotated[
-        str | None, typer.Option(help="a loss or gradient that is bad: skip (by default), rollback, or stop")
-    ] = None,
-    spike: Spike = None,
-    compare_steps: Annotated[
-        int | None, typer.Option(help="ranks that hold the same compare it every so many steps; by default 500")
-    ] = None,
-    grace: Annotated[float | None, typer.Option(help="seconds to save in when asked to stop; by default 30")] = None,
-    exact: Annotated[bool, typer.Option("--exact", help="the same bits at any number of ranks: docs/exact.md")] = False,
-    unchecked: Annotated[bool, typer.Option("--unchecked", help="do not check the task: docs/check.md")] = False,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="describe the model, check the task, say what would run, and stop")
-    ] = False,
-    weights: Annotated[bool, typer.Option("--weights", help="the same, with a line for every weight")] = False,
+    task: option.Task = None,
+    layout: option.Layout = None,
+    on: option.On = None,
+    set_: option.Set = [],  # noqa: B006
+    steps: option.Steps = None,
+    epochs: option.Epochs = None,
+    run: option.Run = None,
+    config: option.Config = None,
+    device: option.Device = None,
+    timeout: option.Timeout = None,
+    init_from: option.InitFrom = None,
+    resume: option.Resume = False,
+    allow: option.Allow = None,
+    save_steps: option.SaveSteps = None,
+    save_minutes: option.SaveMinutes = None,
+    keep: option.Keep = None,
+    keep_every: option.KeepEvery = None,
+    memory_steps: option.MemorySteps = None,
+    checkpoints: option.Checkpoints = None,
+    restarts: option.Restarts = None,
+    min_nodes: option.MinNodes = None,
+    max_nodes: option.MaxNodes = None,
+    meet: option.Meet = None,
+    host: option.Host = None,
+    interface: option.Interface = None,
+    log: option.Log = [],  # noqa: B006
+    log_every: option.LogEvery = None,
+    quiet: option.Quiet = False,
+    metrics_port: option.MetricsPort = None,
+    kill: option.Kill = None,
+    profile: option.Profile = None,
+    bad: option.Bad = None,
+    spike: option.Spike = None,
+    compare_steps: option.CompareSteps = None,
+    grace: option.Grace = None,
+    exact: option.Exact = False,
+    unchecked: option.Unchecked = False,
+    dry_run: option.DryRun = False,
+    weights: option.Weights = False,
 ) -> None:
     """Train a task."""
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # until there is something to save
@@ -154,8 +121,7 @@ def train(
         checkpoints=checkpoints, restarts=restarts, grace=grace, init_from=init_from, timeout=timeout,
         bad=bad, spike=spike, compare_steps=compare_steps, min_nodes=min_nodes, max_nodes=max_nodes, meet=meet,
         host=host, interface=interface, kill=kill, allow=allow, resume=resume, exact=exact, unchecked=unchecked or None,
-        run=run, log=log or None, metrics_port=metrics_port, log_every=log_every,
-        quiet=quiet or None,
+        run=run, log=log or None, metrics_port=metrics_port, log_every=log_every, quiet=quiet or None, profile=profile,
     )  # fmt: skip
     with led(Started.unless_placed(on), device) as started:
         from phalanx.train import starting
@@ -176,7 +142,7 @@ def _conclude(verdict: Verdict) -> None:
 @app.command()
 @_stoppable("every rank has ended, and nothing was concluded")
 def prove(
-    task: Annotated[str | None, typer.Argument(help=TASK)] = None,
+    task: Annotated[str | None, typer.Argument(help=option.TASK)] = None,
     more: Annotated[list[str] | None, typer.Argument(metavar="[LAYOUT]...", help="layouts, as with --layouts")] = None,
     layouts: Annotated[list[str], typer.Option(help="a layout, or all that --ranks allow")] = [],  # noqa: B006
     ranks: Annotated[int | None, typer.Option(help="how many ranks all layouts have; by default 4")] = None,

@@ -21,6 +21,8 @@ class About(Enum):
     """Another rank cannot be spoken to. (gloo)"""
     WORKER = ("DataLoader worker",)
     """A process that reads data was killed. (torch)"""
+    MEMORY = ("can't allocate memory", "not enough memory", "out of memory", "std::bad_alloc", "Cannot allocate memory")
+    """There is no memory left, of a GPU or of the host. (torch, CUDA, Linux)"""
     SIZES = ("shape", "size", "dimension")
     """Tensors do not fit together. (torch)"""
     DTYPES = ("same dtype", "expected scalar type", "Found dtype", "dtype", "Double", "Float")

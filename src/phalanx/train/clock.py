@@ -1,13 +1,11 @@
-"""Seconds by phase of a step; on a GPU the device's own time, not that of launching its work, and never waited for.
-
-Who looks from outside is told which phase a rank is in.
-"""
+"""Seconds by phase of a step; on a GPU the device's own time, not that of launching its work, and never waited for."""
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -15,60 +13,71 @@ Instant = float | torch.cuda.Event
 
 
 class Clock:
-    """``start`` a step's first phase, ``begin`` each that follows, ``stop``; ``seconds`` adds up those of one name."""
+    """``start``, then ``begin`` where a phase does, which ends the one before; ``seconds`` adds up those of a name."""
 
-    def __init__(self, device: torch.device, doing: Callable[[str], object] = lambda phase: None) -> None:
-        """``doing`` is told of each phase that begins."""
-        self._cuda, self._doing = device.type == "cuda", doing
-        self._last: Instant = 0.0
+    def __init__(self, device: torch.device, *watchers: Callable[[str], None]) -> None:
+        self._cuda = device.type == "cuda"
         self._phase = ""
-        """Nothing: no step is measured."""
+        """The phase that runs; "": no step does."""
+        self._last: Instant = 0.0
         self._laps: list[tuple[str, Instant, Instant]] = []
         """Of the step that runs, or of one that failed."""
         self._untold: deque[tuple[str, Instant, Instant]] = deque()
-
-    def _now(self) -> Instant:
-        if not self._cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
+        self.watchers = list(watchers)
+        """Told of every phase when it begins, and with nothing when the last of a step is over."""
 
     def start(self, phase: str) -> None:
-        """What was measured of a step that failed is forgotten."""
-        self._last, self._laps, self._phase = self._now(), [], phase
-        self._doing(phase)
+        """A step begins, and its first phase."""
+        self._phase, self._last, self._laps = phase, now(self._cuda), []
+        self._tell(phase)
 
     def begin(self, phase: str) -> None:
-        """The phase before it is over; nothing, where no step is measured."""
-        if self._phase and phase != self._phase:
-            self._lap(phase)
-            self._doing(phase)
-
-    def stop(self) -> None:
-        self._lap("")
-
-    def _lap(self, following: str) -> None:
-        begun, self._last = self._last, self._now()
+        """If it runs already, it goes on; between two steps, where evaluations take the same way, there is none."""
+        if not self._phase or phase == self._phase:
+            return
+        begun, self._last = self._last, now(self._cuda)
         self._laps.append((self._phase, begun, self._last))
-        self._phase = following
+        self._phase = phase
+        self._tell(phase)
+
+    @contextmanager
+    def beside(self, phase: str) -> Iterator[None]:
+        """A phase between two steps, which somebody else takes the time of."""
+        self._tell(phase)
+        yield
+        self._tell("")
+
+    def _tell(self, phase: str) -> None:
+        for watcher in tuple(self.watchers):  # one may leave, or bring others
+            watcher(phase)
 
     def seconds(self) -> dict[str, float]:
-        """Of all laps that are over and were not told yet: a GPU's last ones come with the next step's."""
+        """The step is over. Of all laps that are and were not told yet: a GPU's last ones come with the next step's."""
+        self.begin("")
         found: dict[str, float] = {}
         self._untold.extend(self._laps)
         self._laps = []
         while self._untold and _is_over(self._untold[0][2]):
             phase, begun, ended = self._untold.popleft()
-            found[phase] = found.get(phase, 0.0) + _elapsed(begun, ended)
+            found[phase] = found.get(phase, 0.0) + elapsed(begun, ended)
         return found
+
+
+def now(cuda: bool) -> Instant:
+    """This moment, or when a GPU comes to what is launched next."""
+    if not cuda:
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
 
 
 def _is_over(instant: Instant) -> bool:
     return not isinstance(instant, torch.cuda.Event) or instant.query()
 
 
-def _elapsed(before: Instant, after: Instant) -> float:
+def elapsed(before: Instant, after: Instant) -> float:
+    """Seconds between two of one kind; a GPU must have come to both."""
     if isinstance(before, torch.cuda.Event):
         assert isinstance(after, torch.cuda.Event)
         return before.elapsed_time(after) / 1000

@@ -85,8 +85,7 @@ class Engine:
         """
         task.check()
         self.task, self.environment = task, Environment.detect()
-        layout = Layout.parse(layout) if isinstance(layout, str) else layout
-        self.layout = layout or Layout(dp=self.environment.world)
+        self.layout = (Layout.parse(layout) if isinstance(layout, str) else layout) or Layout(dp=self.environment.world)
         self.layout.check(task.global_batch, self.environment.world)
         self.dtypes = DTYPES[task.precision]
         self.device = self.environment.device(device)
@@ -96,8 +95,8 @@ class Engine:
         task.plan_steps(samples)
         self.order = Order(samples, task.global_batch, task.seed)
         self.schedule = make_schedule(task)
-        self.guard, self.loss_scale = guard or Guard(), LossScale(dynamic=task.precision == "fp16")
-        self.logged = Logged(self)
+        self.guard, self.logged = guard or Guard(), Logged(self)
+        self.loss_scale = LossScale(dynamic=task.precision == "fp16")
         self.step_number, self.samples, self.terms = 0, 0, 0.0
         """How many have been trained on: samples, and terms of their losses."""
         self.compared: int | None = None

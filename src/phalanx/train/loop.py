@@ -154,7 +154,7 @@ class Loop:
         batches = self.engine.batches()
         while True:
             self.engine.traffic.begins(self.engine.step_number)
-            with self.heartbeat.fetching():
+            with self.heartbeat.fetching(), self.engine.clock.beside("data"):
                 batch = next(batches, None)
             if batch is None:
                 return

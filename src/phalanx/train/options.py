@@ -17,6 +17,7 @@ from phalanx.redact import is_redacted, redact_field
 from phalanx.settings import convert
 from phalanx.train.guard import Guard
 from phalanx.train.policy import Policy
+from phalanx.train.profile.request import ProfileRequest
 from phalanx.watch.loggers.chosen import chosen
 from phalanx.words import digits
 
@@ -63,6 +64,8 @@ class Options:
     """Nothing is printed but what is noted, and the verdict."""
     kill: str | None = None
     """A drill: ``1@60`` kills rank 1 after step 60."""
+    profile: str | None = None
+    """``10:12``: steps 10 to 12 are profiled; see `train.profile.request`."""
 
     def __post_init__(self) -> None:
         if not 0 < self.timeout <= LONGEST_SECONDS:
@@ -106,6 +109,7 @@ class Options:
             )
         chosen(self.log, self.metrics_port)
         self.drill()
+        self.profiled()
 
     @classmethod
     def resolve(cls, given: Mapping[str, Any], saved: Mapping[str, Any]) -> Options:
@@ -123,10 +127,10 @@ class Options:
         return cls(**values)
 
     def to_repeat(self) -> dict[str, Any]:
-        """What a ``run.toml`` should say: what is not as usual, with full paths, and nothing of this host or drill."""
+        """What a ``run.toml`` should say: what is not as usual, with full paths, and nothing of this start alone."""
         whole = replace(
             self, checkpoints=full_path(self.checkpoints), init_from=full_path(self.init_from),
-            host=None, interface=None, allow=None, kill=None, log_every=0, quiet=False,
+            host=None, interface=None, allow=None, kill=None, log_every=0, quiet=False, profile=None,
         )  # fmt: skip
         usual = asdict(Options())
         return {n: redact_field(n, v) for n, v in asdict(whole).items() if v != usual[n] or n == "timeout"}
@@ -139,6 +143,10 @@ class Options:
         if not (at and (which := digits(rank)) is not None and (after := digits(step)) is not None):
             raise WrongUse(f"--kill {self.kill} is not a rank and a step. Write it like --kill 1@60.")
         return which, after
+
+    def profiled(self) -> ProfileRequest | None:
+        """What is to be profiled, if anything."""
+        return None if self.profile is None else ProfileRequest.parse(self.profile)
 
     def policy(self) -> Policy:
         return Policy(self.save_steps, self.save_minutes, self.memory_steps, self.keep, self.keep_every)

@@ -28,6 +28,8 @@ from phalanx.train.job import Job
 from phalanx.train.loop import Listener, Loop, Summary
 from phalanx.train.overview import Overview
 from phalanx.train.placing import fitted
+from phalanx.train.profile.attached import profiled
+from phalanx.train.profile.exhausted import memory_told
 from phalanx.train.restoring import Restorer
 from phalanx.train.step import Metrics
 from phalanx.watch.loggers import Logger
@@ -71,7 +73,9 @@ class Rank:
             check = self._check()
             if check is not None:
                 undo.enter_context(check)
-            engine = undo.enter_context(self._engine(Traffic(row[ARRIVED:], self._recorder())))
+            with memory_told(self.run, rank):
+                engine = undo.enter_context(self._engine(Traffic(row[ARRIVED:], self._recorder())))
+            undo.enter_context(memory_told(self.run, rank, engine))
             engine.callbacks.during = engine.traffic.during
             if rank == 0:
                 undo.enter_context(kept_origin(self.run, self.job.task))
@@ -83,6 +87,9 @@ class Rank:
             listener = self._listener(engine, grounds) if rank == 0 else Listener()
             settle(engine, check, log.write, listener.said)
             drill = None if host.restarted else options.drill()
+            undo.enter_context(
+                profiled(options, engine, self.run, host.generation, heartbeat.may_take_long, listener.said)
+            )
             return Loop(
                 engine,
                 self.run,

@@ -69,6 +69,8 @@ def job_of(
     chosen, ranks = _place(layout, on, task, ran, options, resume)
     chosen = _exactly(chosen, ran, task) if exact else chosen
     _check_ranks(chosen, ranks, task, options)
+    if (profiled := options.profiled()) is not None:
+        profiled.check(ranks * options.max_nodes, task.steps)
     return Job(reference, task, chosen, Cluster.here(ranks, device or ran.get("device")), options)
 
 

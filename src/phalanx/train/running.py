@@ -35,6 +35,7 @@ from phalanx.train.folders import check_there, held_store
 from phalanx.train.job import Job
 from phalanx.train.loop import Summary
 from phalanx.train.placing import hosts_used
+from phalanx.train.profile.telling import tell_profile
 from phalanx.train.rank import Rank
 from phalanx.verdict import Verdict
 
@@ -47,6 +48,8 @@ def train(
 ) -> Verdict:
     """Run it to the end, in a new folder, or in that of a run that did not come to its own; ``begun`` is told which."""
     job.cluster.check_room()
+    if (profiled := job.options.profiled()) is not None:
+        profiled.check_device(job.cluster.device)
     name = short_name(job.reference)
     if job.options.meet is not None:
         if path is None:
@@ -180,7 +183,7 @@ class _Running:
         return Rendezvous(
             address, key=Key.of_run(path), name=str(path.resolve()), ranks=self.job.cluster.world,
             min_nodes=options.min_nodes, max_nodes=options.max_nodes, host=options.host or "", patience=options.timeout,
-            interface=options.interface, terms={**options.to_repeat(), **terms},
+            interface=options.interface, terms={**options.to_repeat(), "profile": options.profile or "none", **terms},
         )  # fmt: skip
 
     def _supervised(self, supervisor: Supervisor) -> Verdict:
@@ -191,6 +194,8 @@ class _Running:
         finally:
             if supervisor.rendezvous is not None:
                 supervisor.rendezvous.close()
+        if supervisor.leads or (supervisor.shared is not None and supervisor.shared.private):
+            tell_profile(self.job.options, self.run, supervisor.done())
         return conclude(supervisor, outcome, self.job.task, self.run, self.manager)
 
     def _rank(self, host: Host) -> Summary:

@@ -130,7 +130,6 @@ def train_step(engine: Engine, batch: StepBatch, rounds: Rounds | None = None) -
         engine.update.forget()
     scale.update(finite)
     spread.end_step(counts)
-    clock.stop()
     return Metrics(
         step=batch.step,
         loss=mean,

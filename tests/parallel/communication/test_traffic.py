@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -40,6 +42,34 @@ def test_every_watcher_is_told_and_bytes_are_counted_by_axis_and_kind() -> None:
     assert told == [("dp", "all-reduce", 8)] * 2 + [("pp", "receive", 3)] * 2
     assert traffic.sent == {("dp", "all-reduce"): 16}
     assert traffic.calls == {("dp", "all-reduce"): 1}
+
+
+def watched_waits() -> list[str]:
+    """What is told while this rank waits, and when."""
+    told: list[str] = []
+
+    @contextmanager
+    def watcher(axis: str, kind: str) -> Iterator[None]:
+        told.append(f"{axis} {kind}")
+        yield
+        told.append("over")
+
+    traffic = Traffic()
+    traffic.wait_watchers.append(watcher)
+    world = Communicator(dist.group.WORLD, traffic)
+    world.all_reduce(torch.ones(1)).wait()
+    pending = world.all_gather(torch.ones(2, 3), torch.ones(3))
+    told.append("launched")
+    pending.wait()
+    world.broadcast_words(["a"])
+    return [word.replace(world.name, "world") for word in told]
+
+
+def test_who_watches_waits_is_told_of_axis_and_kind(ranks: Ranks) -> None:
+    for told in ranks(2, watched_waits):
+        assert told == [
+            "world all-reduce", "over", "launched", "world all-gather", "over", "world words", "over",
+        ]  # fmt: skip
 
 
 def test_a_supervisor_sees_it_in_memory_that_it_lends() -> None:

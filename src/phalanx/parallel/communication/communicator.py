@@ -7,6 +7,7 @@ counted and watched, which algorithm is the best on a backend, and how what is s
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -15,7 +16,7 @@ from torch import Tensor
 from phalanx.parallel.communication import words as spelling
 from phalanx.parallel.communication.exact import fold
 from phalanx.parallel.communication.memory import Buffers
-from phalanx.parallel.communication.pending import Pending
+from phalanx.parallel.communication.pending import Pending, Waiting
 from phalanx.parallel.communication.traffic import Traffic
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
@@ -52,15 +53,15 @@ class Communicator:
         """Sum over the ranks, in place; every rank gets the same bits."""
         if self.alone:
             return Pending()
-        record = self._count("all-reduce", tensor, self._both_ways)
+        waiting = self._count("all-reduce", tensor, self._both_ways)
         if not self._is_small(tensor):
-            return self._pending([dist.all_reduce(tensor, group=self._group, async_op=True)], record)
+            return self._pending([dist.all_reduce(tensor, group=self._group, async_op=True)], waiting)
         work, rows = self._start_all_to_all(tensor.expand(self.size, *tensor.shape))
 
         def finish() -> None:
             fold(rows, tensor)
 
-        return self._pending([work], record, finish)
+        return self._pending([work], waiting, finish)
 
     def all_reduce_exactly(self, tensor: Tensor, buffers: Buffers) -> Pending:
         """Sum a flat tensor over the ranks, in place and by the tree, with the bytes of an ordinary all-reduce.
@@ -70,7 +71,7 @@ class Communicator:
         if self.alone or self._is_small(tensor):
             return self.all_reduce(tensor)
         ranks, size = self.size, tensor.numel()
-        record = self._count("all-reduce", tensor, self._both_ways)
+        waiting = self._count("all-reduce", tensor, self._both_ways)
         each = -(-size // ranks)
         even = size == each * ranks
         parts = tensor.view(ranks, each) if even else buffers.take(ranks, each, dtype=tensor.dtype)
@@ -87,16 +88,16 @@ class Communicator:
         def gather() -> Pending:
             own = fold(rows, parts[self.rank])
             buffers.give(rows)
-            return self._pending(self._start_all_gather(parts, own), record, finish)
+            return self._pending(self._start_all_gather(parts, own), waiting, finish)
 
-        return self._pending([dist.all_to_all_single(rows, parts, group=self._group, async_op=True)], record, gather)
+        return self._pending([dist.all_to_all_single(rows, parts, group=self._group, async_op=True)], waiting, gather)
 
     def all_reduce_max(self, tensor: Tensor) -> None:
         """The largest over the ranks, in place, element by element."""
         if self.alone:
             return
-        record = self._count("all-reduce", tensor, self._both_ways)
-        with self.traffic.waiting(record):
+        waiting = self._count("all-reduce", tensor, self._both_ways)
+        with waiting():
             dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._group)
 
     def all_gather(self, output: Tensor, part: Tensor) -> Pending:
@@ -108,15 +109,15 @@ class Communicator:
         if self.alone:
             output[0].copy_(part)
             return Pending()
-        record = self._count("all-gather", part, self.size - 1)
+        waiting = self._count("all-gather", part, self.size - 1)
         if not self._is_small(part):
-            return self._pending(self._start_all_gather(output, part), record)
+            return self._pending(self._start_all_gather(output, part), waiting)
         work, rows = self._start_all_to_all(part.expand(self.size, *part.shape))
 
         def finish() -> None:
             output.copy_(rows)
 
-        return self._pending([work], record, finish)
+        return self._pending([work], waiting, finish)
 
     def reduce_scatter(
         self, output: Tensor, parts: Tensor, buffers: Buffers | None = None, exactly: bool = False
@@ -130,10 +131,10 @@ class Communicator:
         if self.alone:
             output.copy_(parts[0])
             return Pending()
-        record = self._count("reduce-scatter", output, self.size - 1)
+        waiting = self._count("reduce-scatter", output, self.size - 1)
         if not self._gloo and not exactly:
             work = _reduce_scatter(output.view(-1), parts.view(-1), group=self._group, async_op=True)
-            return self._pending([work], record)
+            return self._pending([work], waiting)
         rows = buffers.take(*parts.shape, dtype=parts.dtype) if buffers else torch.empty_like(parts)
 
         def finish() -> None:
@@ -141,14 +142,14 @@ class Communicator:
             if buffers:
                 buffers.give(rows)
 
-        return self._pending([dist.all_to_all_single(rows, parts, group=self._group, async_op=True)], record, finish)
+        return self._pending([dist.all_to_all_single(rows, parts, group=self._group, async_op=True)], waiting, finish)
 
     def all_to_all(self, rows: Tensor) -> Tensor:
         """Row r goes to rank r; what comes back holds row r from rank r."""
         if self.alone:
             return rows
-        record = self._count("all-to-all", rows, (self.size - 1) / self.size)
-        with self.traffic.waiting(record):
+        waiting = self._count("all-to-all", rows, (self.size - 1) / self.size)
+        with waiting():
             work, received = self._start_all_to_all(rows)
             work.wait()
         return received
@@ -157,9 +158,9 @@ class Communicator:
         """So many rows go ``out`` to each rank in turn, and so many come ``back`` from each."""
         if self.alone:
             return rows
-        record = self._count("all-to-all", rows, 1 - out[self.rank] / max(1, len(rows)))
+        waiting = self._count("all-to-all", rows, 1 - out[self.rank] / max(1, len(rows)))
         received = rows.new_empty(sum(back), *rows.shape[1:])
-        with self.traffic.waiting(record):
+        with waiting():
             dist.all_to_all_single(received, rows.contiguous(), list(back), list(out), group=self._group)
         return received
 
@@ -173,20 +174,20 @@ class Communicator:
         """What one rank has, in place."""
         if self.alone:
             return
-        record = self._count("broadcast", tensor, self.rank == source)
-        with self.traffic.waiting(record):
+        waiting = self._count("broadcast", tensor, self.rank == source)
+        with waiting():
             dist.broadcast(tensor, group=self._group, group_src=source)
 
     def send(self, tensor: Tensor, to: int) -> Pending:
         """To a rank of the world that is among these. A batch of one: NCCL makes no communicator of its own for it."""
-        record = self._count("send", tensor, 1)
-        return self._pending(dist.batch_isend_irecv([dist.P2POp(dist.isend, tensor, to, self._group)]), record)
+        waiting = self._count("send", tensor, 1)
+        return self._pending(dist.batch_isend_irecv([dist.P2POp(dist.isend, tensor, to, self._group)]), waiting)
 
     def receive(self, tensor: Tensor, source: int) -> Pending:
         """From a rank of the world that is among these."""
-        record = self._record("receive", tensor)
+        waiting = self._recorded("receive", tensor)[1]
         self.traffic.told(self.name, "receive", tensor)
-        return self._pending(dist.batch_isend_irecv([dist.P2POp(dist.irecv, tensor, source, self._group)]), record)
+        return self._pending(dist.batch_isend_irecv([dist.P2POp(dist.irecv, tensor, source, self._group)]), waiting)
 
     def broadcast_words(self, words: list[str], source: int = 0) -> list[str]:
         """What one rank says."""
@@ -194,7 +195,7 @@ class Communicator:
             return words
         own = spelling.spelled(words if self.rank == source else [], self._words_device)
         size = own.new_tensor([len(own)], dtype=torch.int64)
-        with self.traffic.waiting(self._record("words", own)):
+        with self._recorded("words", own)[1]():
             dist.broadcast(size, group=self._group, group_src=source)
             letters = own if self.rank == source else own.new_empty(spelling.bounded(int(size)))
             dist.broadcast(letters, group=self._group, group_src=source)
@@ -206,7 +207,7 @@ class Communicator:
             return [words]
         own = spelling.spelled(words, self._words_device)
         sizes = own.new_empty(self.size, dtype=torch.int64)
-        with self.traffic.waiting(self._record("words", own)):
+        with self._recorded("words", own)[1]():
             _all_gather(sizes, own.new_tensor([len(own)], dtype=torch.int64), group=self._group)
             each = spelling.bounded(int(sizes.max()))
             rows = own.new_empty(self.size, each)
@@ -227,19 +228,21 @@ class Communicator:
         """Where the group's collectives work."""
         return torch.device("cuda", torch.cuda.current_device()) if self._nccl else "cpu"
 
-    def _count(self, kind: str, tensor: Tensor, share: float) -> int:
-        """A collective is launched; its number in the flight record."""
-        record = self._record(kind, tensor, counted=True)
+    def _count(self, kind: str, tensor: Tensor, share: float) -> Waiting:
+        """A collective is launched; what is entered to wait for it."""
+        record, waiting = self._recorded(kind, tensor, counted=True)
         self.traffic.launched(self.name, kind, tensor, share, record)
-        return record
+        return waiting
 
-    def _record(self, kind: str, tensor: Tensor, counted: bool = False) -> int:
-        return self.traffic.recorded(self._own_name, self.name, self.size, kind, tensor, counted)
+    def _recorded(self, kind: str, tensor: Tensor, counted: bool = False) -> tuple[int, Waiting]:
+        """Its number in the flight record, and what is entered to wait for it."""
+        record = self.traffic.recorded(self._own_name, self.name, self.size, kind, tensor, counted)
+        return record, partial(self.traffic.waiting, self.name, kind, record)
 
     def _pending(
-        self, works: Sequence[dist.Work], record: int, finish: Callable[[], Pending | None] | None = None
+        self, works: Sequence[dist.Work], waiting: Waiting, finish: Callable[[], Pending | None] | None = None
     ) -> Pending:
-        return Pending(works, finish, self.traffic, record)
+        return Pending(works, finish, waiting)
 
     def _is_small(self, part: Tensor) -> bool:
         return self._gloo and part.numel() * part.element_size() * self.size <= self.small_bytes

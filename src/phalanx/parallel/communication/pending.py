@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 
 import torch.distributed as dist
 
-from phalanx.parallel.communication.traffic import Traffic
+Waiting = Callable[[], AbstractContextManager[None]]
+"""Gives what is entered while a rank waits for a collective."""
 
 
 class Pending:
@@ -20,11 +21,10 @@ class Pending:
         self,
         works: Sequence[dist.Work] = (),
         finish: Callable[[], Pending | None] | None = None,
-        traffic: Traffic | None = None,
-        record: int = 0,
+        waiting: Waiting = nullcontext,
     ) -> None:
-        """``traffic`` says that this rank waits, while it does, in the collective of this number in its record."""
-        self._works, self._finish, self._traffic, self._record = works, finish, traffic, record
+        """``waiting`` says that this rank waits, while it does."""
+        self._works, self._finish, self._waiting = works, finish, waiting
         self._following: Pending | None = None
 
     @property
@@ -36,7 +36,7 @@ class Pending:
         """Wait for what is on its way, and launch what follows it, if anything does."""
         works, self._works = self._works, ()
         if works:
-            with self._traffic.waiting(self._record) if self._traffic else nullcontext():
+            with self._waiting():
                 for work in works:
                     work.wait()
         if self._finish is not None:

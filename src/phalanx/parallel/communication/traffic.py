@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 
 from torch import Tensor
 
@@ -13,6 +13,7 @@ from phalanx.parallel.communication.arrivals import Arrivals
 from phalanx.parallel.communication.recorder import FlightRecorder
 
 Watcher = Callable[[str, str, Tensor], None]
+WaitWatcher = Callable[[str, str], AbstractContextManager[object]]
 
 
 class Traffic:
@@ -32,6 +33,8 @@ class Traffic:
         whether its main thread waits in one."""
         self.watchers: list[Watcher] = []
         """Told of every message or collective, when it is launched: its axis, its kind, and what this rank brings."""
+        self.wait_watchers: list[WaitWatcher] = []
+        """Each gives what is entered while this rank waits in one: its axis, its kind."""
         self._arrivals = Arrivals(arrived=recorder.arrived if recorder else None)
 
     def launched(self, axis: str, kind: str, tensor: Tensor, share: float, record: int = 0) -> None:
@@ -53,8 +56,8 @@ class Traffic:
         return self.recorder.launched(group, axis, size, kind, tensor, awaited) if self.recorder else 0
 
     def doing(self, phase: str) -> None:
-        """What this rank does from now on, for the flight record."""
-        if self.recorder:
+        """What this rank does from now on, for the flight record; nothing said is nothing new."""
+        if self.recorder and phase:
             self.recorder.doing(phase)
 
     def during(self, phase: str) -> AbstractContextManager[None]:
@@ -64,7 +67,6 @@ class Traffic:
         """A step begins, with the samples it needs."""
         if self.recorder:
             self.recorder.step = step
-            self.recorder.doing("data")
 
     def told(self, axis: str, kind: str, tensor: Tensor) -> None:
         """Who watches is told, and nothing is counted."""
@@ -72,7 +74,7 @@ class Traffic:
             watcher(axis, kind, tensor)
 
     @contextmanager
-    def waiting(self, record: int = 0) -> Iterator[None]:
+    def waiting(self, axis: str, kind: str, record: int = 0) -> Iterator[None]:
         """While this rank's main thread can do nothing but wait for others, in a collective that was `recorded`."""
         main = threading.current_thread() is threading.main_thread()
         if main:
@@ -80,7 +82,10 @@ class Traffic:
         if self.recorder and record:
             self.recorder.waiting(record)
         try:
-            yield
+            with ExitStack() as watched:
+                for watcher in self.wait_watchers:
+                    watched.enter_context(watcher(axis, kind))
+                yield
             if self.recorder and record:
                 self.recorder.left(record)  # not where it failed: it was never left
         finally:
