@@ -84,7 +84,6 @@ def train_step(engine: Engine, batch: StepBatch, rounds: Rounds | None = None) -
         micro = batch.micro_batches[action.micro]
         last = index + 1 == len(actions)
         if action.kind == "forward":
-            clock.begin("forward")
             with engine.logged.taking():
                 loss = forward(engine, batch.step, micro, action, rounds)
             totals.add(action.micro, loss, micro.real)
