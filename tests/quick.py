@@ -34,6 +34,7 @@ KEPT: dict[str, dict[str, int | tuple[str, ...]]] = {
         "test_nothing_is_wrong_with_a_healthy_run": ("dp=2",),
         "test_a_rank_asleep_in_the_data": 0,
         "test_a_worker_asleep_in_the_data": 0,
+        "test_a_rank_that_computes_for_ever": 0,
         "test_a_rank_that_was_stopped": 0,
         "test_a_collective_that_one_rank_launches_alone": 0,
         "test_two_axes_in_a_ring": 0,

@@ -92,6 +92,8 @@ class Planted(phalanx.Task):
         late = calls >= 9 and torch.is_grad_enabled()
         if self.fault == "a collective of torch's on one rank" and late and rank() == 1:
             torch.distributed.all_reduce(output.detach().clone())  # here
+        while self.fault == "computes for ever" and late and rank() == 1:
+            torch.ones(9).sum()  # here
         if self.fault == "exception" and late and rank() == 1:
             raise KeyError("what is missing")  # here
         if self.fault == "killed" and late and rank() == 1:

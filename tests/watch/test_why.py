@@ -57,6 +57,14 @@ def test_a_worker_asleep_in_the_data(tmp_path: Path) -> None:
     assert "it has been in data for" in found.summary
 
 
+def test_a_rank_that_computes_for_ever(tmp_path: Path) -> None:
+    """It is not stuck, and given its time; the other one may be the first whose time is up."""
+    found = diagnosed(tmp_path, "computes for ever", "--on", "local:2", "--timeout", "4")
+    assert (found.kind, found.rank, found.host, found.axis) == ("stuck", 1, HERE, "dp"), found
+    assert found.place.rpartition(":")[0].endswith("planted.py")
+    assert "it has been in forward for" in found.summary
+
+
 def test_a_rank_that_was_stopped(tmp_path: Path) -> None:
     process = started(tmp_path, "slow rank", "--on", "local:2", "--steps", "200")
     run = Run(tmp_path / "run")

@@ -153,7 +153,8 @@ def ask(run: Run) -> None:
     deadline = time.monotonic() + ASKED_SECONDS
     while not _written(run, generation, began):
         if time.monotonic() > deadline:
-            raise CannotHere(f"process {supervisors} did not write the stacks of {run.path}. Look whether it runs.")
+            named = ", ".join(map(str, supervisors))
+            raise CannotHere(f"process {named} did not write the stacks of {run.path}. Look whether it is stopped.")
         time.sleep(0.05)
 
 

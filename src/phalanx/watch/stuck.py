@@ -11,8 +11,8 @@ from phalanx.watch.evidence import Evidence
 from phalanx.watch.waits import Waits, sides
 from phalanx.words import listed
 
-STILL_SECONDS, TIMES_MEDIAN = 5.0, 10
-"""In a run that goes on, a rank may stand still for so long, or for so many times its usual step."""
+STILL_SECONDS, TIMES_MEDIAN, LAST_STEPS = 5.0, 10, 32
+"""In a run that goes on, a rank may stand still for so long, or for so many times the median of so many steps."""
 LONG = ("start-up", "checkpoint", "evaluation", "ending", "comparing replicas")
 LONG_SECONDS = 60.0
 """And for so long in what is no step."""
@@ -60,7 +60,10 @@ def stuck(evidence: Evidence) -> Diagnosis | None:
     said = [each for each in evidence.failures[:1] if each["stuck"] or each["timed_out"]]
     if evidence.done or evidence.stopped or not (said or evidence.live):
         return None
-    if not said and not any(_still_for_long(evidence, flight) for flight in evidence.flights.values()):
+    allowed = _allowed(evidence)
+    if not said and all(
+        _still(each) <= (LONG_SECONDS if each.phase in LONG else allowed) for each in evidence.flights.values()
+    ):
         return None
     waits = Waits(evidence.flights)
     reason = f"its supervisor said: rank {said[0]['rank']} {said[0]['reason']}" if said else ""
@@ -80,12 +83,11 @@ def _still(flight: Flight) -> float:
     return (flight.saved - max(last, flight.since)) / 1e9
 
 
-def _still_for_long(evidence: Evidence, flight: Flight) -> bool:
-    if flight.phase in LONG:
-        return _still(flight) > LONG_SECONDS
-    times = [event["time"] for event in evidence.run.events(0, "step")][-32:]
+def _allowed(evidence: Evidence) -> float:
+    """Seconds that a rank may stand still in a step."""
+    times = [event["time"] for event in evidence.run.events(0, "step")][-LAST_STEPS:]
     usual = median([after - before for before, after in pairwise(times)] or [0.0])
-    return _still(flight) > max(STILL_SECONDS, TIMES_MEDIAN * usual)
+    return max(STILL_SECONDS, TIMES_MEDIAN * usual)
 
 
 def _missing(evidence: Evidence, waits: Waits, rank: int, waiting: list[int], reason: str) -> Diagnosis:
