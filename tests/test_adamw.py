@@ -112,11 +112,14 @@ def test_layouts_keep_what_one_device_keeps(ranks: Ranks, moments: Moments, worl
         check_same(contents(tmp_path / layout.replace(",", " ")), one, layout)
 
 
-def test_experts_keep_what_one_device_keeps(ranks: Ranks, tmp_path: Path) -> None:
-    task = Mixture(moments="float8")
+@pytest.mark.parametrize(
+    ("kind", "layout"), [(Mixture, "fsdp=2,cp=2,ep=2"), (HostileLanguage, "pp=2,tp=2,micro_batch=8")]
+)
+def test_experts_and_tied_weights_too(ranks: Ranks, kind: type[HostileLanguage], layout: str, tmp_path: Path) -> None:
+    task = kind(moments="float8")
     ranks(1, held, task, "dp=1", tmp_path)
-    ranks(4, held, task, "fsdp=2,cp=2,ep=2", tmp_path)
-    check_same(contents(tmp_path / "fsdp=2 cp=2 ep=2"), contents(tmp_path / "dp=1"), "ep=2")
+    ranks(4, held, task, layout, tmp_path)
+    check_same(contents(tmp_path / layout.replace(",", " ")), contents(tmp_path / "dp=1"), layout)
 
 
 def blind(layout: str, folder: Path) -> None:
