@@ -76,6 +76,7 @@ def test_a_rank_that_is_killed_does_not_cost_what_was_counted(tmp_path: Path) ->
 
 
 COMPILED = """
+import sys
 from functools import partial
 from pathlib import Path
 import torch
@@ -94,17 +95,17 @@ class Blocks(Digits):
 torch.set_num_threads(1)
 torch.compile = partial(torch.compile, backend="aot_eager")  # traced as ever; C++ kernels would take half a minute
 with phalanx.Engine(Blocks(steps=4), "dp=1,compile=blocks", device="cpu") as engine:
-    with profiled(Options(profile="modules"), engine, phalanx.Run("."), 1, lambda: None, print):
+    with profiled(Options(profile="modules"), engine, phalanx.Run(sys.argv[1]), 1, lambda: None, print):
         engine.callbacks.call("on_start", engine)
         for batch in engine.batches():
             engine.step(batch)
-print(conclude_modules(Path(".")))
+print(conclude_modules(Path(sys.argv[1])))
 """
 
 
 def test_compiled_blocks_are_timed_as_wholes(tmp_path: Path) -> None:
     """In a process of its own: the compiler leaves threads behind."""
-    done = subprocess.run([sys.executable, "-c", COMPILED], capture_output=True, text=True, cwd=tmp_path)
+    done = subprocess.run([sys.executable, "-c", COMPILED, str(tmp_path)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "FLOPs are not counted with compile=blocks" in done.stdout
     names = [row["name"] for row in json.loads((tmp_path / "profile" / "modules.json").read_text())["modules"]]
