@@ -6,13 +6,32 @@ from pathlib import Path
 
 import pytest
 
+from phalanx.events import EventLog
+from phalanx.run import Run
 from phalanx.watch.stuck import desynchronised, stuck
 from tests.watch.records import Scribe, evidence
+
+
+@pytest.fixture(autouse=True)
+def some_steps(tmp_path: Path) -> None:
+    """That take no time."""
+    with EventLog(Run(tmp_path), 0) as log:
+        for step in range(6):
+            log.write("step", step=step)
 
 
 def waiting(rank: int, scribe: Scribe) -> None:
     scribe.doing("backward", 1, step=3)
     scribe.collective("fsdp a", waits=None)
+
+
+def test_before_steps_are_known_ranks_have_time(tmp_path: Path) -> None:
+    Run(tmp_path).events_path(0).unlink()
+    assert stuck(evidence(tmp_path, 2, waiting)) is None
+
+
+def test_a_rank_that_nobody_waits_for_is_slow(tmp_path: Path) -> None:
+    assert stuck(evidence(tmp_path, 1, lambda rank, scribe: scribe.doing("forward", 1))) is None
 
 
 def test_where_all_have_come_the_network_is_looked_at(tmp_path: Path) -> None:

@@ -127,10 +127,14 @@ def _exposed(evidence: Evidence, lines: dict[int, Timeline]) -> Diagnosis | None
         usual = median([step.get("reduce", 0.0) + step.get("wait", 0.0) for step in steps] or [0.0])
     if usual < EXPOSED_SECONDS or usual < EXPOSED * seconds:
         return None
+    axes = {row.axis for flight in evidence.flights.values() for row in flight.groups.values()}
+    staged = any(axis.startswith("pp") for axis in axes)
     return Diagnosis(
         False, f"slow: ranks wait for messages of each other, {told(usual)} of a step of {told(seconds)}",
         [usual_step(lines)],
-        next="Larger micro-batches send less often; phalanx doctor measures how fast ranks reach each other.",
+        next="Stages of a pipeline wait less with more micro-batches a step (micro_batch=), or with schedule=zb."
+        if staged
+        else "Larger micro-batches send less often; phalanx doctor measures how fast ranks reach each other.",
         kind="slow",
     )  # fmt: skip
 

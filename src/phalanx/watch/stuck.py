@@ -13,9 +13,11 @@ from phalanx.words import listed
 
 STILL_SECONDS, TIMES_MEDIAN, LAST_STEPS = 5.0, 10, 32
 """In a run that goes on, a rank may stand still for so long, or for so many times the median of so many steps."""
+LEAST_STEPS = 4
+"""Steps from which that is known."""
 LONG = ("start-up", "checkpoint", "evaluation", "ending", "comparing replicas")
 LONG_SECONDS = 60.0
-"""And for so long in what is no step."""
+"""And for so long in what is no step, and in the first ones."""
 SHOWN = 8
 """So many ranks, and lines of a stack, are named."""
 
@@ -60,12 +62,9 @@ def stuck(evidence: Evidence) -> Diagnosis | None:
     said = [each for each in evidence.failures[:1] if each["stuck"] or each["timed_out"]]
     if evidence.done or evidence.stopped or not (said or evidence.live):
         return None
-    allowed = _allowed(evidence)
-    if not said and all(
-        _still(each) <= (LONG_SECONDS if each.phase in LONG else allowed) for each in evidence.flights.values()
-    ):
-        return None
     waits = Waits(evidence.flights)
+    if not said and not (waits.inside and still_for_long(evidence)):
+        return None
     reason = f"its supervisor said: rank {said[0]['rank']} {said[0]['reason']}" if said else ""
     culprits = waits.culprits()
     if not culprits and said and said[0]["stuck"] and said[0]["rank"] not in waits.inside:
@@ -76,18 +75,25 @@ def stuck(evidence: Evidence) -> Diagnosis | None:
     return _ring(evidence, waits, reason) or _network(evidence, waits, reason)
 
 
-def _still(flight: Flight) -> float:
+def still_for_long(evidence: Evidence) -> list[int]:
+    """Ranks that have noted nothing for longer than a step takes them."""
+    allowed = dict.fromkeys(LONG, LONG_SECONDS)
+    usual = _allowed(evidence)
+    return [rank for rank, each in evidence.flights.items() if still(each) > allowed.get(each.phase, usual)]
+
+
+def still(flight: Flight) -> float:
     """Seconds since a rank last noted anything, when its record was saved."""
-    records = flight.records
-    last = max((int(records[name].max()) for name in ("launched", "arrived", "waiting", "left")), default=0)
-    return (flight.saved - max(last, flight.since)) / 1e9
+    noted = [flight.records[name].max(initial=0) for name in ("launched", "arrived", "waiting", "left")]
+    return (flight.saved - max(*map(int, noted), flight.since)) / 1e9
 
 
 def _allowed(evidence: Evidence) -> float:
     """Seconds that a rank may stand still in a step."""
     times = [event["time"] for event in evidence.run.events(0, "step")][-LAST_STEPS:]
-    usual = median([after - before for before, after in pairwise(times)] or [0.0])
-    return max(STILL_SECONDS, TIMES_MEDIAN * usual)
+    if len(times) < LEAST_STEPS:
+        return LONG_SECONDS
+    return max(STILL_SECONDS, TIMES_MEDIAN * median(after - before for before, after in pairwise(times)))
 
 
 def _missing(evidence: Evidence, waits: Waits, rank: int, waiting: list[int], reason: str) -> Diagnosis:
@@ -120,7 +126,7 @@ def _where(evidence: Evidence, rank: int) -> tuple[str, str]:
     """File and line where a rank is, if that is known, and what it does there in words."""
     flight, frame, known = evidence.flights.get(rank), evidence.line(rank), evidence.stacks.get(rank)
     place = frame.place if frame else ""
-    since = f" for {_still(flight):.0f} s" if flight else ""
+    since = f" for {still(flight):.0f} s" if flight else ""
     if known is not None and known.stopped:
         return place, f"is {known.state}"
     if called := evidence.called(rank):

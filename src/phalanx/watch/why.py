@@ -12,7 +12,7 @@ from phalanx.watch.bad_numbers import wrong
 from phalanx.watch.diagnosis import Diagnosis
 from phalanx.watch.evidence import Evidence
 from phalanx.watch.slowness import slow, timelines, usual_step
-from phalanx.watch.stuck import SHOWN, desynchronised, stuck
+from phalanx.watch.stuck import SHOWN, desynchronised, still, still_for_long, stuck
 from phalanx.words import many
 
 OLD_SECONDS = 60.0
@@ -109,9 +109,11 @@ def _nothing(evidence: Evidence) -> Diagnosis:
     if not evidence.generation:
         state = "no rank of it has started yet"
     lines = timelines(evidence)
-    return Diagnosis(
-        True, f"nothing wrong: {state}, after {many(steps, 'step')}", [usual_step(lines)] if lines else []
-    )  # fmt: skip
+    told = [usual_step(lines)] if lines else []
+    for rank in still_for_long(evidence) if evidence.live else ():
+        flight = evidence.flights[rank]
+        told.append(f"{evidence.who(rank)} has been in {flight.phase} for {still(flight):.0f} s, and nobody waits for it")
+    return Diagnosis(True, f"nothing wrong: {state}, after {many(steps, 'step')}", told)
 
 
 def _also(evidence: Evidence) -> list[str]:
