@@ -22,14 +22,15 @@ def asleep_in_the_data(memory: int, ready: int) -> None:
     child = os.fork()
     if child == 0:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        os.close(ready)
-        reading_a_sample()
+        reading_a_sample(ready)
     os.write(ready, b"1")
     time.sleep(60)
     os.kill(child, signal.SIGKILL)
 
 
-def reading_a_sample() -> None:
+def reading_a_sample(ready: int) -> None:
+    os.write(ready, b"1")
+    os.close(ready)
     time.sleep(60)
 
 
@@ -40,7 +41,7 @@ def rank() -> Iterator[tuple[int, int]]:
     ours, theirs = os.pipe()
     process = fork(asleep_in_the_data, descriptors=(memory, theirs))
     os.close(theirs)
-    assert os.read(ours, 1) == b"1"
+    assert os.read(ours, 1) + os.read(ours, 1) == b"11"
     os.close(ours)
     assert process.pid is not None
     yield process.pid, memory

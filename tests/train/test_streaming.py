@@ -14,9 +14,9 @@ from phalanx.train.streaming import StreamedPass, brought_home, is_home
 from tests.kernels.apart import runs
 from tests.train.test_update import trained
 
-SIZES = (1, 40, 7, 129, 256)
-PARTS = {129: (Segment(0, 50, 9), Segment(50, 79, 200, 13, 31)), 256: (Segment(0, 256, 5, 100, 130),)}
-"""Where some of them lie in a whole weight: parts of two boxes, and rows of one."""
+SIZES = (7, 250)
+PARTS = {250: (Segment(0, 50, 9), Segment(50, 200, 200, 31, 77))}
+"""Where some of them lie in a whole weight: in one box, and in rows of another."""
 CPU = torch.device("cpu")
 
 
@@ -30,7 +30,7 @@ def compare(dtype: torch.dtype) -> None:
         moments = [torch.zeros(2, size, dtype=dtype) for size in SIZES]
         drawn = [(size, PARTS.get(size, (Segment(0, size),)) if dtype != torch.float32 else ()) for size in SIZES]
         copies = [None if size == 7 else weight.bfloat16() for size, weight in zip(SIZES, weights, strict=True)]
-        for step in range(1, 4):
+        for step in (1, 2):
             gradients = [torch.randn(size, generator=draw) for size in SIZES]
             lots = zip(weights, gradients, moments, copies, drawn, strict=True)
             updated = [Updated(w, g, m[0], m[1], c, *d) for w, g, m, c, d in lots]
@@ -43,7 +43,7 @@ def compare(dtype: torch.dtype) -> None:
 
 
 def test_pieces_are_updated_as_the_whole() -> None:
-    calls = "; ".join(f"test.compare(torch.{name})" for name in ("float32", "bfloat16", "uint8"))
+    calls = "; ".join(f"test.compare(torch.{name})" for name in ("float32", "uint8"))
     runs(f"import torch; import tests.train.test_streaming as test; {calls}", TRITON_INTERPRET="1")
 
 

@@ -112,7 +112,9 @@ def _nothing(evidence: Evidence) -> Diagnosis:
     told = [usual_step(lines)] if lines else []
     for rank in still_for_long(evidence) if evidence.live else ():
         flight = evidence.flights[rank]
-        told.append(f"{evidence.who(rank)} has been in {flight.phase} for {still(flight):.0f} s, and nobody waits for it")
+        told.append(
+            f"{evidence.who(rank)} has been in {flight.phase} for {still(flight):.0f} s, and nobody waits for it"
+        )
     return Diagnosis(True, f"nothing wrong: {state}, after {many(steps, 'step')}", told)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -39,7 +40,9 @@ Command = Callable[..., Any]
 def patiently(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     """The command in a fresh process, for packages that take long to import and to begin."""
     command = [sys.executable, "-m", "phalanx", *words]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=300)
+    path = os.pathsep.join([str(Path(__file__).parents[3]), os.environ.get("PYTHONPATH", "")])
+    environment = os.environ | {"PYTHONPATH": path}
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=300, env=environment)
 
 
 def trained(folder: Path, *names: str, more: str = "", phalanx: Command = phalanx) -> Run:

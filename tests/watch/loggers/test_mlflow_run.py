@@ -9,6 +9,8 @@ import pytest
 from phalanx.watch.loggers.mlflow_run import MLflow
 from tests.watch.loggers.runs import STEPS, losses, patiently, trained
 
+pytest.importorskip("mlflow", reason="mlflow is not installed (the dev extra has it)")
+
 
 def test_each_step_is_in_one_run_once(tmp_path: Path) -> None:
     from mlflow import MlflowClient

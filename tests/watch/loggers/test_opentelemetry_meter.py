@@ -7,10 +7,14 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from phalanx.watch.loggers import OpenTelemetry
 from phalanx.watch.loggers.base import LoggedRun
 from tests.test_cli import phalanx
 from tests.watch.loggers.runs import TASK
+
+pytest.importorskip("opentelemetry.sdk", reason="opentelemetry.sdk is not installed (the dev extra has it)")
 
 
 def test_gauges_have_the_last_numbers() -> None:

@@ -7,6 +7,8 @@ import pytest
 from phalanx.run import Run
 from tests.watch.loggers.runs import STEPS, losses
 
+pytest.importorskip("tensorboard", reason="tensorboard is not installed (the dev extra has it)")
+
 
 def test_its_reader_finds_each_step_once(run: Run) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator

@@ -12,6 +12,8 @@ import pytest
 
 from tests.watch.loggers.runs import STEPS, TASK, losses, patiently, trained
 
+pytest.importorskip("wandb", reason="wandb is not installed (the dev extra has it)")
+
 OFFLINE = "import os\nos.environ |= {'WANDB_MODE': 'offline', 'WANDB_SILENT': 'true', 'WANDB_PROJECT': 'mine'}"
 BLOCK = 1 << 15
 
