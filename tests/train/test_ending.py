@@ -8,7 +8,9 @@ import pytest
 
 from phalanx.launch.local import Failure
 from phalanx.run import Run
-from phalanx.train.ending import failed, left, stopped
+from phalanx.train.ending import failed, leave_report, left, stopped
+from phalanx.verdict import Verdict
+from tests.watch.page.folders import write
 
 
 class Saved:
@@ -52,3 +54,19 @@ def test_advice_names_no_checkpoint_that_is_not_there(tmp_path: Path, saved: tup
     verdict = failed(Run(tmp_path), Saved(*saved), failures)  # type: ignore[arg-type]
     assert verdict.next.endswith(f"phalanx train --resume --run {tmp_path} {advice}")
     assert verdict.evidence == ["  its line", "the whole traceback is in failures/x.txt"]
+
+
+def test_a_report_is_left_and_the_run_does_not_hang_on_it(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    run, verdict = write(tmp_path / "run", 2, 5), Verdict(True, "trained")
+    leave_report(run, verdict)
+    assert verdict.evidence == [f"report: {run.path / 'report.html'}"]
+    assert capfd.readouterr().out == ""
+    (run.path / "report.html").unlink()
+    (run.path / "report.html").mkdir()  # it cannot be written there
+    verdict = Verdict(True, "trained")
+    leave_report(run, verdict)
+    assert verdict.evidence == []
+    assert "note  no report.html was written: " in capfd.readouterr().out
+    nothing = write(tmp_path / "nothing", 2, 0)
+    leave_report(nothing, verdict)
+    assert not (nothing.path / "report.html").exists()
