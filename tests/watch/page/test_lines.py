@@ -83,3 +83,9 @@ def test_cut_and_foreign_lines_are_no_events() -> None:
     assert not many
     assert single == [(0, {"kind": "step", "step": 1}), (5, {"kind": "step", "step": 1})]
     assert read(b"") == ([], [])
+
+
+def test_what_is_no_step_comes_by_itself_however_many_there_are() -> None:
+    saved = [{"kind": "checkpoint", "step": n, "seconds": 0.5} for n in range(3 * FEWEST)]
+    assert check(saved) == 0
+    assert check([{"kind": "step", "step": n, "seconds": {"data": 0.5 + n}} for n in range(20_000)]) == 20_000, "blocks"

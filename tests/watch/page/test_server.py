@@ -15,7 +15,7 @@ import pytest
 
 from phalanx.errors import CannotHere, WrongUse
 from phalanx.watch.page import assets
-from phalanx.watch.page.server import check, serve
+from phalanx.watch.page.server import RunPages, check, serve
 from phalanx.watch.page.watching import runs_of
 from tests.watch.page.folders import append, step, write
 
@@ -24,7 +24,7 @@ TOKEN = "correct-horse-battery"
 
 @contextmanager
 def serving(folder: Path, token: str = "") -> Iterator[ThreadingHTTPServer]:
-    with serve(runs_of(folder), "127.0.0.1", 0, token) as server:
+    with serve(RunPages(runs_of(folder)), "127.0.0.1", 0, token) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
         thread.start()
         try:
@@ -168,6 +168,6 @@ def test_a_port_that_is_taken(folder: Path) -> None:
     with serving(folder) as server:
         port = server.server_address[1]
         with pytest.raises(CannotHere, match=f"port {port} is taken. Give another with --port"):
-            serve(runs_of(folder), "127.0.0.1", port, "")
+            serve(RunPages(runs_of(folder)), "127.0.0.1", port, "")
     with pytest.raises(CannotHere, match="cannot be listened at"):
-        serve(runs_of(folder), "192.0.2.1", 0, TOKEN)
+        serve(RunPages(runs_of(folder)), "192.0.2.1", 0, TOKEN)

@@ -1,4 +1,4 @@
-"""Many lines of events read at once: those of one shape, which differ in their numbers alone, as columns.
+"""Many lines of events read at once: steps of one shape, which differ in their numbers alone, as columns.
 
 A rank's steps are such lines, and reading each as JSON would take most of the time that a long run takes to open.
 """
@@ -21,6 +21,8 @@ FEWEST = 16
 """Of so many lines of one shape on they are read at once."""
 WINDOW = 16
 """So many characters of a number are read: more than anybody can see of one."""
+BLOCK = 1 << 19
+"""Bytes that are read at once: what is made of them fits a processor's cache."""
 MOST_COLONS = 1000
 """Lines with more are read one by one."""
 COLON, DOT, COMMA, BRACE, NEWLINE, ZERO, MINUS, EXPONENT = b":.,}\n0-e"
@@ -43,24 +45,39 @@ class Columns:
 
 def read(data: bytes) -> tuple[list[Columns], list[tuple[int, dict[str, Any]]]]:
     """Whole lines, as columns where many are alike; of the rest each that is an event, with its place."""
+    known: list[Columns] = []
+    single: list[tuple[int, dict[str, Any]]] = []
+    at = count = 0
+    while at < len(data):
+        end = (data.rfind(b"\n", at, at + BLOCK) + 1) or (data.find(b"\n", at) + 1) or len(data)
+        count += _read_block(data[at:end], count, known, single)
+        at = end
+    return known, single
+
+
+def _read_block(data: bytes, count: int, known: list[Columns], single: list[tuple[int, dict[str, Any]]]) -> int:
+    """Lines of which so many stood before; how many they are."""
     shapes: dict[bytes, int] = defaultdict(itertools.count().__next__)
     shape_of = np.array(list(map(shapes.__getitem__, data.translate(None, NUMERIC).split(b"\n")[:-1])), np.int64)
     buffer = np.frombuffer(data + bytes(WINDOW), np.uint8)
     ends = np.flatnonzero(buffer == NEWLINE)
-    begins = np.concatenate([[0], ends[:-1] + 1])
+    begins = np.append(0, ends[:-1] + 1)
     colons = np.append(np.flatnonzero(buffer == COLON), np.full(MOST_COLONS + 1, len(data)))
-    known: list[Columns] = []
-    single: list[int] = []
-    for lines in np.split(np.argsort(shape_of, kind="stable"), np.cumsum(np.bincount(shape_of))[:-1]):
-        right = np.zeros(len(lines), bool)
-        if len(lines) >= FEWEST:
-            shape = _Shape.of(data[begins[lines[0]] : ends[lines[0]]])
-            if shape is not None:
-                right, values = shape.numbers(buffer, begins[lines], ends[lines], colons)
-                if right.any():
-                    known.append(Columns(lines[right], {name: of[right] for name, of in values.items()}, shape.event))
-        single += lines[~right].tolist()
-    return known, list(_events(data, sorted(single), begins, ends))
+    rest: list[int] = []
+    for number in range(len(shapes)):
+        lines = np.flatnonzero(shape_of == number)
+        shape = _Shape.of(data[begins[lines[0]] : ends[lines[0]]]) if len(lines) >= FEWEST else None
+        if shape is None:
+            rest += lines.tolist()
+            continue
+        right, values = shape.numbers(buffer, begins[lines], ends[lines], colons)
+        if not right.all():
+            rest += lines[~right].tolist()
+            lines, values = lines[right], {name: of[right] for name, of in values.items()}
+        if len(lines):
+            known.append(Columns(lines + count, values, shape.event))
+    single += [(count + number, event) for number, event in _events(data, sorted(rest), begins, ends)]
+    return len(ends)
 
 
 def _events(data: bytes, numbers: list[int], begins: np.ndarray, ends: np.ndarray) -> Iterator[tuple[int, dict]]:
@@ -90,12 +107,17 @@ class _Shape:
 
     @classmethod
     def of(cls, line: bytes) -> _Shape | None:
-        """None: it is no event, or one that cannot be read this way."""
+        """None: it is no step, or one that cannot be read this way."""
         try:
             event = json.loads(line)
         except ValueError:
             return None
-        if not isinstance(event, dict) or b"[" in line.replace(b"[]", b"") or b"\\" in line:
+        if (
+            not isinstance(event, dict)
+            or event.get("kind") != "step"
+            or b"[" in line.replace(b"[]", b"")
+            or b"\\" in line
+        ):
             return None
         names, texts = [], []
         for name, value in _leaves(event):
@@ -147,6 +169,13 @@ def _leaves(event: dict[str, Any], above: tuple[str, ...] = ()) -> Iterator[tupl
             yield (*above, name), value
 
 
+def _is_one(text: np.ndarray, length: np.ndarray) -> bool:
+    """Whether the same stands everywhere."""
+    if int(length[0]) > WINDOW or (length != length[0]).any():
+        return False
+    return bool((text[:, : int(length[0])] == text[0, : int(length[0])]).all())
+
+
 def _parsed(buffer: np.ndarray, start: np.ndarray, end: np.ndarray, small: bool) -> tuple[np.ndarray, np.ndarray]:
     """The numbers that stand there, and which of them are plain ones: digits, with a dot among them or none.
 
@@ -156,6 +185,9 @@ def _parsed(buffer: np.ndarray, start: np.ndarray, end: np.ndarray, small: bool)
     length = last - start
     windows = np.ndarray((len(buffer) - WINDOW + 1,), f"V{WINDOW}", buffer, strides=(1,))
     text = windows[start].view(np.uint8).reshape(-1, WINDOW)
+    if len(text) > 1 and not small and _is_one(text, length):  # as many bytes are sent in every step
+        one, fits = _parsed(buffer, start[:1], end[:1], small)
+        return one.repeat(len(text)), fits.repeat(len(text))
     short = np.flatnonzero(length < WINDOW)
     if len(short):
         text[short] = np.where(np.arange(WINDOW) < length[short, None], text[short], ZERO)

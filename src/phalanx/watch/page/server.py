@@ -77,6 +77,11 @@ class RunPages:
         self._watched: dict[str, Watched] = {}
         self._lock = threading.Lock()
 
+    def prepare(self) -> None:
+        """Read the run that is shown first; to be called before any thread is started."""
+        for name in list(self.runs())[-1:]:
+            self._run(name).table.refresh(alone=False)
+
     def answer(self, path: str, query: Mapping[str, str]) -> tuple[bytes, str]:
         """Bytes, and of which type they are."""
         if path in ("/", "/index.html"):
@@ -200,13 +205,13 @@ class _Server(ThreadingHTTPServer):
         super().__init__(*given)
 
 
-def serve(runs: Callable[[], Mapping[str, Run]], host: str, port: int, token: str) -> ThreadingHTTPServer:
+def serve(pages: RunPages, host: str, port: int, token: str) -> ThreadingHTTPServer:
     """A server that listens, and answers as soon as its ``serve_forever`` is called."""
     check(host, port, token)
     named = {"localhost", socket.gethostname().lower(), socket.getfqdn().lower(), host.lower()}
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        return _Server(family, (host, port), partial(Handler, RunPages(runs), token, frozenset(named)))
+        return _Server(family, (host, port), partial(Handler, pages, token, frozenset(named)))
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise CannotHere(f"port {port} is taken. Give another with --port, or --port 0 for any.") from None

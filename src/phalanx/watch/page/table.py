@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,44 +10,13 @@ import numpy as np
 
 from phalanx.run import Run
 from phalanx.watch.page.grid import StepGrid
-from phalanx.watch.page.lines import Columns, read
+from phalanx.watch.page.lines import Columns
+from phalanx.watch.page.reading import EventFile, NewLines, known_files, read_all
 
 PHASES = ("data", "forward", "backward", "wait", "reduce", "update")
 """As they follow each other in a step; those that are not among them come after."""
 OWN = ("time", "step", "seconds", "sent")
 """What a step's event has of its rank alone; all else is the same for all of them."""
-_HASH = re.compile(rb'"samples": "[0-9a-f]*"')
-_SHARED = re.compile(rb', "loss": .*?, "seconds": \{')
-
-
-@dataclass
-class EventFile:
-    """One rank's file of events, as far as it was read."""
-
-    rank: int
-    offset: int = 0
-    inode: int = 0
-    generation: int = 0
-    """Of the ranks that last wrote to it."""
-
-    def more(self, run: Run) -> bytes:
-        """Whole lines that were written since; of a file that another has replaced, all of them."""
-        path = run.events_path(self.rank)
-        try:
-            with path.open("rb") as file:
-                file.seek(0, 2)
-                size, inode = file.tell(), path.stat().st_ino
-                if inode != self.inode or size < self.offset:
-                    self.offset, self.inode = 0, inode
-                if size == self.offset:
-                    return b""
-                file.seek(self.offset)
-                data = file.read(size - self.offset)
-        except OSError:  # taken away
-            return b""
-        data = data[: data.rfind(b"\n") + 1]
-        self.offset += len(data)
-        return data
 
 
 @dataclass
@@ -71,6 +39,8 @@ class RunTable:
     _changes: list[tuple[int, int]] = field(default_factory=list)
     _begins: dict[int, int] = field(default_factory=dict)
     """By generation: the step that it went on with."""
+    _generations: dict[int, int] = field(default_factory=dict)
+    """By rank: the last that it was one of."""
 
     @property
     def steps(self) -> int:
@@ -91,19 +61,14 @@ class RunTable:
         """The first step that is other than it was in that version; past the last one: none is."""
         return min((step for version, step in self._changes if version > since), default=self.steps)
 
-    def refresh(self) -> bool:
-        """Whether there was anything new."""
+    def refresh(self, alone: bool = True) -> bool:
+        """Whether there was anything new; not ``alone``: other processes may help, since no other thread runs."""
         first = None
-        for path in (self.run.path / "events").glob("rank-*.jsonl"):
-            if re.fullmatch(r"rank-\d{5,9}", path.stem):
-                self._files.setdefault(int(path.stem[5:]), EventFile(int(path.stem[5:])))
-        for _, file in sorted(self._files.items()):
-            known = file.offset
-            data = file.more(self.run)
-            if data:
-                if known and file.offset == len(data):  # another file of the same name
-                    self._cut(file.rank, 0)
-                step = self._take(file, data)
+        for rank in known_files(self.run):
+            self._files.setdefault(rank, EventFile(rank))
+        for new in read_all(self.run, [file for _, file in sorted(self._files.items())], alone):
+            if new is not None:
+                step = self._take(new)
                 first = step if first is None else min(first, step)
         if first is None:
             return False
@@ -115,21 +80,22 @@ class RunTable:
             self._changes[0] = (self._changes[0][0], 0)
         return True
 
-    def _take(self, file: EventFile, data: bytes) -> int:
+    def _take(self, new: NewLines) -> int:
         """Take in more of a rank's lines; the first step that they change."""
-        if b'"samples": "' in data:  # a writer of what all ranks share: the first one's are taken
-            data = _SHARED.sub(b', "seconds": {', data) if file.rank else _HASH.sub(b'"samples": ""', data)
-        many, single = read(data)
+        rank, single = new.file.rank, new.single
+        self._files[rank] = new.file  # as another process may have read it
+        if new.another:
+            self._cut(rank, 0)
         cuts = [(at, int(event.get("step", 0))) for at, event in single if event.get("kind") in ("start", "rollback")]
         if cuts:
-            self._cut(file.rank, min(step for _, step in cuts))
+            self._cut(rank, min(step for _, step in cuts))
         lowest = min((step for _, step in cuts), default=self.steps)
-        for columns in [*many, *_one_by_one(single)]:
+        for columns in [*new.many, *_one_by_one(single)]:
             if columns.first.get("kind") == "step" and ("step",) in columns.values:
-                lowest = min(lowest, self._take_steps(file.rank, columns, cuts))
+                lowest = min(lowest, self._take_steps(rank, columns, cuts))
         for _, event in single:
             if event.get("kind") not in ("step", None):
-                self._take_moment(file, event)
+                self._take_moment(rank, event)
         return lowest
 
     def _take_steps(self, rank: int, columns: Columns, cuts: list[tuple[int, int]]) -> int:
@@ -162,18 +128,19 @@ class RunTable:
             "/".join(name) + (f" of {turn}" if turn and name[0] == "loss" else ""), StepGrid()
         )
 
-    def _take_moment(self, file: EventFile, event: dict[str, Any]) -> None:
+    def _take_moment(self, rank: int, event: dict[str, Any]) -> None:
         if event["kind"] == "start":
-            file.generation = max(file.generation, int(event.get("generation", 0)))
-            self._begins[file.generation] = int(event.get("step", 0))
-        if event["kind"] == "evaluation" and not file.rank:
+            generation = max(self._generations.get(rank, 0), int(event.get("generation", 0)))
+            self._generations[rank] = generation
+            self._begins[generation] = int(event.get("step", 0))
+        if event["kind"] == "evaluation" and not rank:
             for name, value in event.get("held_out", {}).items():
                 number = _number(value)
                 if number is not None:
                     step = np.array([int(event["step"])])
                     self.shared.setdefault(f"held out/{name}", StepGrid()).put(0, step, number)
         kept = {name: value for name, value in event.items() if not isinstance(value, (list, dict))}
-        self.moments.append({**kept, "rank": file.rank})
+        self.moments.append({**kept, "rank": rank})
 
     def _cut(self, rank: int, step: int) -> None:
         own = [self.ended, *self.seconds.values(), *self.sent.values()]
@@ -182,11 +149,11 @@ class RunTable:
 
     def _forget_undone(self) -> None:
         """What ranks did that are not there any more, and others have done again; and what was left out."""
-        for file in self._files.values():
-            later = [step for generation, step in self._begins.items() if generation > file.generation]
+        for rank, last in self._generations.items():
+            later = [step for generation, step in self._begins.items() if generation > last]
             if later:
                 for grid in (self.ended, *self.seconds.values(), *self.sent.values()):
-                    grid.cut(file.rank, min(later))
+                    grid.cut(rank, min(later))
         left = sorted({int(event["step"]) for event in self.moments if event["kind"] == "left out"})
         if left:
             for grid in (self.ended, *self.seconds.values(), *self.sent.values(), *self.shared.values()):

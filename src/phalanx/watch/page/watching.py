@@ -25,17 +25,19 @@ def watch(
     token: Annotated[str, typer.Option(envvar="PHALANX_TOKEN", help="what whoever opens the page must know")] = "",
 ) -> None:
     """Show a run live in a browser, or several side by side: what it learns, and where each rank's time goes."""
-    from phalanx.watch.page.server import serve
+    from phalanx.watch.page.server import RunPages, serve
 
     def end(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
 
     before = {number: signal.signal(number, end) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        with serve(runs_of(run), host, port, token) as server:
+        pages = RunPages(runs_of(run))
+        with serve(pages, host, port, token) as server:
             named, key = f"[{host}]" if ":" in host else host, f"?token={token}" if token else ""
             place = f"http://{named}:{server.server_address[1]}/{key}"
             say(f"  watch  {run} at {place}  (Ctrl-C ends this; the run goes on)")
+            pages.prepare()
             server.serve_forever(poll_interval=0.1)
     except KeyboardInterrupt:
         say("\n  ended  nobody watches any more; the run goes on")
