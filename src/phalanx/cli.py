@@ -24,6 +24,7 @@ from phalanx.launch import verbs
 from phalanx.launch.stopping import ENDING
 from phalanx.redact import redact
 from phalanx.verdict import Verdict
+from phalanx.watch.page import watching
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False)
 
@@ -286,7 +287,9 @@ def why(
     raise SystemExit(verdict.exit_code)
 
 
-for _verb in (verbs.runs, verbs.status, verbs.cancel, _stoppable("the run goes on")(verbs.logs)):
+for _verb in (
+    verbs.runs, verbs.status, verbs.cancel, _stoppable("the run goes on")(verbs.logs), watching.watch, watching.report
+):  # fmt: skip
     app.command()(_verb)
 
 

@@ -28,6 +28,8 @@ from phalanx.files import exists, when_there_is_room, write_whole
 from phalanx.toml import from_toml, to_toml
 
 Settings = Mapping[str, Any]
+LAST_BYTES = 1 << 16
+"""Of a log of events, in which its newest step is looked for."""
 
 
 class Run:
@@ -134,6 +136,22 @@ class Run:
             elif event["kind"] in ("step", "left out") and "samples" in event:  # else it is a rank's own part of one
                 done[event["step"]] = event
         return done
+
+    def last_step(self) -> dict[str, Any] | None:
+        """The newest step of rank 0's events, looked for at their end alone."""
+        try:
+            with self.events_path(0).open("rb") as file:
+                file.seek(0, os.SEEK_END)
+                file.seek(max(0, file.tell() - LAST_BYTES))
+                lines = file.read().split(b"\n")
+        except OSError:
+            return None
+        for line in reversed(lines[:-1]):
+            if line.startswith(b'{"kind": "step"'):
+                with suppress(ValueError):
+                    found: dict[str, Any] = json.loads(line)
+                    return found
+        return None
 
     def events_path(self, rank: int) -> Path:
         return self.path / "events" / f"rank-{rank:05d}.jsonl"

@@ -9,9 +9,11 @@ import pytest
 
 from phalanx.launch.local import Failure
 from phalanx.run import Run
-from phalanx.train.ending import failed, left, stopped
+from phalanx.train.ending import failed, leave_report, left, stopped
+from phalanx.verdict import Verdict
 from phalanx.watch.chart import HEIGHT
 from tests.test_cli import phalanx
+from tests.watch.page.folders import write
 
 
 class Saved:
@@ -66,7 +68,7 @@ def test_a_run_of_many_steps_ends_with_a_chart_and_a_quiet_one_with_little_else(
     assert re.fullmatch(r"loss \d\.\d{4} to \d\.\d{4}", second)
     assert all("│" in line for line in lines[:HEIGHT])
     assert lines[HEIGHT].split() == ["└", "step", "1", "step", "60"]
-    assert [line.split()[0] for line in lines[HEIGHT + 1 :]] == ["held", "certificate:", "weights:"]
+    assert [line.split()[0] for line in lines[HEIGHT + 1 :]] == ["held", "certificate:", "weights:", "report:"]
     assert not done.stderr
 
 
@@ -79,3 +81,19 @@ def test_a_short_run_ends_with_a_line(tmp_path: Path) -> None:
     refused = phalanx("train", "task.py", "--quiet", "--log-every", "3", cwd=tmp_path)
     assert refused.returncode == 2
     assert "--quiet prints no lines, and --log-every 3 asks for some. Give one of them." in refused.stderr
+
+
+def test_a_report_is_left_and_the_run_does_not_hang_on_it(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    run, verdict = write(tmp_path / "run", 2, 5), Verdict(True, "trained")
+    leave_report(run, verdict)
+    assert verdict.evidence == [f"report: {run.path / 'report.html'}"]
+    assert capfd.readouterr().out == ""
+    (run.path / "report.html").unlink()
+    (run.path / "report.html").mkdir()  # it cannot be written there
+    verdict = Verdict(True, "trained")
+    leave_report(run, verdict)
+    assert verdict.evidence == []
+    assert "note  no report.html was written: " in capfd.readouterr().out
+    nothing = write(tmp_path / "nothing", 2, 0)
+    leave_report(nothing, verdict)
+    assert not (nothing.path / "report.html").exists()

@@ -22,8 +22,6 @@ from phalanx.verdict import Verdict
 from phalanx.words import columns, many
 
 DONE, STOPPED = "done", "stopped"
-LAST_BYTES = 1 << 16
-"""Of a log of events, in which its newest step is looked for."""
 LOOK_SECONDS = 0.5
 
 
@@ -49,7 +47,7 @@ class Standing:
     def of(cls, run: Run) -> Standing:
         settings = run.settings() if run.settings_path.exists() else {}
         ran, set_ = settings.get("run", {}), settings.get("settings", {})
-        last = _last_step(run)
+        last = run.last_step()
         state, where = _state(run)
         return cls(
             str(run.path), str(ran.get("task", "?")), str(ran.get("layout", "?")), state,
@@ -189,22 +187,6 @@ def _state(run: Run) -> tuple[str, str]:
     except (CannotHere, WrongUse, OSError) as error:  # what knows of it is not on this machine
         return (RUNNING, who) if who else (UNKNOWN, str(error))
     return (RUNNING, who) if who else (STOPPED, "")
-
-
-def _last_step(run: Run) -> dict[str, Any] | None:
-    """The newest step of rank 0's events."""
-    try:
-        with run.events_path(0).open("rb") as file:
-            file.seek(0, os.SEEK_END)
-            file.seek(max(0, file.tell() - LAST_BYTES))
-            lines = file.read().split(b"\n")
-    except OSError:
-        return None
-    for line in reversed(lines[:-1]):
-        if line.startswith(b'{"kind": "step"'):
-            with suppress(ValueError):
-                return json.loads(line)
-    return None
 
 
 def _ago(seconds: float) -> str:

@@ -8,6 +8,7 @@ from contextlib import suppress
 
 from phalanx.checkpoint.manager import CheckpointManager
 from phalanx.checkpoint.manifest import Damaged
+from phalanx.events import say
 from phalanx.files import write_whole
 from phalanx.launch.local import Failure, HostOutcome
 from phalanx.launch.supervisor import Supervisor
@@ -17,6 +18,7 @@ from phalanx.train.certificate import NotDone, certified
 from phalanx.train.loop import Summary
 from phalanx.verdict import Verdict
 from phalanx.watch.chart import chart, shows
+from phalanx.watch.page.report import write_report
 from phalanx.words import many, sparkline
 
 ENOUGH = 50
@@ -31,10 +33,20 @@ def conclude(supervisor: Supervisor, outcome: HostOutcome, task: Task, run: Run,
             return not_done(run, NotDone("there is no certificate"))
         return Verdict(True, f"done: the first host says what came of it, in {run.path}")
     verdict = _verdict(supervisor, outcome, task, run, manager)
+    leave_report(run, verdict)
     if supervisor.recoveries:
         times = "once" if supervisor.recoveries == 1 else f"{supervisor.recoveries} times"
         verdict.evidence.append(f"ranks were started again {times}")
     return verdict
+
+
+def leave_report(run: Run, verdict: Verdict) -> None:
+    """Beside what came of it its pictures, if there is anything to see; the run does not hang on them."""
+    try:
+        if run.last_step() is not None:
+            verdict.evidence.append(f"report: {write_report(run)}")
+    except Exception as error:
+        say(f"   note  no report.html was written: {error}")
 
 
 def _verdict(supervisor: Supervisor, outcome: HostOutcome, task: Task, run: Run, manager: CheckpointManager) -> Verdict:

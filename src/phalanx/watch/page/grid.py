@@ -1,0 +1,71 @@
+"""A number of each rank in each step: a table that grows, with gaps where nothing is known."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from phalanx.words import round_number
+
+
+class StepGrid:
+    """Ranks by steps. What was noted of a step that was done again is forgotten by `cut`."""
+
+    def __init__(self, kind: type[np.floating] = np.float64, ranks: int = 0) -> None:
+        """``ranks``: that so many will come is known."""
+        self._values = np.full((ranks, 0), np.nan, kind)
+        self.ranks = self.steps = 0
+
+    @property
+    def values(self) -> np.ndarray:
+        return self._values[: self.ranks, : self.steps]
+
+    def put(self, rank: int, steps: np.ndarray, values: np.ndarray | float) -> None:
+        if len(steps):
+            self._hold(rank + 1, int(steps.max()) + 1)
+            self._values[rank, steps] = values
+
+    def cut(self, rank: int, step: int) -> None:
+        """Of a rank this step and all after it are to be done again."""
+        if rank < self.ranks:
+            self._values[rank, step : self.steps] = np.nan
+
+    def leave_out(self, steps: list[int]) -> None:
+        """Of all ranks these steps do not count."""
+        self._values[: self.ranks, [step for step in steps if step < self.steps]] = np.nan
+
+    def within(self, first: int, last: int, ranks: int | None = None) -> np.ndarray:
+        """These steps, of as many ranks, gaps where there are none."""
+        found = np.full((self.ranks if ranks is None else ranks, max(0, last - first)), np.nan, self._values.dtype)
+        known = self.values[: len(found), first:last]
+        found[: known.shape[0], : known.shape[1]] = known
+        return found
+
+    def _hold(self, ranks: int, steps: int) -> None:
+        self.ranks, self.steps = max(self.ranks, ranks), max(self.steps, steps)
+        rows, columns = self._values.shape
+        if self.ranks > rows or self.steps > columns:
+            size = (_grown(rows, self.ranks), _grown(columns, self.steps))
+            values = np.full(size, np.nan, self._values.dtype)
+            values[:rows, :columns] = self._values
+            self._values = values
+
+
+def _grown(size: int, needed: int) -> int:
+    return size if needed <= size else max(needed, size + size // 2)
+
+
+def bucket_width(steps: int, columns: int) -> int:
+    """How many steps a column of the screen stands for: 1, 2, 5, 10 and so on, so that it changes seldom."""
+    return round_number(max(1, steps) / max(1, columns))
+
+
+def thinned(values: np.ndarray, first: int, width: int) -> tuple[np.ndarray, np.ndarray]:
+    """The least and the most of each bucket of ``width`` steps along the last axis, which begins with step ``first``.
+
+    Buckets begin at multiples of their width. No spike is lost; a bucket of gaps is one.
+    """
+    if not values.shape[-1] or width == 1:
+        return values, values
+    begins = np.arange(first - first % width, first + values.shape[-1], width)
+    begins = np.maximum(begins - first, 0)
+    return np.fmin.reduceat(values, begins, axis=-1), np.fmax.reduceat(values, begins, axis=-1)

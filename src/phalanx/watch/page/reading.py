@@ -1,0 +1,94 @@
+"""Files of events read on from where they were: one after another, or by several processes where there is much."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from phalanx.run import Run
+from phalanx.watch.page.lines import Columns, read
+
+MUCH = 16 << 20
+"""Bytes from which on several processes are worth starting."""
+MOST_PROCESSES = 8
+_HASH = re.compile(rb'"samples": "[0-9a-f]*"')
+_SHARED = re.compile(rb', "loss": .*?, "seconds": \{')
+
+
+@dataclass
+class EventFile:
+    """One rank's file of events, as far as it was read."""
+
+    rank: int
+    offset: int = 0
+    inode: int = 0
+
+    def more(self, run: Run) -> tuple[bytes, bool]:
+        """Whole lines that were written since; and whether it is another file, and these are all of them."""
+        path, another = run.events_path(self.rank), False
+        try:
+            with path.open("rb") as file:
+                size, inode = file.seek(0, os.SEEK_END), os.fstat(file.fileno()).st_ino
+                if inode != self.inode or size < self.offset:
+                    another = bool(self.offset)
+                    self.offset, self.inode = 0, inode
+                file.seek(self.offset)
+                data = file.read(size - self.offset)
+        except OSError:  # taken away
+            return b"", False
+        data = data[: data.rfind(b"\n") + 1]
+        self.offset += len(data)
+        return data, another
+
+
+@dataclass
+class NewLines:
+    """What a file had that was not read yet."""
+
+    file: EventFile
+    another: bool
+    """It took the place of the file that was read before."""
+    many: list[Columns]
+    single: list[tuple[int, dict[str, Any]]]
+
+
+def known_files(run: Run) -> Iterator[int]:
+    """The ranks that have written events."""
+    for path in (run.path / "events").glob("rank-*.jsonl"):
+        if re.fullmatch(r"rank-\d{5,9}", path.stem):
+            yield int(path.stem.removeprefix("rank-"))
+
+
+def read_on(run: Run, file: EventFile) -> NewLines | None:
+    """None: nothing is new."""
+    data, another = file.more(run)
+    if not data:
+        return None
+    if b'"samples": "' in data:  # a writer of what all ranks share: the first one's are taken
+        data = _SHARED.sub(b', "seconds": {', data) if file.rank else _HASH.sub(b'"samples": ""', data)
+    return NewLines(file, another, *read(data))
+
+
+def read_all(run: Run, files: Sequence[EventFile], alone: bool) -> Iterable[NewLines | None]:
+    """What is new in each; not ``alone``: by several processes, if it is much. No other thread may run then."""
+    processes = min(os.cpu_count() or 1, MOST_PROCESSES, len(files))
+    if alone or processes < 2 or _size(run, files) < MUCH:
+        yield from map(partial(read_on, run), files)
+        return
+    with ProcessPoolExecutor(processes, multiprocessing.get_context("fork")) as pool:
+        yield from pool.map(partial(read_on, run), files, chunksize=-(-len(files) // (4 * processes)))
+
+
+def _size(run: Run, files: Sequence[EventFile]) -> int:
+    size = 0
+    for file in files:
+        with suppress(OSError):
+            size += run.events_path(file.rank).stat().st_size - file.offset
+    return size

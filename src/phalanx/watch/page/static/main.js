@@ -1,0 +1,129 @@
+// The page: which run and which steps are shown, and when to ask for more.
+import { make, number, replace } from "./words.js";
+import { themeSwitch } from "./theme.js";
+import { source } from "./source.js";
+import { Charts } from "./charts.js";
+import { HeatMap } from "./heat.js";
+import { TimeLine } from "./spans.js";
+import { RunList } from "./runs.js";
+import { showEvents, showFacts, showVerdict } from "./facts.js";
+
+const LOOK_MILLISECONDS = 1000;
+const by = (id) => document.getElementById(id);
+const data = source();
+const state = { run: "", first: 0, last: null, phase: "total", compared: new Set(), version: -1, asked: 0, stale: true };
+
+const charts = new Charts(by("charts"), by("constants"), zoom);
+const heat = new HeatMap(by("heat"), by("heat-scale"), by("heat-table"), zoom);
+const line = new TimeLine(by("spans"), by("spans-note"), by("legend"), by("spans-table"));
+const list = new RunList(by("runs"), by("differences"), choose, (name, on) => {
+  if (on) state.compared.add(name); else state.compared.delete(name);
+  renew();
+});
+
+function zoom(first, last) {
+  Object.assign(state, { first: Math.max(0, first), last: Math.max(first + 1, last) });
+  renew();
+}
+
+function choose(name) {
+  state.compared.delete(name);
+  Object.assign(state, { run: name, first: 0, last: null });
+  renew();
+}
+
+function renew() {
+  state.stale = true;
+  look();
+}
+
+function range() {
+  const columns = Math.max(100, Math.min(1000, by("charts").clientWidth || 800));
+  return { first: state.first, columns, ...(state.last === null ? {} : { last: state.last }) };
+}
+
+function showRange(facts) {
+  for (const [id, value] of [["first", state.first + 1], ["last", state.last ?? facts.steps]]) {
+    if (document.activeElement !== by(id)) by(id).value = value;
+    by(id).max = facts.steps;
+  }
+  by("zoom-out").setAttribute("aria-pressed", String(state.first === 0 && state.last === null));
+}
+
+function showNames(runs, facts) {
+  document.title = `${facts.name}: ${facts.state}`;
+  by("title").textContent = facts.name;
+  by("subtitle").textContent = `${facts.task} on ${facts.layout}, ${number(facts.ranks)} rank${facts.ranks === 1 ? "" : "s"}`;
+  const names = runs.map((run) => run.name);
+  if (names.join("/") !== by("run").dataset.names) {
+    by("run").dataset.names = names.join("/");
+    replace(by("run"), ...names.map((name) => make("option", { value: name, text: name })));
+  }
+  by("run").value = facts.name;
+  for (const id of ["run", "run-label"]) by(id).hidden = names.length < 2;
+  by("runs-section").hidden = names.length < 2;
+}
+
+function showPhases(phases) {
+  if (phases.join() === by("phase").dataset.names) return;
+  by("phase").dataset.names = phases.join();
+  replace(by("phase"), ...phases.map((name) => make("option", { value: name, text: name })));
+  by("phase").value = state.phase;
+}
+
+// Asks for what may be new. Whatever is asked for again meanwhile makes the answers of this time void.
+async function look() {
+  const ticket = (state.asked += 1);
+  try {
+    const runs = await data.runs();
+    if (!runs.length) { by("live").textContent = "no run is here yet"; return; }
+    if (!runs.some((run) => run.name === state.run)) state.run = runs.at(-1).name;
+    const [facts, verdict] = await Promise.all([data.facts(state.run), data.verdict(state.run)]);
+    if (ticket !== state.asked) return;
+    showNames(runs, facts);
+    showVerdict(by("verdict"), verdict);
+    showEvents(by("events"), facts);
+    showFacts(by("facts"), facts);
+    list.show(runs, state.run, state.compared);
+    showRange(facts);
+    if (state.stale || facts.version !== state.version || state.compared.size) await draw(ticket, facts);
+    if (ticket !== state.asked) return;
+    by("live").textContent = !data.live ? "" : facts.state === "running" ? "live" : facts.state;
+    document.body.dataset.ready = `${state.run} ${state.first} ${state.last ?? ""} ${facts.steps}`;
+  } catch (error) {
+    by("live").textContent = `no answer: ${error.message}`;
+  }
+}
+
+async function draw(ticket, facts) {
+  const names = [state.run, ...state.compared];
+  const [sets, cells, spans] = await Promise.all([
+    Promise.all(names.map(async (run) => ({ run, charts: await data.charts(run, range()) }))),
+    data.heat(state.run, range(), state.phase),
+    data.spans(state.run, range()),
+  ]);
+  if (ticket !== state.asked) return;
+  Object.assign(state, { version: facts.version, stale: false });
+  charts.show(sets, facts.marks);
+  showPhases(cells.phases);
+  heat.show(cells);
+  line.show(spans);
+}
+
+function typed() {
+  const [first, last] = ["first", "last"].map((id) => Math.round(Number(by(id).value)));
+  if (first >= 1 && last >= first) zoom(first - 1, last);
+}
+
+by("run").addEventListener("change", () => choose(by("run").value));
+by("phase").addEventListener("change", () => { state.phase = by("phase").value; renew(); });
+for (const id of ["first", "last"]) by(id).addEventListener("change", typed);
+by("zoom-out").addEventListener("click", () => { Object.assign(state, { first: 0, last: null }); renew(); });
+themeSwitch(by("theme"), () => { charts.redraw(); heat.redraw(); line.redraw(); });
+addEventListener("resize", () => { if (state.version >= 0) { heat.redraw(); line.redraw(); } });
+
+async function watch() {
+  if (!document.hidden) await look();
+  if (data.live) setTimeout(watch, LOOK_MILLISECONDS);
+}
+watch();

@@ -1,0 +1,163 @@
+"""What is told of a run beside its numbers: how it stands, its settings, what it survived, certificate and proof."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import time
+from collections import Counter
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from phalanx.errors import WrongUse
+from phalanx.run import Run, holder
+from phalanx.verdict import Verdict
+from phalanx.watch.page.table import RunTable
+from phalanx.watch.why import why
+from phalanx.words import many
+
+MOST_MARKS = 200
+"""So many marks of a kind are drawn, the newest; how many there are is said."""
+MARKED = {
+    "checkpoint": "saved", "failure": "failed", "rollback": "rolled back", "bad": "bad number",
+    "corrupted": "ranks disagreed", "damaged": "a checkpoint was damaged", "left out": "left out",
+}  # fmt: skip
+"""Events that charts have a mark for, with what it says."""
+RECENT_SECONDS = 60.0
+"""A run that noted something so lately goes on, whoever holds its folder."""
+
+
+def verdict(run: Run, table: RunTable) -> dict[str, Any]:
+    """What stands on top of the page."""
+    try:
+        found: Verdict = why(run)
+    except Exception as error:  # a page that shows the rest is worth more than none
+        found = Verdict(False, standing(run, table), [f"why it stands so could not be found: {error}"])
+    return json.loads(found.to_json())
+
+
+def state(run: Run, newest: float = 0.0) -> str:
+    """done, running or ended; ``newest``: when something was last noted."""
+    if run.certified_steps() is not None:
+        return "done"
+    return "running" if holder(run.path) or time.time() - newest < RECENT_SECONDS else "ended"
+
+
+def standing(run: Run, table: RunTable) -> str:
+    """How it stands, in one line, by its events."""
+    now = state(run, _newest(table))
+    restarts = len({event.get("generation") for event in table.moments if event["kind"] == "start"}) - 1
+    planned = _settings(run).get("settings", {}).get("steps", 0)
+    of = f" of {planned:,}" if planned else ""
+    times = "once" if restarts == 1 else many(restarts, "time")
+    again = f", started again {times}" if restarts > 0 else ""
+    last = next((event for event in reversed(table.moments) if event["kind"] == "failure"), None)
+    why = f"; last failure: rank {last['rank']} {last.get('reason', '')}" if last and now == "ended" else ""
+    return f"{now}: {many(table.steps, 'step')}{of} done on {many(table.ranks, 'rank')}{again}{why}"
+
+
+def _newest(table: RunTable) -> float:
+    ended = table.ended.values[:1]
+    times = [event.get("time", 0.0) for event in table.moments[-1:]]
+    return max([*times, float(ended[ended == ended].max(initial=0.0))])
+
+
+def marks(table: RunTable) -> list[dict[str, Any]]:
+    """Checkpoints, restarts and failures, each at a step, with its words."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    known: set[int] = set()
+    for event in table.moments:
+        kind, step = event["kind"], event.get("step")
+        if kind == "start":
+            generation = int(event.get("generation", 0))
+            if generation in known or (not known and not step):
+                known.add(generation)
+                continue
+            known.add(generation)
+            kind, words = "restart", f"went on after step {step} from {event.get('source')}, generation {generation}"
+        elif kind in MARKED:
+            words = ": ".join(filter(None, [MARKED[kind], str(event.get("reason") or event.get("failed") or "")]))
+        else:
+            continue
+        own = {"step": _step_at(table, event) if step is None else int(step), "kind": kind, "words": words}
+        found.setdefault(kind, []).append(own | {"rank": event["rank"], "time": event.get("time")})
+    return [mark for own in found.values() for mark in own[-MOST_MARKS:]]
+
+
+def _step_at(table: RunTable, event: Mapping[str, Any]) -> int:
+    """The step that the first rank was in at that time."""
+    ended = table.ended.values[:1]
+    return int((ended < event.get("time", 0.0)).sum())
+
+
+def facts(run: Run, table: RunTable) -> dict[str, Any]:
+    """What is true of it, for tables and for the list of runs."""
+    settings = _settings(run)
+    ran, counts = settings.get("run", {}), Counter(event["kind"] for event in table.moments)
+    return {
+        "name": run.path.resolve().name, "state": state(run, _newest(table)), "task": ran.get("task", "?"),
+        "layout": ran.get("layout", "?"), "planned": settings.get("settings", {}).get("steps", 0),
+        "steps": table.steps, "ranks": table.ranks, "version": table.version, "newest": _newest(table),
+        "settings": flat(settings), "certificate": _json(run.certificate_path), "proof": proof(run), "counts": counts,
+        "marks": marks(table), "again": f"phalanx train --config {shlex.quote(str(run.settings_path))}",
+    }  # fmt: skip
+
+
+def brief(run: Run) -> dict[str, Any]:
+    """A run in a list of many, without reading all that it noted."""
+    last, settings = run.last_step() or {}, _settings(run)
+    return {
+        "name": run.path.resolve().name, "state": state(run, float(last.get("time", 0.0))),
+        "task": settings.get("run", {}).get("task", "?"), "layout": settings.get("run", {}).get("layout", "?"),
+        "planned": settings.get("settings", {}).get("steps", 0), "steps": int(last.get("step", -1)) + 1,
+        "loss": last.get("loss"), "newest": last.get("time", 0.0), "settings": flat(settings),
+    }  # fmt: skip
+
+
+def flat(settings: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+    """Settings of all tables as words; those of the task by their own names."""
+    return {
+        (name if table == "settings" else f"{table}.{name}"): value
+        if isinstance(value, str)
+        else json.dumps(value, default=str)
+        for table, values in settings.items()
+        for name, value in values.items()
+    }  # fmt: skip
+
+
+def _settings(run: Run) -> dict[str, dict[str, Any]]:
+    with suppress(WrongUse):
+        return run.settings()
+    return {}
+
+
+def proof(run: Run) -> dict[str, Any] | None:
+    """The proof in its folder, or the newest beside it that is of the same code."""
+    own = _json(run.path / "proof.json")
+    if own is not None:
+        return _proof(own, run.path)
+    code = (_json(run.certificate_path) or {}).get("code")
+    found = [path for path in run.path.parent.glob("*/proof.json") if path.is_file()] if code else []
+    for path in sorted(found, key=lambda path: -path.stat().st_mtime):
+        other = _json(path)
+        if other is not None and other.get("code") == code and not other.get("inject"):
+            return _proof(other, path.parent)
+    return None
+
+
+def _proof(found: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    results = [
+        {"layout": str(each.get("layout")), "verdict": str(each.get("verdict"))}
+        for each in found.get("results") or ()
+        if isinstance(each, dict)
+    ]
+    return {"from": folder.name, "class": found.get("class"), "code": found.get("code"), "results": results}
+
+
+def _json(path: Path) -> dict[str, Any] | None:
+    with suppress(OSError, ValueError, RecursionError):
+        found = json.loads(path.read_text())
+        return found if isinstance(found, dict) else None
+    return None

@@ -1,0 +1,189 @@
+"""The events of all ranks of a run as columns, read on as they grow; steps count as they were last done."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from phalanx.run import Run
+from phalanx.watch.page.grid import StepGrid
+from phalanx.watch.page.lines import Columns
+from phalanx.watch.page.reading import EventFile, NewLines, known_files, read_all
+
+PHASES = ("data", "forward", "backward", "wait", "reduce", "update")
+"""As they follow each other in a step; those that are not among them come after."""
+OWN = ("time", "step", "seconds", "sent")
+"""What a step's event has of its rank alone; all else is the same for all of them."""
+
+
+@dataclass
+class RunTable:
+    """``refresh`` reads what is new. ``version`` grows with it, and `changed` tells from which step on it differs."""
+
+    run: Run
+    seconds: dict[str, StepGrid] = field(default_factory=dict)
+    """By phase."""
+    sent: dict[str, StepGrid] = field(default_factory=dict)
+    """Bytes, by axis."""
+    ended: StepGrid = field(default_factory=StepGrid)
+    """When each rank had done each step, by its host's clock."""
+    shared: dict[str, StepGrid] = field(default_factory=dict)
+    """What all ranks have in common, by name, as the first rank tells it: a loss, a norm, what the task logs."""
+    moments: list[dict[str, Any]] = field(default_factory=list)
+    """Other events in the order of their times, without lists in them, each with its rank: starts, checkpoints."""
+    version: int = 0
+    _files: dict[int, EventFile] = field(default_factory=dict)
+    _changes: list[tuple[int, int]] = field(default_factory=list)
+    _begins: dict[int, int] = field(default_factory=dict)
+    """By generation: the step that it went on with."""
+    _generations: dict[int, int] = field(default_factory=dict)
+    """By rank: the last that it was one of."""
+
+    @property
+    def steps(self) -> int:
+        """So many have been done, by the first rank's events."""
+        done = self.ended.values[:1]
+        return int(np.flatnonzero(np.isfinite(done).any(0)).max(initial=-1)) + 1
+
+    @property
+    def ranks(self) -> int:
+        return self.ended.ranks
+
+    @property
+    def phases(self) -> list[str]:
+        known = [phase for phase in PHASES if phase in self.seconds]
+        return known + sorted(self.seconds.keys() - set(known))
+
+    def changed(self, since: int) -> int:
+        """The first step that is other than it was in that version; past the last one: none is."""
+        return min((step for version, step in self._changes if version > since), default=self.steps)
+
+    def refresh(self, alone: bool = True) -> bool:
+        """Whether there was anything new; not ``alone``: other processes may help, since no other thread runs."""
+        first = None
+        for rank in known_files(self.run):
+            self._files.setdefault(rank, EventFile(rank))
+        for new in read_all(self.run, [file for _, file in sorted(self._files.items())], alone):
+            if new is not None:
+                step = self._take(new)
+                first = step if first is None else min(first, step)
+        if first is None:
+            return False
+        self._forget_undone()
+        self.moments.sort(key=lambda event: event.get("time", 0.0))
+        self.version += 1
+        self._changes = [*self._changes[-200:], (self.version, first)]
+        if len(self._changes) > 200:
+            self._changes[0] = (self._changes[0][0], 0)
+        return True
+
+    def _take(self, new: NewLines) -> int:
+        """Take in more of a rank's lines; the first step that they change."""
+        rank, single = new.file.rank, new.single
+        self._files[rank] = new.file  # as another process may have read it
+        if new.another:
+            self._cut(rank, 0)
+        cuts = [(at, int(event.get("step", 0))) for at, event in single if event.get("kind") in ("start", "rollback")]
+        if cuts:
+            self._cut(rank, min(step for _, step in cuts))
+        lowest = min((step for _, step in cuts), default=self.steps)
+        for columns in [*new.many, *_one_by_one(single)]:
+            if columns.first.get("kind") == "step" and ("step",) in columns.values:
+                lowest = min(lowest, self._take_steps(rank, columns, cuts))
+        for _, event in single:
+            if event.get("kind") not in ("step", None):
+                self._take_moment(rank, event)
+        return lowest
+
+    def _take_steps(self, rank: int, columns: Columns, cuts: list[tuple[int, int]]) -> int:
+        steps = columns.values[("step",)].astype(np.int64)
+        counts = steps >= 0
+        for at, step in cuts:  # those before it that it does again
+            counts &= ~((columns.lines < at) & (steps >= step))
+        steps = steps[counts]
+        turn = str(columns.first.get("turn") or "")
+        for name, values in columns.values.items():
+            self._grid(rank, name, turn).put(rank if name[0] in OWN else 0, steps, values[counts])
+        for word, value in columns.first.items():
+            if value in ("nan", "inf", "-inf"):  # as `events.plain` writes them
+                self._grid(rank, (word,), turn).put(0, steps, float(value))
+        if columns.first.get("skipped"):
+            self.shared.setdefault("skipped", StepGrid()).put(0, steps, 1.0)
+        return int(steps.min()) if len(steps) else self.steps
+
+    def _grid(self, rank: int, name: tuple[str, ...], turn: str) -> StepGrid:
+        for own, grids, kind in (("seconds", self.seconds, np.float32), ("sent", self.sent, np.float64)):
+            if name[0] == own and len(name) == 2:
+                if name[1] not in grids:
+                    grids[name[1]] = StepGrid(kind, len(self._files))
+                return grids[name[1]]
+        if name == ("time",):
+            return self.ended
+        if name == ("step",) or rank:
+            return StepGrid()
+        return self.shared.setdefault(
+            "/".join(name) + (f" of {turn}" if turn and name[0] == "loss" else ""), StepGrid()
+        )
+
+    def _take_moment(self, rank: int, event: dict[str, Any]) -> None:
+        if event["kind"] == "start":
+            generation = max(self._generations.get(rank, 0), int(event.get("generation", 0)))
+            self._generations[rank] = generation
+            self._begins[generation] = int(event.get("step", 0))
+        if event["kind"] == "evaluation" and not rank:
+            for name, value in event.get("held_out", {}).items():
+                number = _number(value)
+                if number is not None:
+                    step = np.array([int(event["step"])])
+                    self.shared.setdefault(f"held out/{name}", StepGrid()).put(0, step, number)
+        kept = {name: value for name, value in event.items() if not isinstance(value, (list, dict))}
+        self.moments.append({**kept, "rank": rank})
+
+    def _cut(self, rank: int, step: int) -> None:
+        own = [self.ended, *self.seconds.values(), *self.sent.values()]
+        for grid in [*own, *(() if rank else self.shared.values())]:
+            grid.cut(rank, step)
+
+    def _forget_undone(self) -> None:
+        """What ranks did that are not there any more, and others have done again; and what was left out."""
+        for rank, last in self._generations.items():
+            later = [step for generation, step in self._begins.items() if generation > last]
+            if later:
+                for grid in (self.ended, *self.seconds.values(), *self.sent.values()):
+                    grid.cut(rank, min(later))
+        left = sorted({int(event["step"]) for event in self.moments if event["kind"] == "left out"})
+        if left:
+            for grid in (self.ended, *self.seconds.values(), *self.sent.values(), *self.shared.values()):
+                grid.leave_out(left)
+
+
+def _one_by_one(events: list[tuple[int, dict[str, Any]]]) -> Iterator[Columns]:
+    """Steps that came alone, or in a shape of their own, by the numbers they have."""
+    alike: dict[tuple, list[tuple[int, dict[str, Any], list[float]]]] = {}
+    for at, event in events:
+        if event.get("kind") == "step":
+            names, values = zip(*_numbers(event), strict=True)
+            key = (names, event.get("turn"), bool(event.get("skipped")))
+            alike.setdefault(key, []).append((at, event, list(values)))
+    for (names, *_), found in alike.items():
+        table = np.array([values for *_, values in found])
+        first = {name: value for name, value in found[0][1].items() if (name,) not in names}
+        yield Columns(np.array([at for at, *_ in found]), dict(zip(names, table.T, strict=True)), first)
+
+
+def _numbers(event: Mapping[str, Any], above: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], float]]:
+    for name, value in event.items():
+        if isinstance(value, dict):
+            yield from _numbers(value, (*above, name))
+        elif (number := _number(value)) is not None:
+            yield (*above, name), number
+
+
+def _number(value: Any) -> float | None:
+    """A number, those among them that JSON has no word for."""
+    if value in ("nan", "inf", "-inf") or (isinstance(value, (int, float)) and not isinstance(value, bool)):
+        return float(value)
+    return None
