@@ -13,9 +13,10 @@ import pytest
 KEPT: dict[str, dict[str, int | tuple[str, ...]]] = {
     "test_adamw.py": {
         "test_another_layout_goes_on_to_the_same_bits": 1,
-        "test_exact_sums_give_the_same_bits_at_any_number_of_ranks": 1,
-        "test_it_learns_as_with_wide_moments": 1,
-        "test_layouts_keep_what_one_device_keeps": ("bfloat16-2", "float8-3", "float8-4"),
+        "test_exact_sums_give_the_same_bits_at_any_number_of_ranks": 0,
+        "test_experts_and_tied_weights_too": 1,
+        "test_it_learns_as_with_wide_moments": 0,
+        "test_layouts_keep_what_one_device_keeps": ("float8-3",),
     },
     "test_epochs.py": {
         "test_a_run_by_epochs_goes_on_by_more": 0,

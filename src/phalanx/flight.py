@@ -28,8 +28,8 @@ GROUPS, SITES, RECORDS = 48, 256, 4096
 HEADER = struct.Struct("<8s5I64sQ")
 """What it is, rank, world, generation, process, supervisor; host; its main thread's number in stacks."""
 NOW_AT = 104
-"""Then, as whole numbers: the newest record, what the rank does, since when, in which step, when this was saved."""
-NEWEST, DOING, SINCE, STEP, SAVED = range(5)
+"""Then, as whole numbers: what the rank does, since when, in which step, when this was saved."""
+DOING, SINCE, STEP, SAVED = range(4)
 GROUP = struct.Struct("<72s24sII")
 """A group's own name, its axis, how many ranks it has. Then: collectives launched there, and come to."""
 GROUP_BYTES, SITE_BYTES = 120, 128
@@ -41,6 +41,7 @@ RECORD = struct.Struct("<4q2I4H4B4I4xq")
 place, place in the user's code, nothing; kind, dtype, phase, flags; shape; its number, which is written last."""
 BYTES = RECORDS_AT + RECORDS * RECORD.size
 LAUNCHED, ARRIVED, WAITING, LEFT = (8 * column for column in range(4))
+SEQUENCE, FLAGS = 32, 51
 """Where in a record these are."""
 ON_GPU = 1
 """Among its flags; the others are how many dims its shape has, times two."""

@@ -72,12 +72,14 @@ def asleep() -> None:
 def test_stacks_are_taken_before_a_hung_rank_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(heartbeats, "LEAST_SECONDS", 0.5)
     monkeypatch.setattr(heartbeats, "WINDOW_SECONDS", 0.3)
-    outcome = supervised(tmp_path, hangs, restarts=0)
+    outcome = supervised(tmp_path, hangs, restarts=2)
     assert outcome.failures
     assert outcome.failures[0].stuck
-    told = (stacks.folder(Run(tmp_path), 1) / "rank-00001.txt").read_text()
-    assert f'{__file__}", line' in told
-    assert "in asleep" in told
+    for generation in (1, 2):  # each in the same memory
+        told = (stacks.folder(Run(tmp_path), generation) / "rank-00001.txt").read_text()
+        assert f'{__file__}", line' in told
+        assert "in asleep" in told
+        assert "\0" not in told
 
 
 def asks(host: Host) -> None:

@@ -178,3 +178,9 @@ def test_a_grouped_product_becomes_what_recompute_keeps() -> None:
         found = torch.nn.functional.grouped_mm(x, weights, offs=torch.tensor([1, 4], dtype=torch.int32))
     assert found.shape == (4, 16)
     assert torch_private.GROUPED_PRODUCT in called
+
+
+def test_whether_the_compiler_is_loaded_is_known() -> None:
+    assert torch_private.compiler_is_loaded() == ("torch._dynamo" in sys.modules)
+    torch.compile(lambda x: x, backend="eager")(torch.ones(1))
+    assert torch_private.compiler_is_loaded()

@@ -10,7 +10,7 @@ import torch
 from phalanx.kernels import choice
 from phalanx.kernels.adamw import Hyperparameters, OnePass, Segment, Updated
 from phalanx.train import streaming
-from phalanx.train.streaming import StreamedPass, brought_home, is_home
+from phalanx.train.streaming import Homes, StreamedPass
 from tests.kernels.apart import runs
 from tests.train.test_update import trained
 
@@ -48,15 +48,17 @@ def test_pieces_are_updated_as_the_whole() -> None:
 
 
 def test_state_is_begun_or_brought_home() -> None:
-    shard = torch.randn(3, 5)
-    state = brought_home(shard, None, CPU)
-    assert not is_home(shard, None, CPU)
-    assert is_home(shard, state, CPU)
+    shard, homes = torch.randn(3, 5), Homes(torch.device("meta"))  # any other than the shard's
+    assert not homes.has(shard, None)
+    state = homes.bring(shard, None)
+    assert homes.has(shard, state)
+    assert not homes.has(shard, {**state, "exp_avg": shard})  # somebody has restored it
+    assert Homes(CPU).has(shard, state)
     assert float(state["step"]) == 0
     assert not state["exp_avg"].any()
     assert state["exp_avg"].shape == shard.shape
-    assert brought_home(shard, None, CPU, torch.uint8)["exp_avg"].dtype == torch.uint8
-    again = brought_home(shard, {**state, "exp_avg": shard * 2}, CPU)
+    assert homes.bring(shard, None, torch.uint8)["exp_avg"].dtype == torch.uint8
+    again = homes.bring(shard, {**state, "exp_avg": shard * 2})
     assert torch.equal(again["exp_avg"], shard * 2)
     assert again["step"] is state["step"]
 

@@ -71,6 +71,7 @@ class BlackBox:
         for rank in range(self.ranks):
             self.row(rank)[:] = bytes(flight.BYTES)
             os.ftruncate(self.stacks[rank], 0)
+            os.lseek(self.stacks[rank], 0, os.SEEK_SET)  # where all forks write on
         self.generation, self.first = generation, first
         self.pause = max(SAVE_SECONDS, world / 100)
         if first == 0:
@@ -80,24 +81,31 @@ class BlackBox:
         """Called often, with the processes that run by rank."""
         if self._thread is None:  # not before: no thread is forked
             self._over = threading.Event()
-            self._thread = threading.Thread(target=self._saving, args=(self._over,), name="black box", daemon=True)
-            self._thread.start()
+            self._thread = _begun(self._saving, self._over, self.generation, self.first)
         if self._asked:
             self._asked = False
             self.collect(pids)
 
     def collect(self, pids: dict[int, int]) -> None:
         """Stacks and records of these, now."""
-        stacks.collect(self.run, self.generation, pids, dict(enumerate(self.stacks, self.first)))
-        self._save()
+        told = stacks.asked(pids, dict(enumerate(self.stacks, self.first)))
+        generation, first = self.generation, self.first
+
+        def write() -> None:
+            stacks.write(self.run, generation, told)
+            self._save(generation, first)
+
+        _begun(write).join(LAST_SECONDS)
 
     def over(self, failures: Sequence[Failure], steps: int) -> None:
         """The generation has ended; in what way, the first failure first."""
         if self._thread is None:
-            self._save()
+            _begun(self._save, self.generation, self.first).join(LAST_SECONDS)
         self._end()
-        if not failures:
-            return
+        if failures:
+            _begun(self._account, failures, steps).join(LAST_SECONDS)
+
+    def _account(self, failures: Sequence[Failure], steps: int) -> None:
         for failure in failures:
             if failure.by_signal:
                 stacks.keep(self.run, self.generation, failure.rank, self.stacks[failure.rank - self.first])
@@ -111,16 +119,17 @@ class BlackBox:
             path.parent.mkdir(exist_ok=True)
             write_whole(path, redact(json.dumps(account)))
 
-    def _saving(self, over: threading.Event) -> None:
+    def _saving(self, over: threading.Event, generation: int, first: int) -> None:
         while not over.wait(self.pause):
-            self._save()
-        self._save()
+            self._save(generation, first)
+        self._save(generation, first)
 
-    def _save(self) -> None:
+    def _save(self, generation: int, first: int) -> None:
         with suppress(OSError):  # a full disk: the run does not need it
             for rank in range(self.ranks):
-                if self._memory[rank * flight.BYTES]:  # it has begun to write
-                    flight.save(self.run, self.generation, self.first + rank, self.row(rank).tobytes())
+                begun = self._memory[rank * flight.BYTES]
+                if begun and generation == self.generation:  # or a folder that hung has answered at last
+                    flight.save(self.run, generation, first + rank, self.row(rank).tobytes())
 
     def _end(self) -> None:
         """The thread saves once more."""
@@ -134,6 +143,12 @@ class BlackBox:
         for generation in [each for each in flight.generations(self.run) if each <= self.generation - KEPT]:
             shutil.rmtree(flight.folder(self.run, generation), ignore_errors=True)
             shutil.rmtree(stacks.folder(self.run, generation), ignore_errors=True)
+
+
+def _begun(work: Callable[..., object], *given: object) -> threading.Thread:
+    thread = threading.Thread(target=work, args=given, name="black box", daemon=True)
+    thread.start()
+    return thread
 
 
 SAID = ("when", "whole", "code", "worker_killed", "may_pass")

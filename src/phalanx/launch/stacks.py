@@ -25,8 +25,9 @@ from phalanx.launch.heartbeats import family, state_of
 from phalanx.redact import redact
 from phalanx.run import Run, holder
 
-SIGNAL = signal.SIGUSR2
-"""Asks a rank for its stacks, and a supervisor for those of all its ranks."""
+SIGNAL = signal.SIGRTMIN + 7
+"""Asks a rank for its stacks, and a supervisor for those of all its ranks. Schedulers and JVMs have uses of their own
+for SIGUSR1 and 2; of the real-time signals, nobody is known to use this one."""
 ANSWER_SECONDS, QUIET_SECONDS = 1.0, 0.05
 """How long an answer is waited for, and after what silence it is whole."""
 ALL_SECONDS = 10.0
@@ -112,14 +113,20 @@ def folder(run: Run, generation: int) -> Path:
     return run.path / "stacks" / f"generation-{generation:05d}"
 
 
-def collect(run: Run, generation: int, pids: Mapping[int, int], memories: Mapping[int, int]) -> None:
-    """Put the stacks of a host's ranks, given by rank with the memory of each, into the run's folder."""
+def asked(pids: Mapping[int, int], memories: Mapping[int, int]) -> dict[int, str]:
+    """The stacks of a host's ranks, given by rank with the memory of each; of as many as there is time for."""
     deadline = time.monotonic() + ALL_SECONDS
+    return {
+        rank: stacks_of(rank, pid, memories[rank]) for rank, pid in pids.items() if time.monotonic() < deadline
+    }  # fmt: skip
+
+
+def write(run: Run, generation: int, told: Mapping[int, str]) -> None:
+    """Put them into the run's folder."""
     with suppress(OSError):  # a full disk: there is the flight record, perhaps
         folder(run, generation).mkdir(parents=True, exist_ok=True)
-        for rank, pid in pids.items():
-            told = stacks_of(rank, pid, memories[rank]) if time.monotonic() < deadline else "it was not asked\n"
-            write_whole(folder(run, generation) / f"rank-{rank:05d}.txt", redact(told))
+        for rank, text in told.items():
+            write_whole(folder(run, generation) / f"rank-{rank:05d}.txt", redact(text))
 
 
 def keep(run: Run, generation: int, rank: int, memory: int) -> None:
@@ -148,6 +155,8 @@ def ask(run: Run) -> None:
     for pid in supervisors:
         try:
             os.kill(pid, SIGNAL)
+        except ProcessLookupError:
+            continue  # it has ended just now
         except PermissionError:
             raise CannotHere(f"process {pid}, which runs {run.path}, is another user's. Ask them for stacks.") from None
     deadline = time.monotonic() + ASKED_SECONDS

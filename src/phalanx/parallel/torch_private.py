@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -162,3 +163,8 @@ ATTENTION = tuple(
     for kind in ("flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu")
 )
 """What `F.scaled_dot_product_attention` becomes, on a GPU or a CPU."""
+
+
+def compiler_is_loaded() -> bool:
+    """Whether anything of this process may be compiled. To load it takes seconds."""
+    return "torch._dynamo" in sys.modules

@@ -44,8 +44,10 @@ class Clock:
     def beside(self, phase: str) -> Iterator[None]:
         """A phase between two steps, which somebody else takes the time of."""
         self._tell(phase)
-        yield
-        self._tell("")
+        try:
+            yield
+        finally:
+            self._tell("")
 
     def _tell(self, phase: str) -> None:
         for watcher in tuple(self.watchers):  # one may leave, or bring others

@@ -6,7 +6,6 @@ summed once more; from then on they travel with it.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property
@@ -20,6 +19,7 @@ from phalanx.errors import WrongUse
 from phalanx.loss import Loss
 from phalanx.metrics import Number, Taker, logged_by
 from phalanx.parallel.communication.exact import fold
+from phalanx.parallel.torch_private import compiler_is_loaded
 from phalanx.train.totals import as_number, by_leaf
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class Logged:
 
     @cached_property
     def _take_uncompiled(self) -> Taker:
-        return torch.compiler.disable(self._take) if "torch._dynamo" in sys.modules else self._take
+        return torch.compiler.disable(self._take) if compiler_is_loaded() else self._take
 
     @torch.no_grad()
     def _take(self, name: str, value: Number | Loss, count: Number | None) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from operator import is_
 from typing import Any
 
 import torch
@@ -104,23 +105,32 @@ def _within(segment: Segment, begin: int, end: int) -> Iterator[Segment]:
         at += size
 
 
-def is_home(shard: Tensor, state: dict[str, Any] | None, device: torch.device) -> bool:
-    """Whether what Adam keeps of a shard is there; on the host, in memory that a GPU copies quickly."""
-    if not state:
-        return False
-    return shard.device == device or all(value.is_pinned() for value in _moments(state).values())
+class Homes:
+    """What Adam keeps of shards, on the host in memory that a GPU copies quickly."""
 
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._made: dict[Tensor, list[Tensor]] = {}
+        """By shard, the moments that were made here."""
 
-def brought_home(
-    shard: Tensor, state: dict[str, Any] | None, device: torch.device, dtype: torch.dtype = torch.float32
-) -> dict[str, Any]:
-    """The same state there, begun in a dtype where there is none yet."""
-    if not state:
-        zeros = torch.zeros((), dtype=dtype).expand(shard.shape)
-        moments = dict.fromkeys(("exp_avg", "exp_avg_sq"), zeros)
-        state = {"step": torch.tensor(0.0), **moments}
-    rooms = {name: Room(value.shape, value.dtype, shard.device, device) for name, value in _moments(state).items()}
-    return {**state, **{name: room.tensor.copy_(state[name]) for name, room in rooms.items()}}
+    def has(self, shard: Tensor, state: dict[str, Any] | None) -> bool:
+        """Whether this state is where it is to be."""
+        if not state:
+            return False
+        made = self._made.get(shard, [])
+        return shard.device == self.device or (all(map(is_, made, _moments(state).values())) and bool(made))
+
+    def bring(self, shard: Tensor, state: dict[str, Any] | None, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
+        """The same state there, begun in a dtype where there is none yet."""
+        if not state:
+            zeros = torch.zeros((), dtype=dtype).expand(shard.shape)
+            counter = torch.zeros((), device=shard.device)  # beside the weight, as torch's fused updates want it
+            state = {"step": counter, "exp_avg": zeros, "exp_avg_sq": zeros}
+        found = dict(state)
+        for name, value in _moments(state).items():
+            found[name] = Room(value.shape, value.dtype, shard.device, self.device).tensor.copy_(value)
+        self._made[shard] = list(_moments(found).values())
+        return found
 
 
 def _moments(state: dict[str, Any]) -> dict[str, Tensor]:

@@ -19,7 +19,7 @@ from phalanx.parallel.torch_private import add_to_each, has_step_hooks, version
 from phalanx.parallel.weights.boxes import segments
 from phalanx.parallel.weights.weight import Weight
 from phalanx.train.agreement import settle
-from phalanx.train.streaming import StreamedPass, brought_home, is_home
+from phalanx.train.streaming import Homes, StreamedPass
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,7 @@ class Update:
         self.optimizer, self.spread = optimizer, spread
         self._one_pass, self._streamed = OnePass(), StreamedPass(spread.device)
         self._offloaded = {w.shard for w in spread.weights.values() if w.storage.offloaded}
+        self._homes = Homes(spread.device)
         self._steps: dict[nn.Parameter, tuple[torch.Tensor, int, int]] = {}
         """Of each shard, its state's count of steps, when that was last read or written, and what it was then."""
         if isinstance(optimizer, AdamW):
@@ -99,12 +100,12 @@ class Update:
         """
         if not (self._offloaded and self.in_one_pass):
             return False
-        state, device, moved = self.optimizer.state, self.spread.device, False
+        state, moved = self.optimizer.state, False
         trained = {weight.shard for weight, _ in self.spread.gradients.each() if weight.name not in without}
         for group in self.optimizer.param_groups:
             for shard in trained.intersection(group["params"]):
-                if not is_home(shard, state.get(shard), device):
-                    state[shard] = brought_home(shard.data, state.get(shard), device, _moments(group))
+                if not self._homes.has(shard, state.get(shard)):
+                    state[shard] = self._homes.bring(shard, state.get(shard), _moments(group))
                     moved = True
         return moved
 

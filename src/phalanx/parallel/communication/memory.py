@@ -8,6 +8,7 @@ rooms are pages of their own, and buffers are lent again and again.
 from __future__ import annotations
 
 import mmap
+import os
 import warnings
 from collections.abc import Sequence
 
@@ -34,6 +35,8 @@ class Pages(mmap.mmap):
     """Memory of its own."""
 
     pinned_at: int | None = None
+    pinned_by: int = 0
+    """The process that did."""
 
     @classmethod
     def of(cls, size: int) -> Pages:
@@ -42,11 +45,13 @@ class Pages(mmap.mmap):
         return pages
 
     def pin(self, address: int) -> None:
+        """For a device's copies. What this process forks does not have it: a device writes to one copy alone."""
         if pin(address, len(self)):
-            self.pinned_at = address
+            self.pinned_at, self.pinned_by = address, os.getpid()
+            self.madvise(mmap.MADV_DONTFORK)
 
     def __del__(self) -> None:
-        if self.pinned_at is not None:
+        if self.pinned_at is not None and self.pinned_by == os.getpid():
             unpin(self.pinned_at)
 
 
@@ -72,6 +77,7 @@ class Room:
     def empty(self) -> None:
         """Let the memory go."""
         if self._pages is not None:
+            assert self._pages.pinned_at is None, "a device would keep writing to what was there"
             self._pages.madvise(mmap.MADV_DONTNEED)
         else:
             self.tensor.untyped_storage().resize_(0)

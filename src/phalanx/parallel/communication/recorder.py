@@ -21,6 +21,7 @@ from phalanx.flight import (
     ARRIVED,
     DOING,
     DTYPES,
+    FLAGS,
     GROUP,
     GROUP_BYTES,
     GROUPS,
@@ -29,13 +30,13 @@ from phalanx.flight import (
     KINDS,
     LEFT,
     MAGIC,
-    NEWEST,
     NOW_AT,
     ON_GPU,
     PHASES,
     RECORD,
     RECORDS,
     RECORDS_AT,
+    SEQUENCE,
     SINCE,
     SITE_BYTES,
     SITES,
@@ -107,7 +108,7 @@ class FlightRecorder:
         counted = (GROUPS_AT + row * GROUP_BYTES + GROUP.size) // 8
         numbers = self._numbers
         numbers[counted] = sequence = numbers[counted] + 1
-        if not awaited:
+        if not awaited and not tensor.is_cuda:
             numbers[counted + 1] = sequence
         site, user = self._called()
         shape = tensor.shape
@@ -121,28 +122,37 @@ class FlightRecorder:
             _kinds[kind], _dtypes.get(tensor.dtype, 0), self._phase, (ON_GPU if awaited else 0) | min(dims, 4) << 1,
             *first, number,
         )  # fmt: skip
-        numbers[self._now + NEWEST] = number
         return number * GROUPS + row
 
     def arrived(self, record: int) -> None:
         """The GPU has come to a collective."""
-        self._stamp(record, ARRIVED)
-        self._numbers[(GROUPS_AT + record % GROUPS * GROUP_BYTES + GROUP.size) // 8 + 1] += 1
+        if at := self._stamp(record, ARRIVED):
+            self._came(record, at)
 
     def waiting(self, record: int) -> None:
         """From now on a collective is waited for."""
         self._stamp(record, WAITING)
 
     def left(self, record: int) -> None:
-        """And now not any more."""
-        self._stamp(record, LEFT)
+        """And now not any more. Where nobody tells when a GPU comes to it, it has by now."""
+        at = self._stamp(record, LEFT)
+        if at and not self.memory[at + FLAGS] & ON_GPU:
+            self._came(record, at)
 
-    def _stamp(self, record: int, column: int) -> None:
-        """Unless so many came after it that its place is another's by now."""
+    def _came(self, record: int, at: int) -> None:
+        """To this collective of its group, and so to all before it."""
+        place = (GROUPS_AT + record % GROUPS * GROUP_BYTES + GROUP.size) // 8 + 1
+        sequence = int.from_bytes(self.memory[at + SEQUENCE : at + SEQUENCE + 4], "little")
+        self._numbers[place] = max(self._numbers[place], sequence)
+
+    def _stamp(self, record: int, column: int) -> int:
+        """Where it is; 0: so many came after it that its place is another's by now."""
         number = record // GROUPS
-        at = self._at(number) // 8
-        if self._numbers[at + RECORD.size // 8 - 1] == number:
-            self._numbers[at + column // 8] = time.time_ns()
+        at = self._at(number)
+        if self._numbers[(at + RECORD.size) // 8 - 1] != number:
+            return 0
+        self._numbers[(at + column) // 8] = time.time_ns()
+        return at
 
     @staticmethod
     def _at(number: int) -> int:

@@ -114,7 +114,7 @@ class Placement:
             check_context(model, anatomy, layout.cp)
             hugging_face.check_attention(model, layout.cp)
         stages = divide(model, anatomy, layout.pp, layout.schedule) if layout.pp > 1 else None
-        offloaded = set(_offloaded(model, layout))
+        offloaded = set(_offloaded(model, layout, stages))
         weights = {
             name: Placed(
                 name, weight.shape, _policy(weight, plan.cuts.get(name), layout, dtypes, name in offloaded),
@@ -165,13 +165,17 @@ SHARDABLE = {torch.uint8, torch.int8, torch.int32, torch.int64}
 """Whole numbers that every backend's collectives know."""
 
 
-def _offloaded(model: nn.Module, layout: Layout) -> Iterator[str]:
-    """Weights whose state is the host's: the first ones, until they are as many as the layout says."""
-    left = sum(weight.numel() for weight in model.parameters()) * layout.offload_percent / 100
-    for name, weight in model.named_parameters():
-        if layout.offload != "none" and left > 0:
-            yield name
-        left -= weight.numel()
+def _offloaded(model: nn.Module, layout: Layout, stages: Stages | None) -> Iterator[str]:
+    """Weights whose state is the host's: of each rank of ``pp`` the first ones, until they are as many as it says."""
+    if layout.offload == "none":
+        return
+    for rank in range(layout.pp):
+        here = [(n, w.numel()) for n, w in model.named_parameters() if stages is None or rank in stages.holders(n)]
+        left = sum(count for _, count in here) * layout.offload_percent / 100
+        for name, count in here:
+            if left > 0:
+                yield name
+            left -= count
 
 
 def _policy(weight: nn.Parameter, cut: Cut | None, layout: Layout, dtypes: Dtypes, offloaded: bool) -> StoragePolicy:

@@ -155,6 +155,8 @@ def _quiet() -> Iterator[None]:
     """The profiler notes on stderr that it begins and ends, unless it is told not to when it is first used."""
     given = os.environ.get(LEVEL)
     os.environ[LEVEL] = given or "99"
-    yield
-    if given is None:
-        del os.environ[LEVEL]
+    try:
+        yield
+    finally:
+        if given is None:
+            del os.environ[LEVEL]

@@ -12,6 +12,7 @@ import math
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -177,6 +178,10 @@ class Logger(Callback):
         try:
             do(*given)
         except Exception as error:
+            if self._begun and do != self.end:
+                self._begun = False
+                with suppress(Exception):  # what it has open, and runs, is let go
+                    self.end(False)
             self._begun = False
             told = f"{type(error).__name__}: {error}".splitlines()[0]
             say(f"   note  {self.title} cannot be written to any more ({told}); going on without", streams.stderr())
@@ -203,7 +208,7 @@ def step_numbers(counts: str, step: Mapping[str, Any], seconds: float) -> dict[s
     found = {
         f"loss/{turn}" if turn else "loss": step["loss"],
         **{f"loss/{name}": value for name, value in step["losses"].items()},
-        **step["logged"],
+        **step.get("logged", {}),
         **{name: step[name] for name in ("grad_norm", "clip_factor", "lr", "skipped")},
         **speed,
         **{f"seconds/{phase}": value for phase, value in step["seconds"].items()},
