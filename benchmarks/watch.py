@@ -35,37 +35,37 @@ BAR = 2.0
 
 
 def generate(folder: Path, ranks: int, steps: int) -> Run:
-    """A run as ranks leave it, one of them slower than the others for a while."""
+    """A run as ranks leave it: one of them is killed half way, another is slower than the others for a while."""
     run, draw = write(folder, 0, 0), np.random.default_rng(0)
     run.write_settings({"run": {"task": "gpt", "layout": f"fsdp={ranks}"}, "settings": {"steps": steps, "width": 96}})
+    again = steps // 2 - steps // 20
     for rank in range(ranks):
         own = random.Random(rank)
-        append(run, rank, start(rank, ranks))
-        if rank == 0:
-            append(run, 0, *(step(0, number, own) for number in range(steps)))
-            continue
-        seconds = draw.uniform(0.9, 1.2, (steps, len(SECONDS))) * list(SECONDS.values())
-        seconds[:, 1:3] *= 1 + 0.7 * ((np.arange(steps) // (steps // 8) == 5) & (rank == ranks // 3))[:, None]
-        names = ", ".join(f'"{phase}": %r' for phase in SECONDS)
-        line = f'{{"kind": "step", "time": %r, "step": %d, "seconds": {{{names}}}, '
-        line += '"sent": {"fsdp": 1048576, "tp": 262144}}\n'
-        times = (BEGAN + 0.12 * np.arange(steps) + draw.uniform(0.1, 0.11, steps)).tolist()
-        with run.events_path(rank).open("a") as file:
-            file.writelines(line % (times[at], at, *row) for at, row in enumerate(seconds.tolist()))
+        for generation, begin, end in ((1, 0, steps // 2), (2, again, steps)):
+            append(run, rank, start(rank, ranks, begin, generation))
+            if rank == 0:
+                append(run, 0, *(step(0, number, own) for number in range(begin, end)))
+                continue
+            slow = (np.arange(steps) // (steps // 8) == 5) & (rank == ranks // 3)
+            seconds = draw.uniform(0.9, 1.2, (steps, len(SECONDS))) * list(SECONDS.values())
+            seconds[:, 1:3] *= 1 + 0.7 * slow[:, None]
+            names = ", ".join(f'"{phase}": %r' for phase in SECONDS)
+            line = f'{{"kind": "step", "time": %r, "step": %d, "seconds": {{{names}}}, '
+            line += '"sent": {"fsdp": 1048576, "tp": 262144}}\n'
+            times = (BEGAN + 0.12 * np.arange(steps) + draw.uniform(0.1, 0.11, steps)).tolist()
+            with run.events_path(rank).open("a") as file:
+                file.writelines(line % (times[at], at, *seconds[at].tolist()) for at in range(begin, end))
+    killed = {"step": steps // 2, "reason": "was ended by SIGKILL", "generation": 1}
+    append(run, ranks // 2, {"kind": "failure", "time": BEGAN + 0.06 * steps, **killed})
     append(run, 0, *_story(steps))
     return run
 
 
 def _story(steps: int) -> Iterator[dict]:
     for at in range(1, 9):
-        number = at * steps // 8
-        yield {"kind": "checkpoint", "time": BEGAN + 0.12 * number, "step": number, "seconds": 0.4}
-        yield {
-            "kind": "evaluation",
-            "time": BEGAN + 0.12 * number,
-            "step": number - 1,
-            "held_out": {"loss": 5 - at / 3},
-        }
+        moment = {"time": BEGAN + 0.12 * at * steps // 8, "step": at * steps // 8}
+        yield {"kind": "checkpoint", **moment, "seconds": 0.4}
+        yield {"kind": "evaluation", **moment, "held_out": {"loss": 1.6 + 3 / at}}
 
 
 def opening(folder: Path, ranks: int, steps: int, quick: bool) -> Iterator[Figure]:
@@ -134,7 +134,7 @@ def browsing(folder: Path, screenshot: Path | None) -> Iterator[Figure]:
     """The command, until everything is drawn."""
     began = time.perf_counter()
     command = [sys.executable, "-m", "phalanx", "watch", str(folder / "big"), "--port", "0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process, Browser(1280, 1180) as browser:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process, Browser(1280, 1500) as browser:
         assert process.stdout is not None
         address = re.search(r"http://\S+", process.stdout.readline())
         assert address is not None
@@ -144,6 +144,7 @@ def browsing(folder: Path, screenshot: Path | None) -> Iterator[Figure]:
         browser.until("!document.getElementById('live').innerText.startsWith('reading')")
         yield Figure("watch, seconds from the command to all of them", time.perf_counter() - began, None, "likewise")
         if screenshot is not None:
+            browser.ask("scrollTo(0, 0)")
             browser.screenshot(screenshot)
         process.terminate()
 
