@@ -7,6 +7,7 @@ runs/<name>/flight/ stacks/ failures/   the last moments of ranks, and who faile
 runs/<name>/checkpoints/step-00000100/ committed or absent
 runs/<name>/final/model.safetensors    full weights under the model's own names
 runs/<name>/final/certificate.json     that every planned step was done, once, and what came of it
+runs/<name>/report.html                all of it in pictures
 """
 
 from __future__ import annotations

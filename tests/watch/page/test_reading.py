@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from phalanx.watch.page import reading
-from phalanx.watch.page.reading import EventFile, known_files
+from phalanx.watch.page.reading import EventFile, helpers, known_files, read_on
 from phalanx.watch.page.table import RunTable
 from tests.watch.page.folders import append, write
 
@@ -33,9 +34,15 @@ def test_several_processes_read_the_same(tmp_path: Path, monkeypatch: pytest.Mon
     run = write(tmp_path / "run", 5, 50)
     alone, helped = RunTable(run), RunTable(run)
     alone.refresh()
+    assert helpers(run, helped.files()) is None, "it is not worth it"
     monkeypatch.setattr(reading, "MUCH", 1)
     monkeypatch.setattr("os.cpu_count", lambda: 3)
-    assert helped.refresh(alone=False)
+    pool = helpers(run, helped.files())
+    assert pool is not None
+    with pool:
+        for new in pool.imap(partial(read_on, run), helped.files()):
+            assert helped.take([new])
+    pool.join()
     assert helped.moments == alone.moments
     for phase in alone.phases:
         assert (helped.seconds[phase].values == alone.seconds[phase].values).all()

@@ -21,7 +21,7 @@ FEWEST = 16
 """Of so many lines of one shape on they are read at once."""
 WINDOW = 16
 """So many characters of a number are read: more than anybody can see of one."""
-BLOCK = 1 << 19
+BLOCK = 1 << 20
 """Bytes that are read at once: what is made of them fits a processor's cache."""
 MOST_COLONS = 1000
 """Lines with more are read one by one."""
@@ -59,9 +59,10 @@ def _read_block(data: bytes, count: int, known: list[Columns], single: list[tupl
     """Lines of which so many stood before; how many they are."""
     shapes: dict[bytes, int] = defaultdict(itertools.count().__next__)
     shape_of = np.array(list(map(shapes.__getitem__, data.translate(None, NUMERIC).split(b"\n")[:-1])), np.int64)
-    buffer = np.frombuffer(data + bytes(WINDOW), np.uint8)
+    data = bytes(WINDOW) + data + bytes(WINDOW)  # so that whatever is read of a number is there
+    buffer = np.frombuffer(data, np.uint8)
     ends = np.flatnonzero(buffer == NEWLINE)
-    begins = np.append(0, ends[:-1] + 1)
+    begins = np.append(WINDOW, ends[:-1] + 1)
     colons = np.append(np.flatnonzero(buffer == COLON), np.full(MOST_COLONS + 1, len(data)))
     rest: list[int] = []
     for number in range(len(shapes)):
@@ -169,42 +170,52 @@ def _leaves(event: dict[str, Any], above: tuple[str, ...] = ()) -> Iterator[tupl
             yield (*above, name), value
 
 
-def _is_one(text: np.ndarray, length: np.ndarray) -> bool:
-    """Whether the same stands everywhere."""
-    if int(length[0]) > WINDOW or (length != length[0]).any():
-        return False
-    return bool((text[:, : int(length[0])] == text[0, : int(length[0])]).all())
-
-
 def _parsed(buffer: np.ndarray, start: np.ndarray, end: np.ndarray, small: bool) -> tuple[np.ndarray, np.ndarray]:
     """The numbers that stand there, and which of them are plain ones: digits, with a dot among them or none.
 
     Other characters than those of numbers cannot stand there, or the line would have another shape.
     """
     last = end - 4 if small else end
+    ways = [_with_dots, _whole] if DOT in buffer[start[0] : last[0]] else [_whole, _with_dots]
+    found, fits = ways[0](buffer, start, last)
+    odd = np.flatnonzero(~fits)
+    if len(odd):
+        found[odd], fits[odd] = ways[1](buffer, start[odd], last[odd])
+    if small:
+        tens, ones = buffer[end - 2].astype(np.int64) - ZERO, buffer[end - 1].astype(np.int64) - ZERO
+        fits &= (buffer[last] == EXPONENT) & (buffer[last + 1] == MINUS)
+        found *= 10.0 ** -(tens * 10.0 + ones)
+    return found, fits
+
+
+def _windows(buffer: np.ndarray, begin: np.ndarray) -> np.ndarray:
+    """Rows of the characters that stand from there on."""
+    every = np.ndarray((len(buffer) - WINDOW + 1,), f"V{WINDOW}", buffer, strides=(1,))
+    return every[begin].view(np.uint8).reshape(-1, WINDOW)
+
+
+def _whole(buffer: np.ndarray, start: np.ndarray, last: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Whole numbers, and which of them are: neither a sign nor a dot is among their digits."""
     length = last - start
-    windows = np.ndarray((len(buffer) - WINDOW + 1,), f"V{WINDOW}", buffer, strides=(1,))
-    text = windows[start].view(np.uint8).reshape(-1, WINDOW)
-    if len(text) > 1 and not small and _is_one(text, length):  # as many bytes are sent in every step
-        one, fits = _parsed(buffer, start[:1], end[:1], small)
-        return one.repeat(len(text)), fits.repeat(len(text))
+    inside = np.arange(WINDOW) >= WINDOW - length[:, None]
+    digits = np.where(inside, _windows(buffer, last - WINDOW) - ZERO, 0)
+    fits = (length > 0) & (length <= WINDOW) & (digits.max(1) < 10)
+    return digits.astype(np.float64) @ _WEIGHTS[WINDOW], fits
+
+
+def _with_dots(buffer: np.ndarray, start: np.ndarray, last: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Numbers with a dot, and which of them are: no sign comes first."""
+    text, length = _windows(buffer, start), last - start
     short = np.flatnonzero(length < WINDOW)
     if len(short):
         text[short] = np.where(np.arange(WINDOW) < length[short, None], text[short], ZERO)
     fits = (length > 0) & (text[:, 0] - ZERO < 10)
     first = int((text[0] == DOT).argmax())
     if first and (text[:, first] == DOT).all():
-        found = (text - ZERO).astype(np.float64) @ _WEIGHTS[first]
-    else:
-        dot = (text == DOT).argmax(1)
-        fits &= (dot > 0) | (length <= WINDOW)
-        dot = np.where(dot == 0, np.minimum(np.maximum(length, 0), WINDOW), dot)
-        found = np.zeros(len(start))
-        for place in np.flatnonzero(np.bincount(dot)):
-            same = dot == place
-            found[same] = (text[same] - ZERO).astype(np.float64) @ _WEIGHTS[place]
-    if small:
-        tens, ones = buffer[end - 2].astype(np.int64) - ZERO, buffer[end - 1].astype(np.int64) - ZERO
-        fits &= (buffer[last] == EXPONENT) & (buffer[last + 1] == MINUS)
-        found *= 10.0 ** -(tens * 10.0 + ones)
-    return found, fits
+        return (text - ZERO).astype(np.float64) @ _WEIGHTS[first], fits
+    dot = (text == DOT).argmax(1)
+    found = np.zeros(len(text))
+    for place in np.flatnonzero(np.bincount(dot)):
+        same = dot == place
+        found[same] = (text[same] - ZERO).astype(np.float64) @ _WEIGHTS[place]
+    return found, fits & (dot > 0)

@@ -1,15 +1,15 @@
-"""Files of events read on from where they were: one after another, or by several processes where there is much."""
+"""Files of events read on from where they were, by several processes where there is much."""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+import signal
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
+from multiprocessing.pool import Pool
 from typing import Any
 
 from phalanx.run import Run
@@ -76,14 +76,18 @@ def read_on(run: Run, file: EventFile) -> NewLines | None:
     return NewLines(file, another, *read(data))
 
 
-def read_all(run: Run, files: Sequence[EventFile], alone: bool) -> Iterable[NewLines | None]:
-    """What is new in each; not ``alone``: by several processes, if it is much. No other thread may run then."""
+def helpers(run: Run, files: Sequence[EventFile]) -> Pool | None:
+    """Processes to read them, where it is worth it. They are forked now: no other thread may run yet."""
     processes = min(os.cpu_count() or 1, MOST_PROCESSES, len(files))
-    if alone or processes < 2 or _size(run, files) < MUCH:
-        yield from map(partial(read_on, run), files)
-        return
-    with ProcessPoolExecutor(processes, multiprocessing.get_context("fork")) as pool:
-        yield from pool.map(partial(read_on, run), files, chunksize=-(-len(files) // (4 * processes)))
+    if processes < 2 or _size(run, files) < MUCH:
+        return None
+    return multiprocessing.get_context("fork").Pool(processes, _heed_nobody)
+
+
+def _heed_nobody() -> None:
+    """Ctrl-C is for the process that they help, which ends them."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _size(run: Run, files: Sequence[EventFile]) -> int:

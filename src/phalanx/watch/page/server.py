@@ -17,12 +17,14 @@ from functools import partial
 from http import HTTPStatus
 from http.cookies import CookieError, SimpleCookie
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from multiprocessing.pool import Pool
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from phalanx.errors import CannotHere, WrongUse
 from phalanx.run import Run
 from phalanx.watch.page import assets, story, views
+from phalanx.watch.page.reading import EventFile, helpers, read_on
 from phalanx.watch.page.table import RunTable
 
 COOKIE = "phalanx-token"
@@ -52,8 +54,19 @@ class Watched:
     looked: float = -LOOK_SECONDS
     verdict: tuple[float, dict[str, Any]] = (0.0, {})
     """Until when it is taken to be true, and what it is."""
+    opening: threading.Thread | None = None
+    """What reads it for the first time, where that takes a while."""
+
+    def open(self, pool: Pool, files: list[EventFile]) -> None:
+        """Take in what others read, rank by rank: whoever looks meanwhile sees those that are there."""
+        with pool:
+            for new in pool.imap(partial(read_on, self.table.run), files):
+                with self.lock:
+                    self.table.take([new])
 
     def refreshed(self) -> RunTable:
+        if self.opening is not None and self.opening.is_alive():
+            return self.table
         if time.monotonic() - self.looked >= LOOK_SECONDS:
             self.table.refresh()
             self.looked = time.monotonic()
@@ -78,9 +91,14 @@ class RunPages:
         self._lock = threading.Lock()
 
     def prepare(self) -> None:
-        """Read the run that is shown first; to be called before any thread is started."""
+        """Begin to read the run that is shown first, if it is long; to be called before any thread is started."""
         for name in list(self.runs())[-1:]:
-            self._run(name).table.refresh(alone=False)
+            watched = self._run(name)
+            files = watched.table.files()
+            pool = helpers(watched.table.run, files)
+            if pool is not None:
+                watched.opening = threading.Thread(target=watched.open, args=(pool, files), daemon=True)
+                watched.opening.start()
 
     def answer(self, path: str, query: Mapping[str, str]) -> tuple[bytes, str]:
         """Bytes, and of which type they are."""

@@ -99,7 +99,8 @@ def facts(run: Run, table: RunTable) -> dict[str, Any]:
     return {
         "name": run.path.resolve().name, "state": state(run, _newest(table)), "task": ran.get("task", "?"),
         "layout": ran.get("layout", "?"), "planned": settings.get("settings", {}).get("steps", 0),
-        "steps": table.steps, "ranks": table.ranks, "version": table.version, "newest": _newest(table),
+        "steps": table.steps, "ranks": table.ranks, "of_ranks": len(table.files()), "version": table.version,
+        "newest": _newest(table),
         "settings": flat(settings), "certificate": _json(run.certificate_path), "proof": proof(run), "counts": counts,
         "marks": marks(table), "again": f"phalanx train --config {shlex.quote(str(run.settings_path))}",
     }  # fmt: skip

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import numpy as np
 from phalanx.run import Run
 from phalanx.watch.page.grid import StepGrid
 from phalanx.watch.page.lines import Columns
-from phalanx.watch.page.reading import EventFile, NewLines, known_files, read_all
+from phalanx.watch.page.reading import EventFile, NewLines, known_files, read_on
 
 PHASES = ("data", "forward", "backward", "wait", "reduce", "update")
 """As they follow each other in a step; those that are not among them come after."""
@@ -61,12 +62,20 @@ class RunTable:
         """The first step that is other than it was in that version; past the last one: none is."""
         return min((step for version, step in self._changes if version > since), default=self.steps)
 
-    def refresh(self, alone: bool = True) -> bool:
-        """Whether there was anything new; not ``alone``: other processes may help, since no other thread runs."""
-        first = None
+    def files(self) -> list[EventFile]:
+        """Those of all ranks that have written any, as far as they were read."""
         for rank in known_files(self.run):
             self._files.setdefault(rank, EventFile(rank))
-        for new in read_all(self.run, [file for _, file in sorted(self._files.items())], alone):
+        return [file for _, file in sorted(self._files.items())]
+
+    def refresh(self) -> bool:
+        """Read on; whether there was anything new."""
+        return self.take(map(partial(read_on, self.run), self.files()))
+
+    def take(self, lines: Iterable[NewLines | None]) -> bool:
+        """Take in what was read; whether there was anything."""
+        first = None
+        for new in lines:
             if new is not None:
                 step = self._take(new)
                 first = step if first is None else min(first, step)

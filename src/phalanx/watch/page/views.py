@@ -21,7 +21,7 @@ MOST_LANES = 64
 MOST_STEPS = 60
 """So many steps the time line shows: of more than that the last."""
 BRIGHTEST = 0.995
-"""This share of cells is told apart by its colour; all above it have the brightest."""
+"""This share of cells is told apart by its colour; the few above it have the brightest, as few below it the least."""
 
 
 @dataclass(frozen=True)
@@ -109,13 +109,14 @@ def heat(table: RunTable, window: Window, phase: str = "total") -> dict[str, Any
     share = -(-max(1, table.ranks) // MOST_ROWS)
     _, cells = (each.T for each in thinned(cells.T, 0, share))
     known = cells[np.isfinite(cells)]
-    top = float(np.quantile(known, BRIGHTEST)) if known.size else 0.0
-    scaled = np.clip(np.nan_to_num(cells / (top or 1.0)), 0, 1) * 254 + 1
+    low, top = np.quantile(known, [1 - BRIGHTEST, BRIGHTEST]).tolist() if known.size else (0.0, 0.0)
+    low = min(low, top / 2)  # or what is much alike would look as if it were not
+    scaled = np.clip(np.nan_to_num((cells - low) / ((top - low) or 1.0)), 0, 1) * 254 + 1
     shown = np.where(np.isfinite(cells), scaled, 0).astype(np.uint8)
     return {
         "version": table.version, "phase": phase, "phases": ["total", *table.phases], "first": window.first,
         "last": window.last, "width": window.width, "rows": cells.shape[0], "columns": cells.shape[1],
-        "ranks_a_row": share, "top": top, "most": float(known.max()) if known.size else 0.0,
+        "ranks_a_row": share, "low": low, "top": top, "most": float(known.max()) if known.size else 0.0,
         "cells": base64.b64encode(shown.tobytes()).decode(), "ranks": _by_rank(seconds, window.first),
     }  # fmt: skip
 

@@ -123,7 +123,8 @@ class Chart {
       const own = { stroke, width: 1.4, spanGaps: this.sets.length > 1 || this.id === "held out", points: { show: few, size: 5 } };
       series.push({ ...own, label: line.label });
       if (line.high) {
-        series.push({ ...own, label: line.label });
+        for (const each of series.slice(-1)) each.width = 0.7;
+        series.push({ ...own, width: 0.7, label: line.label });
         bands.push({ series: [series.length - 1, series.length - 2], fill: `${stroke}40` });
       }
     });

@@ -38,7 +38,7 @@ export class HeatMap {
     const text = atob(heat.cells);
     this.cells = Uint8Array.from(text, (letter) => letter.charCodeAt(0));
     this.scale.textContent = heat.rows
-      ? `dark to bright: 0 to ${seconds(heat.top)}; longest ${seconds(heat.most)}; a column is ${number(heat.width)} step${heat.width > 1 ? "s" : ""}`
+      ? `dark to bright: ${seconds(heat.low)} to ${seconds(heat.top)}; longest ${seconds(heat.most)}; a column is ${number(heat.width)} step${heat.width > 1 ? "s" : ""}`
       : "no step has been done yet";
     if (isDark() === false) this.scale.textContent = this.scale.textContent.replace("dark to bright", "light to dark");
     const slowest = heat.ranks.reduce((most, each) => (each.most > (most?.most ?? 0) ? each : most), null);
@@ -125,7 +125,8 @@ export class HeatMap {
     const [first, last] = this.#steps(cell.column, cell.column);
     const ranks = heat.ranks_a_row > 1 ? `ranks ${cell.row * heat.ranks_a_row} and on` : `rank ${cell.row}`;
     const steps = last - first > 1 ? `steps ${number(first + 1)} to ${number(last)}` : `step ${number(first + 1)}`;
-    const took = value ? `${value === 255 ? "at least " : "about "}${seconds(((value - 1) / 254) * heat.top)}` : "nothing noted";
+    const bound = value === 255 ? "at least" : value === 1 ? "at most" : "about";
+    const took = value ? `${bound} ${seconds(heat.low + ((value - 1) / 254) * (heat.top - heat.low))}` : "nothing noted";
     this.tip.textContent = `${ranks}, ${steps}: ${took}`;
   }
 

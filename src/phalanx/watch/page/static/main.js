@@ -88,7 +88,8 @@ async function look() {
     showRange(facts);
     if (state.stale || facts.version !== state.version || state.compared.size) await draw(ticket, facts);
     if (ticket !== state.asked) return;
-    by("live").textContent = !data.live ? "" : facts.state === "running" ? "live" : facts.state;
+    const read = facts.ranks < facts.of_ranks ? `reading: ${facts.ranks} of ${facts.of_ranks} ranks` : "";
+    by("live").textContent = !data.live ? "" : read || (facts.state === "running" ? "live" : facts.state);
     document.body.dataset.ready = `${state.run} ${state.first} ${state.last ?? ""} ${facts.steps}`;
   } catch (error) {
     by("live").textContent = `no answer: ${error.message}`;
