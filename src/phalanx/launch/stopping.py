@@ -28,13 +28,13 @@ PERSON_SECONDS = 0.5
 Handler = Callable[[int, FrameType | None], Any]
 
 
-def heeded(numbers: Iterable[signal.Signals]) -> list[signal.Signals]:
+def heeded(numbers: Iterable[int]) -> list[int]:
     """Those of these signals that are to be handled: under ``nohup`` a closed terminal means nothing."""
     return [n for n in numbers if n != signal.SIGHUP or signal.getsignal(n) is not signal.SIG_IGN]
 
 
 @contextmanager
-def handled(numbers: Iterable[signal.Signals], handler: Handler) -> Iterator[None]:
+def handled(numbers: Iterable[int], handler: Handler) -> Iterator[None]:
     """Meanwhile these signals call a handler, those aside that mean nothing here."""
     before = {number: signal.signal(number, handler) for number in heeded(numbers)}
     try:

@@ -100,7 +100,7 @@ def _escaped(value: str) -> str:
 def _bound(host: str, port: int, text: Any) -> ThreadingHTTPServer:
     """A server at this address; one that is taken is refused, if it stays so."""
 
-    class Handler(BaseHTTPRequestHandler):
+    class MetricsHandler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             known = self.path.partition("?")[0] in ("/metrics", "/")
             body = (text() if known else "Look at /metrics.\n").encode()
@@ -116,7 +116,7 @@ def _bound(host: str, port: int, text: Any) -> ThreadingHTTPServer:
     deadline = time.monotonic() + TAKEN_SECONDS
     while True:
         try:
-            return ThreadingHTTPServer((host, port), Handler)
+            return ThreadingHTTPServer((host, port), MetricsHandler)
         except OSError as error:
             if time.monotonic() > deadline or error.errno != errno.EADDRINUSE:
                 raise CannotHere(
