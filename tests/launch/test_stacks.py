@@ -93,7 +93,8 @@ def test_py_spy_is_asked_where_it_is_installed(
     (tmp_path / "py-spy").write_text("#!/bin/sh\necho native frames of $4\n")
     (tmp_path / "py-spy").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    assert f"native frames of {rank[0]}" in stacks.stacks_of(3, *rank)
+    pid, memory = rank
+    assert f"native frames of {pid}" in stacks.asked({3: pid}, {3: memory})[3]
 
 
 def test_a_run_that_is_over_is_not_asked(tmp_path: Path) -> None:

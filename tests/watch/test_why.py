@@ -17,6 +17,7 @@ from phalanx.watch.why import why
 from tests.conftest import children
 from tests.test_cli import phalanx
 from tests.watch.faults import diagnosed, ended, line, started
+from tests.watch.test_bad_numbers import run_with
 
 HERE = os.uname().nodename
 
@@ -207,3 +208,12 @@ def test_a_hang_that_was_survived_is_told_of(tmp_path: Path) -> None:
         re.match(r"before, in generation 1, after which ranks were started again: stuck: rank 1 on .* state T", each)
         for each in found.evidence
     ), found
+
+
+@pytest.mark.parametrize(("since", "told"), [(900, True), (1100, False)])
+def test_a_bad_number_of_long_ago_is_not_the_verdict(tmp_path: Path, since: int, told: bool) -> None:
+    losses = [2.0 + 0.01 * (step % 5) for step in range(60 + since)]
+    losses[59] = 30.0
+    found = why(run_with(tmp_path, losses=losses))
+    assert (found.kind == "wrong") == told
+    assert told or any(line.startswith("besides: wrong: the loss of step 60") for line in found.evidence)

@@ -219,14 +219,22 @@ class State:
     def _check_width(self, kind: str, key: str, owner: str, held: Held) -> None:
         """Refuse narrow moments where one of torch's optimizers is to go on, which keeps them as wide as the weight."""
         weight = self.spread.weights.get(owner)
-        if kind != "optimizer" or weight is None or not type(self.optimizer).__module__.startswith("torch."):
+        if kind != "optimizer" or weight is None:
             return
-        if getattr(torch, held.dtype).itemsize < weight.shard.dtype.itemsize:
+        updating = self._updating(weight)
+        if _is_torchs(updating) and getattr(torch, held.dtype).itemsize < weight.shard.dtype.itemsize:
             raise WrongUse(
                 f"the checkpoint's optimizer keeps {key} of {owner} in {held.dtype}, and "
-                f"{type(self.optimizer).__name__} keeps it as wide as the weight. Go on with the moments that it was "
+                f"{type(updating).__name__} keeps it as wide as the weight. Go on with the moments that it was "
                 "saved with, or begin a new run from its weights with --init-from."
             )
+
+    def _updating(self, weight: Weight) -> optim.Optimizer:
+        """The one that updates a weight, where several are as one."""
+        for part in getattr(self.optimizer, "named", {}).values():
+            if any(weight.optimized is each for group in part.param_groups for each in group["params"]):
+                return part
+        return self.optimizer
 
     def _moments(self, weight: Weight) -> list[tuple[str, Any]]:
         if not weight.trainable or not weight.state_here or not self.holding.shapes[weight.name].numel():
@@ -290,6 +298,12 @@ class State:
                 loads[turns[known]] += math.prod(shape) + 1
             self._turns[of] = turns
         return self._turns[of].get(name, 0)
+
+
+def _is_torchs(optimizer: optim.Optimizer) -> bool:
+    """One of torch's own, or made of one."""
+    kinds = type(optimizer).__mro__
+    return any(kind.__module__.startswith("torch.optim.") and kind is not optim.Optimizer for kind in kinds)
 
 
 def _check_names(label: str, tensors: Mapping[str, Tensor], weights: Mapping[str, Weight]) -> None:

@@ -35,6 +35,8 @@ ALL_SECONDS = 10.0
 NATIVE_SECONDS = 5.0
 ASKED_SECONDS = 20.0
 """How long whoever asks a supervisor waits for its files."""
+FATAL = "Fatal Python error"
+"""How what Python writes begins when a signal ends it."""
 STATES = {
     "T": "stopped (SIGSTOP), state T", "t": "stopped by a debugger, state t",
     "D": "waiting for a device or a file system, state D",
@@ -68,8 +70,6 @@ def stacks_of(rank: int, pid: int, memory: int) -> str:
         if member != pid and not hears(member):
             continue
         told.append(f"{who} on {socket.gethostname()}: {_state(member)}\n{_asked(member, memory)}")
-    if native := _native(pid):
-        told.append(f"rank {rank}, process {pid}, native frames by py-spy\n{native}")
     return "\n".join(told)
 
 
@@ -115,10 +115,14 @@ def folder(run: Run, generation: int) -> Path:
 
 def asked(pids: Mapping[int, int], memories: Mapping[int, int]) -> dict[int, str]:
     """The stacks of a host's ranks, given by rank with the memory of each; of as many as there is time for."""
-    deadline = time.monotonic() + ALL_SECONDS
-    return {
-        rank: stacks_of(rank, pid, memories[rank]) for rank, pid in pids.items() if time.monotonic() < deadline
-    }  # fmt: skip
+    deadline, told = time.monotonic() + ALL_SECONDS, {}
+    for rank, pid in pids.items():
+        if time.monotonic() < deadline:
+            told[rank] = stacks_of(rank, pid, memories[rank])
+    for rank in told:
+        if time.monotonic() < deadline and (native := _native(pids[rank])):
+            told[rank] += f"\nrank {rank}, process {pids[rank]}, native frames by py-spy\n{native}"
+    return told
 
 
 def write(run: Run, generation: int, told: Mapping[int, str]) -> None:
@@ -130,12 +134,13 @@ def write(run: Run, generation: int, told: Mapping[int, str]) -> None:
 
 
 def keep(run: Run, generation: int, rank: int, memory: int) -> None:
-    """What a rank that has ended by a signal wrote at that moment, if it did, and was not asked before."""
-    path, size = folder(run, generation) / f"rank-{rank:05d}.txt", os.fstat(memory).st_size
-    with suppress(OSError):
-        if size and not path.exists():
+    """What a rank that has ended by a signal wrote at that moment, if it did."""
+    path = folder(run, generation) / f"rank-{rank:05d}.txt"
+    text = os.pread(memory, os.fstat(memory).st_size, 0).decode(errors="replace")
+    if (begins := text.rfind(FATAL)) >= 0:
+        with suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(path, redact(f"rank {rank}, as it ended\n{os.pread(memory, size, 0).decode(errors='replace')}"))
+            write_whole(path, redact(f"rank {rank}, as it ended\n{text[begins:]}"))
 
 
 def ask(run: Run) -> None:

@@ -18,7 +18,7 @@ from phalanx.settings import convert
 from phalanx.train.guard import Guard
 from phalanx.train.policy import Policy
 from phalanx.train.profile.request import ProfileRequest
-from phalanx.watch.loggers.chosen import chosen
+from phalanx.watch.loggers import chosen as loggers
 from phalanx.words import digits
 
 MOST_NODES = 1 << 16
@@ -107,7 +107,7 @@ class Options:
             raise WrongUse(
                 f"--quiet prints no lines, and --log-every {self.log_every} asks for some. Give one of them."
             )
-        chosen(self.log, self.metrics_port)
+        loggers.check(self.log, self.metrics_port)
         self.drill()
         self.profiled()
 

@@ -17,6 +17,8 @@ from phalanx.words import many
 
 OLD_SECONDS = 60.0
 """A record of a run that goes on should not be older."""
+LONG_AGO = 1000
+"""Steps since a bad number after which it is told besides."""
 
 
 def why(run: Run, stacks: bool = False, live: str | None = None) -> Diagnosis:
@@ -24,7 +26,7 @@ def why(run: Run, stacks: bool = False, live: str | None = None) -> Diagnosis:
     evidence = Evidence.of(run, live)
     bad = wrong(run)
     ended_by_it = bad if evidence.failures and evidence.failures[0]["final"] else None
-    gravest = ended_by_it or _failure(evidence) or bad
+    gravest = ended_by_it or _failure(evidence) or (bad if _is_recent(run, bad) else None)
     found = gravest or slow(evidence) or _nothing(evidence)
     found.evidence += _also(evidence)
     if bad is not None and found is not bad:
@@ -34,6 +36,15 @@ def why(run: Run, stacks: bool = False, live: str | None = None) -> Diagnosis:
         if not found.stacks:
             found.evidence.append("there are no stacks: none were taken before it ended")
     return found
+
+
+def _is_recent(run: Run, bad: Diagnosis | None) -> bool:
+    """Or it was long ago, and all went well since: other things matter more."""
+    last = run.last_step()
+    if bad is None or bad.step is None or last is None:
+        return True
+    newest = max([bad.step, *(event["step"] for event in run.events(0, "bad", "corrupted"))])
+    return bool(last["step"] - newest <= LONG_AGO)
 
 
 def _failure(evidence: Evidence) -> Diagnosis | None:

@@ -84,6 +84,8 @@ class MLflow(Logger):
     def _send(self) -> None:
         """In a thread of MLflow's, one batch after another."""
         for begin in range(0, len(self._waiting), MOST):
+            if self._sent is not None:
+                self._sent.wait()  # for long done, or MLflow is gone, and that is to be said
             batch = self._waiting[begin : begin + MOST]
             self._sent = self._client.log_batch(self._id, metrics=batch, synchronous=False)
         self._waiting, self._sent_at = [], time.monotonic()
