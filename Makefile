@@ -38,6 +38,7 @@ bench: .venv/ready  ## every benchmark, each with its table and its bars
 	$(BIN)/python benchmarks/checkpoint.py
 	$(BIN)/python benchmarks/recovery.py
 	$(BIN)/python benchmarks/scale.py
+	$(BIN)/python benchmarks/watch.py
 
 clean:
 	rm -rf .venv runs .mypy_cache .ruff_cache .pytest_cache

@@ -244,6 +244,9 @@ KEPT: dict[str, dict[str, int | tuple[str, ...]]] = {
         "test_settings_that_were_lost_are_not_taken_to_be_the_usual": 1,
         "test_signals_that_are_repeated_lose_nothing": 0,
     },
+    "watch/page/test_watching.py": {
+        "test_a_run_is_seen_while_it_trains": 0,
+    },
     "test_user_code.py": {
         "test_a_proof_is_void_when_an_imported_file_changes_and_only_then": 0,
     },

@@ -75,3 +75,19 @@ def test_whoever_holds_a_folder_says_what_for(tmp_path: Path, purpose: str) -> N
         pass
     assert refused.value.purpose == purpose
     assert FolderHeld(tmp_path, "").purpose == ""
+
+
+def test_the_newest_step_is_found_at_the_end_of_the_events(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    assert run.last_step() is None
+    with EventLog(run, 0) as log:
+        log.write("start", step=0)
+        assert run.last_step() is None
+        for step in range(2000):
+            log.write("step", step=step, loss=float(step), samples="0" * 16)
+        log.write("checkpoint", step=2000)
+    with run.events_path(0).open("a") as file:
+        file.write('{"kind": "step", "step": 2000, "lo')
+    found = run.last_step()
+    assert found is not None
+    assert found["step"] == 1999

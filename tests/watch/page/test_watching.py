@@ -6,9 +6,11 @@ import json
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -125,6 +127,32 @@ def test_the_page(tmp_path: Path) -> None:
         ready(browser, "wide 300 410 410")
         assert all(asked.startswith(("file:", "data:")) for asked in browser.requests), "it asks nobody"
         assert browser.errors == []
+
+
+@needs_chromium
+def test_a_run_is_seen_while_it_trains(tmp_path: Path) -> None:
+    shutil.copy(Path(__file__).parents[2] / "tasks.py", tmp_path / "mine.py")
+    words = ["train", "mine.py", "--on", "local:2", "--device", "cpu", "--steps", "400", "--run", "runs/live"]
+    (tmp_path / "runs" / "live").mkdir(parents=True)
+    with (
+        (tmp_path / "told").open("w") as told,
+        subprocess.Popen([sys.executable, "-m", "phalanx", *words], cwd=tmp_path, stdout=told, stderr=told) as trains,
+    ):
+        while not (tmp_path / "runs" / "live" / "events").exists():
+            assert trains.poll() is None, (tmp_path / "told").read_text()
+            time.sleep(0.1)
+        with watched(tmp_path / "runs") as (_, address), Browser() as browser:
+            browser.open(address)
+            seen = set()
+            while trains.poll() is None:
+                seen.add(browser.ask("document.body?.dataset.ready"))
+            assert len(seen - {None}) > 1, "steps came while it was looked at"
+            ready(browser, "live 0  400")
+            browser.until("document.getElementById('live').innerText === 'done'")
+            assert "certificate" in browser.ask("document.getElementById('facts').innerText.toLowerCase()")
+            assert browser.errors == []
+        assert trains.wait() == 0
+    assert (tmp_path / "runs" / "live" / "report.html").exists()
 
 
 def _goes_on_live(browser: Browser, run: Run, draw: random.Random) -> None:

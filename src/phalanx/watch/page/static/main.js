@@ -9,9 +9,10 @@ import { RunList } from "./runs.js";
 import { showEvents, showFacts, showVerdict } from "./facts.js";
 
 const LOOK_MILLISECONDS = 1000;
+const LIST_MILLISECONDS = 5000;
 const by = (id) => document.getElementById(id);
 const data = source();
-const state = { run: "", first: 0, last: null, phase: "total", compared: new Set(), version: -1, asked: 0, stale: true };
+const state = { run: "", first: 0, last: null, phase: "total", compared: new Set(), version: -1, asked: 0, stale: true, runs: [], listed: 0 };
 
 const charts = new Charts(by("charts"), by("constants"), zoom);
 const heat = new HeatMap(by("heat"), by("heat-scale"), by("heat-table"), zoom);
@@ -75,7 +76,8 @@ function showPhases(phases) {
 async function look() {
   const ticket = (state.asked += 1);
   try {
-    const runs = await data.runs();
+    if (Date.now() - state.listed > LIST_MILLISECONDS) Object.assign(state, { runs: await data.runs(), listed: Date.now() });
+    const { runs } = state;
     if (!runs.length) { by("live").textContent = "no run is here yet"; return; }
     if (!runs.some((run) => run.name === state.run)) state.run = runs.at(-1).name;
     const [facts, verdict] = await Promise.all([data.facts(state.run), data.verdict(state.run)]);
