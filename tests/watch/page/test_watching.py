@@ -96,7 +96,8 @@ def test_the_page(tmp_path: Path) -> None:
     with watched(folder) as (_, address), Browser() as browser:
         browser.open(address)
         ready(browser, "wide 0  400")
-        assert browser.ask("document.getElementById('verdict').innerText").startswith("ended: 400 steps of 400")
+        said = browser.ask("document.getElementById('verdict').innerText")
+        assert said.startswith("died: its supervisor ended without a word, after 400 steps")
         shown = browser.ask("[...document.querySelectorAll('[data-chart]')].map((each) => each.dataset.chart)")
         assert shown[:2] == ["loss", "held out"]
         assert {"grad_norm", "lr", "samples a second", "seconds a step", "sent"} <= set(shown)
