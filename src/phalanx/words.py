@@ -39,6 +39,17 @@ def in_bytes(number: float) -> str:
     return f"{number:,.1f} TiB"
 
 
+def in_time(seconds: float) -> str:
+    """``0.5 s``, ``42 s``, ``3 min 20 s``, ``2 h 10 min``, ``3 days 4 h``."""
+    if seconds < 60:
+        return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.2g} s"
+    for small, large, names in ((1, 60, ("min", "s")), (60, 60, ("h", "min")), (3600, 24, ("days", "h"))):
+        whole, rest = divmod(round(seconds / small), large)
+        if whole < 60 or small == 3600:
+            return f"{whole} {names[0]}" + (f" {rest} {names[1]}" if rest else "")
+    raise AssertionError("days are the last")
+
+
 def round_number(least: float) -> int:
     """The next of 1, 2, 5, 10, 20, 50 and so on that is no less."""
     unit = 1

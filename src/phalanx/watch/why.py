@@ -11,6 +11,7 @@ from phalanx.run import Run
 from phalanx.watch.bad_numbers import wrong
 from phalanx.watch.diagnosis import Diagnosis
 from phalanx.watch.evidence import Evidence
+from phalanx.watch.goodput import goodput
 from phalanx.watch.slowness import slow, timelines, usual_step
 from phalanx.watch.stuck import SHOWN, desynchronised, still, still_for_long, stuck
 from phalanx.words import many
@@ -31,6 +32,8 @@ def why(run: Run, stacks: bool = False, live: str | None = None) -> Diagnosis:
     found.evidence += _also(evidence)
     if bad is not None and found is not bad:
         found.evidence.append(f"besides: {bad.summary}")
+    if (spent := goodput(run)) is not None:
+        found.evidence.append(str(spent))
     if stacks:
         found.stacks = {rank: each.text for rank, each in evidence.stacks.items()}
         if not found.stacks:

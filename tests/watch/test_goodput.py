@@ -1,0 +1,71 @@
+"""Goodput: every second since a run began is somewhere, once."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from phalanx.run import Run
+from phalanx.watch.goodput import AGAIN, AWAY, BETWEEN, FAILED, STARTING, TRAINED, goodput
+from tests.test_cli import phalanx
+
+
+def step(time: float, number: int, seconds: float = 1.0, **more: Any) -> dict[str, Any]:
+    phases = {"forward": seconds / 4, "backward": 3 * seconds / 4}
+    return {"kind": "step", "time": time, "step": number, "samples": "", "seconds": phases, "skipped": False, **more}
+
+
+def written(folder: Path, *events: dict[str, Any]) -> Run:
+    run = Run(folder)
+    run.events_path(0).parent.mkdir(parents=True)
+    run.events_path(0).write_text("".join(json.dumps(event) + "\n" for event in events))
+    return run
+
+
+def test_every_second_has_its_name(tmp_path: Path) -> None:
+    run = written(
+        tmp_path,
+        {"kind": "check", "time": 100.0},
+        {"kind": "start", "time": 102.0, "step": 0},
+        step(105.0, 0),  # 2 s until it began
+        step(106.0, 1),
+        step(109.0, 2),  # evaluated for 2 s
+        {"kind": "start", "time": 113.0, "step": 1},  # one was killed
+        step(114.5, 1),
+        step(115.5, 2, skipped=True),
+        {"kind": "stopped", "time": 116.0, "step": 3},
+        {"kind": "start", "time": 1000.0, "step": 3},
+        step(1001.0, 3),
+    )
+    found = goodput(run)
+    assert found is not None
+    assert found.parts == {
+        STARTING: 2 + 2 + 0.5, TRAINED: 3.0, AGAIN: 3.0, BETWEEN: 2.0 + 0.5, FAILED: 4.0, AWAY: 884.0,
+    }  # fmt: skip
+    assert found.total == 901.0
+    assert str(found) == (
+        "goodput: 18% of 17 s trained; 26% start-up; 24% after failures, until ranks ran again; 18% steps that were "
+        "done again or left out; 15% between steps: evaluation, saving, callbacks; 14 min 44 s while nobody ran it, "
+        "not counted"
+    )
+
+
+def test_a_run_without_steps_has_none(tmp_path: Path) -> None:
+    assert goodput(written(tmp_path, {"kind": "start", "time": 1.0, "step": 0})) is None
+
+
+def test_why_tells_it_of_a_run_that_lost_a_rank(tmp_path: Path) -> None:
+    (tmp_path / "task.py").write_text("from tests.tasks import Digits\nclass Mine(Digits):\n    pass\n")
+    words = ["task.py", "--on", "local:2", "--steps", "12", "--kill", "1@8", "--memory-steps", "5", "--run", "run"]
+    done = phalanx("train", *words, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    found = goodput(Run(tmp_path / "run"))
+    assert found is not None
+    assert found.parts[FAILED] > 0 < found.parts[AGAIN]
+    events = list(Run(tmp_path / "run").events(0))
+    assert found.total == pytest.approx(events[-1]["time"] - events[0]["time"])
+    told = phalanx("why", "run", cwd=tmp_path)
+    assert "goodput: " in told.stdout
