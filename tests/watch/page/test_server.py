@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from phalanx.errors import CannotHere, WrongUse
-from phalanx.watch.page import assets
+from phalanx.watch.page import assets, reading
 from phalanx.watch.page.server import RunPages, check, serve
 from phalanx.watch.page.watching import runs_of
 from tests.watch.page.folders import append, step, write
@@ -171,3 +171,19 @@ def test_a_port_that_is_taken(folder: Path) -> None:
             serve(RunPages(runs_of(folder)), "127.0.0.1", port, "")
     with pytest.raises(CannotHere, match="cannot be listened at"):
         serve(RunPages(runs_of(folder)), "192.0.2.1", 0, TOKEN)
+
+
+def test_a_long_run_is_shown_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = write(tmp_path / "run", 4, 40)
+    pages = RunPages(lambda: {"run": run})
+    pages.prepare()
+    assert json.loads(pages.answer("/api/run", {"run": "run"})[0])["reading"] is False, "it is short"
+    monkeypatch.setattr(reading, "MUCH", 1)
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    pages = RunPages(lambda: {"run": run})
+    pages.prepare()
+    seen = [json.loads(pages.answer("/api/run", {"run": "run"})[0])]
+    while seen[-1]["reading"]:
+        seen.append(json.loads(pages.answer("/api/run", {"run": "run"})[0]))
+    assert (seen[-1]["ranks"], seen[-1]["of_ranks"], seen[-1]["steps"]) == (4, 4, 40)
+    assert json.loads(pages.answer("/api/charts", {"run": "run"})[0])["steps"] == list(range(40))

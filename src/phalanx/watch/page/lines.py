@@ -184,7 +184,8 @@ def _parsed(buffer: np.ndarray, start: np.ndarray, end: np.ndarray, small: bool)
     if small:
         tens, ones = buffer[end - 2].astype(np.int64) - ZERO, buffer[end - 1].astype(np.int64) - ZERO
         fits &= (buffer[last] == EXPONENT) & (buffer[last + 1] == MINUS)
-        found *= 10.0 ** -(tens * 10.0 + ones)
+        with np.errstate(over="ignore", invalid="ignore"):  # of those that do not fit
+            found *= 10.0 ** -(tens * 10.0 + ones)
     return found, fits
 
 

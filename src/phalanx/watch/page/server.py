@@ -64,8 +64,12 @@ class Watched:
                 with self.lock:
                     self.table.take([new])
 
+    @property
+    def is_opening(self) -> bool:
+        return self.opening is not None and self.opening.is_alive()
+
     def refreshed(self) -> RunTable:
-        if self.opening is not None and self.opening.is_alive():
+        if self.is_opening:
             return self.table
         if time.monotonic() - self.looked >= LOOK_SECONDS:
             self.table.refresh()
@@ -120,7 +124,7 @@ class RunPages:
         with watched.lock:
             table = watched.refreshed()
             if what == "run":
-                return story.facts(table.run, table)
+                return story.facts(table.run, table) | {"reading": watched.is_opening}
             if what == "verdict":
                 return watched.concluded()
             window = views.Window.of(table, numbers)

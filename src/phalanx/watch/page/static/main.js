@@ -12,7 +12,7 @@ const LOOK_MILLISECONDS = 1000;
 const LIST_MILLISECONDS = 5000;
 const by = (id) => document.getElementById(id);
 const data = source();
-const state = { run: "", first: 0, last: null, phase: "total", compared: new Set(), version: -1, asked: 0, stale: true, runs: [], listed: 0 };
+const state = { run: "", first: 0, last: null, phase: "total", compared: new Set(), version: -1, asked: 0, stale: true, runs: [], listed: 0, drawn: 0 };
 
 const charts = new Charts(by("charts"), by("constants"), zoom);
 const heat = new HeatMap(by("heat"), by("heat-scale"), by("heat-table"), zoom);
@@ -88,9 +88,11 @@ async function look() {
     showFacts(by("facts"), facts);
     list.show(runs, state.run, state.compared);
     showRange(facts);
-    if (state.stale || facts.version !== state.version || state.compared.size) await draw(ticket, facts);
+    const read = facts.reading ? `reading: ${facts.ranks} of ${facts.of_ranks} ranks` : "";
+    const fresh = facts.version !== state.version || state.compared.size;
+    const waits = read && Date.now() - state.drawn < LIST_MILLISECONDS; // or drawing would slow the reading down
+    if (state.stale || (fresh && !waits)) await draw(ticket, facts);
     if (ticket !== state.asked) return;
-    const read = facts.ranks < facts.of_ranks ? `reading: ${facts.ranks} of ${facts.of_ranks} ranks` : "";
     by("live").textContent = !data.live ? "" : read || (facts.state === "running" ? "live" : facts.state);
     document.body.dataset.ready = `${state.run} ${state.first} ${state.last ?? ""} ${facts.steps}`;
   } catch (error) {
@@ -106,7 +108,7 @@ async function draw(ticket, facts) {
     data.spans(state.run, range()),
   ]);
   if (ticket !== state.asked) return;
-  Object.assign(state, { version: facts.version, stale: false });
+  Object.assign(state, { version: facts.version, stale: false, drawn: Date.now() });
   charts.show(sets, facts.marks);
   showPhases(cells.phases);
   heat.show(cells);
