@@ -25,7 +25,6 @@ degrees = st.integers(1, 64)
         ep=degrees,
         zero=st.sampled_from([1, 2, 3]),
         micro_batch=st.none() | degrees,
-        offload_percent=st.integers(1, 100),
         exact=st.sampled_from([0, 1, 2, 8, 64]),
         **{name: st.sampled_from(known) for name, known in CHOICES.items()},
     )
@@ -54,6 +53,7 @@ def test_the_text_form_is_short() -> None:
         ("micro_batch=-1", "whole number from 1"),
         ("offload_percent=0", "whole number from 1"),
         ("offload_percent=101", "more than all"),
+        ("offload_percent=50", "Add offload=optimizer or offload=params"),
         ("exact=12", "no power of two"),
         ("exact=-8", "no power of two"),
     ],
@@ -130,7 +130,8 @@ def test_what_ranks_sum_together_is_a_node_of_one_tree(dp: int, fsdp: int, zero:
 def test_settings_without_effect_are_said() -> None:
     assert "no effect" in Layout(dp=2, zero=1).notes("cpu")[0]
     assert "offload" in Layout(offload="optimizer").notes("cpu")[0]
-    assert "no effect at offload=none" in Layout(offload_percent=50).notes("cuda")[0]
+    text = "offload=params,offload_percent=50"
+    assert str(Layout.parse(text)) == text
     assert not Layout(fsdp=2, zero=1).notes("cuda")
 
 

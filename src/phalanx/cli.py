@@ -7,7 +7,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any
@@ -280,9 +280,14 @@ def why(
     from phalanx.launch.standing import alive, run_at
     from phalanx.watch.why import why
 
+    found, live = run_at(run), alive(run_at(run))
     if stacks:
-        asking.ask(run_at(run))
-    verdict = why(run_at(run), stacks, alive(run_at(run)))
+        asking.ask(found)
+    verdict = why(found, stacks, live)
+    if verdict.kind in ("stuck", "deadlock") and live and not stacks:
+        with suppress(CannotHere):  # they run on another host
+            asking.ask(found)
+            verdict = why(found, stacks, live)
     print(verdict.to_json() if json else verdict)
     raise SystemExit(verdict.exit_code)
 

@@ -233,6 +233,17 @@ def read(run: Run, generation: int) -> dict[int, Flight]:
     return found
 
 
+def note_stop(run: Run, generation: int) -> None:
+    """Somebody asked it to end: also where ranks had no time left to say so."""
+    with suppress(OSError):  # a full disk: the screen has said it
+        folder(run, generation).mkdir(parents=True, exist_ok=True)
+        (folder(run, generation) / "stopped").touch()
+
+
+def was_stopped(run: Run, generation: int) -> bool:
+    return (folder(run, generation) / "stopped").exists()
+
+
 def generations(run: Run) -> Sequence[int]:
     """Those of which there is a record, the newest last."""
     paths = (run.path / "flight").glob("generation-[0-9]*")

@@ -65,7 +65,10 @@ class Layout:
             if value is None and name == "micro_batch":
                 continue
             if type(value) is not int or value < 1:
-                raise WrongUse(f"{name}={value} in a layout is not a whole number from 1 up. Give one, e.g. {name}=2.")
+                usual = 50 if name == "offload_percent" else 2
+                raise WrongUse(
+                    f"{name}={value} in a layout is not a whole number from 1 up. Give one, e.g. {name}={usual}."
+                )
         if type(self.exact) is not int or self.exact < 0 or self.exact & (self.exact - 1):
             raise WrongUse(
                 f"exact={self.exact} in a layout is no power of two, and sums are made in pairs. Give one, e.g. "
@@ -75,6 +78,11 @@ class Layout:
             raise WrongUse(f"zero={self.zero} is not a ZeRO stage. Choose zero=1, zero=2 or zero=3.")
         if self.offload_percent > 100:
             raise WrongUse(f"offload_percent={self.offload_percent} is more than all. Choose from 1 to 100.")
+        if self.offload == "none" and self.offload_percent != 100:
+            raise WrongUse(
+                f"offload_percent={self.offload_percent} says how much, and not what. Add offload=optimizer or "
+                "offload=params, or leave it out."
+            )
         for name, known in CHOICES.items():
             value = getattr(self, name)
             if value not in known:
@@ -179,8 +187,6 @@ class Layout:
                 f"exact={self.exact} computes on 1 thread, or OMP_NUM_THREADS, at any number of ranks, and takes plain "
                 "kernels where the optimizer asks for fused ones"
             )
-        if self.offload == "none" and self.offload_percent != Layout.offload_percent:
-            notes.append(f"offload_percent={self.offload_percent} has no effect at offload=none")
         if self.offload != "none" and device == "cpu":
             notes.append(f"offload={self.offload} saves nothing on a CPU: its memory is the host's already")
         return notes

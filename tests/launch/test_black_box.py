@@ -112,3 +112,15 @@ def test_records_of_old_generations_are_let_go(tmp_path: Path) -> None:
     with black_box.BlackBox(run, 1, new_memory) as box:
         box.begin(9, 0, 1)
     assert list(flight.generations(run)) == [6, 7, 8]
+
+
+def test_a_stop_that_ranks_had_no_time_to_note_is_noted(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    with black_box.BlackBox(run, 1, new_memory) as box:
+        box.begin(3, 0, 1)
+        box.over((), 5)
+        assert not flight.was_stopped(run, 3)
+        box.over((), 5, asked=True)
+    assert flight.was_stopped(run, 3)
+    assert list(flight.generations(run)) == [3]
+    assert flight.read(run, 3) == {}

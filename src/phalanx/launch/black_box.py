@@ -97,13 +97,15 @@ class BlackBox:
 
         _begun(write).join(LAST_SECONDS)
 
-    def over(self, failures: Sequence[Failure], steps: int) -> None:
-        """The generation has ended; in what way, the first failure first."""
+    def over(self, failures: Sequence[Failure], steps: int, asked: bool = False) -> None:
+        """The generation has ended; in what way, the first failure first. ``asked``: somebody wanted it to."""
         if self._thread is None:
             _begun(self._save, self.generation, self.first).join(LAST_SECONDS)
         self._end()
         if failures:
             _begun(self._account, failures, steps).join(LAST_SECONDS)
+        if asked:
+            _begun(flight.note_stop, self.run, self.generation).join(LAST_SECONDS)
 
     def _account(self, failures: Sequence[Failure], steps: int) -> None:
         for failure in failures:

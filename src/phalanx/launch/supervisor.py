@@ -31,6 +31,7 @@ from phalanx.launch.shared import Shared
 from phalanx.launch.stopping import ENDING, GRACE, Stop, handled
 from phalanx.redact import redact
 from phalanx.run import FolderHeld, Run
+from phalanx.words import many
 
 FRUITLESS = 3
 """So many generations may fail in a row without a step more than before."""
@@ -139,7 +140,7 @@ class Supervisor:
             outcome = run_ranks(partial(program, host), *given) if world.ranks else self._stand_by()
             failures = [self._drilled(failure, world) for failure in outcome.failures or ()]
             outcome.failures = [self._filed(failure, generation) for failure in failures] or None
-            self.black_box.over(outcome.failures or (), self.heartbeats.steps())
+            self.black_box.over(outcome.failures or (), self.heartbeats.steps(), bool(outcome.interrupted))
             if self._over(outcome, generation, host.stopping):
                 return outcome
             self.recoveries += 1
@@ -327,7 +328,8 @@ class Supervisor:
                 self._say(f"   stop  {who}; it was the same the time before, after the same step")
                 return False
         if self.fruitless >= self.restarts:
-            self._say(f"   stop  {who}; {self.fruitless} generations in a row ended before step {self.reached + 1}")
+            ended = f"{many(self.fruitless, 'generation')} in a row ended before step {self.reached + 1}"
+            self._say(f"   stop  {who}; {ended}")
             return False
         self._say(f"  again  {who}; {self.reached} steps were done, starting again")
         return True

@@ -100,6 +100,8 @@ class Evidence:
     """Of this generation, the one that came first before all others; each with its ``host`` and ``steps`` done."""
     earlier: list[dict[str, Any]] = field(default_factory=list)
     """The first failure of each generation before."""
+    cut_short: bool = False
+    """It was asked to stop, and ranks were ended before they had saved."""
 
     @classmethod
     def of(cls, run: Run, live: str | None = None) -> Evidence:
@@ -109,10 +111,11 @@ class Evidence:
         accounts = list(_accounts(run))
         return cls(
             run, generation, holder(run.path) if live is None else live, run.certified_steps() is not None,
-            ended[-1:] == ["stopped"],
+            ended[-1:] == ["stopped"] or flight.was_stopped(run, generation),
             flight.read(run, generation), dict(_stacks(run, generation)),
             _ordered([each for each in accounts if each["generation"] == generation]),
             [_ordered([each])[0] for each in accounts if each["generation"] < generation],
+            cut_short=ended[-1:] == ["start"] and flight.was_stopped(run, generation),
         )  # fmt: skip
 
     def before(self) -> Evidence | None:

@@ -103,11 +103,7 @@ def _silent(evidence: Evidence) -> Diagnosis:
     """Nobody runs it, and nobody said why."""
     flights = evidence.flights.values()
     steps = max(evidence.run.ledger(), default=-1) + 1
-    told = [
-        f"rank {each.rank} on {each.host} was in {each.phase}, in step {each.step + 1}, "
-        f"at {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(each.saved / 1e9))}"
-        for each in list(flights)[:SHOWN]
-    ]
+    told = _last_seen(evidence)
     host = next((each.host for each in flights), "")
     return Diagnosis(
         False, f"died: its supervisor{f' on {host}' if host else ''} ended without a word, after "
@@ -117,13 +113,23 @@ def _silent(evidence: Evidence) -> Diagnosis:
     )  # fmt: skip
 
 
+def _last_seen(evidence: Evidence) -> list[str]:
+    return [
+        f"rank {each.rank} on {each.host} was in {each.phase}, in step {each.step + 1}, "
+        f"at {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(each.saved / 1e9))}"
+        for each in list(evidence.flights.values())[:SHOWN]
+    ]
+
+
 def _nothing(evidence: Evidence) -> Diagnosis:
     steps = max(evidence.run.ledger(), default=-1) + 1
     state = "done" if evidence.done else "it was asked to stop" if evidence.stopped else "it runs"
+    if evidence.cut_short:
+        state += ", and ended when its time to save was over"
     if not evidence.generation:
         state = "no rank of it has started yet"
     lines = timelines(evidence)
-    told = [usual_step(lines)] if lines else []
+    told = _last_seen(evidence) if evidence.cut_short else [usual_step(lines)] if lines else []
     for rank in still_for_long(evidence) if evidence.live else ():
         flight = evidence.flights[rank]
         told.append(

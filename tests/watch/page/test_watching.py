@@ -59,6 +59,7 @@ def test_what_is_refused_is_one_clear_line(tmp_path: Path) -> None:
     for words, code, said in (
         (["watch", "nowhere"], 2, "nowhere is not there"),
         (["watch", "--host", "0.0.0.0"], 2, "Give a --token"),
+        (["watch", "--token", ""], 2, "is empty"),
         (["report", "runs"], 2, "is no run's folder"),
     ):
         done = phalanx(*words, cwd=tmp_path)

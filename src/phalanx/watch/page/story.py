@@ -25,6 +25,8 @@ MARKED = {
     "corrupted": "ranks disagreed", "damaged": "a checkpoint was damaged", "left out": "left out",
 }  # fmt: skip
 """Events that charts have a mark for, with what it says."""
+FROM_ZERO = ("bad", "left out")
+"""Events that name a step as it is counted from 0; others say how many were done."""
 RECENT_SECONDS = 60.0
 """A run that noted something so lately goes on, whoever holds its folder."""
 
@@ -81,7 +83,8 @@ def marks(table: RunTable) -> list[dict[str, Any]]:
             words = ": ".join(filter(None, [MARKED[kind], str(event.get("reason") or event.get("failed") or "")]))
         else:
             continue
-        own = {"step": _step_at(table, event) if step is None else int(step), "kind": kind, "words": words}
+        at = _step_at(table, event) if step is None else int(step) + (kind in FROM_ZERO)
+        own = {"step": at, "kind": kind, "words": words}
         found.setdefault(kind, []).append(own | {"rank": event["rank"], "time": event.get("time")})
     return [mark for own in found.values() for mark in own[-MOST_MARKS:]]
 

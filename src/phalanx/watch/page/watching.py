@@ -22,10 +22,15 @@ def watch(
     run: Annotated[Path, typer.Argument(help="a run's folder, or one that has several")] = Path("runs"),
     port: Annotated[int, typer.Option(help="where the page is; 0: any port that is free")] = PORT,
     host: Annotated[str, typer.Option(help="an address of this machine; beyond itself only with --token")] = HOST,
-    token: Annotated[str, typer.Option(envvar="PHALANX_TOKEN", help="what whoever opens the page must know")] = "",
+    token: Annotated[
+        str | None, typer.Option(envvar="PHALANX_TOKEN", help="what whoever opens the page must know")
+    ] = None,
 ) -> None:
     """Show a run live in a browser, or several side by side: what it learns, and where each rank's time goes."""
     from phalanx.watch.page.server import RunPages, serve
+
+    if token == "":
+        raise WrongUse("--token, or PHALANX_TOKEN, is empty. Give one of 8 letters or more, or leave it out.")
 
     def end(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
@@ -33,7 +38,7 @@ def watch(
     before = {number: signal.signal(number, end) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         pages = RunPages(runs_of(run))
-        with serve(pages, host, port, token) as server:
+        with serve(pages, host, port, token or "") as server:
             named, key = f"[{host}]" if ":" in host else host, f"?token={token}" if token else ""
             place = f"http://{named}:{server.server_address[1]}/{key}"
             say(f"  watch  {run} at {place}  (Ctrl-C ends this; the run goes on)")
