@@ -280,7 +280,8 @@ def why(
     from phalanx.launch.standing import alive, run_at
     from phalanx.watch.why import why
 
-    found, live = run_at(run), alive(run_at(run))
+    found = run_at(run)
+    live = alive(found)
     if stacks:
         asking.ask(found)
     verdict = why(found, stacks, live)

@@ -41,8 +41,6 @@ RECORD = struct.Struct("<4q2I4H4B4I4xq")
 place, place in the user's code, nothing; kind, dtype, phase, flags; shape; its number, which is written last."""
 BYTES = RECORDS_AT + RECORDS * RECORD.size
 LAUNCHED, ARRIVED, WAITING, LEFT = (8 * column for column in range(4))
-SEQUENCE, FLAGS = 32, 51
-"""Where in a record these are."""
 ON_GPU = 1
 """Among its flags; the others are how many dims its shape has, times two."""
 
@@ -70,6 +68,8 @@ COLUMNS = np.dtype(
         ("dtype", "u1"), ("phase", "u1"), ("flags", "u1"), ("shape", "<u4", (4,)), ("_", "V4"), ("number", "<i8"),
     ]
 )  # fmt: skip
+SEQUENCE, FLAGS = (COLUMNS.fields[name][1] for name in ("sequence", "flags"))  # type: ignore[index]
+"""Where in a record these are."""
 OVERWRITTEN = 8
 """So many of the oldest records may be overwritten while memory is copied, and are left out."""
 
@@ -152,7 +152,7 @@ class Flight:
         if len(memory) != BYTES or not memory.startswith(MAGIC):
             raise ValueError("this is no flight record")
         _, rank, world, generation, pid, supervisor, host, thread = HEADER.unpack_from(memory)
-        now = struct.unpack_from("<5q", memory, NOW_AT)
+        now = struct.unpack_from("<4q", memory, NOW_AT)
         rows = list(_groups(memory))
         sites = [_text(memory[at : at + SITE_BYTES]) for at in range(SITES_AT, RECORDS_AT, SITE_BYTES)]
         records = np.frombuffer(memory, COLUMNS, RECORDS, RECORDS_AT)
@@ -207,9 +207,9 @@ def _text(letters: bytes) -> str:
     return letters.partition(b"\0")[0].decode(errors="replace")
 
 
-def folder(run: Run, generation: int) -> Path:
-    """Where the records of a generation lie."""
-    return run.path / "flight" / f"generation-{generation:05d}"
+def folder(run: Run, generation: int, what: str = "flight") -> Path:
+    """Where the records of a generation lie, or its ``stacks``."""
+    return run.path / what / f"generation-{generation:05d}"
 
 
 def save(run: Run, generation: int, rank: int, memory: bytes | bytearray) -> None:

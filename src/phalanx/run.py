@@ -19,7 +19,7 @@ import socket
 import stat
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
@@ -130,13 +130,7 @@ class Run:
 
     def ledger(self, rank: int = 0) -> dict[int, dict[str, Any]]:
         """The steps that led to where the run stands; one that was done again counts as it was last done."""
-        done: dict[int, dict[str, Any]] = {}
-        for event in self.events(rank):
-            if event["kind"] in ("start", "rollback"):
-                done = {step: known for step, known in done.items() if step < event.get("step", 0)}
-            elif event["kind"] in ("step", "left out") and "samples" in event:  # else it is a rank's own part of one
-                done[event["step"]] = event
-        return done
+        return counted(self.events(rank))
 
     def last_step(self) -> dict[str, Any] | None:
         """The newest step of rank 0's events, looked for at their end alone."""
@@ -187,6 +181,17 @@ class Run:
                 if line.startswith(begins) and line.endswith("\n"):
                     with suppress(ValueError):  # cut by a full disk
                         yield json.loads(line)
+
+
+def counted(events: Iterable[dict[str, Any]]) -> dict[int, dict[str, Any]]:
+    """Of a rank's events in order, the steps that count (`Run.ledger`)."""
+    done: dict[int, dict[str, Any]] = {}
+    for event in events:
+        if event["kind"] in ("start", "rollback"):
+            done = {step: known for step, known in done.items() if step < event.get("step", 0)}
+        elif event["kind"] in ("step", "left out") and "samples" in event:  # else it is a rank's own part of one
+            done[event["step"]] = event
+    return done
 
 
 class FolderHeld(WrongUse):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import resource
 import statistics
 import sys
 import time
@@ -12,6 +11,7 @@ import torch
 
 from phalanx.bench.contenders import CONTENDERS, Setting, Step
 from phalanx.bench.shape import Shape
+from phalanx.watch.screen import memory_bytes
 
 WARM, ROUNDS = 4, 3
 EACH = {"cuda": 6, "cpu": 2}
@@ -29,7 +29,7 @@ def measured(step: Step, setting: Setting) -> dict[str, float]:
     return {
         "tokens_per_s": setting.shape.tokens / median,
         "ms": median * 1e3,
-        "gib": _peak(setting.device) / 2**30,
+        "gib": memory_bytes(torch.device(setting.device)) / 2**30,
         "first_step_s": seconds,
     }
 
@@ -42,13 +42,6 @@ def _seconds(step: Step, count: int, device: str) -> float:
     if device == "cuda":
         torch.cuda.synchronize()
     return (time.perf_counter() - begun) / count
-
-
-def _peak(device: str) -> float:
-    """Bytes: of the GPU, or all that this process had."""
-    if device == "cuda":
-        return torch.cuda.max_memory_allocated()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def main() -> None:

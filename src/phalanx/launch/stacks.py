@@ -25,9 +25,9 @@ from phalanx.launch.heartbeats import family, state_of
 from phalanx.redact import redact
 from phalanx.run import Run, holder
 
-SIGNAL = signal.SIGRTMIN + 7
+SIGNAL = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2
 """Asks a rank for its stacks, and a supervisor for those of all its ranks. Schedulers and JVMs have uses of their own
-for SIGUSR1 and 2; of the real-time signals, nobody is known to use this one."""
+for SIGUSR1 and 2; of the real-time signals, which Linux has, nobody is known to use this one."""
 ANSWER_SECONDS, QUIET_SECONDS = 1.0, 0.05
 """How long an answer is waited for, and after what silence it is whole."""
 ALL_SECONDS = 10.0
@@ -110,7 +110,7 @@ def _native(pid: int) -> str:
 
 
 def folder(run: Run, generation: int) -> Path:
-    return run.path / "stacks" / f"generation-{generation:05d}"
+    return flight.folder(run, generation, "stacks")
 
 
 def asked(pids: Mapping[int, int], memories: Mapping[int, int]) -> dict[int, str]:

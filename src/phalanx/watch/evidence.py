@@ -176,6 +176,6 @@ def _ordered(accounts: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _stacks(run: Run, generation: int) -> Iterator[tuple[int, RankStacks]]:
-    for path in sorted((run.path / "stacks" / f"generation-{generation:05d}").glob("rank-*.txt")):
+    for path in sorted(flight.folder(run, generation, "stacks").glob("rank-*.txt")):
         with suppress(OSError, ValueError):
             yield int(path.stem[5:]), RankStacks(path.read_text())

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from phalanx.run import Run
+from phalanx.run import Run, counted
 from phalanx.words import in_time
 
 TRAINED = "steps that count"
@@ -47,25 +47,25 @@ class Goodput:
 
 def goodput(run: Run) -> Goodput | None:
     """By rank 0's events; None: there is no step yet."""
-    steps = [event for event in run.ledger().values() if event["kind"] == "step" and not event.get("skipped")]
-    if not steps:
+    events = list(run.events(0))
+    trained = {id(event) for event in counted(events).values() if event["kind"] == "step" and not event.get("skipped")}
+    if not trained:
         return None
-    counted, events = {(event["step"], event["time"]) for event in steps}, list(run.events(0))
     found = Goodput()
-    for name, seconds in _spans(events, counted):
+    for name, seconds in _spans(events, trained):
         found.parts[name] = found.parts.get(name, 0.0) + max(0.0, seconds)
     return found
 
 
-def _spans(events: list[dict[str, Any]], counted: set[tuple[int, float]]) -> Iterator[tuple[str, float]]:
-    """One after another, without gaps."""
+def _spans(events: list[dict[str, Any]], trained: set[int]) -> Iterator[tuple[str, float]]:
+    """One after another, without gaps; ``trained``: the ids of events whose steps count."""
     until, gap = events[0]["time"], STARTING
     for event in events:
         kind, now = event["kind"], event["time"]
         if kind == "step":
             took = min(sum(event.get("seconds", {}).values()), now - until)
             yield gap, now - until - took
-            yield TRAINED if (event["step"], now) in counted else AGAIN, took
+            yield TRAINED if id(event) in trained else AGAIN, took
             until, gap = now, BETWEEN
         elif kind in ("failure", "stopped", "end"):
             yield gap, now - until

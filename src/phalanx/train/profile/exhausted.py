@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
-import resource
 import socket
-import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -21,6 +19,7 @@ from phalanx.run import Run
 from phalanx.torch_errors import About, is_about
 from phalanx.train.memory import fullest
 from phalanx.trees import leaves
+from phalanx.watch.screen import memory_bytes
 from phalanx.words import columns, in_bytes
 
 if TYPE_CHECKING:
@@ -111,7 +110,7 @@ def _resident() -> int:
     """What this process holds of the host's memory."""
     with suppress(OSError, ValueError, IndexError):
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return memory_bytes(torch.device("cpu"))
 
 
 def _largest(engine: Engine | None) -> list[list[str]]:

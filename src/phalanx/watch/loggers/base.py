@@ -170,19 +170,18 @@ class Logger(Callback):
     def close(self) -> None:
         """End, if it has begun."""
         if self._begun:
-            self._or_leave(self.end, self._finished)
             self._begun = False
+            self._or_leave(self.end, self._finished)
 
     def _or_leave(self, do: Callable[..., None], *given: Any) -> None:
         """Training goes on where a log cannot be written, and that is said once."""
         try:
             do(*given)
         except Exception as error:
-            if self._begun and do != self.end:
+            if self._begun:
                 self._begun = False
                 with suppress(Exception):  # what it has open, and runs, is let go
                     self.end(False)
-            self._begun = False
             told = f"{type(error).__name__}: {error}".splitlines()[0]
             say(f"   note  {self.title} cannot be written to any more ({told}); going on without", streams.stderr())
 

@@ -1,5 +1,5 @@
 // A map of ranks by steps: the brighter a cell, the longer its longest step took.
-import { make, number, replace, seconds, table, twin } from "./words.js";
+import { number, picture, seconds, table } from "./words.js";
 import { isDark } from "./theme.js";
 
 const LIGHT = [[243, 241, 237], [158, 193, 217], [47, 111, 171], [24, 42, 82]];
@@ -19,12 +19,7 @@ export class HeatMap {
   #drag = null;
 
   constructor(place, scale, tables, zoomed) {
-    Object.assign(this, { scale, zoomed });
-    this.canvas = make("canvas", { tabindex: "0", role: "img" });
-    this.tip = make("div", { class: "tip", role: "status" });
-    this.twin = twin("As a table", () => this.#table());
-    replace(place, this.canvas, this.tip);
-    replace(tables, this.twin);
+    Object.assign(this, { scale, zoomed }, picture(place, tables, () => this.#table()));
     this.canvas.addEventListener("pointermove", (event) => this.#point(event));
     this.canvas.addEventListener("pointerleave", () => this.#told(null));
     this.canvas.addEventListener("pointerdown", (event) => { this.#drag = this.#at(event); });

@@ -1,17 +1,12 @@
 // The time line: what each rank did when, phase by phase, in a few steps.
-import { make, number, phaseColour, replace, seconds, table, twin } from "./words.js";
+import { make, number, phaseColour, picture, replace, seconds, table } from "./words.js";
 import { colour } from "./theme.js";
 
 const LEFT = 44;
 
 export class TimeLine {
   constructor(place, note, legend, tables) {
-    Object.assign(this, { note, legend });
-    this.canvas = make("canvas", { tabindex: "0", role: "img" });
-    this.tip = make("div", { class: "tip", role: "status" });
-    this.twin = twin("As a table", () => this.#table());
-    replace(place, this.canvas, this.tip);
-    replace(tables, this.twin);
+    Object.assign(this, { note, legend }, picture(place, tables, () => this.#table()));
     this.canvas.addEventListener("pointermove", (event) => this.#point(event));
     this.canvas.addEventListener("pointerleave", () => { this.tip.textContent = ""; });
   }

@@ -83,6 +83,16 @@ export function twin(title, build) {
   return details;
 }
 
+// A picture that says in words what the pointer is at, and has a table for whoever does not see it.
+export function picture(place, tables, build) {
+  const canvas = make("canvas", { tabindex: "0", role: "img" });
+  const tip = make("div", { class: "tip", role: "status" });
+  const table = twin("As a table", build);
+  replace(place, canvas, tip);
+  replace(tables, table);
+  return { canvas, tip, twin: table };
+}
+
 export function replace(place, ...children) {
   place.replaceChildren(...children);
 }
