@@ -15,9 +15,11 @@ import pytest
 from phalanx import Run, cli
 from phalanx.launch import heartbeats
 from phalanx.launch.forkserver import Forked
+from phalanx.watch.why import why
 from tests.forking import fork
 from tests.nccl import as_host
 from tests.test_recovery import TASK, ended, ranks_of, same, until_step
+from tests.watch import faults
 
 DEVICE, HOSTS = "cuda", "abcd"
 Calm = Callable[[str], Run]
@@ -121,3 +123,30 @@ def test_a_rank_that_hangs_is_named_and_replaced_to_the_bit(folder: Path, calm: 
     assert words in (folder / "out of b").read_text(), said(folder)
     stuck = [event["reason"] for rank in range(len(HOSTS)) for event in run.events(rank, "failure") if event["stuck"]]
     assert len(stuck) == 1, said(folder)  # nobody else is blamed
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("fault", "kind", "rank", "place"),
+    [
+        ("asleep in the data", "stuck", 1, True),
+        ("a collective of one rank", "desynchronised", 1, True),
+        ("another shape", "desynchronised", 2, True),
+        ("two axes", "deadlock", None, False),
+        ("slow rank", "slow", 1, False),
+    ],
+)
+def test_why_is_told_over_nccl(tmp_path: Path, fault: str, kind: str, rank: int | None, place: bool) -> None:
+    """Collectives are launched by the host and wait on the device: who is not there is known all the same."""
+    task = faults.TASK
+    for size in ("5", "5 + engine.rank // 2", "70000"):
+        task = task.replace(f"torch.ones({size})", f"torch.ones({size}, device=engine.device)")
+    (tmp_path / "planted.py").write_text(task)
+    settings = "--set", f"fault={fault}", "--set", "steps=40", "--restarts", "0", "--timeout", "30"
+    hosts = started(tmp_path, "run", "dp=2,fsdp=2", *settings, task="planted.py:Planted")
+    codes = [ended(process) for process in hosts.values()]
+    found = why(Run(tmp_path / "run"))
+    told = f"{found}\n{codes}\n{said(tmp_path)}"
+    assert (found.kind, found.rank) == (kind, rank), told
+    if place:
+        assert found.place.endswith(faults.line(fault)), told

@@ -29,7 +29,12 @@ def test_kernels_that_do_not_work_are_not_used() -> None:
 def test_ranks_agree_on_every_kernel_that_a_run_has() -> None:
     program = "import phalanx.train.engine; from phalanx.kernels import choice; print([k.name for k in choice.KERNELS])"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert sorted(ast.literal_eval(done.stdout)) == ["Adam's update", "the cross-entropy", "transposing 8 bits"]
+    assert sorted(ast.literal_eval(done.stdout)) == [
+        "Adam's update",
+        "FlashAttention 4",
+        "the cross-entropy",
+        "transposing 8 bits",
+    ]
 
 
 def test_a_device_is_tried_once() -> None:

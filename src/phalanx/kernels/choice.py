@@ -21,15 +21,15 @@ KERNELS: list[Kernel] = []
 class Kernel:
     """One or several that are used together."""
 
-    def __init__(self, name: str, trial: Callable[[torch.device], bool]) -> None:
-        """``trial``: whether it gives on a device what its twin gives, a few numbers each."""
-        self.name, self.trial = name, trial
+    def __init__(self, name: str, trial: Callable[[torch.device], bool], package: str = "triton") -> None:
+        """``trial``: whether it gives on a device what its twin gives, a few numbers each. ``package``: of which."""
+        self.name, self.trial, self.package = name, trial, package
         self._works: dict[torch.device, bool] = {}
 
     @classmethod
-    def declared(cls, name: str, trial: Callable[[torch.device], bool]) -> Kernel:
+    def declared(cls, name: str, trial: Callable[[torch.device], bool], package: str = "triton") -> Kernel:
         """One that ranks agree on: used by all of them, or by none."""
-        KERNELS.append(cls(name, trial))
+        KERNELS.append(cls(name, trial, package))
         return KERNELS[-1]
 
     def used(self, tensor: Tensor) -> bool:
@@ -49,7 +49,7 @@ class Kernel:
         self._works[device] = works
 
     def _tried(self, device: torch.device) -> bool:
-        if importlib.util.find_spec("triton") is None:  # it comes with torch's builds for GPUs
+        if not _is_installed(self.package):  # triton comes with torch's builds for GPUs
             return False
         try:
             works, reason = self.trial(device), "it does not find what its plain twin does"
@@ -59,3 +59,10 @@ class Kernel:
         if not works:
             warnings.warn(f"the kernel of {self.name} is not used on {device}: {reason}", stacklevel=4)
         return works
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ModuleNotFoundError:  # what it would be a part of is not there either
+        return False

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from phalanx import counter
 from phalanx.data.fingerprint import digest
 from phalanx.errors import WrongUse
+from phalanx.kernels import flash_attention
 from phalanx.kernels.choice import KERNELS, Kernel
 from phalanx.parallel.communication.communicator import Communicator
 from phalanx.settings import plain_settings
@@ -36,6 +37,7 @@ ADVICE = {
 def agree_on_kernels(engine: Engine) -> None:
     """One that does not work on a rank is used on none: they would compute in other chunks, and to other bits."""
     settle(KERNELS, engine.device, engine.mesh.world)
+    flash_attention.stand_in(engine.device)
 
 
 def settle(kernels: Sequence[Kernel], device: torch.device, world: Communicator) -> None:

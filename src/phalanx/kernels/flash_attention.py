@@ -1,0 +1,146 @@
+"""Attention by FlashAttention 4 where torch would take cuDNN's kernel or its own: for whoever has the package.
+
+It stands in the dispatcher, below ``scaled_dot_product_attention``: models, compiled or not, recomputation and counts
+of FLOPs see the operations they know. What it is not made for, or does no faster, goes to the kernel that torch has.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from phalanx.kernels.choice import Kernel
+
+PACKAGE = "flash_attn.cute.interface"
+SHORTEST = {64: 1024, 128: 4096}
+"""By width of a head, the shortest sequences that it attends to faster (benchmarks/RESULTS.md)."""
+GENERATIONS = (9, 10)
+"""Of NVIDIA's devices, by the first number of their compute capability: Hopper and Blackwell."""
+FORWARD = ("_scaled_dot_product_cudnn_attention", "_scaled_dot_product_flash_attention")
+
+
+def suits(query: Tensor, key: Tensor, value: Tensor, dropout_p: float, is_causal: bool, bias: Tensor | None) -> bool:
+    """Whether it computes this, and faster. Asked forward and backward, of the same tensors."""
+    length, width = query.shape[2:]
+    return (
+        bias is None
+        and not dropout_p
+        and query.dtype in (torch.bfloat16, torch.float16)
+        and width in SHORTEST
+        and value.shape[3] == width
+        and min(length, key.shape[2]) >= SHORTEST[width]
+        and (key.shape[2] == length or not is_causal)  # torch counts a causal mask from the first key, it from the last
+        and not torch.are_deterministic_algorithms_enabled()  # its sums of queries' gradients come in any order
+        and flash_attention.works(query.device)
+    )
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float | None) -> tuple[Tensor, Tensor]:
+    """Values of ``[batch, heads, time, width]``, laid out as queries are, and the logarithms of the softmax's sums."""
+    out = torch.empty_like(query)
+    sums = _package()._flash_attn_fwd(
+        *(x.transpose(1, 2) for x in (query, key, value)), causal=is_causal, softmax_scale=scale, return_lse=True,
+        out=out.transpose(1, 2),
+    )[1]  # fmt: skip
+    return out, sums
+
+
+def attend_backward(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, sums: Tensor, is_causal: bool,
+    scale: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of queries, keys and values, laid out as these are."""
+    grads = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+    dq, dk, dv = (x.transpose(1, 2) for x in grads)
+    _package()._flash_attn_bwd(
+        *(x.transpose(1, 2) for x in (query, key, value, out, grad)), sums, softmax_scale=scale, causal=is_causal,
+        dq=dq, dk=dk, dv=dv,
+    )  # fmt: skip
+    return grads
+
+
+@cache
+def _package() -> Any:
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")  # compiled kernels are kept between runs
+    return importlib.import_module(PACKAGE)
+
+
+@cache
+def _installed() -> torch.library.Library:
+    """Put before torch's kernels, for as long as the process lives."""
+    library = torch.library.Library("aten", "IMPL", "CUDA")
+    for name in FORWARD:
+        for of, made in ((name, _forward), (f"{name}_backward", _backward)):
+            before = torch.library.get_kernel(f"aten::{of}", "CUDA")
+            library.impl(of, made(name, before.call_boxed), "CUDA", with_keyset=True)
+    return library
+
+
+def _forward(name: str, before: Callable[..., Any]) -> Callable[..., Any]:
+    with_bias = "cudnn" in name
+
+    def forward(keys: Any, query: Tensor, key: Tensor, value: Tensor, *more: Any, scale: float | None = None) -> Any:
+        given = list(more)
+        bias = given.pop(0) if with_bias else None
+        if with_bias:
+            given.pop(0)  # whether the sums are wanted
+        dropout_p, is_causal, debug = (*given, *(0.0, False, False)[len(given) :])
+        if debug or not suits(query, key, value, dropout_p, is_causal, bias):
+            return before(keys, query, key, value, *more, scale=scale)
+        out, sums = attend(query, key, value, is_causal, scale)
+        drawn = torch.empty((), dtype=torch.long, device=query.device)  # nothing is: the draws of a dropout
+        lengths = None, None, query.shape[2], key.shape[2]
+        return out, sums.unsqueeze(-1) if with_bias else sums, *lengths, drawn, drawn, out.new_empty(0)
+
+    return forward
+
+
+def _backward(name: str, before: Callable[..., Any]) -> Callable[..., Any]:
+    with_bias = "cudnn" in name
+
+    def backward(
+        keys: Any, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, sums: Tensor, *more: Any,
+        scale: float | None = None,
+    ) -> Any:  # fmt: skip
+        bias = more[2] if with_bias else None
+        dropout_p, is_causal = more[7:9] if with_bias else more[4:6]
+        if not suits(query, key, value, dropout_p, is_causal, bias):
+            return before(keys, grad, query, key, value, out, sums, *more, scale=scale)
+        return attend_backward(grad, query, key, value, out, sums.flatten(2), is_causal, scale)
+
+    return backward
+
+
+def _tried(device: torch.device) -> bool:
+    """Held against torch's plain attention in float32, as close as torch's own kernel is held."""
+    if torch.cuda.get_device_capability(device)[0] not in GENERATIONS:
+        return False
+    generator = torch.Generator(device).manual_seed(0)
+    q, k, v, grad = (
+        torch.randn(1, heads, SHORTEST[64], 64, generator=generator, device=device, dtype=torch.bfloat16)
+        for heads in (4, 2, 2, 4)
+    )
+    out, sums = attend(q, k, v, True, None)
+    found = out, *attend_backward(grad, q, k, v, out, sums, True, None)
+    with sdpa_kernel(SDPBackend.MATH), torch.enable_grad():
+        wide = [x.float().requires_grad_() for x in (q, k, v)]
+        right = F.scaled_dot_product_attention(*wide, is_causal=True, enable_gqa=True)
+        expected = right, *torch.autograd.grad(right, wide, grad.float())
+    return all((a.float() - b).norm() < 1e-2 * b.norm() for a, b in zip(found, expected, strict=True))
+
+
+flash_attention = Kernel.declared("FlashAttention 4", _tried, PACKAGE)
+
+
+def stand_in(device: torch.device) -> None:
+    """Have it used from here on, where it works and runs need not repeat their bits."""
+    if device.type == "cuda" and not torch.are_deterministic_algorithms_enabled() and flash_attention.works(device):
+        _installed()
