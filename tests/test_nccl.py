@@ -131,18 +131,18 @@ def test_a_rank_that_hangs_is_named_and_replaced_to_the_bit(folder: Path, calm: 
     [
         ("asleep in the data", "stuck", 1, True),
         ("a collective of one rank", "desynchronised", 1, True),
-        ("another shape", "desynchronised", 2, True),
+        ("another shape", "desynchronised", None, False),
         ("two axes", "deadlock", None, False),
         ("slow rank", "slow", 1, False),
     ],
 )
 def test_why_is_told_over_nccl(tmp_path: Path, fault: str, kind: str, rank: int | None, place: bool) -> None:
     """Collectives are launched by the host and wait on the device: who is not there is known all the same."""
-    task = faults.TASK
+    task = faults.TASK.replace("time.sleep(0.2)", "time.sleep(1.5)")
     for size in ("5", "5 + engine.rank // 2", "70000"):
         task = task.replace(f"torch.ones({size})", f"torch.ones({size}, device=engine.device)")
     (tmp_path / "planted.py").write_text(task)
-    settings = "--set", f"fault={fault}", "--set", "steps=40", "--restarts", "0", "--timeout", "30"
+    settings = "--set", f"fault={fault}", "--set", "steps=20", "--restarts", "0", "--timeout", "30"
     hosts = started(tmp_path, "run", "dp=2,fsdp=2", *settings, task="planted.py:Planted")
     codes = [ended(process) for process in hosts.values()]
     found = why(Run(tmp_path / "run"))
