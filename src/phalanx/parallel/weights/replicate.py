@@ -34,6 +34,7 @@ class Reduction:
         if gathering is not None:
             gathering.on_done = self.done
         self._position = {id(bucket): index for index, bucket in enumerate(buckets)}
+        self._names = [(bucket, frozenset(weight.name for weight in bucket.trainable)) for bucket in buckets]
         self._homes = {id(weight.full): (bucket, weight) for bucket in buckets for weight in bucket.trainable}
         self._hooks = [
             weight.full.register_post_accumulate_grad_hook(partial(self._arrived, bucket, weight))
@@ -62,7 +63,7 @@ class Reduction:
             self.gathering.start_backward()
         self._last, self._reached, self._hold = last, reached, hold
         self._done: set[int] = set()
-        self._missing = {id(b): {w.name for w in b.trainable} for b in self.buckets}
+        self._missing = {id(bucket): set(names) for bucket, names in self._names}
         self._turn = 0
         self._scattering: tuple[Bucket, Pending] | None = None
         self._reducing: list[Pending] = []
