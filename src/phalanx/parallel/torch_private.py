@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from operator import setitem
+from operator import attrgetter, setitem
 from typing import Any
 
 import torch
@@ -36,6 +36,7 @@ __all__ = [
     "scaled_product",
     "storage_id",
     "version",
+    "versions",
 ]
 
 
@@ -107,6 +108,11 @@ def converting_in_place() -> Iterator[None]:
 def version(tensor: Tensor) -> int:
     """How often a tensor has been written to in place."""
     return tensor._version
+
+
+def versions(tensors: Sequence[Tensor]) -> list[int]:
+    """The same of several."""
+    return [*map(attrgetter("_version"), tensors)]
 
 
 def has_step_hooks(optimizer: optim.Optimizer) -> bool:
