@@ -119,9 +119,15 @@ def stepping(text: str) -> Iterator[Callable[[], Any]]:
         recorder = FlightRecorder(memoryview(bytearray(flight.BYTES)), layout.world // 2, layout.world, 1)
         traffic = Traffic(memoryview(bytearray(24)).cast("q"), recorder)
         engine = phalanx.Engine(task, layout, device="cpu", traffic=traffic)
-        batches = engine.batches()
-        yield lambda: engine.step(next(batches))
+        yield as_a_rank(engine)
         engine.close()
+
+
+def as_a_rank(engine: phalanx.Engine) -> Callable[[], Any]:
+    """A step, called as in a run, where nothing of the user's stands above it: collectives look for that."""
+    names: dict[str, Any] = {"engine": engine, "batches": engine.batches()}
+    exec(compile("def _rank():\n    return engine.step(next(batches))", f"{OURS}/launch/local.py", "exec"), names)
+    return names["_rank"]
 
 
 @dataclass
@@ -136,13 +142,16 @@ class Python:
 
 
 def profiled(step: Callable[[], Any], steps: int) -> Python:
-    profile = cProfile.Profile()
+    """The quickest of some steps: the profiler's clock goes on while others have the processor."""
+    found, by_itself = [], costs()
     for _ in range(steps):
+        profile = cProfile.Profile()
         profile.runcall(step)
-    return _read(profile, steps, *costs())
+        found.append(_read(profile, *by_itself))
+    return min(found, key=lambda python: python.milliseconds.total())
 
 
-def _read(profile: cProfile.Profile, steps: int, a_call: float, a_call_into_c: float) -> Python:
+def _read(profile: cProfile.Profile, a_call: float, a_call_into_c: float) -> Python:
     seconds: Counter[str] = Counter()
     calls: Counter[str] = Counter()
     into_c: Counter[str] = Counter()
@@ -159,13 +168,11 @@ def _read(profile: cProfile.Profile, steps: int, a_call: float, a_call_into_c: f
                 if is_ours(caller):
                     into_c[caller] += of_caller
                     seconds[caller] -= a_call_into_c * of_caller
-    each = [
-        Counter({file.removeprefix(f"{OURS}/"): count / steps for file, count in found.items()})
-        for found in (seconds, calls, into_c)
-    ]
-    return Python(
-        Counter({file: max(0.0, 1e3 * s) for file, s in each[0].items()}), each[1], each[2], 1e3 * wire / steps
+    milliseconds, calls, into_c = (
+        Counter({file.removeprefix(f"{OURS}/"): max(0.0, count) for file, count in found.items()})
+        for found in (Counter({file: 1e3 * spent for file, spent in seconds.items()}), calls, into_c)
     )
+    return Python(milliseconds, calls, into_c, 1e3 * wire)
 
 
 def is_ours(file: str) -> bool:
@@ -246,7 +253,7 @@ def measured(text: str, pairs: int, files: int) -> Iterator[Figure]:
         gc.collect()
         found = interleaved(lambda _: step(), lambda _: plain.step(), pairs, time.process_time)
         ours, theirs = (1e3 * statistics.median(side) for side in zip(*found, strict=True))
-        python = profiled(step, max(3, pairs // 4))
+        python = profiled(step, max(5, pairs // 2))
         instructions, issued = bytecodes(step), operators(step) - operators(plain.step)
     note = f"whole step {ours:.1f} ms, plain loop {theirs:.1f} ms, standing for other ranks {python.wire:.1f} ms"
     yield Figure(f"{text}: Python of ours, ms", python.milliseconds.total(), BAR if text == LAYOUTS[0] else None, note)

@@ -22,7 +22,6 @@ from phalanx.parallel.weights.weight import Weight
 from phalanx.train.agreement import settle
 from phalanx.train.streaming import Homes, StreamedPass
 
-
 KEPT = "exp_avg", "exp_avg_sq", "step"
 
 
