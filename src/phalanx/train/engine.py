@@ -205,7 +205,7 @@ class Engine:
 
     def step(self, batch: StepBatch) -> Metrics:
         """Train on one batch."""
-        self.spread.model.train()
+        self.spread.train()
         self.clock.start("forward")
         try:
             self.spread.refresh()

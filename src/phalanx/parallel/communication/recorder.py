@@ -70,6 +70,7 @@ class FlightRecorder:
         self._sites: dict[tuple[int, int], int] = {}
         """By code and place in it. Code is known by its id: to hash it would take as long as all the rest."""
         self._whose: dict[int, tuple[int, CodeType]] = {}
+        self._ours: set[int] = set()
         self._in_vain = [0] * SITES
         """How often no line of the user's was found above a place."""
         self._now = NOW_AT // 8
@@ -88,8 +89,8 @@ class FlightRecorder:
         numbers[at + DOING], numbers[at + SINCE], numbers[at + STEP] = self._phase, now, self.step
         number = next(self._count)
         pack(
-            self.memory, RECORDS_AT + number % RECORDS * SIZE, now, 0, 0, 0, 0, self.step, 0, 0, 0, 0, flight.PHASE, 0, self._phase, 0,
-            0, 0, 0, 0, number,
+            self.memory, RECORDS_AT + number % RECORDS * SIZE, now, 0, 0, 0, 0, self.step, 0, 0, 0, 0, flight.PHASE, 0,
+            self._phase, 0, 0, 0, 0, 0, number,
         )  # fmt: skip
         return PHASES[before]
 
@@ -161,9 +162,10 @@ class FlightRecorder:
 
     def _called(self) -> tuple[int, int]:
         """Where the communicator was called, and the user's line that led there, as numbers of sites."""
-        frame: FrameType | None = sys._getframe(3)
-        site = 0
-        whose = self._whose
+        frame: FrameType | None = sys._getframe(4)
+        site, whose, ours = 0, self._whose, self._ours
+        while frame is not None and id(frame.f_code) in ours:
+            frame = frame.f_back
         for _ in range(DEEPEST):
             if frame is None:
                 break
@@ -184,8 +186,10 @@ class FlightRecorder:
         return site, 0
 
     def _new_owner(self, code: CodeType) -> int:
-        self._whose[id(code)] = _whose(code), code
-        return self._whose[id(code)][0]
+        owner, _ = self._whose[id(code)] = _whose(code), code
+        if owner == OURS:
+            self._ours.add(id(code))
+        return owner
 
     def _site(self, frame: FrameType) -> int:
         found = self._sites.get((id(frame.f_code), frame.f_lasti))

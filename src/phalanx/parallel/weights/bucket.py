@@ -28,9 +28,10 @@ class Bucket:
         """``[ranks, length]``: this rank's own gradients, not summed over ranks."""
         self.owned: Tensor | None = None
         """``[length]``: gradients of the rows this rank owns, summed over ranks."""
-        self._places: tuple[Tensor | None, dict[str, Tensor]] = None, {}
+        self._places: dict[str, Tensor] | None = None
+        """Of ``gradients`` each weight's part, made once for a buffer."""
         self._own: tuple[Tensor | None, dict[str, Tensor]] = None, {}
-        """Of ``gradients`` and of ``owned`` each weight's part, made once for a buffer."""
+        """The same of ``owned``."""
         self.filled: set[str] = set()
         self.as_made = False
         """Gradients stay where and as narrow as backward makes them: nothing is added to them."""
@@ -94,7 +95,8 @@ class Bucket:
             pending, flat = self._gathering
             pending.wait()
             self.packing.unpack(flat)
-        self._end_gathering()
+            self.storage.buffers.give(flat)
+            self._gathering = None
         self.is_whole = True
 
     def _end_gathering(self) -> None:
@@ -126,31 +128,30 @@ class Bucket:
                     self.storage.buffers.give(lent)
             self.gradients = self.owned = None
         if self.gradients is None:
-            self._places = self._own = None, {}
+            self._places, self._own = None, (None, {})
 
     def collect(self, weight: Weight) -> None:
         """Take a weight's new gradient into the flat buffer and let the tensor go."""
-        gradient = weight.full.grad
+        name, gradient = weight.name, weight.full.grad
         assert gradient is not None
-        gradient = gradient.to_dense() if gradient.is_sparse else gradient
+        if gradient.is_sparse:
+            gradient = gradient.to_dense()
         if self.as_made:
-            made = self._made.get(weight.name)
-            self._made[weight.name] = gradient.contiguous() if made is None else made + gradient
+            made = self._made.get(name)
+            self._made[name] = gradient.contiguous() if made is None else made + gradient
         else:
-            self._add(weight, gradient)
-        self.filled.add(weight.name)
+            places = self._places or self._placed()
+            for part, place in weight.pairs(gradient, places[name]):
+                if name in self.filled:
+                    place.add_(part)
+                else:
+                    place.copy_(part)
+        self.filled.add(name)
         weight.full.grad = None
 
-    def _add(self, weight: Weight, gradient: Tensor) -> None:
-        flat = self._own_gradients()
-        if self._places[0] is not flat:
-            self._places = flat, self.gradient_packing.places(flat)
-        added = weight.name in self.filled
-        for part, place in weight.pairs(gradient, self._places[1][weight.name]):
-            if added:
-                place.add_(part)
-            else:
-                place.copy_(part)
+    def _placed(self) -> dict[str, Tensor]:
+        self._places = self.gradient_packing.places(self._own_gradients())
+        return self._places
 
     def complete(self) -> None:
         """Put zeros where no gradient came. Of whole gradients that are summed exactly, this is the end of a leaf."""
@@ -165,7 +166,7 @@ class Bucket:
             return
         if self.partial is not None:
             self.filled.clear()
-            self.gradients = self.partial.add(gradients)
+            self.gradients, self._places = self.partial.add(gradients), None
         if self.gradients is not None and (self.owned is None or self.partial is not None):
             self.owned = self.gradients[self.storage.rank]
 
@@ -198,7 +199,7 @@ class Bucket:
         pending = storage.group.reduce_scatter(target, gradients, storage.buffers, exactly=self.partial is not None)
         self.filled.clear()
         if not storage.whole_gradients:
-            self.gradients, self._places = None, (None, {})
+            self.gradients = self._places = None
             self.accumulating = True
 
         def finish() -> None:

@@ -35,9 +35,7 @@ class Packing:
             self.offsets[weight.name] = self.length
             self.length += weight.room
         self.padded = not all(weight.even for weight in weights)
-        self._shards: list[Tensor] = []
-        self._wholes: list[Tensor] = []
-        """Views of the weights' own tensors, kept from one time to the next: all of them at once in few calls."""
+        self._shards = self._wholes = _Views([])
 
     def places(self, flat: Tensor) -> dict[str, Tensor]:
         """Of each weight its part of every row of ``flat``, padding included."""
@@ -76,16 +74,27 @@ class Packing:
             torch.split_with_sizes_copy(flat, self.sizes, 1, out=self._by_rank(flat.shape[0]))
 
     def _flat_shards(self) -> list[Tensor]:
-        """Of each weight, the rows that this rank owns; made anew where somebody has put other memory in its place."""
-        if [*_addresses(self._shards)] != [*_addresses([weight.shard for weight in self.weights])]:
-            self._shards = [weight.shard.data.view(-1) for weight in self.weights]
-        return self._shards
+        """Of each weight, the rows that this rank owns."""
+        if not self._shards.hold():
+            self._shards = _Views([(weight.shard, weight.shard.data.view(-1)) for weight in self.weights])
+        return self._shards.views
 
     def _by_rank(self, ranks: int) -> list[Tensor]:
         """Of each weight all of it, ``[ranks, room]``."""
-        if [*_addresses(self._wholes)] != [*_addresses([weight.full for weight in self.weights])]:
-            self._wholes = [weight.full.data.view(ranks, weight.room) for weight in self.weights]
-        return self._wholes
+        if not self._wholes.hold():
+            self._wholes = _Views([(each.full, each.full.data.view(ranks, each.room)) for each in self.weights])
+        return self._wholes.views
+
+
+class _Views:
+    """Views of parameters, kept from one time to the next."""
+
+    def __init__(self, made: Sequence[tuple[Tensor, Tensor]]) -> None:
+        self._parameters, self.views = [parameter for parameter, _ in made], [view for _, view in made]
+
+    def hold(self) -> bool:
+        """Whether nobody has put other memory into a parameter's place."""
+        return bool(self.views) and [*_addresses(self._parameters)] == [*_addresses(self.views)]
 
 
 def one_room(weights: Sequence[Weight]) -> Room:

@@ -71,16 +71,18 @@ class Reduction:
     def _arrived(self, bucket: Bucket, weight: Weight, parameter: nn.Parameter) -> None:
         if parameter.grad is None:
             return  # it was left for `deposit`
-        assert self._position[id(bucket)] >= self._turn, (
-            f"the gradient of {weight.name} came after its bucket was reduced"
-        )
+        key = id(bucket)
+        assert self._position[key] >= self._turn, f"the gradient of {weight.name} came after its bucket was reduced"
         if not bucket.is_whole:
             raise WrongUse(
                 f"backward used {weight.name} after it was let go: a module of its block gives its output in a form "
                 "that cannot be followed. Give tensors, or lists, dicts or dataclasses of them; or use zero=2."
             )
-        self._collect(bucket, weight)
-        missing = self._missing[id(bucket)]
+        if self.on_gradient is not None:
+            self.on_gradient(weight.name, parameter.grad)
+        bucket.collect(weight)
+        self.touched.add(weight.name)
+        missing = self._missing[key]
         missing.discard(weight.name)
         if not missing and not (self.gathering and self.gathering.busy(bucket)):
             self.done(bucket)
@@ -112,11 +114,8 @@ class Reduction:
         """Bring a gradient that was left out of its backward."""
         bucket, weight = self._homes[id(parameter)]
         weight.full.grad = gradient
-        self._collect(bucket, weight)
-
-    def _collect(self, bucket: Bucket, weight: Weight) -> None:
-        if self.on_gradient is not None and weight.full.grad is not None:
-            self.on_gradient(weight.name, weight.full.grad)
+        if self.on_gradient is not None:
+            self.on_gradient(weight.name, gradient)
         bucket.collect(weight)
         self.touched.add(weight.name)
 
