@@ -13,6 +13,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+ENDS = {type(None), bool, int, float, str}
+"""Nothing is in these; most of what modules are called with are tensors and these."""
 DEPTH = 8
 """How deep objects that nobody knows are looked into."""
 
@@ -47,16 +49,24 @@ def ends(tree: Any) -> Iterator[Any]:
             yield from ends(item)
 
 
-def reachable(value: Any, depth: int = DEPTH) -> Iterator[Tensor]:
+def reachable(value: Any) -> list[Tensor]:
     """Tensors in a tree, and in attributes of objects in it, but for modules and classes."""
+    found: list[Tensor] = []
+    _reach(value, DEPTH, found)
+    return found
+
+
+def _reach(value: Any, depth: int, found: list[Tensor]) -> None:
     if isinstance(value, Tensor):
-        yield value
+        found.append(value)
     elif depth > 0 and isinstance(value, (list, tuple, Mapping)):
         for item in branches(value) or ():
-            yield from reachable(item, depth - 1)
+            if type(item) not in ENDS:
+                _reach(item, depth - 1, found)
     elif depth > 1 and not isinstance(value, (nn.Module, type)):
         for item in _attributes(value):
-            yield from reachable(item, depth - 2)
+            if type(item) not in ENDS:
+                _reach(item, depth - 2, found)
 
 
 def branches(tree: Any) -> list[Any] | None:
@@ -73,6 +83,8 @@ def branches(tree: Any) -> list[Any] | None:
 def _mapped(change: Callable[[Any], Any], tree: Any, kind: Any, above: tuple[int, ...]) -> Any:
     if isinstance(tree, kind):
         return change(tree)
+    if type(tree) in ENDS:
+        return tree
     inside = branches(tree)
     if inside is None or id(tree) in above:
         return tree

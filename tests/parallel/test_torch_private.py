@@ -47,6 +47,17 @@ def test_a_parameter_is_put_in_place() -> None:
     assert any(weight is recurrent for weight in cell._flat_weights)
 
 
+def test_parameters_are_put_in_place_together() -> None:
+    layer, cell = nn.Linear(2, 2), nn.LSTM(2, 2)
+    fresh, recurrent = nn.Parameter(torch.zeros(2, 2)), nn.Parameter(torch.zeros(8, 2))
+    install = torch_private.installer([(layer, "weight", fresh), (cell, "weight_ih_l0", recurrent)])
+    for _ in range(2):
+        layer.weight, cell.weight_ih_l0 = nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(8, 2))
+        install()
+        assert layer.weight is fresh
+        assert any(weight is recurrent for weight in cell._flat_weights)
+
+
 def test_described_weights_are_converted_in_place() -> None:
     with torch_private.FakeTensorMode(), torch_private.converting_in_place():
         layer = nn.Linear(2, 2)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import types
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ import torch
 import phalanx
 from phalanx.kernels import choice
 from phalanx.recipes.gpt import GPT
+from phalanx.train.update import Prepared
 from tests.kernels.apart import runs
 from tests.parity import Summed
 
@@ -72,6 +75,41 @@ def compare_meddled() -> None:
     assert float(own["step"]) == float(plain["step"]) == 3
     for name, want in plain["weights"].items():
         assert float((own["weights"][name] - want).norm() / want.norm()) < 2e-2, name
+
+
+class Restless(phalanx.Callback):
+    """Puts what is to be updated, and what is kept of it, into other memory before the fourth update."""
+
+    def before_update(self, engine: Any) -> None:
+        if engine.step_number == 3:
+            for shard, kept in engine.optimizer.state.items():
+                shard.data = shard.data.clone()
+                kept["exp_avg"].data = kept["exp_avg"].data.clone()
+                kept["step"].fill_(7)
+
+
+class Moved(GPT):
+    def callbacks(self) -> list[phalanx.Callback]:
+        return [Restless()]
+
+
+@pytest.mark.parametrize(("task", "tables", "steps"), [(GPT, 1, 5.0), (Moved, 2, 9.0)])
+def test_places_are_found_anew_where_something_has_moved(
+    monkeypatch: pytest.MonkeyPatch, task: type[GPT], tables: int, steps: float
+) -> None:
+    launched: list[torch.Tensor] = []
+    launcher: Any = types.ModuleType("phalanx.kernels.adamw_triton")
+    launcher.SPAN, launcher.update = 4096, lambda places, *_: launched.append(places)
+    monkeypatch.setitem(sys.modules, launcher.__name__, launcher)
+    with phalanx.Engine(task(**SMALL), "dp=1,micro_batch=2", device="cpu") as engine:
+        engine.update._known = True  # as on a GPU
+        for batch in engine.batches():
+            engine.step(batch)
+        shards = {weight.shard.data_ptr() for weight in engine.spread.weights.values()}
+        assert {float(kept["step"]) for kept in engine.optimizer.state.values()} == {steps}
+    assert len(launched) == 2 * 4  # two groups; the first update was the optimizer's, which began what it keeps
+    assert len({id(table) for table in launched}) == 2 * tables
+    assert {row[0] for table in launched[-2:] for row in table.tolist()} == shards
 
 
 def compare(device: str) -> None:
@@ -140,6 +178,7 @@ class Bad(GPT):
 
 def test_a_step_that_is_skipped_keeps_no_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     with phalanx.Engine(Bad(**SMALL), "dp=1", device="cpu") as engine:
-        monkeypatch.setattr(engine.update, "prepare", lambda: setattr(engine.update, "_lots", ["prepared"]))
+        made = Prepared([], [None], [], [], [], [], frozenset())
+        monkeypatch.setattr(engine.update, "prepare", lambda: setattr(engine.update, "_prepared", made))
         assert engine.step(next(iter(engine.batches()))).skipped
-        assert engine.update._lots == []
+        assert engine.update._prepared is None

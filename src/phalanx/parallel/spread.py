@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence, Set
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -155,8 +156,16 @@ class Spread:
         self.gradients = Gradients(self.buckets, self.holding, self.mesh, like)
         self.reduction = Reduction(self.buckets, self.mesh.group("dp"), self.gathering)
         self._gather_whole()
+        self._modules = list(self.model.modules())
+        self._trained = frozenset(name for name, weight in self.weights.items() if weight.trainable)
+        self._refused_if_written = [weight for weight in self.weights.values() if not weight.trainable]
         for weight in self.weights.values():
             weight.note_version()
+
+    def train(self) -> None:
+        """Have every module in training mode. Mostly they are, which is seen without a call of each."""
+        if not all(map(attrgetter("training"), self._modules)):
+            self.model.train()
 
     def actions(self, micro_batches: int) -> Sequence[Action]:
         """What this rank does in a step, in order."""
@@ -250,16 +259,19 @@ class Spread:
 
     def untouched(self) -> list[str]:
         """Trainable weights that got no gradient on this rank in this step."""
-        return [name for name, w in self.weights.items() if w.trainable and name not in self.reduction.touched]
+        if self.reduction.touched >= self._trained:
+            return []
+        return [name for name in self.weights if name in self._trained and name not in self.reduction.touched]
 
     def updated(self, copied: Set[str] = frozenset()) -> None:
         """The shards have changed: make what the model computes with agree, and let their gradients go.
 
         ``copied``: names of weights of which it does already, where a rank has all of them.
         """
+        for weight in self._refused_if_written:
+            weight.check_unwritten()
         for weight in self.weights.values():
             weight.shard.grad = None
-            weight.check_unwritten()
         if self.gathering is not None:
             self.gathering.rest()
         self._gather_whole(copied)

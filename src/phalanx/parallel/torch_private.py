@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import importlib
 import sys
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from operator import attrgetter, setitem
 from typing import Any
 
 import torch
@@ -27,12 +29,14 @@ __all__ = [
     "has_hooks",
     "has_step_hooks",
     "install",
+    "installer",
     "mutates",
     "new_group",
     "preload",
     "scaled_product",
     "storage_id",
     "version",
+    "versions",
 ]
 
 
@@ -57,6 +61,21 @@ def install(module: nn.Module, name: str, parameter: Tensor) -> None:
         module._parameters[name] = parameter  # type: ignore[assignment]  # a part of one, too
     else:  # a module that keeps lists of its weights must hear of it
         setattr(module, name, parameter)
+
+
+def installer(places: Sequence[tuple[nn.Module, str, Tensor]]) -> Callable[[], None]:
+    """`install` for several at once, again and again."""
+    plain = [place for place in places if type(place[0]).__setattr__ is nn.Module.__setattr__]
+    others = [place for place in places if type(place[0]).__setattr__ is not nn.Module.__setattr__]
+    tables = [module._parameters for module, _, _ in plain]
+    names, parameters = [name for _, name, _ in plain], [parameter for _, _, parameter in plain]
+
+    def install_all() -> None:
+        deque(map(setitem, tables, names, parameters), maxlen=0)
+        for module, name, parameter in others:
+            setattr(module, name, parameter)
+
+    return install_all
 
 
 @contextmanager
@@ -89,6 +108,11 @@ def converting_in_place() -> Iterator[None]:
 def version(tensor: Tensor) -> int:
     """How often a tensor has been written to in place."""
     return tensor._version
+
+
+def versions(tensors: Sequence[Tensor]) -> list[int]:
+    """The same of several."""
+    return [*map(attrgetter("_version"), tensors)]
 
 
 def has_step_hooks(optimizer: optim.Optimizer) -> bool:

@@ -144,9 +144,9 @@ class Engine:
         if task.turns and self.guard.spike:
             raise WrongUse("--spike holds a loss against the last ones, which are other turns' here. Leave it out.")
         shards, trained = self.turns.completed(self.spread.shards()), any(self.spread.trainable.values())
-        self.kept = Kept.of(task, placement, self.dtypes, self.callbacks.tasks)
+        self.kept = Kept.of(task, placement, self.dtypes, self.callbacks.tasks, described_weights)
         """What optimizer and callbacks will keep of each weight."""
-        self.optimizer = spread_optimizer(task, self.spread, described_weights, shards, trained)
+        self.optimizer = spread_optimizer(task, self.spread, described_weights, shards, trained, self.kept)
         if self.layout.exact:
             in_one_way(self.optimizer, self.device)
         self._numbers, self.update = Numbers(self.optimizer), Update(self.optimizer, self.spread)
@@ -205,7 +205,7 @@ class Engine:
 
     def step(self, batch: StepBatch) -> Metrics:
         """Train on one batch."""
-        self.spread.model.train()
+        self.spread.train()
         self.clock.start("forward")
         try:
             self.spread.refresh()

@@ -17,18 +17,19 @@ from phalanx.parallel.spread import Spread
 from phalanx.parallel.weights.matrices import COPY, Matrices, owners
 from phalanx.parallel.weights.weight import Weight
 from phalanx.task import Task
+from phalanx.train.memory import Kept
 from phalanx.train.optimizers import Several, make_optimizer, wants_whole
 
 Described = Mapping[str, nn.Parameter]
 
 
 def spread_optimizer(
-    task: Task, spread: Spread, described: Described, shards: Sequence[nn.Parameter], trained: bool
+    task: Task, spread: Spread, described: Described, shards: Sequence[nn.Parameter], trained: bool, kept: Kept
 ) -> optim.Optimizer:
     """The task's optimizer for this rank. ``described``: the model's weights as they are on one device."""
     divided = spread.mesh.size(*COPY) > 1 or spread.mesh.size("pp") > 1 or bool(spread.layout.exact)
     weights = {name: weight for name, weight in described.items() if spread.trainable.get(name)}
-    if divided and _any_wants_whole(task, weights):
+    if divided and (kept.whole or not kept.tried):
         homes = {name: spread.placement.weights[name].policy.home(spread.device) for name in weights}
         dtype = spread.dtypes.parameter
         stand_ins = [_stand_in(name, weight, homes[name], dtype) for name, weight in weights.items()]
@@ -40,16 +41,6 @@ def spread_optimizer(
     for name in wants_whole(optimizer) & spread.weights.keys():
         spread.weights[name].whole_state = True
     return optimizer
-
-
-def _any_wants_whole(task: Task, weights: Described) -> bool:
-    """Whether an optimizer wants whole weights: one is made of weights without memory, and so without state in it."""
-    meta = torch.device("meta")
-    try:
-        made = make_optimizer(task, [_stand_in(n, w, meta, torch.float32) for n, w in weights.items()], bool(weights))
-    except Exception:  # it wants memory, or is not made as it should be: to be seen when it is made again
-        return True
-    return bool(wants_whole(made))
 
 
 def _stand_in(name: str, weight: nn.Parameter, device: torch.device, dtype: torch.dtype) -> nn.Parameter:

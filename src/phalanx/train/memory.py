@@ -61,23 +61,32 @@ class Kept:
     """The weights that are updated whole, and whose state lies at their owners."""
     averages: int
     """Callbacks that keep an average of each weight."""
+    tried: bool = True
+    """Whether this was found by an optimizer of weights without memory, of their whole shapes."""
 
     @classmethod
-    def of(cls, task: Task, placement: Placement, dtypes: Dtypes, callbacks: Sequence[Callback]) -> Kept:
+    def of(
+        cls, task: Task, placement: Placement, dtypes: Dtypes, callbacks: Sequence[Callback],
+        described: Mapping[str, nn.Parameter] | None = None,
+    ) -> Kept:  # fmt: skip
+        """``described``: the model's weights, with what its author noted on them, by which a task may choose."""
         shapes = {name: one.shape for name, one in placement.weights.items() if one.policy.trainable}
         averages = sum(isinstance(each, EMA) for each in callbacks)
         for device in ("meta", "cpu"):  # some want memory: they get that of one number
             weights = [_stand_in(name, shape, device, dtypes.parameter) for name, shape in shapes.items()]
+            for weight in weights if described is not None else ():
+                vars(weight).update(vars(described[weight.logical_name]), logical_name=weight.logical_name)
             try:
                 made = make_optimizer(task, weights, bool(weights))
             except Exception:  # to be seen when it is made of the weights themselves
                 continue
-            return cls(_state(made, shapes, dtypes.optimizer), frozenset(wants_whole(made)), averages)
+            whole = frozenset(wants_whole(made))
+            return cls(_state(made, shapes, dtypes.optimizer), whole, averages, device == "meta")
         each = 2 * dtypes.optimizer.itemsize
-        return cls({name: each * shape.numel() for name, shape in shapes.items()}, frozenset(), averages)
+        return cls({name: each * shape.numel() for name, shape in shapes.items()}, frozenset(), averages, False)
 
 
-def _stand_in(name: str, shape: torch.Size, device: str, dtype: torch.dtype) -> nn.Parameter:
+def _stand_in(name: str, shape: torch.Size, device: str, dtype: torch.dtype) -> Any:
     """One number is a row of one."""
     size = (shape or torch.Size([1])) if device == "meta" else [1] * max(1, len(shape))
     parameter = nn.Parameter(torch.zeros(size, device=device, dtype=dtype))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass
-from operator import is_
+from itertools import chain
+from operator import is_, itemgetter
 from typing import Any
 
 import torch
@@ -15,26 +16,87 @@ from phalanx.adamw import AdamW
 from phalanx.kernels.adamw import KERNEL, Hyperparameters, OnePass, Segment, Updated
 from phalanx.kernels.moments import DTYPES
 from phalanx.parallel.spread import Spread
-from phalanx.parallel.torch_private import add_to_each, has_step_hooks, version
+from phalanx.parallel.torch_private import add_to_each, has_step_hooks, version, versions
 from phalanx.parallel.weights.boxes import segments
 from phalanx.parallel.weights.weight import Weight
 from phalanx.train.agreement import settle
 from phalanx.train.streaming import Homes, StreamedPass
 
+KEPT = "exp_avg", "exp_avg_sq", "step"
 
-@dataclass(frozen=True)
+
 class Lot:
     """Weights of one of the optimizer's groups that have been updated as often."""
 
-    group: int
-    step: int
-    """The next is their so-manyth."""
-    shards: Sequence[nn.Parameter]
-    updated: Sequence[Updated]
+    def __init__(
+        self, group: int, step: int, shards: Sequence[nn.Parameter], updated: Sequence[Updated],
+        states: Sequence[dict[str, Any]], launch: Callable[[Hyperparameters, float], None],
+    ) -> None:  # fmt: skip
+        """``step``: the next is their so-manyth. ``states``: what the optimizer keeps of each."""
+        self.group, self.step, self.shards, self.launch = group, step, shards, launch
+        self._states, self._kept = states, [*self._what_is_kept(states)]
+        self.counts = self._kept[-len(shards) :]
+        self._versions = versions(self.counts)
+        copies = [one.copy for one in updated if one.copy is not None]
+        self._tensors = [*shards, *self._kept[: -len(shards)], *copies]
+        self._addresses = [*map(torch.Tensor.data_ptr, self._tensors)]
+
+    @staticmethod
+    def _what_is_kept(states: Sequence[dict[str, Any]]) -> Iterable[torch.Tensor]:
+        return chain.from_iterable(map(itemgetter(name), states) for name in KEPT)
+
+    def is_there(self) -> bool:
+        """Whether all is where it was, and as often updated. Nothing is done for each weight by itself."""
+        try:
+            same = all(map(is_, self._what_is_kept(self._states), self._kept))
+        except KeyError:
+            return False
+        there = same and [*map(torch.Tensor.data_ptr, self._tensors)] == self._addresses
+        return there and versions(self.counts) == self._versions
+
+    def updated(self) -> None:
+        """They have been, once more."""
+        add_to_each(self.counts, 1)
+        self._versions = versions(self.counts)
+        self.step += 1
+
+    def known(self) -> dict[nn.Parameter, tuple[torch.Tensor, int, int]]:
+        """Of each shard its count, when that was written, and what it is."""
+        rows = zip(self.shards, self.counts, self._versions, strict=True)
+        return {shard: (count, written, self.step - 1) for shard, count, written in rows}
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What lots were made of, beside the weights themselves: as long as it is the same, so are they."""
+
+    lots: Sequence[Lot]
+    gradients: Sequence[torch.Tensor | None]
+    """Of all buckets."""
+    groups: Sequence[Sequence[nn.Parameter]]
+    moments: Sequence[torch.dtype]
+    """By group."""
+    keys: Sequence[nn.Parameter]
     states: Sequence[dict[str, Any]]
-    """Of these shards, what the optimizer keeps of each."""
+    """All that the optimizer keeps."""
     names: Set[str]
-    launch: Callable[[Hyperparameters, float], None]
+
+    @property
+    def stays(self) -> bool:
+        """Whether gradients are in memory that is used again in the next step."""
+        return not any(own is None for own in self.gradients)
+
+    def is_of(self, optimizer: optim.Optimizer) -> bool:
+        """Whether the optimizer has the same weights, and keeps the same of them."""
+        groups, state = optimizer.param_groups, optimizer.state
+        if len(groups) != len(self.groups) or len(state) != len(self.states):
+            return False
+        pairs = [(group["params"], before) for group, before in zip(groups, self.groups, strict=True)]
+        if any(len(now) != len(before) or not all(map(is_, now, before)) for now, before in pairs):
+            return False
+        if [*map(_moments, groups)] != self.moments:
+            return False
+        return all(map(is_, state, self.keys)) and all(map(is_, state.values(), self.states))
 
 
 PLAIN = {"amsgrad": False, "maximize": False, "capturable": False, "differentiable": False}
@@ -49,34 +111,50 @@ class Update:
         self._offloaded = {w.shard for w in spread.weights.values() if w.storage.offloaded}
         self._homes = Homes(spread.device)
         self._steps: dict[nn.Parameter, tuple[torch.Tensor, int, int]] = {}
-        """Of each shard, its state's count of steps, when that was last read or written, and what it was then."""
+        """Of shards, their state's count of steps, when that was last written, and what it was then."""
         if isinstance(optimizer, AdamW):
             settle([adamw.KERNEL], spread.device, spread.mesh.world)
         self._known = _is_known(optimizer, spread)
         self._segments: dict[nn.Parameter, tuple[Segment, ...]] = {}
         """Of each shard, where its elements lie in the whole weight."""
-        self._lots: list[Lot] = []
+        self._prepared: Prepared | None = None
+        """Kept from one step to the next."""
+        self._at_home: Prepared | None = None
+        """The same, where it was seen that what is offloaded is where it is to be."""
 
     def __call__(self, factor: float, without: set[str]) -> None:
         """``factor``: of the summed gradients. Weights in ``without`` have none."""
-        if self._moved_home(without) or without or not self._as_prepared():
-            self.prepare(without)
-        if self._lots:
-            self._pass(self._lots, factor)
-            self.spread.updated(copied=frozenset[str]().union(*(lot.names for lot in self._lots)))
+        as_prepared = not without and self._as_prepared()
+        if not as_prepared or self._prepared is None or self._prepared is not self._at_home:
+            if self._moved_home(without) or not as_prepared:
+                self._drop()
+                self.prepare(without)
+            self._at_home = self._prepared
+        if self._prepared is not None:
+            self._pass(self._prepared.lots, factor)
+            self.spread.updated(copied=self._prepared.names)
         else:
             self.spread.gradients.give(factor, without)
             self.optimizer.step()
             self.spread.updated()
-        self.forget()
+        self.forget(all_trained=not without)
 
-    def forget(self) -> None:
-        """What was prepared is done, or will not be: its gradients can go."""
-        self._lots = []
+    def forget(self, all_trained: bool = True) -> None:
+        """What was prepared is done, or will not be: gradients can go that are not in memory which is used again."""
+        if not all_trained or (self._prepared is not None and not self._prepared.stays):
+            self._drop()
+
+    def _drop(self) -> None:
+        for lot in self._prepared.lots if self._prepared is not None else ():
+            self._steps |= lot.known()
+        self._prepared = self._at_home = None
 
     def prepare(self, without: Set[str] = frozenset()) -> None:
         """When gradients are on their way, and the device is busy: find what is to be updated in one pass, if so."""
-        self.forget()
+        owned = [bucket.owned for bucket in self.spread.gradients.buckets]
+        if self._prepared is not None and self._prepared.stays and all(map(is_, owned, self._prepared.gradients)):
+            return  # whether all else is the same, is looked at when callbacks have been called
+        self._drop()
         if not self.in_one_pass:
             return
         gradients = {w.shard: (w, own) for w, own in self.spread.gradients.each() if w.name not in without}
@@ -84,14 +162,19 @@ class Update:
         for group, shards in zip(self.optimizer.param_groups, groups, strict=True):
             if not all(_fits(shard, self.optimizer.state.get(shard), _moments(group)) for shard in shards):
                 return  # the optimizer begins what it keeps of them, or keeps it in another way
+        lots: list[Lot] = []
         for number, shards in enumerate(groups):
             for (step, offloaded), same in self._alike(shards).items():
                 updated = [self._updated(self.optimizer.param_groups[number], *gradients[shard]) for shard in same]
-                names = frozenset(gradients[shard][0].name for shard in same)
                 one_pass = self._streamed if offloaded else self._one_pass
                 launch = one_pass.prepared(updated, (number, len(same)))
                 states = [self.optimizer.state[shard] for shard in same]
-                self._lots.append(Lot(number, step, same, updated, states, names, launch))
+                lots.append(Lot(number, step, same, updated, states, launch))
+        if lots:
+            state, every = self.optimizer.state, self.optimizer.param_groups
+            names = frozenset(gradients[shard][0].name for lot in lots for shard in lot.shards)
+            params, moments = [list(group["params"]) for group in every], [*map(_moments, every)]
+            self._prepared = Prepared(lots, owned, params, moments, [*state], [*state.values()], names)
 
     def _moved_home(self, without: Set[str]) -> bool:
         """Whether state is now where it is to be that was not: begun here, or restored elsewhere.
@@ -111,14 +194,10 @@ class Update:
 
     def _as_prepared(self) -> bool:
         """Whether callbacks have left what is to be updated where it was. The device waits: this is to be quick."""
-        return not self._lots or (self.in_one_pass and all(map(self._is_there, self._lots)))
-
-    def _is_there(self, lot: Lot) -> bool:
-        moved = [shard.data_ptr() for shard in lot.shards] != [one.weight.data_ptr() for one in lot.updated]
-        if moved or not all(map(is_, map(self.optimizer.state.get, lot.shards), lot.states)):
-            return False
-        pairs = zip(lot.states, lot.updated, strict=True)
-        return all(k.get("exp_avg") is one.first and k.get("exp_avg_sq") is one.second for k, one in pairs)
+        if self._prepared is None:
+            return True
+        same = self.in_one_pass and self._prepared.is_of(self.optimizer)
+        return same and all(lot.is_there() for lot in self._prepared.lots)
 
     @property
     def in_one_pass(self) -> bool:
@@ -135,10 +214,7 @@ class Update:
         for lot in lots:
             lot.launch(_numbers(lot.step, self.optimizer.param_groups[lot.group], self.optimizer), factor)
         for lot in lots:
-            counts = [self.optimizer.state[shard]["step"] for shard in lot.shards]
-            add_to_each(counts, 1)
-            for shard, count in zip(lot.shards, counts, strict=True):
-                self._steps[shard] = count, version(count), lot.step
+            lot.updated()
 
     def _updated(self, group: dict[str, Any], weight: Weight, gradient: torch.Tensor) -> Updated:
         shard, state = weight.shard, self.optimizer.state[weight.shard]

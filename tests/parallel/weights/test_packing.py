@@ -8,7 +8,7 @@ from torch import nn
 
 from phalanx.parallel.communication.copying import Copying
 from phalanx.parallel.communication.memory import Buffers
-from phalanx.parallel.weights.packing import Packing
+from phalanx.parallel.weights.packing import ALIGNED, Packing, one_room
 from phalanx.parallel.weights.storage import Storage
 from phalanx.parallel.weights.weight import Weight
 
@@ -72,3 +72,25 @@ def test_pieces_and_padding_make_the_whole(ranks: int, shapes: list[tuple[int, .
             len(owned.shard) if owned.shard.ndim else 1 for rank in made for owned in rank if owned.name == weight.name
         )
         assert rows == weight.rows, "rows are lost or doubled"
+
+
+def test_memory_that_was_put_in_a_weights_place_is_packed() -> None:
+    owned = weights(2, 0, EVEN)
+    packing, row = Packing(owned), torch.empty(Packing(owned).length)
+    packing.pack(row)
+    owned[1].shard.data = torch.full_like(owned[1].shard.data, 7.0)
+    packing.pack(row)
+    assert packing.own(owned[1], row).eq(7).all()
+
+
+def test_weights_in_one_room_are_let_go_together() -> None:
+    owned = weights(2, 0, SHAPES)
+    versions = [weight.full._version for weight in owned]
+    room = one_room(owned)
+    assert all(weight.full.untyped_storage().size() == 0 for weight in owned)
+    room.open()
+    for index, weight in enumerate(owned):
+        assert weight.full.data_ptr() % ALIGNED == owned[0].full.data_ptr() % ALIGNED
+        weight.full.data.fill_(index)
+    assert all(weight.full.eq(index).all() and weight.full.shape == weight.shape for index, weight in enumerate(owned))
+    assert [weight.full._version for weight in owned] == versions

@@ -7,6 +7,7 @@ rooms are pages of their own, and buffers are lent again and again.
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 import warnings
@@ -93,30 +94,32 @@ class Buffers:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._free: list[Room] = []
+        self._free: dict[int, list[Room]] = {}
+        """By size."""
         self._lent: dict[int, Room] = {}
 
     def take(self, *shape: int, dtype: torch.dtype) -> Tensor:
         """A tensor with anything in it."""
         if self.device.type != "cpu":
             return torch.empty(shape, dtype=dtype, device=self.device)
-        count = torch.Size(shape).numel()
-        room = self._free_room(count * dtype.itemsize)
-        lent = room.tensor[: count * dtype.itemsize].view(dtype).view(*shape)
+        count = math.prod(shape)
+        size = count * dtype.itemsize
+        lent = (room := self._free_room(max(size, LARGE_BYTES))).tensor[:size].view(dtype).view(shape)
         if count:  # an empty tensor has no address to know it by
             self._lent[lent.data_ptr()] = room
         return lent
 
     def _free_room(self, size: int) -> Room:
         """A free room of at most twice the size; if none is large enough, a new one in place of one half as large."""
-        size = max(size, LARGE_BYTES)
-        alike = sorted((room for room in self._free if size / 2 <= room.bytes <= 2 * size), key=lambda room: room.bytes)
-        fitting = [room for room in alike if room.bytes >= size]
-        if alike:
-            self._free.remove(fitting[0] if fitting else alike[-1])
-        return fitting[0] if fitting else Room((size,), torch.uint8, self.device)
+        if rooms := self._free.get(size):
+            return rooms.pop()
+        alike = sorted(own for own, rooms in self._free.items() if rooms and size / 2 <= own <= 2 * size)
+        fitting = [own for own in alike if own >= size]
+        room = self._free[fitting[0] if fitting else alike[-1]].pop() if alike else None
+        return room if room is not None and fitting else Room((size,), torch.uint8, self.device)
 
     def give(self, tensor: Tensor) -> None:
         """Nobody reads it any more."""
         if self.device.type == "cpu" and tensor.numel():
-            self._free.append(self._lent.pop(tensor.data_ptr()))
+            room = self._lent.pop(tensor.data_ptr())
+            self._free.setdefault(room.bytes, []).append(room)

@@ -8,7 +8,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import CodeType, FrameType
@@ -53,6 +53,7 @@ TRIES = 16
 LARGEST = 0xFFFFFFFF
 OURS, OTHERS, USERS, ROOT = range(4)
 """Whose a frame is: this room's, anybody's, the user's; or the first of a rank."""
+SIZE, pack = RECORD.size, RECORD.pack_into
 _phases = {name: number for number, name in enumerate(PHASES)}
 _kinds = {name: number for number, name in enumerate(KINDS)}
 _dtypes = {getattr(torch, name): number for number, name in enumerate(DTYPES) if hasattr(torch, name)}
@@ -69,6 +70,7 @@ class FlightRecorder:
         self._sites: dict[tuple[int, int], int] = {}
         """By code and place in it. Code is known by its id: to hash it would take as long as all the rest."""
         self._whose: dict[int, tuple[int, CodeType]] = {}
+        self._ours: set[int] = set()
         self._in_vain = [0] * SITES
         """How often no line of the user's was found above a place."""
         self._now = NOW_AT // 8
@@ -86,9 +88,9 @@ class FlightRecorder:
         now, numbers, at = time.time_ns(), self._numbers, self._now
         numbers[at + DOING], numbers[at + SINCE], numbers[at + STEP] = self._phase, now, self.step
         number = next(self._count)
-        RECORD.pack_into(
-            self.memory, self._at(number), now, 0, 0, 0, 0, self.step, 0, 0, 0, 0, flight.PHASE, 0, self._phase, 0,
-            0, 0, 0, 0, number,
+        pack(
+            self.memory, RECORDS_AT + number % RECORDS * SIZE, now, 0, 0, 0, 0, self.step, 0, 0, 0, 0, flight.PHASE, 0,
+            self._phase, 0, 0, 0, 0, 0, number,
         )  # fmt: skip
         return PHASES[before]
 
@@ -111,16 +113,12 @@ class FlightRecorder:
         if not awaited and not tensor.is_cuda:
             numbers[counted + 1] = sequence
         site, user = self._called()
-        shape = tensor.shape
-        dims = len(shape)
-        first = (*shape[:3], shape[3:].numel()) if dims > 3 else (*shape, 0, 0, 0)[:4] if dims else (0, 0, 0, 0)
-        if dims and max(first) > LARGEST:
-            first = tuple(min(size, LARGEST) for size in first)
+        dims, first = _told(tensor.shape)
         now, number = time.time_ns(), next(self._count)
-        RECORD.pack_into(
-            self.memory, self._at(number), now, 0 if awaited else now, 0, 0, sequence, self.step, row, site, user, 0,
-            _kinds[kind], _dtypes.get(tensor.dtype, 0), self._phase, (ON_GPU if awaited else 0) | min(dims, 4) << 1,
-            *first, number,
+        pack(
+            self.memory, RECORDS_AT + number % RECORDS * SIZE, now, 0 if awaited else now, 0, 0, sequence, self.step,
+            row, site, user, 0, _kinds[kind], _dtypes.get(tensor.dtype, 0), self._phase,
+            dims << 1 | ON_GPU if awaited else dims << 1, *first, number,
         )  # fmt: skip
         return number * GROUPS + row
 
@@ -142,21 +140,18 @@ class FlightRecorder:
     def _came(self, record: int, at: int) -> None:
         """To this collective of its group, and so to all before it."""
         place = (GROUPS_AT + record % GROUPS * GROUP_BYTES + GROUP.size) // 8 + 1
-        sequence = int.from_bytes(self.memory[at + SEQUENCE : at + SEQUENCE + 4], "little")
-        self._numbers[place] = max(self._numbers[place], sequence)
+        sequence = self._numbers[(at + SEQUENCE) // 8] & LARGEST
+        if self._numbers[place] < sequence:
+            self._numbers[place] = sequence
 
     def _stamp(self, record: int, column: int) -> int:
         """Where it is; 0: so many came after it that its place is another's by now."""
         number = record // GROUPS
-        at = self._at(number)
-        if self._numbers[(at + RECORD.size) // 8 - 1] != number:
+        at = RECORDS_AT + number % RECORDS * SIZE
+        if self._numbers[(at + SIZE) // 8 - 1] != number:
             return 0
         self._numbers[(at + column) // 8] = time.time_ns()
         return at
-
-    @staticmethod
-    def _at(number: int) -> int:
-        return RECORDS_AT + (number % RECORDS) * RECORD.size
 
     def _new_group(self, group: str, axis: str, size: int) -> int:
         """Those for which there is no row share the last."""
@@ -167,30 +162,38 @@ class FlightRecorder:
 
     def _called(self) -> tuple[int, int]:
         """Where the communicator was called, and the user's line that led there, as numbers of sites."""
-        frame: FrameType | None = sys._getframe(3)
-        site = 0
-        whose, known = self._whose, self._sites
+        frame: FrameType | None = sys._getframe(4)
+        site, whose, ours = 0, self._whose, self._ours
+        while frame is not None and id(frame.f_code) in ours:
+            frame = frame.f_back
         for _ in range(DEEPEST):
             if frame is None:
                 break
             code = frame.f_code
-            owner = whose.get(id(code))
-            if owner is None:
-                owner = whose[id(code)] = _whose(code), code
-            if owner[0] == ROOT:
+            known = whose.get(id(code))
+            owner = known[0] if known is not None else self._new_owner(code)
+            if owner == USERS:
+                found = self._site(frame)
+                return site or found, found
+            if owner == ROOT:
                 break
-            if owner[0] == USERS or (not site and owner[0] == OTHERS):
-                found = known.get((id(code), frame.f_lasti))
-                if found is None:
-                    found = self._new_site(frame)
-                if owner[0] == USERS:
-                    return site or found, found
-                site = found
+            if not site and owner == OTHERS:
+                site = self._site(frame)
                 if self._in_vain[site] >= TRIES:
                     return site, 0
             frame = frame.f_back
         self._in_vain[site] += 1
         return site, 0
+
+    def _new_owner(self, code: CodeType) -> int:
+        owner, _ = self._whose[id(code)] = _whose(code), code
+        if owner == OURS:
+            self._ours.add(id(code))
+        return owner
+
+    def _site(self, frame: FrameType) -> int:
+        found = self._sites.get((id(frame.f_code), frame.f_lasti))
+        return self._new_site(frame) if found is None else found
 
     def _new_site(self, frame: FrameType) -> int:
         """The first stands for all that there is no room for."""
@@ -207,6 +210,18 @@ class FlightRecorder:
 
     def _text(self, at: int, text: str, size: int) -> None:
         self.memory[at : at + size] = text.encode(errors="replace")[:size].ljust(size, b"\0")
+
+
+def _told(shape: torch.Size) -> tuple[int, Sequence[int]]:
+    """How many dims are told, and four numbers of them; of more dims the last is of all that follow."""
+    dims = len(shape)
+    if dims == 1:
+        first: Sequence[int] = (shape[0], 0, 0, 0)
+    elif dims <= 3:
+        first = (*shape, 0, 0, 0, 0)[:4]
+    else:
+        dims, first = 4, (*shape[:3], shape[3:].numel())
+    return dims, first if max(first) <= LARGEST else [min(size, LARGEST) for size in first]
 
 
 def _whose(code: CodeType) -> int:

@@ -35,6 +35,7 @@ class Traffic:
         """Told of every message or collective, when it is launched: its axis, its kind, and what this rank brings."""
         self.wait_watchers: list[WaitWatcher] = []
         """Each gives what is entered while this rank waits in one: its axis, its kind."""
+        self._main = threading.main_thread().ident
         self._arrivals = Arrivals(arrived=recorder.arrived if recorder else None)
 
     def launched(self, axis: str, kind: str, tensor: Tensor, share: float, record: int = 0) -> None:
@@ -76,15 +77,18 @@ class Traffic:
     @contextmanager
     def waiting(self, axis: str, kind: str, record: int = 0) -> Iterator[None]:
         """While this rank's main thread can do nothing but wait for others, in a collective that was `recorded`."""
-        main = threading.current_thread() is threading.main_thread()
+        main = threading.get_ident() == self._main
         if main:
             self.signs[2] = 1
         if self.recorder and record:
             self.recorder.waiting(record)
         try:
-            with ExitStack() as watched:
-                for watcher in self.wait_watchers:
-                    watched.enter_context(watcher(axis, kind))
+            if self.wait_watchers:
+                with ExitStack() as watched:
+                    for watcher in self.wait_watchers:
+                        watched.enter_context(watcher(axis, kind))
+                    yield
+            else:
                 yield
             if self.recorder and record:
                 self.recorder.left(record)  # not where it failed: it was never left

@@ -10,7 +10,7 @@ from torch import Tensor
 from phalanx.parallel.communication.exact import Partial
 from phalanx.parallel.communication.memory import Room
 from phalanx.parallel.communication.pending import Pending
-from phalanx.parallel.weights.packing import Packing
+from phalanx.parallel.weights.packing import Packing, one_room
 from phalanx.parallel.weights.storage import Storage
 from phalanx.parallel.weights.weight import Weight
 
@@ -22,10 +22,16 @@ class Bucket:
         self.name, self.weights, self.storage = name, weights, storage
         self.trainable = [weight for weight in weights if weight.trainable]
         self.packing, self.gradient_packing = Packing(weights), Packing(self.trainable)
+        self.room = None if storage.always_whole or not weights else one_room(weights)
+        """For the whole weights, where it is let go between uses."""
         self.gradients: Tensor | None = None
         """``[ranks, length]``: this rank's own gradients, not summed over ranks."""
         self.owned: Tensor | None = None
         """``[length]``: gradients of the rows this rank owns, summed over ranks."""
+        self._places: dict[str, Tensor] | None = None
+        """Of ``gradients`` each weight's part, made once for a buffer."""
+        self._own: tuple[Tensor | None, dict[str, Tensor]] = None, {}
+        """The same of ``owned``."""
         self.filled: set[str] = set()
         self.as_made = False
         """Gradients stay where and as narrow as backward makes them: nothing is added to them."""
@@ -34,6 +40,11 @@ class Bucket:
         self.partial = Partial(storage.leaves, storage.buffers) if storage.leaves else None
         self.is_whole = storage.always_whole
         self._gathering: tuple[Pending, Tensor] | None = None
+
+    @property
+    def is_coming(self) -> bool:
+        """Whether the weights have been asked for."""
+        return self._gathering is not None
 
     def start_gather(self) -> None:
         """Begin to make the weights whole; costs nothing if they are, or are about to be."""
@@ -75,9 +86,8 @@ class Bucket:
         if self.is_whole:
             return
         self.start_gather()
-        if not self.storage.always_whole:
-            for weight in self.weights:
-                weight.whole.open()
+        if self.room is not None:
+            self.room.open()
         if self._gathering is None:
             for weight in self.weights:
                 weight.full.data.copy_(weight.shard.data.view(weight.shape))
@@ -85,7 +95,8 @@ class Bucket:
             pending, flat = self._gathering
             pending.wait()
             self.packing.unpack(flat)
-        self._end_gathering()
+            self.storage.buffers.give(flat)
+            self._gathering = None
         self.is_whole = True
 
     def _end_gathering(self) -> None:
@@ -100,8 +111,8 @@ class Bucket:
         """Give the whole weights' memory back, and drop what was fetched and not used: it would be stale later."""
         self._end_gathering()
         self.is_whole = False
-        for weight in self.weights:
-            weight.whole.empty()
+        if self.room is not None:
+            self.room.empty()
 
     def clear(self, as_made: bool) -> None:
         """Forget the last step's gradients."""
@@ -116,26 +127,31 @@ class Bucket:
                 if lent is not None:
                     self.storage.buffers.give(lent)
             self.gradients = self.owned = None
+        if self.gradients is None:
+            self._places, self._own = None, (None, {})
 
     def collect(self, weight: Weight) -> None:
         """Take a weight's new gradient into the flat buffer and let the tensor go."""
-        gradient = weight.full.grad
+        name, gradient = weight.name, weight.full.grad
         assert gradient is not None
-        gradient = gradient.to_dense() if gradient.is_sparse else gradient
+        if gradient.is_sparse:
+            gradient = gradient.to_dense()
         if self.as_made:
-            made = self._made.get(weight.name)
-            self._made[weight.name] = gradient.contiguous() if made is None else made + gradient
+            made = self._made.get(name)
+            self._made[name] = gradient.contiguous() if made is None else made + gradient
         else:
-            self._add(weight, gradient)
-        self.filled.add(weight.name)
+            places = self._places or self._placed()
+            for part, place in weight.pairs(gradient, places[name]):
+                if name in self.filled:
+                    place.add_(part)
+                else:
+                    place.copy_(part)
+        self.filled.add(name)
         weight.full.grad = None
 
-    def _add(self, weight: Weight, gradient: Tensor) -> None:
-        for part, place in weight.pairs(gradient, self.gradient_packing.place(weight, self._own_gradients())):
-            if weight.name in self.filled:
-                place.add_(part)
-            else:
-                place.copy_(part)
+    def _placed(self) -> dict[str, Tensor]:
+        self._places = self.gradient_packing.places(self._own_gradients())
+        return self._places
 
     def complete(self) -> None:
         """Put zeros where no gradient came. Of whole gradients that are summed exactly, this is the end of a leaf."""
@@ -150,8 +166,8 @@ class Bucket:
             return
         if self.partial is not None:
             self.filled.clear()
-            self.gradients = self.partial.add(gradients)
-        if self.gradients is not None:
+            self.gradients, self._places = self.partial.add(gradients), None
+        if self.gradients is not None and (self.owned is None or self.partial is not None):
             self.owned = self.gradients[self.storage.rank]
 
     def gradient_own(self, weight: Weight) -> Tensor:
@@ -159,7 +175,9 @@ class Bucket:
         if self.as_made:
             return self._made[weight.name].view(weight.shard.shape)
         assert self.owned is not None
-        return self.gradient_packing.own(weight, self.owned)
+        if self._own[0] is not self.owned:
+            self._own = self.owned, {each.name: self.gradient_packing.own(each, self.owned) for each in self.trainable}
+        return self._own[1][weight.name]
 
     def owned_pieces(self) -> list[Tensor]:
         """The summed gradients of the rows this rank owns, in as few tensors as they lie in."""
@@ -181,7 +199,7 @@ class Bucket:
         pending = storage.group.reduce_scatter(target, gradients, storage.buffers, exactly=self.partial is not None)
         self.filled.clear()
         if not storage.whole_gradients:
-            self.gradients = None
+            self.gradients = self._places = None
             self.accumulating = True
 
         def finish() -> None:

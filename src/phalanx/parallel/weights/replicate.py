@@ -34,6 +34,7 @@ class Reduction:
         if gathering is not None:
             gathering.on_done = self.done
         self._position = {id(bucket): index for index, bucket in enumerate(buckets)}
+        self._names = [(bucket, frozenset(weight.name for weight in bucket.trainable)) for bucket in buckets]
         self._homes = {id(weight.full): (bucket, weight) for bucket in buckets for weight in bucket.trainable}
         self._hooks = [
             weight.full.register_post_accumulate_grad_hook(partial(self._arrived, bucket, weight))
@@ -62,7 +63,7 @@ class Reduction:
             self.gathering.start_backward()
         self._last, self._reached, self._hold = last, reached, hold
         self._done: set[int] = set()
-        self._missing = {id(b): {w.name for w in b.trainable} for b in self.buckets}
+        self._missing = {id(bucket): set(names) for bucket, names in self._names}
         self._turn = 0
         self._scattering: tuple[Bucket, Pending] | None = None
         self._reducing: list[Pending] = []
@@ -70,16 +71,18 @@ class Reduction:
     def _arrived(self, bucket: Bucket, weight: Weight, parameter: nn.Parameter) -> None:
         if parameter.grad is None:
             return  # it was left for `deposit`
-        assert self._position[id(bucket)] >= self._turn, (
-            f"the gradient of {weight.name} came after its bucket was reduced"
-        )
+        key = id(bucket)
+        assert self._position[key] >= self._turn, f"the gradient of {weight.name} came after its bucket was reduced"
         if not bucket.is_whole:
             raise WrongUse(
                 f"backward used {weight.name} after it was let go: a module of its block gives its output in a form "
                 "that cannot be followed. Give tensors, or lists, dicts or dataclasses of them; or use zero=2."
             )
-        self._collect(bucket, weight)
-        missing = self._missing[id(bucket)]
+        if self.on_gradient is not None:
+            self.on_gradient(weight.name, parameter.grad)
+        bucket.collect(weight)
+        self.touched.add(weight.name)
+        missing = self._missing[key]
         missing.discard(weight.name)
         if not missing and not (self.gathering and self.gathering.busy(bucket)):
             self.done(bucket)
@@ -111,11 +114,8 @@ class Reduction:
         """Bring a gradient that was left out of its backward."""
         bucket, weight = self._homes[id(parameter)]
         weight.full.grad = gradient
-        self._collect(bucket, weight)
-
-    def _collect(self, bucket: Bucket, weight: Weight) -> None:
-        if self.on_gradient is not None and weight.full.grad is not None:
-            self.on_gradient(weight.name, weight.full.grad)
+        if self.on_gradient is not None:
+            self.on_gradient(weight.name, gradient)
         bucket.collect(weight)
         self.touched.add(weight.name)
 

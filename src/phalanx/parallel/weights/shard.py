@@ -17,6 +17,7 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.utils.hooks import RemovableHandle
 
 from phalanx.anatomy import Unit
+from phalanx.parallel.torch_private import installer
 from phalanx.parallel.weights.bucket import Bucket
 from phalanx.parallel.weights.weight import Weight
 from phalanx.trees import mapped, reachable
@@ -64,14 +65,18 @@ class ShardedUnit:
         """Forward calls that have begun and not ended."""
         self.hooks: list[RemovableHandle] = []
         """On the graph of this part of the step. One that is left there holds its node, and that its graph and us."""
-        self.resting: list[ReshardedWeight] = []
-        for weight in bucket.weights:
-            stand_in = ReshardedWeight(
-                torch.empty(weight.shape, dtype=weight.full.dtype, device="meta"), weight.trainable
-            )
-            stand_in.unit, stand_in.weight = self, weight
-            self.resting.append(stand_in)
-        self.rest()
+        resting = [(weight, self._resting(weight)) for weight in bucket.weights]
+        self._install = installer([(*place, weight.full) for weight, _ in resting for place in weight.places])
+        self._install_resting = installer(
+            [(*place, stand_in) for weight, stand_in in resting for place in weight.places]
+        )
+        self.bucket.release()
+        self._install_resting()
+
+    def _resting(self, weight: Weight) -> ReshardedWeight:
+        stand_in = ReshardedWeight(torch.empty(weight.shape, dtype=weight.full.dtype, device="meta"), weight.trainable)
+        stand_in.unit, stand_in.weight = self, weight
+        return stand_in
 
     def open_call(self) -> object:
         """A forward call that a backward will follow."""
@@ -83,14 +88,13 @@ class ShardedUnit:
         """Whole now, and visible to the modules."""
         if not self.bucket.is_whole:
             self.bucket.finish_gather()
-            for weight in self.bucket.weights:
-                weight.install(weight.full)
+            self._install()
 
     def rest(self) -> None:
         """Not whole, and a stand-in visible to the modules."""
-        self.bucket.release()
-        for stand_in in self.resting:
-            stand_in.weight.install(stand_in)
+        if self.bucket.is_whole or self.bucket.is_coming:
+            self.bucket.release()
+            self._install_resting()
 
     def finish(self) -> None:
         """Its part of this backward is over."""

@@ -92,6 +92,11 @@ class Weight:
         self.install(self.full)
         self.apart = storage_id(self.full) != storage_id(self.shard)
 
+    def move_into(self, room: Room, first: int) -> None:
+        """Have a part of another room instead of one of its own; nothing is there yet."""
+        self.whole = room
+        self.full.data = room.tensor[first : first + self.shape.numel()].view(self.shape)
+
     def own_rows(self, whole: Tensor) -> Tensor:
         return whole.reshape(self.rows, *self.shape[1:])[self.first : self.last]
 
