@@ -71,13 +71,6 @@ def test_bad_text_is_refused(text: str, expected: str) -> None:
         ("fsdp=8", 4, 8, "global_batch=4 is less than the 8 ranks of dp=1 x fsdp=8", "fsdp=4 on 4 ranks"),
         ("dp=2,micro_batch=40", 32, 2, "micro_batch=40 is more than a rank's share of 16", "dp=2,micro_batch=16"),
         ("fsdp=2,ep=4", 32, 2, "ep=4 does not divide fsdp=2 x cp=1", "fsdp=2"),
-        (
-            "tp=2,compile=blocks",
-            32,
-            2,
-            "compile=blocks is not offered with tp=2",
-            "tp=2",
-        ),
         ("dp=3,exact=8", 32, 3, "the 3 ranks of dp=3 x fsdp=1 are not a power of two", "dp=2,exact=8 on 2 ranks"),
         ("dp=8,fsdp=2,exact=8", 32, 16, "the 16 ranks of dp=8 x fsdp=2 are not", "dp=8,fsdp=2,exact=16"),
         ("dp=2,exact=8,micro_batch=4", 32, 2, "and so would micro_batch=4", "dp=2,exact=8"),

@@ -182,6 +182,11 @@ class Layout:
             notes.append(f"schedule={self.schedule} has no effect at pp=1")
         if self.cp == 1 and self.cp_kind != Layout.cp_kind:
             notes.append(f"cp_kind={self.cp_kind} has no effect at cp=1")
+        if self.compile != "none" and self.recompute == "selective":
+            notes.append(
+                "recompute=selective has no effect with compile=blocks: its compiler keeps costly results and computes "
+                "cheap ones again by itself"
+            )
         if self.exact and device == "cpu":
             notes.append(
                 f"exact={self.exact} computes on 1 thread, or OMP_NUM_THREADS, at any number of ranks, and takes plain "
@@ -199,12 +204,6 @@ class Layout:
     def _problems(self, global_batch: int, world: int) -> Iterator[str]:
         if (self.fsdp * self.cp) % self.ep:
             yield f"ep={self.ep} does not divide fsdp={self.fsdp} x cp={self.cp}, within which experts are spread"
-        for name in ("tp", "cp", "ep"):
-            degree = getattr(self, name)
-            if self.compile != "none" and degree > 1:
-                yield f"compile={self.compile} is not offered with {name}={degree}: its blocks speak to other ranks"
-        if self.compile != "none" and self.pp > 1 and self.schedule == "zb":
-            yield f"compile={self.compile} is not offered with schedule=zb, which takes linears' backward in two"
         if self.world != world:
             degrees = " x ".join(f"{n}={getattr(self, n)}" for n in DEGREES[:5] if getattr(self, n) > 1) or "dp=1"
             yield f"{degrees} needs {self.world} ranks and there are {world}"

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.library import custom_op
 
 from phalanx.errors import WrongUse
 from phalanx.logits import Logits
@@ -31,7 +32,18 @@ class _Penalised(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
         (penalty,) = ctx.saved_tensors
-        return gradient, torch.full_like(penalty, _penalty_factor)
+        return gradient, _penalty_slope(gradient, penalty)
+
+
+@custom_op("phalanx::penalty_slope", mutates_args=(), schema="(Tensor gradient, Tensor penalty) -> Tensor")
+def _penalty_slope(gradient: Tensor, penalty: Tensor) -> Tensor:
+    """An operator, since a compiler would take the factor of its own time; and not before there is a ``gradient``."""
+    return torch.full_like(penalty, _penalty_factor)
+
+
+@_penalty_slope.register_fake
+def _(gradient: Tensor, penalty: Tensor) -> Tensor:
+    return torch.empty_like(penalty)
 
 
 _penalty_factor = 1.0

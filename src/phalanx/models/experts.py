@@ -33,9 +33,11 @@ class Router(nn.Linear):
     ) -> None:
         super().__init__(width, experts, bias=False)
         self.chosen, self.capacity, self.balance, self.flatness = chosen, capacity, balance, flatness
-        self.whole_time: Callable[[Tensor], Tensor] = _same
+        self.whole_time: Callable[..., Tensor] = _same
         self.own_time: Callable[[Tensor], Tensor] = _same
-        """Where ranks hold some positions of a sequence: all of ``[B, T, ...]``, and this rank's again."""
+        """Where ranks hold some positions of a sequence: all of ``[B, T, ...]``, and this rank's again.
+
+        All of one thing, and then of another: ranks gather them in one order."""
 
     def forward(self, x_BTD: Tensor, valid_BT1: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:  # type: ignore[override]
         """``x``, with the penalties bound to it; the experts of each token; their shares, which add up to 1."""
@@ -47,9 +49,10 @@ class Router(nn.Linear):
         if self.training or self.capacity is not None:
             counted_BT1 = torch.ones_like(logits_BTE[..., :1]) if valid_BT1 is None else valid_BT1.to(logits_BTE.dtype)
             counted_BT1 = self.whole_time(counted_BT1)
-            taken_BTKE = F.one_hot(self.whole_time(chosen_BTK), self.out_features) * counted_BT1.long().unsqueeze(-1)
+            every_BTK = self.whole_time(chosen_BTK, counted_BT1)
+            taken_BTKE = F.one_hot(every_BTK, self.out_features) * counted_BT1.long().unsqueeze(-1)
             if self.training:
-                penalty = self._penalty(self.whole_time(logits_BTE), taken_BTKE.sum(2), counted_BT1)
+                penalty = self._penalty(self.whole_time(logits_BTE, every_BTK), taken_BTKE.sum(2), counted_BT1)
                 x_BTD = penalised(x_BTD, penalty)
             if self.capacity is not None:
                 fits_BTK = self.own_time(self._fits(taken_BTKE, counted_BT1))
@@ -164,5 +167,5 @@ def grouped_linear(x_ND: Tensor, weights_EHD: Tensor, ends_E: Tensor) -> Tensor:
     return torch.cat([*made, x_ND.new_zeros(len(x_ND) - ends[-1], weights_EHD.shape[1])])
 
 
-def _same(x: Tensor) -> Tensor:
+def _same(x: Tensor, after: Tensor | None = None) -> Tensor:
     return x

@@ -38,6 +38,7 @@ from phalanx.parallel.communication.mesh import BATCH, EXPERTS, Mesh
 from phalanx.parallel.forward.activations import Activations
 from phalanx.parallel.forward.lazy_heads import make_heads_lazy
 from phalanx.parallel.randomness.draws import Moment, Randomness
+from phalanx.parallel.torch_private import storage_id
 from phalanx.parallel.weights import keras
 from phalanx.parallel.weights.blueprint import Blueprint
 from phalanx.parallel.weights.bucket import Bucket
@@ -126,6 +127,8 @@ class Spread:
         if dtypes.compute != dtypes.parameter:
             cast_inputs(self.model, anatomy, dtypes.compute)
         self._shard_and_replicate()
+        if self.pipeline is not None:
+            self.pipeline.weights = {storage_id(weight.full): weight.full for weight in self.weights.values()}
         if self.pipeline is not None and self.gathering is not None:
             self.gathering.passes = self.pipeline.passes
 
@@ -282,7 +285,7 @@ class Spread:
         if self.fp8 is not None:
             self.fp8.advance() if counts else self.fp8.forget()
         if not self.randomness.asked:
-            self.randomness.answers = None  # nothing in this model draws; from now on it is only watched
+            self.randomness.answers, self.randomness.may_draw = None, False  # from now on it is only watched
 
     def scales(self) -> dict[str, Any] | None:
         """What linears in 8 bits go on with after a resume."""

@@ -41,8 +41,10 @@ def masks(length: int) -> list[int]:
         found = []
         for time in (length, length, 2 * length):
             engine.spread.activations.enter(engine.spread.sharding.layout(time))
-            made = {id(context._mask(*context._chunk(time, i), torch.float32)) for _ in range(3) for i in (1, 2)}
-            found += [len(made), len(context._known_masks)]
+            context._prepare(time, torch.float32)
+            every = [context._mask(i, torch.float32) for _ in range(3) for i in (1, 2)]
+            assert {len(mask.T) for mask in every} == {time // 2, 3 * time // 4}
+            found += [len({id(mask) for mask in every}), len(context._masks)]
         return found
 
 

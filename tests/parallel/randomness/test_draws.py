@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from phalanx import WrongUse
-from phalanx.parallel.randomness.answers import Answers, check_unmoved, generator_state, key_dropout_modules
+from phalanx.parallel.randomness.answers import Answers, check_unmoved, generator_state
 from phalanx.parallel.randomness.draws import Moment, RandomKeys, Randomness
 
 CPU = torch.device("cpu")
@@ -123,16 +123,30 @@ def test_torchs_multi_head_attention_is_keyed_too() -> None:
     assert F.dropout.__module__ == "torch.nn.functional", "the patch was left on"
 
 
-def test_compiled_dropout_modules_draw_what_plain_ones_do() -> None:
-    model = nn.Sequential(nn.Dropout(0.5), nn.Dropout2d(0.3))
-    x = torch.ones(3, 4, 5, 5)
-    keyed = randomness([3, 1, 4])
-    with keyed.scope("block"):
-        plain = model(x)
-    key_dropout_modules(model, keyed)
-    keyed.answers = None
-    with keyed.scope("block"):
-        assert torch.equal(model(x), plain)
+def test_keys_of_all_blocks_are_those_of_each() -> None:
+    x = torch.ones(3, 8)
+    for slots, step in (([3, 1, 4], 0), ([2, 0, 5], 0), ([3, 1, 4], 1)):
+        alone, together = randomness(slots), randomness(slots)
+        together.expect(["one", "other"])
+        for name in ("other", "one", "third"):
+            found = []
+            for keyed in (alone, together):
+                keyed.moment.step = step
+                with keyed.scope(name):
+                    found.append((F.dropout(x, 0.5), torch.rand(1)))
+            assert torch.equal(found[0][0], found[1][0])
+            assert torch.equal(found[0][1], found[1][1])
+
+
+def test_keys_are_made_once_a_micro_batch() -> None:
+    keyed = randomness([0, 1, 2])
+    keyed.expect(["one", "other"])
+    places = []
+    for name in ("one", "other", "one"):
+        with keyed.scope(name):
+            rows, shared = keyed.keys()
+            places.append((rows.untyped_storage().data_ptr(), shared.untyped_storage().data_ptr()))
+    assert places[0] == places[1] == places[2]
 
 
 def test_a_draw_that_escapes_is_refused() -> None:

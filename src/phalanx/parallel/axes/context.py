@@ -70,14 +70,20 @@ class ContextParallel:
     ) -> None:
         self.group, self.kind, self.randomness = group, kind, randomness
         self.ranks, self.rank = group.size, group.rank
-        self.inside = ""
+        self.name = ""
         """The block that computes just now."""
+        self.inside = False
+        """Whether attention that is called now is a block's own."""
+        self.reached = False
+        """Whether attention of this block was."""
         self._reached: set[str] = set()
         self._wholes: list[tuple[Tensor, Tensor]] = []
         self._known_places: dict[tuple[int, int], Tensor] = {}
         self._known_orders: dict[int, Tensor] = {}
-        self._known_masks: dict[tuple[int, int, torch.dtype], Tensor] = {}
-        self._masked_time = 0
+        self._masks: dict[int, Tensor] = {}
+        """By chunk, what its positions may not see, as attention adds it. For all blocks: each would keep its own."""
+        self._masked: tuple[int, torch.dtype] | None = None
+        """For sequences of this length, in this dtype."""
         check_context(model, anatomy, self.ranks)
         for name in anatomy.blocks:
             for module in model.get_submodule(name).modules():
@@ -90,21 +96,25 @@ class ContextParallel:
 
     def _block(self, forward: Forward, name: str, attends: bool, *args: Any, **kwargs: Any) -> Any:
         """A block on this rank's positions, also of what goes along with the stream."""
-        args, kwargs = mapped(partial(self._cut, stream(args, kwargs, name)), (args, kwargs))
-        self.inside = name
+        hidden = stream(args, kwargs, name)
+        args, kwargs = mapped(partial(self._cut, hidden), (args, kwargs))
+        self.name, self.inside, self.reached = name, True, False
+        self._prepare(self.layout.length, hidden.dtype)
         try:
             output = forward(*args, **kwargs)
         except RuntimeError as error:
             if not about_sizes(error):
                 raise
-            advice = "Use cp_kind=gather, fsdp or tp." if name in self._reached else NO_ATTENTION
+            advice = "Use cp_kind=gather, fsdp or tp." if self.reached else NO_ATTENTION
             raise WrongUse(
                 f"{name} cannot work with its positions under cp={self.ranks},cp_kind={self.kind}: its code fixes "
                 f"sizes that cp cuts ({str(error).splitlines()[0]}). {advice}"
             ) from error
         finally:
-            self.inside = ""
+            self.inside = False
             self._wholes.clear()
+        if self.reached:
+            self._reached.add(name)
         if attends and name not in self._reached:
             raise WrongUse(f"{name} computes attention where cp={self.ranks} cannot reach it. {NO_ATTENTION}")
         return output
@@ -148,17 +158,17 @@ class ContextParallel:
         self._wholes.append((cut, x))
         return cut
 
-    def whole(self, x: Tensor, dim: int) -> Tensor:
-        """Everybody's positions, in order."""
+    def whole(self, x: Tensor, dim: int, after: Tensor | None = None) -> Tensor:
+        """Everybody's positions, in order. ``after``: what was gathered before."""
         time = self.layout.length
         each = 2 * self._chunk(time, 0)[1]
         dim %= x.ndim
         padded = F.pad(x, [0, 0] * (x.ndim - 1 - dim) + [0, each - x.shape[dim]])
-        every = all_gather(padded, dim, each * self.ranks, self.group, to="replicated")
+        every = all_gather(padded, dim, each * self.ranks, self.group, to="replicated", after=after)
         return every.index_select(dim, self._order(time, each))
 
-    def _whole_time(self, x: Tensor) -> Tensor:
-        return x if self.layout.positions is None else self.whole(x, TIME)
+    def _whole_time(self, x: Tensor, after: Tensor | None = None) -> Tensor:
+        return x if self.layout.positions is None else self.whole(x, TIME, after)
 
     def _own_time(self, x: Tensor) -> Tensor:
         return x if self.layout.positions is None else self.own(x, TIME)
@@ -199,30 +209,28 @@ class ContextParallel:
         here = self.layout.positions
         if not self.inside or here is None or key.shape[-2] != len(here) or query.shape[-2] != len(here):
             return attend(query, key, value, mask, causal)  # to what is whole on every rank
-        name, self.inside = self.inside, ""
-        self._reached.add(name)
+        self.inside, self.reached = False, True
         try:
             if self.kind == "ulysses":
-                return self._exchanged(name, attend, query, key, value, mask, causal, time)
+                return self._exchanged(attend, query, key, value, mask, causal, time)
             if causal and draws:
                 every = torch.arange(self.layout.length, device=here.device)
                 mask, causal = here.unsqueeze(1) >= every, False
-            return self._gathered(name, attend, query, key, value, mask, causal, time)
+            return self._gathered(attend, query, key, value, mask, causal, time)
         finally:
-            self.inside = name
+            self.inside = True
 
     def _gathered(
-        self, name: str, attend: Attend, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool,
-        time: int,
-    ) -> Any:  # fmt: skip
+        self, attend: Attend, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, time: int
+    ) -> Any:
         if key.shape == value.shape:
-            key, value = self.whole(torch.stack([key, value]), -2)
+            key, value = self.whole(torch.stack([key, value]), -2).unbind(0)
         else:
-            key, value = self.whole(key, -2), self.whole(value, -2)
+            key, value = self.whole(torch.cat([key, value], -1), -2).split([key.shape[-1], value.shape[-1]], -1)
         if not causal:
             return attend(query, key, value, mask, False)
         if mask is not None:
-            raise WrongUse(f"{name} gives attention both a mask and is_causal=True. Give one of them.")
+            raise WrongUse(f"{self.name} gives attention both a mask and is_causal=True. Give one of them.")
         parts, offset = [], 0
         for index in self._pair(self.rank):
             start, stop = self._chunk(self.layout.length, index)
@@ -230,34 +238,39 @@ class ContextParallel:
                 continue
             rows = query.narrow(-2, offset, stop - start)
             offset += stop - start
-            seen = self._mask(start, stop, query.dtype) if start else None
+            seen = self._mask(index, query.dtype) if start else None
             parts.append(attend(rows, key[..., :stop, :], value[..., :stop, :], seen, not start))
         if not parts:  # no position is here: nothing comes out, but the keys' gradients must be asked for
             return attend(query, key, value, None, False)
         return _joined(parts, time)
 
-    def _mask(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
-        """What positions of a chunk may not see, as attention adds it. One for all blocks: each would keep its own.
+    def _prepare(self, time: int, dtype: torch.dtype) -> None:
+        """Before a block: have what all blocks share of sequences of this length."""
+        self._order(time, 2 * self._chunk(time, 0)[1])
+        if self._masks and self._masked != (time, dtype):
+            self._masks = {index: self._make_mask(index, dtype) for index in self._masks}
+        self._masked = time, dtype
 
-        A rank has two chunks of a sequence, so two are known at a time, of sequences of one length.
-        """
-        if self._masked_time != self.layout.length:
-            self._known_masks.clear()
-            self._masked_time = self.layout.length
-        if (start, stop, dtype) not in self._known_masks:
-            ahead = torch.full((stop - start, stop), float("-inf"), dtype=dtype, device=self.randomness.device)
-            self._known_masks[start, stop, dtype] = ahead.triu(start + 1)
-        return self._known_masks[start, stop, dtype]
+    def _mask(self, index: int, dtype: torch.dtype) -> Tensor:
+        """What positions of a chunk may not see."""
+        if index not in self._masks:
+            self._masks[index] = self._make_mask(index, dtype)
+        mask = self._masks[index]
+        return mask if mask.dtype == dtype else mask.to(dtype)  # attention may be computed in another one
+
+    def _make_mask(self, index: int, dtype: torch.dtype) -> Tensor:
+        start, stop = self._chunk(self.layout.length, index)
+        ahead = torch.full((stop - start, stop), float("-inf"), dtype=dtype, device=self.randomness.device)
+        return ahead.triu(start + 1)
 
     def _exchanged(
-        self, name: str, attend: Attend, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool,
-        time: int,
-    ) -> Any:  # fmt: skip
+        self, attend: Attend, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, time: int
+    ) -> Any:
         heads, shared = query.shape[-3], key.shape[-3]
         if heads % self.ranks:
             raise WrongUse(
-                f"{name} has {heads} heads on each rank, which do not divide by cp={self.ranks} as cp_kind=ulysses "
-                "needs. Use cp_kind=gather, or a cp that divides them."
+                f"{self.name} has {heads} heads on each rank, which do not divide by cp={self.ranks} as "
+                "cp_kind=ulysses needs. Use cp_kind=gather, or a cp that divides them."
             )
         times = next(n for n in range(1, heads + 1) if shared * n % self.ranks == 0 == heads % (shared * n))
         if times > 1:  # so that every rank has whole key-value heads
@@ -272,20 +285,22 @@ class ContextParallel:
         known = activations.layout.heads
         known = torch.arange(heads, device=query.device) if known is None else known
         by_heads = ActivationLayout(self.layout.length, heads=known.chunk(self.ranks)[self.rank])
-        query, key, value = (self._heads_for_time(x) for x in (query, key, value))
+        query, key, value = self._heads_for_time(query, key, value)
         with activations.handed(activations.stream, by_heads):
             output = attend(query, key, value, mask, causal)
         if isinstance(output, tuple):
             return (self._time_for_heads(output[0], time), *output[1:])
         return self._time_for_heads(output, time)
 
-    def _heads_for_time(self, x: Tensor) -> Tensor:
-        """``[batch, heads, here, width]`` to ``[batch, heads / cp, time, width]``."""
+    def _heads_for_time(self, *every: Tensor) -> list[Tensor]:
+        """``[batch, heads, here, width]`` to ``[batch, heads / cp, time, width]`` of each, all in one exchange."""
         time = self.layout.length
         each = 2 * self._chunk(time, 0)[1]
-        rows = F.pad(x, [0, 0, 0, each - x.shape[-2]]).unflatten(1, (self.ranks, -1)).movedim(1, 0)
-        every = all_to_all(rows, self.group).movedim(0, 2).flatten(2, 3)
-        return every.index_select(2, self._order(time, each))
+        rows = [F.pad(x, [0, 0, 0, each - x.shape[-2]]).unflatten(1, (self.ranks, -1)).movedim(1, 0) for x in every]
+        flat = torch.cat([x.flatten(2) for x in rows], 2)
+        parts = all_to_all(flat, self.group).split([x.shape[2:].numel() for x in rows], 2)
+        came = (part.unflatten(2, x.shape[2:]) for part, x in zip(parts, rows, strict=True))
+        return [x.movedim(0, 2).flatten(2, 3).index_select(2, self._order(time, each)) for x in came]
 
     def _time_for_heads(self, x: Tensor, time_dim: int) -> Tensor:
         """The way back; ``x`` is ``[batch, heads, time, width]`` or has time before heads."""

@@ -20,6 +20,7 @@ from torch.autograd import Function
 
 from phalanx.errors import WrongUse
 from phalanx.losses import Loss
+from phalanx.parallel.axes.later import LaterLinear, known, linear
 from phalanx.parallel.axes.schedules import Action, forwards, schedule
 from phalanx.parallel.axes.stages import Stages
 from phalanx.parallel.axes.transfers import Part, Transfers
@@ -70,6 +71,9 @@ class Pipeline:
         self._deferred: dict[tuple[int, int], Deferred] = {}
         self._current: Deferred | None = None
         self._checked: set[Any] = set()
+        self.weights: dict[int, nn.Parameter] = {}
+        """By storage."""
+        self._known = known(self)
 
     # What modules do
 
@@ -235,7 +239,15 @@ class Pipeline:
         """``F.linear``, whose weight's gradient is left for later."""
         if not (torch.is_grad_enabled() and type(weight) is nn.Parameter and weight.requires_grad):
             return func(input, weight, bias)
-        return _Linear.apply(input, weight, bias, self)
+        if not torch.compiler.is_compiling():
+            return _Linear.apply(input, weight, bias, self)
+        if not input.requires_grad:
+            return func(input, weight, bias)  # there is nothing to leave it behind
+        return LaterLinear.apply(input, weight, bias, self._known)
+
+    def left(self, weight: int, input: Tensor, gradient: Tensor) -> None:
+        """What a compiled block has left, of a weight by its storage."""
+        self.defer(self.weights[weight], input, gradient)
 
     def defer(self, weight: nn.Parameter, input: Tensor, gradient: Tensor) -> None:
         assert self._current is not None
@@ -249,7 +261,7 @@ class _Linear(Function):
     def forward(ctx: Any, input: Tensor, weight: nn.Parameter, bias: Tensor | None, pipeline: Pipeline) -> Tensor:
         ctx.save_for_backward(input, weight)
         ctx.weight, ctx.pipeline, ctx.biased = weight, pipeline, bias is not None
-        return nn.functional.linear(input, weight, bias)
+        return linear(input, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:

@@ -10,6 +10,7 @@ up to the rows: weights are divided as before, and what is done between them is 
 from __future__ import annotations
 
 import copy
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -36,6 +37,35 @@ from phalanx.parallel.forward.wrapper import Around, Forward, Instead, wrap
 from phalanx.parallel.randomness.draws import Randomness
 
 
+@dataclass
+class Inside:
+    """A container on this rank. Modules have the object, not its name: to a compiler all containers are alike."""
+
+    name: str
+    module: nn.Module
+    gathered: bool
+    """Whether what columns give is gathered."""
+    features: Tensor
+    heads: Tensor | None
+    """This rank's."""
+    before: dict[str, Any] = field(default_factory=dict)
+    """What its module believed of itself when it was whole."""
+
+
+class Columns:
+    """Where the features of column-parallel linears are that are cut alike, once they are gathered."""
+
+    def __init__(self, cut: Cut, device: torch.device) -> None:
+        self.sizes = [sum(stop - start for start, stop in spans) for spans in cut.spans]
+        """By rank, how many."""
+        places: dict[int, int] = {}
+        for rank, spans in enumerate(cut.spans):
+            held = (feature for start, stop in spans for feature in range(start, stop))
+            for index, feature in enumerate(held):
+                places.setdefault(feature, rank * max(self.sizes) + index)
+        self.order = torch.tensor([places[f] for f in sorted(places)], device=device)
+
+
 class TensorParallel:
     """Makes a model's modules work with their parts."""
 
@@ -43,107 +73,105 @@ class TensorParallel:
         self.plan, self.group, self.randomness = plan, group, randomness
         self.activations = randomness.activations
         self._way_in: tuple[Tensor, Tensor] | None = None
-        self._orders: dict[Cut, Tensor] = {}
-        self._before: dict[str, dict[str, Any]] = {}
-        """By container, what its module believed of itself when it was whole."""
-        self._own: dict[str, tuple[Tensor, Tensor | None]] = {}
-        """By container, this rank's features and heads."""
-        for name, inside in plan.columns.items():
+        self._gathered_last: Tensor | None = None
+        self._containers = {name: self._container_of(name, model.get_submodule(name)) for name in plan.containers}
+        columns: dict[Cut, Columns] = {}
+        for name, container in plan.columns.items():
             module: Any = model.get_submodule(name)
             cut = plan.cuts[f"{name}.weight"]
-            wrap(module, Around("column-parallel", self._column, inside, cut))
+            columns[cut] = columns.get(cut) or Columns(cut, randomness.device)
+            wrap(module, Around("column-parallel", self._column, self._containers[container], columns[cut]))
             if hasattr(module, "nf"):  # Hugging Face's Conv1D shapes its output by it
                 module.nf = sum(stop - start for start, stop in cut.spans[self.group.rank])
-        for name in plan.rows:
-            module = model.get_submodule(name)
-            wrap(module, Instead("row-parallel", self._row, module, self._container_of(name)))
-        for name in plan.containers:
-            self._prepare_container(name, model.get_submodule(name))
+        for row in plan.rows:
+            module = model.get_submodule(row)
+            container = max((name for name in plan.containers if row.startswith(name + ".")), key=len)
+            wrap(module, Instead("row-parallel", self._row, module, self._containers[container]))
+        for inside in self._containers.values():
+            self._prepare_container(inside)
         for name in plan.vocabulary:
             module = model.get_submodule(name)
             own = self._embedding if isinstance(module, nn.Embedding) else self._head
             wrap(module, Instead("vocabulary-parallel", own, module))
 
-    def _container_of(self, row: str) -> str:
-        return max((name for name in self.plan.containers if row.startswith(name + ".")), key=len)
+    def _container_of(self, name: str, module: nn.Module) -> Inside:
+        container, device, rank = self.plan.containers[name], self.randomness.device, self.group.rank
+        heads = torch.arange(*container.heads[rank], device=device) if container.heads else None
+        features = torch.arange(*container.features[rank], device=device)
+        return Inside(name, module, bool(container.gathered), features, heads)
 
-    def _prepare_container(self, name: str, module: Any) -> None:
-        container = self.plan.containers[name]
+    def _prepare_container(self, inside: Inside) -> None:
+        container, module = self.plan.containers[inside.name], inside.module
         beliefs: dict[str, Any] = dict(container.attributes)
         if container.config:
             beliefs["config"] = copy.copy(module.config)
             vars(beliefs["config"]).update(container.config)
-        self._before[name] = {attribute: getattr(module, attribute) for attribute in beliefs}
+        inside.before = {attribute: getattr(module, attribute) for attribute in beliefs}
         for attribute, value in beliefs.items():
             setattr(module, attribute, value)
-        wrap(module, Around("tensor-parallel", self._container, name, module))
+        wrap(module, Around("tensor-parallel", self._container, inside))
 
-    def _container(self, forward: Forward, name: str, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        whole, gathered, draws = (args, kwargs), self.plan.containers[name].gathered, self.randomness.calls
-        if self.plan.sequence_parallel:
-            held = self.activations.stream.held
-            to: Same = "invariant" if gathered else "replicated"
-            hidden = all_gather(stream(args, kwargs, name), TIME, held, self.group, to=to)
-            args, kwargs = with_stream(args, kwargs, hidden)
+    def _container(self, forward: Forward, inside: Inside, *args: Any, **kwargs: Any) -> Any:
+        draws = self.randomness.calls
+        own, also = self._into(inside, args, kwargs)
+        if torch.compiler.is_compiling():  # it has been tried, and fits
+            return forward(*own, **also)
         try:
-            return forward(*args, **kwargs)
+            return forward(*own, **also)
         except (RuntimeError, ZeroDivisionError) as error:
-            if gathered or not about_sizes(error):
+            if inside.gathered or not about_sizes(error):
                 raise
             told = str(error).splitlines()[0]
-        for attribute, value in self._before[name].items():
-            setattr(module, attribute, value)
-        gather_inside(self.plan, name, f"the code of {name} fixes sizes ({told})")
+        for attribute, value in inside.before.items():
+            setattr(inside.module, attribute, value)
+        gather_inside(self.plan, inside.name, f"the code of {inside.name} fixes sizes ({told})")
+        inside.gathered = True
         self._turn_outside()
         self.randomness.calls = draws
-        return self._container(forward, name, module, *whole[0], **whole[1])
+        return self._container(forward, inside, *args, **kwargs)
 
-    def _column(self, forward: Forward, inside: str, cut: Cut, *args: Any) -> Tensor:
+    def _into(self, inside: Inside, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """What a container is called with: the stream over all of time."""
+        if not self.plan.sequence_parallel:
+            return args, kwargs
+        to: Same = "invariant" if inside.gathered else "replicated"
+        held = self.activations.stream.held
+        return with_stream(args, kwargs, all_gather(stream(args, kwargs, inside.name), TIME, held, self.group, to=to))
+
+    def _column(self, forward: Forward, inside: Inside, columns: Columns, *args: Any) -> Tensor:
         output = forward(*self._into_column(inside, args))
-        return self._gathered(cut, output) if self.plan.containers[inside].gathered else output
+        return self._gathered(columns, output) if inside.gathered else output
 
-    def _into_column(self, inside: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    def _into_column(self, inside: Inside, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """From here to the row, features are this rank's. Columns of one tensor share a way in, and a sum back."""
         layout = self.activations.stream
-        if self.plan.containers[inside].gathered:
+        if inside.gathered:
             self.activations.turn_inside(layout.inside(None, None))  # all heads and features
         else:
-            self.activations.turn_inside(layout.inside(*self._own_features(inside)))
+            self.activations.turn_inside(layout.inside(inside.features, inside.heads))
             if self.plan.sequence_parallel:
                 return args
         if self._way_in is None or self._way_in[0] is not args[0]:
             self._way_in = args[0], replicate(args[0], self.group)
         return (self._way_in[1], *args[1:])
 
-    def _own_features(self, inside: str) -> tuple[Tensor, Tensor | None]:
-        if inside not in self._own:
-            container, device = self.plan.containers[inside], self.randomness.device
-            rank = self.group.rank
-            heads = torch.arange(*container.heads[rank], device=device) if container.heads else None
-            self._own[inside] = torch.arange(*container.features[rank], device=device), heads
-        return self._own[inside]
-
     def _turn_outside(self) -> None:
         """From a row on, activations are the stream's again."""
         self.activations.turn_outside()
-        self._way_in = None
+        self._way_in = self._gathered_last = None
 
-    def _gathered(self, cut: Cut, output: Tensor) -> Tensor:
+    def _gathered(self, columns: Columns, output: Tensor) -> Tensor:
         """Everybody's features, in order."""
-        sizes = [sum(stop - start for start, stop in spans) for spans in cut.spans]
+        sizes = columns.sizes
         padded = F.pad(output, [0, max(sizes) - output.shape[-1]])
-        every = all_gather(padded, -1, max(sizes) * len(sizes), self.group, to="invariant")
-        if cut not in self._orders:
-            places: dict[int, int] = {}
-            for rank, spans in enumerate(cut.spans):
-                held = (feature for start, stop in spans for feature in range(start, stop))
-                for index, feature in enumerate(held):
-                    places.setdefault(feature, rank * max(sizes) + index)
-            self._orders[cut] = torch.tensor([places[f] for f in sorted(places)], device=output.device)
-        return every.index_select(-1, self._orders[cut])
+        total, after = max(sizes) * len(sizes), self._gathered_last
+        every = all_gather(padded, -1, total, self.group, to="invariant", after=after)
+        if torch.compiler.is_compiling():
+            self._gathered_last = every.detach()
+        return every.index_select(-1, columns.order)
 
-    def _row(self, module: Any, inside: str, x: Tensor) -> Tensor:
-        if self.plan.containers[inside].gathered:
+    def _row(self, module: Any, inside: Inside, x: Tensor) -> Tensor:
+        if inside.gathered:
             x = shard(x, -1, self.group)
         part = product(module, x)
         out = (

@@ -4,7 +4,8 @@
 
 A stage decides whether a block is called here at all. The stream is sharded and made whole outside of what recompute
 does again. Random keys stand outside of recompute, which takes them up again; a probe stands inside, where a call's
-draws can be had once more. The compiler sees the block alone.
+draws can be had once more. The compiler sees the block alone, with the collectives of its modules as single steps.
+Which results it keeps for backward is its own choice, so ``recompute=selective`` is left to it.
 """
 
 from __future__ import annotations
@@ -23,29 +24,14 @@ from phalanx.layout import Layout
 from phalanx.parallel.axes.context import ContextParallel
 from phalanx.parallel.axes.pipeline import Pipeline
 from phalanx.parallel.blocks.boundary import Boundary, SequenceSharding
+from phalanx.parallel.blocks.compiling import Compile, Uncompiled
 from phalanx.parallel.blocks.probe import Probe
 from phalanx.parallel.blocks.recompute import Recompute
 from phalanx.parallel.forward.wrapper import Forward, Layer, wrap
-from phalanx.parallel.randomness.answers import Answers, draws, key_dropout_modules
+from phalanx.parallel.randomness.answers import Answers
 from phalanx.parallel.randomness.draws import RandomKeys, Randomness
+from phalanx.parallel.randomness.replaced import ReplacedAnswers
 from phalanx.precision import cast
-
-
-class Compile(Layer):
-    """The rest compiled, with the keys of its draws made before it runs, if it draws."""
-
-    title = "compile"
-
-    def __init__(self, block: nn.Module, randomness: Randomness) -> None:
-        self.draws, self.randomness = draws(block), randomness
-
-    def __call__(self, rest: Forward, *args: Any, **kwargs: Any) -> Any:
-        if self.draws:
-            self.randomness.keys()
-        return rest(*args, **kwargs)
-
-    def over(self, rest: Forward) -> Forward:
-        return super().over(torch.compile(rest))
 
 
 @dataclass(frozen=True)
@@ -63,10 +49,12 @@ class Blocks:
 
     def wrap(self) -> None:
         """Put every block's layers around it, and a stage's around what stands outside of the blocks."""
-        if self.layout.compile == "blocks":
-            key_dropout_modules(self.model, self.randomness)
-        else:
-            self.randomness.answers = Answers(self.randomness, self._answered_first())
+        answers = Answers if self.layout.compile == "none" else ReplacedAnswers
+        self.randomness.answers = answers(self.randomness, self._answered_first())
+        self.randomness.expect(self.anatomy.blocks)
+        if self.layout.compile == "blocks" and self.layout.ep > 1:
+            for name in self.anatomy.experts:
+                wrap(self.model.get_submodule(name), Uncompiled())
         for name in self.anatomy.blocks:
             wrap(self.model.get_submodule(name), *self.layers(name))
         if self.pipeline is not None:
@@ -81,14 +69,14 @@ class Blocks:
             receive = None if self.pipeline is None else self.pipeline.receive
             yield Boundary(name, self.sharding, name == blocks[0], name == blocks[-1], receive)
         yield RandomKeys(name, self.randomness)
-        if layout.recompute != "none":
+        if layout.recompute == "full" or (layout.recompute == "selective" and layout.compile == "none"):
             yield Recompute(self.randomness, layout.recompute)
         if layout.tp * layout.cp * layout.pp * layout.ep > 1:
             yield self.probe.layer(name)
         if self.context is not None:
             yield self.context.layer(name, self.model.get_submodule(name))
         if layout.compile == "blocks":
-            yield Compile(self.model.get_submodule(name), self.randomness)
+            yield Compile(self.randomness, self.probe)
 
     def _answered_first(self) -> dict[Any, Forward]:
         """Functions of torch's that a parallelism answers."""

@@ -35,6 +35,8 @@ class Communicator:
         self.traffic, self._group = traffic, group
         self.name = name if group is None else group.group_desc
         self._own_name = "" if group is None else group.group_name
+        self.handle = ""
+        """What compiled programs know it by (`operators`)."""
         self.alone = group is None
         self.rank: int = 0 if group is None else group.rank()
         self.size: int = 1 if group is None else group.size()

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from phalanx.parallel.communication.communicator import Communicator
+from phalanx.parallel.communication.operators import all_gathered, all_reduced, exchanged, reduce_scattered
 
 Same = Literal["replicated", "invariant"]
 
@@ -32,9 +33,14 @@ def run(total: int, ranks: int, rank: int) -> tuple[int, int]:
     return min(rank * each, total), min((rank + 1) * each, total)
 
 
-def all_gather(x: Tensor, dim: int, total: int, group: Communicator, *, to: Same) -> Tensor:
-    """Sharded -> replicated or invariant: everybody's runs of a dim in one."""
-    return x if group.alone else AllGather.apply(x, dim % x.ndim, total, group, to)
+def all_gather(
+    x: Tensor, dim: int, total: int, group: Communicator, *, to: Same, after: Tensor | None = None
+) -> Tensor:
+    """Sharded -> replicated or invariant: everybody's runs of a dim in one.
+
+    ``after``: what another collective gave that comes first, where this one does not follow from it.
+    """
+    return x if group.alone else AllGather.apply(x, dim % x.ndim, total, group, to, after)
 
 
 def reduce_scatter(x: Tensor, dim: int, group: Communicator) -> Tensor:
@@ -77,14 +83,16 @@ def all_gather_rows(x: Tensor, sizes: Sequence[int], group: Communicator, *, cou
 
 class AllGather(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, total: int, group: Communicator, to: Same) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, dim: int, total: int, group: Communicator, to: Same, after: Tensor | None
+    ) -> Tensor:
         ctx.dim, ctx.group, ctx.to = dim, group, to
-        return _gathered(x, dim, total, group)
+        return _gathered(x, dim, total, group, after)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         pick = own_run if ctx.to == "invariant" else _summed
-        return pick(gradient, ctx.dim, ctx.group), None, None, None, None
+        return pick(gradient, ctx.dim, ctx.group), None, None, None, None, None
 
 
 class Shard(Function):
@@ -113,11 +121,11 @@ class AllReduce(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Communicator, to: Same) -> Tensor:
         ctx.group, ctx.to = group, to
-        return _sum(x, group)
+        return all_reduced(x, group)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return gradient if ctx.to == "invariant" else _sum(gradient, ctx.group), None, None
+        return gradient if ctx.to == "invariant" else all_reduced(gradient, ctx.group), None, None
 
 
 class Replicate(Function):
@@ -128,18 +136,18 @@ class Replicate(Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return _sum(gradient, ctx.group), None
+        return all_reduced(gradient, ctx.group), None
 
 
 class AllToAll(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Communicator) -> Tensor:
         ctx.group = group
-        return group.all_to_all(x)
+        return exchanged(x, group)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return ctx.group.all_to_all(gradient), None
+        return exchanged(gradient, ctx.group), None
 
 
 class AllToAllRows(Function):
@@ -179,12 +187,6 @@ class AllGatherRows(Function):
         return back, None, None, None
 
 
-def _sum(x: Tensor, group: Communicator) -> Tensor:
-    total = x.clone().contiguous()
-    group.all_reduce(total).wait()
-    return total
-
-
 def own_run(x: Tensor, dim: int, group: Communicator) -> Tensor:
     start, stop = run(x.shape[dim], group.size, group.rank)
     return x.narrow(dim, start, stop - start).clone()
@@ -195,16 +197,17 @@ def _padded(x: Tensor, dim: int, size: int) -> Tensor:
     return F.pad(x, [0, 0] * (x.ndim - 1 - dim) + [0, missing]) if missing else x
 
 
-def _gathered(x: Tensor, dim: int, total: int, group: Communicator) -> Tensor:
+def _gathered(x: Tensor, dim: int, total: int, group: Communicator, after: Tensor | None = None) -> Tensor:
     part = _padded(x, dim, run(total, group.size, 0)[1]).contiguous()
-    every = part.new_empty(group.size, *part.shape)
-    group.all_gather(every, part).wait()
+    every = all_gathered(part, group, after)
     whole = every.movedim(0, dim).flatten(dim, dim + 1)
     return _fresh(whole if whole.shape[dim] == total else whole.narrow(dim, 0, total).contiguous(), every)
 
 
 def _fresh(x: Tensor, source: Tensor) -> Tensor:
-    """Not a view, which a model could not change in place."""
+    """Not a view, which a model could not change in place; a compiler sees to that itself."""
+    if torch.compiler.is_compiling():
+        return x
     return x.clone() if x.data_ptr() == source.data_ptr() else x
 
 
@@ -212,7 +215,6 @@ def _summed(x: Tensor, dim: int, group: Communicator) -> Tensor:
     ranks, total = group.size, x.shape[dim]
     each = run(total, ranks, 0)[1]
     parts = _padded(x, dim, each * ranks).unflatten(dim, (ranks, each)).movedim(dim, 0).contiguous()
-    own = parts.new_empty(parts.shape[1:])
-    group.reduce_scatter(own, parts).wait()
+    own = reduce_scattered(parts, group)
     start, stop = run(total, ranks, group.rank)
     return own if own.shape[dim] == stop - start else own.narrow(dim, 0, stop - start).clone()

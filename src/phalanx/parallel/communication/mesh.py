@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from phalanx.layout import Layout
 from phalanx.parallel.communication.communicator import Communicator
+from phalanx.parallel.communication.operators import forget, known
 from phalanx.parallel.communication.traffic import Traffic
 from phalanx.parallel.torch_private import default_store, new_group
 
@@ -160,7 +161,7 @@ class Mesh(Grid):
     def _make(self, group: Members) -> Communicator:
         name = f"mesh {self._number}, {group.name}"
         made = new_group(group.ranks, self.rank, name, self._timeout, group.called, self._device)
-        return Communicator(made, self.traffic)
+        return known(Communicator(made, self.traffic))
 
     def alone(self, *axes: str) -> Communicator:
         """As along axes that have one rank."""
@@ -210,4 +211,5 @@ class Mesh(Grid):
     def close(self) -> None:
         """Take the process groups apart."""
         for communicator in self._made.values():
+            forget(communicator)
             communicator.close()

@@ -16,11 +16,10 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from phalanx.errors import WrongUse
-from phalanx.parallel.forward.wrapper import Instead, wrap
 from phalanx.parallel.randomness.draws import Randomness
 
 
@@ -49,23 +48,6 @@ class Answers(TorchFunctionMode):
         return answer(self.randomness, func, *args, **kwargs)
 
 
-def key_dropout_modules(model: nn.Module, randomness: Randomness) -> None:
-    """Lead dropout modules to keyed draws directly: a compiler does not trace through a function mode."""
-    for module in model.modules():
-        func = DROPOUT_MODULES.get(type(module))
-        if func is not None:
-            wrap(module, Instead("keyed dropout", _dropout_module, module, randomness, func))
-
-
-def draws(block: nn.Module) -> bool:
-    """Whether a compiled block has anything in it that draws."""
-    return any(type(module) in DROPOUT_MODULES for module in block.modules())
-
-
-def _dropout_module(module: Any, randomness: Randomness, func: Any, x: Tensor) -> Tensor:
-    return ANSWERS[func](randomness, func, x, module.p, module.training, module.inplace)
-
-
 def _dropout(
     draw: Randomness, func: Any, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
 ) -> Tensor:
@@ -81,7 +63,7 @@ def _feature_dropout(
     """Whole channels at a time, as F.dropout1d, 2d and 3d do."""
     if not training or p == 0:
         return input
-    spatial = {F.dropout1d: 1, F.dropout2d: 2, F.dropout3d: 3}[func]
+    spatial = SPATIAL[func]
     leading = input.ndim - spatial
     dropped = draw.dropped(input, p, torch.Size([*input.shape[:leading], *[1] * spatial]))
     return input.copy_(dropped) if inplace else dropped
@@ -197,6 +179,8 @@ def _randint(draw: Randomness, func: Any, *args: Any, **options: Any) -> Tensor:
     return empty.copy_((draw.uniform(empty.shape) * (high - low)).floor() + low)
 
 
+SPATIAL = {F.dropout1d: 1, F.dropout2d: 2, F.dropout3d: 3}
+"""By function, how many dims a channel has."""
 ANSWERS: dict[Any, Callable[..., Any]] = {
     F.dropout: _dropout,
     torch.dropout: lambda draw, func, input, p, train: _dropout(draw, func, input, p, train),
@@ -217,14 +201,6 @@ ANSWERS: dict[Any, Callable[..., Any]] = {
     Tensor.uniform_: _uniform_,
     Tensor.normal_: _normal_,
     Tensor.exponential_: _exponential_,
-}
-
-
-DROPOUT_MODULES: dict[type[nn.Module], Any] = {
-    nn.Dropout: F.dropout,
-    nn.Dropout1d: F.dropout1d,
-    nn.Dropout2d: F.dropout2d,
-    nn.Dropout3d: F.dropout3d,
 }
 
 

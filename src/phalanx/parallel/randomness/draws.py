@@ -21,6 +21,9 @@ from phalanx.kernels.transfer import sent
 from phalanx.parallel.forward.activations import WHOLE, ActivationLayout, Activations
 from phalanx.parallel.forward.wrapper import Forward, Layer
 
+MOST_MICRO_BATCHES = 64
+"""Whose keys are kept at a time: in an evaluation a step is long."""
+
 Values = Callable[[Tensor, Sequence[int | Tensor]], Tensor]
 
 
@@ -55,6 +58,8 @@ class Randomness:
         """Which part of a sample is drawn for."""
         self.asked = False
         """Whether the model has called a random function."""
+        self.may_draw = True
+        """Whether it may still be the first time: not after a step in which it called none."""
         self.answers: AbstractContextManager[Any] | None = None
         """Entered with the outermost scope: what leads torch's own random functions here."""
         self._depth, self._call = 0, 0
@@ -63,6 +68,7 @@ class Randomness:
         self._visits: dict[str, int] = {}
         self._keys: tuple[Tensor, Tensor] | None = None
         self._slots: tuple[np.ndarray, Tensor] | None = None
+        self._steps_keys = StepKeys(seed, device)
 
     @contextmanager
     def scope(self, name: str, visit: int = 0) -> Iterator[None]:
@@ -117,10 +123,16 @@ class Randomness:
     def keys(self) -> tuple[Tensor, Tensor]:
         """A key for each sample of the micro-batch, and one for what all samples share."""
         if self._keys is None:
+            self._keys = self._steps_keys.of(self.name, self.moment)
+        if self._keys is None:
             stream = counter.key(self.seed, "forward", self.moment.step, self.name)
             shared = torch.full((), stream, dtype=torch.int64, device=self.device)  # filled there, not copied
             self._keys = counter.mix(self._slots_there() * counter.STRIDE + stream), shared
         return self._keys
+
+    def expect(self, names: Sequence[str]) -> None:
+        """Scopes that draw in every step: their keys are made together."""
+        self._steps_keys.names = {name: place for place, name in enumerate(names)}
 
     def _slots_there(self) -> Tensor:
         """This micro-batch's slots on the device: brought once, without waiting for it."""
@@ -170,6 +182,45 @@ class Randomness:
             return x * 0
         keep = self.draw(shape or x.shape, lambda keys, inner: counter.keep_mask(keys, inner, p), x)
         return x * keep * (1 / (1 - p))
+
+
+class StepKeys:
+    """The keys of all blocks in a step: what is sent to the device is sent once a step, and once a micro-batch."""
+
+    def __init__(self, seed: int, device: torch.device) -> None:
+        self.seed, self.device = seed, device
+        self.names: dict[str, int] = {}
+        """Of the blocks, each with its row."""
+        self._step: int | None = None
+        self._streams = torch.empty(0)
+        self._rows: dict[int, tuple[np.ndarray, Tensor]] = {}
+        """By the slots' id, the slots and their keys."""
+
+    def of(self, name: str, moment: Moment) -> tuple[Tensor, Tensor] | None:
+        """A block's keys; None of any other scope."""
+        place = self.names.get(name)
+        if place is None:
+            return None
+        if self._step != moment.step:
+            self._begin(moment.step)
+        found = self._rows.get(id(moment.slots))
+        if found is None or found[0] is not moment.slots:
+            found = self._rows[id(moment.slots)] = moment.slots, self._made(moment.slots)
+        return found[1][place, : len(moment.slots)], self._streams[place, 0]
+
+    def _begin(self, step: int) -> None:
+        keys = [counter.key(self.seed, "forward", step, name) for name in self.names]
+        # by twos, as are rows of slots: what a compiled block is given begins at 16 bytes
+        self._streams = sent(torch.tensor(keys).unsqueeze(1).expand(-1, 2).contiguous(), self.device)
+        self._step = step
+        self._rows.clear()
+
+    def _made(self, slots: np.ndarray) -> Tensor:
+        if len(self._rows) >= MOST_MICRO_BATCHES:
+            self._rows.clear()
+        even = np.pad(slots, (0, len(slots) % 2))
+        there = sent(torch.from_numpy(even), self.device)
+        return counter.mix(there * counter.STRIDE + self._streams[:, :1])
 
 
 class RandomKeys(Layer):

@@ -205,7 +205,7 @@ def gathering(
     invariant, as ``state`` says."""
     plain = seam.plain
 
-    def all_gather(x: Tensor, dim: int, total: int, group: Any, *, to: Same) -> Tensor:
+    def all_gather(x: Tensor, dim: int, total: int, group: Any, *, to: Same, **order: Any) -> Tensor:
         whole = plain(x, dim, total, group, to=to)
         return change(x, whole, dim, group.rank, group.size) if to == state else whole
 
