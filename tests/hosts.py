@@ -62,7 +62,7 @@ def _hold(name: str, table: Path | None, ready: Any) -> None:
     signal.pause()
 
 
-def _on_host(pid: int, function: Callable[..., None], args: tuple[Any, ...], *descriptors: int) -> None:
+def on_host(pid: int, function: Callable[..., None], args: tuple[Any, ...], *descriptors: int) -> None:
     """Run a function with the namespaces of another process."""
     for kind in ("net", "uts", "mnt"):
         handle = os.open(f"/proc/{pid}/ns/{kind}", os.O_RDONLY)
@@ -97,14 +97,21 @@ class Host:
 
     def ip(self, words: str) -> str:
         """What ``ip`` says or does in this host's network."""
-        command = ["nsenter", f"--net=/proc/{self.process.pid}/ns/net", "ip", *words.split()]
+        return self._network("ip", words)
+
+    def tc(self, words: str) -> str:
+        """Likewise ``tc``, which makes links slow."""
+        return self._network("tc", words)
+
+    def _network(self, tool: str, words: str) -> str:
+        command = ["nsenter", f"--net=/proc/{self.process.pid}/ns/net", tool, *words.split()]
         done = subprocess.run(command, capture_output=True, text=True)
-        assert done.returncode == 0, f"ip {words}: {done.stderr}"
+        assert done.returncode == 0, f"{tool} {words}: {done.stderr}"
         return done.stdout
 
     def start(self, function: Callable[..., None], *args: Any, descriptors: tuple[int, ...] = ()) -> Forked:
         """A function in a process of its own on this host."""
-        return fork(_on_host, self.process.pid, function, args, descriptors=descriptors)
+        return fork(on_host, self.process.pid, function, args, descriptors=descriptors)
 
     def ask(self, function: Callable[..., Any], *args: Any) -> Any:
         """What a function returns on this host, or the exception that it raises."""

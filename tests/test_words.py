@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from phalanx.words import in_bytes, listed, many, round_number, sparkline
+from phalanx.words import in_bytes, in_time, listed, many, round_number, sparkline
 
 
 def test_one_is_not_many() -> None:
@@ -35,3 +35,14 @@ def test_the_shape_of_a_loss(values: list[float], picture: str) -> None:
 
 def test_a_long_loss_fits_a_line() -> None:
     assert len(sparkline([math.cos(i / 50) for i in range(1000)])) == 40
+
+
+@pytest.mark.parametrize(
+    ("seconds", "told"),
+    [
+        (0.0, "0 ms"), (0.0124, "12 ms"), (1.234, "1.23 s"), (42.4, "42 s"), (59.7, "1 min"), (200, "3 min 20 s"),
+        (7800, "2 h 10 min"), (273600, "3 days 4 h"),
+    ],
+)  # fmt: skip
+def test_durations(seconds: float, told: str) -> None:
+    assert in_time(seconds) == told

@@ -22,7 +22,12 @@ BACKLOG_BYTES = 64 << 20
 """Events that wait in memory for a disk to take them; more than that are lost, and counted."""
 
 
-SHARED = frozenset({"evaluation", "left out", "rollback", "bad", "replay", "corrupted", "damaged", "stopped", "end"})
+SHARED = frozenset(
+    {
+        "evaluation", "left out", "rollback", "bad", "replay", "corrupted", "damaged", "stopped", "end", "pause",
+        "dead gradients",
+    }
+)  # fmt: skip
 """Kinds of events that all ranks note alike."""
 OWN_OF_A_STEP = ("step", "seconds", "sent")
 """What of a step each rank has for itself."""

@@ -4,7 +4,8 @@ A rank writes into memory that its supervisor lends (`parallel.communication.rec
 run's folder now and then, and when something goes wrong (`launch.black_box`). It is no file of the rank's own: to write
 to a mapped file ends a process where the disk is full (SIGBUS), and stops it where a shared folder does not answer.
 
-runs/<name>/flight/generation-00001/rank-00000    a header, a row a group, places in the code, a ring of records; packed
+runs/<name>/flight/generation-00001/rank-00000    a header, a row a group, places in the code, a ring of records, one of
+                                                  steps; packed
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ import numpy as np
 
 from phalanx.run import Run
 
-MAGIC = b"PHLXFLT1"
+MAGIC = b"PHLXFLT2"
 GROUPS, SITES, RECORDS = 48, 256, 4096
 """How many groups, places in the code and records are kept."""
 HEADER = struct.Struct("<8s5I64sQ")
 """What it is, rank, world, generation, process, supervisor; host; its main thread's number in stacks."""
 NOW_AT = 104
-"""Then, as whole numbers: what the rank does, since when, in which step, when this was saved."""
-DOING, SINCE, STEP, SAVED = range(4)
+"""Then, as whole numbers: what the rank does, since when, in which step, when this was saved, its first step."""
+DOING, SINCE, STEP, SAVED, FIRST = range(5)
 GROUP = struct.Struct("<72s24sII")
 """A group's own name, its axis, how many ranks it has. Then: collectives launched there, and come to."""
 GROUP_BYTES, SITE_BYTES = 120, 128
@@ -39,7 +40,17 @@ RECORDS_AT = SITES_AT + SITES * SITE_BYTES
 RECORD = struct.Struct("<4q2I4H4B4I4xq")
 """Launched, come to, waited for since, left (nanoseconds of the clock, 0: not yet); number in its group, step; group,
 place, place in the user's code, nothing; kind, dtype, phase, flags; shape; its number, which is written last."""
-BYTES = RECORDS_AT + RECORDS * RECORD.size
+STEPS_AT = RECORDS_AT + RECORDS * RECORD.size
+STEPS, MOST_PHASES = 64, 16
+"""So many steps are kept as sums, however many records one has."""
+HAD, QUEUED, COMPILED, COMPILING, SPENT = range(1, 6)
+WAITED = SPENT + MOST_PHASES
+WAITED_ALONG = WAITED + MOST_PHASES
+NUMBERS_A_STEP = WAITED_ALONG + GROUPS
+"""Of a step: its number and one more; what its main thread had of a processor, and how long it waited for one; how many
+functions were compiled, and how long that took; then by phase, of these in collectives, and the same by group. All but
+the counts are nanoseconds."""
+BYTES = STEPS_AT + STEPS * NUMBERS_A_STEP * 8
 LAUNCHED, ARRIVED, WAITING, LEFT = (8 * column for column in range(4))
 ON_GPU = 1
 """Among its flags; the others are how many dims its shape has, times two."""
@@ -47,6 +58,7 @@ ON_GPU = 1
 PHASE = 0
 KINDS = (
     "phase", "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "broadcast", "send", "receive", "words",
+    "barrier", "reduce", "gather", "scatter",
 )  # fmt: skip
 """Of records: a phase that begins, or a collective."""
 UNEVEN = ("all-to-all", "words")
@@ -70,6 +82,8 @@ COLUMNS = np.dtype(
 )  # fmt: skip
 SEQUENCE, FLAGS = (COLUMNS.fields[name][1] for name in ("sequence", "flags"))  # type: ignore[index]
 """Where in a record these are."""
+OUTSIDE = "torch.distributed"
+"""The axis of collectives that user code calls through torch itself, and how the names of their groups begin."""
 OVERWRITTEN = 8
 """So many of the oldest records may be overwritten while memory is copied, and are left out."""
 
@@ -140,9 +154,13 @@ class Flight:
     step: int
     saved: int
     """When the memory was copied."""
+    first: int
+    """The first step of this process."""
     groups: dict[str, GroupRow]
     records: np.ndarray
     """All in order, with the columns of `COLUMNS`; phases among them."""
+    steps: np.ndarray
+    """The last steps in order, a row each, of `NUMBERS_A_STEP`; the newest may go on."""
     _rows: list[GroupRow] = field(default_factory=list)
     _sites: list[str] = field(default_factory=list)
 
@@ -152,17 +170,24 @@ class Flight:
         if len(memory) != BYTES or not memory.startswith(MAGIC):
             raise ValueError("this is no flight record")
         _, rank, world, generation, pid, supervisor, host, thread = HEADER.unpack_from(memory)
-        now = struct.unpack_from("<4q", memory, NOW_AT)
+        now = struct.unpack_from("<5q", memory, NOW_AT)
         rows = list(_groups(memory))
         sites = [_text(memory[at : at + SITE_BYTES]) for at in range(SITES_AT, RECORDS_AT, SITE_BYTES)]
         records = np.frombuffer(memory, COLUMNS, RECORDS, RECORDS_AT)
         newest = int(records["number"].max())
         records = records[records["number"] > max(0, newest - RECORDS + OVERWRITTEN)]
         records = records[np.argsort(records["number"])]
+        steps = np.frombuffer(memory, "<i8", STEPS * NUMBERS_A_STEP, STEPS_AT).reshape(STEPS, NUMBERS_A_STEP)
+        steps = steps[steps[:, 0] > 0]
         return cls(
             rank, world, generation, pid, supervisor, _text(host), thread, PHASES[now[DOING]], now[SINCE], now[STEP],
-            now[SAVED], {row.name: row for row in rows if row.name}, records, rows, sites,
+            now[SAVED], now[FIRST], {row.name: row for row in rows if row.name}, records,
+            steps[np.argsort(steps[:, 0])], rows, sites,
         )  # fmt: skip
+
+    def waited(self, group: str) -> np.ndarray:
+        """Seconds in collectives of a group, by step of ``steps``."""
+        return self.steps[:, WAITED_ALONG + self._rows.index(self.groups[group])] / 1e9
 
     def launch(self, record: Any) -> Launch:
         """One of its records in words."""

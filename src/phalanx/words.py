@@ -40,9 +40,11 @@ def in_bytes(number: float) -> str:
 
 
 def in_time(seconds: float) -> str:
-    """``0.5 s``, ``42 s``, ``3 min 20 s``, ``2 h 10 min``, ``3 days 4 h``."""
-    if seconds < 60:
-        return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.2g} s"
+    """``120 ms``, ``1.25 s``, ``42 s``, ``3 min 20 s``, ``2 h 10 min``, ``3 days 4 h``."""
+    if seconds < 0.9995:
+        return f"{1000 * seconds:.0f} ms"
+    if seconds < 59.5:
+        return f"{seconds:.0f} s" if seconds >= 9.995 else f"{seconds:.3g} s"
     for small, large, names in ((1, 60, ("min", "s")), (60, 60, ("h", "min")), (3600, 24, ("days", "h"))):
         whole, rest = divmod(round(seconds / small), large)
         if whole < 60 or small == 3600:

@@ -82,6 +82,12 @@ def test_what_is_no_run_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         standing.run_at(None)
     with pytest.raises(WrongUse, match="is no run's folder"):
         standing.run_at(tmp_path)
+    for name in ("mine", "other"):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+        Run(tmp_path / "runs" / name).write_settings({"run": {"task": "gpt"}})
+    for asked in ("nosuchrun", "runs/nosuchrun", "runs"):
+        with pytest.raises(WrongUse, match=r"Give one that is there: runs/(mine|other), runs/(mine|other)\.$"):
+            standing.run_at(Path(asked))
 
 
 def test_the_newest_step_is_found_in_a_log_that_was_cut(tmp_path: Path) -> None:

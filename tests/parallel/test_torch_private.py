@@ -195,3 +195,16 @@ def test_whether_the_compiler_is_loaded_is_known() -> None:
     assert torch_private.compiler_is_loaded() == ("torch._dynamo" in sys.modules)
     torch.compile(lambda x: x, backend="eager")(torch.ones(1))
     assert torch_private.compiler_is_loaded()
+
+
+def test_functions_that_are_compiled_are_counted_with_their_seconds() -> None:
+    double = torch.compile(lambda numbers: numbers * 2, backend="eager", dynamic=False)
+    double(torch.ones(2))
+    before = torch_private.compiled_frames()
+    double(torch.ones(2))
+    assert torch_private.compiled_frames() == before
+    double(torch.ones(3))
+    double(torch.ones(4))
+    assert torch_private.compiled_frames() == before + 2
+    assert torch_private.compile_seconds(2) > torch_private.compile_seconds(1) > 0
+    assert torch_private.compile_seconds(0) == 0

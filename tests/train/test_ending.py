@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from phalanx import flight
 from phalanx.launch.local import Failure
 from phalanx.run import Run
 from phalanx.train.ending import failed, leave_report, left, stopped
@@ -14,6 +15,8 @@ from phalanx.verdict import Verdict
 from phalanx.watch.chart import HEIGHT
 from tests.test_cli import phalanx
 from tests.watch.page.folders import write
+from tests.watch.records import Scribe
+from tests.watch.test_evidence import account
 
 
 class Saved:
@@ -57,6 +60,22 @@ def test_advice_names_no_checkpoint_that_is_not_there(tmp_path: Path, saved: tup
     verdict = failed(Run(tmp_path), Saved(*saved), failures)  # type: ignore[arg-type]
     assert verdict.next.endswith(f"phalanx train --resume --run {tmp_path} {advice}")
     assert verdict.evidence == ["  its line", "the whole traceback is in failures/x.txt"]
+
+
+def test_who_waited_is_not_named_for_who_was_waited_for(tmp_path: Path) -> None:
+    """The verdict of `phalanx why` is what the terminal says."""
+    for rank in range(2):
+        scribe = Scribe(rank)
+        scribe.collective("dp a")
+        if rank == 0:
+            scribe.collective("dp a", waits=None)
+        flight.save(Run(tmp_path), 1, rank, scribe.memory)
+    account(tmp_path, 1, 0, {"rank": 0, "secondary": True, "timed_out": True, "file": ""})
+    first = Failure(0, 1.0, "waited for another rank until its time was up", secondary=True, timed_out=True)
+    verdict = failed(Run(tmp_path), Saved(), [first])  # type: ignore[arg-type]
+    assert re.match(r"stuck: rank 1 on .* never came to all-reduce 2 on dp, where rank 0 waits for it", verdict.summary)
+    assert verdict.evidence[0] == "rank 0 failed first: waited for another rank until its time was up"
+    assert verdict.next.startswith(f"phalanx why {tmp_path} says more.")
 
 
 def test_a_run_of_many_steps_ends_with_a_chart_and_a_quiet_one_with_little_else(tmp_path: Path) -> None:

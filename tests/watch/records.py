@@ -39,11 +39,17 @@ class Scribe:
         self.now += seconds
 
     def collective(
-        self, group: str, waits: float | None = 0.0, kind: str = "all-reduce", size: int = 4, ranks: int = 2
+        self,
+        group: str,
+        waits: float | None = 0.0,
+        kind: str = "all-reduce",
+        size: int = 4,
+        ranks: int = 2,
+        on_gpu: bool = False,
     ) -> None:
         """One that is waited for so long; None: it is never left."""
         with self.clock():
-            number = self.recorder.launched(group, group.split()[0], ranks, kind, torch.ones(size))
+            number = self.recorder.launched(group, group.split()[0], ranks, kind, torch.ones(size), on_gpu)
             self.recorder.waiting(number)
             if waits is not None:
                 self.now += waits

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from phalanx.events import EventLog
 from phalanx.run import Run
-from phalanx.watch.bad_numbers import wrong
+from phalanx.watch.bad_numbers import Events, wrong
 
 
 def run_with(path: Path, *events: tuple[str, dict[str, object]], losses: list[float] | None = None) -> Run:
@@ -20,15 +20,19 @@ def run_with(path: Path, *events: tuple[str, dict[str, object]], losses: list[fl
     return run
 
 
+def noted(path: Path, *events: tuple[str, dict[str, object]], losses: list[float] | None = None) -> Events:
+    return list(run_with(path, *events, losses=losses).events(0))
+
+
 def test_a_loss_that_falls_is_not_wrong(tmp_path: Path) -> None:
     losses = [3 * math.exp(-step / 20) + 0.3 * (step % 3) for step in range(200)]
-    assert wrong(run_with(tmp_path, losses=losses)) is None
+    assert wrong(noted(tmp_path, losses=losses)) is None
 
 
 def test_a_spike_is_named_with_its_step(tmp_path: Path) -> None:
     losses = [2.0 + 0.01 * (step % 5) for step in range(60)]
     losses[41] = 30.0
-    found = wrong(run_with(tmp_path, losses=losses))
+    found = wrong(noted(tmp_path, losses=losses))
     assert found is not None
     assert (found.kind, found.step) == ("wrong", 42)
     assert "the loss of step 42 is 30, 14.9 times the median" in found.summary
@@ -36,7 +40,7 @@ def test_a_spike_is_named_with_its_step(tmp_path: Path) -> None:
 
 def test_bad_steps_come_before_spikes(tmp_path: Path) -> None:
     bad = {"step": 6, "reason": "the loss is nan", "action": "skip", "sample_ids": list(range(20))}
-    found = wrong(run_with(tmp_path, ("bad", bad), ("bad", {**bad, "step": 9})))
+    found = wrong(noted(tmp_path, ("bad", bad), ("bad", {**bad, "step": 9})))
     assert found is not None
     assert found.summary == "wrong: in step 7 the loss is nan"
     assert found.evidence == [
@@ -48,11 +52,11 @@ def test_bad_steps_come_before_spikes(tmp_path: Path) -> None:
 
 def test_replicas_that_disagree_are_named_with_the_device(tmp_path: Path) -> None:
     corrupted = {"step": 50, "ranks": [1, 2], "reason": "silent corruption: w of rank 1, 2 is not the same"}
-    found = wrong(run_with(tmp_path, ("corrupted", corrupted), ("replay", {"step": 40, "ranks": [2]})))
+    found = wrong(noted(tmp_path, ("corrupted", corrupted), ("replay", {"step": 40, "ranks": [2]})))
     assert found is not None
     assert (found.kind, found.rank, found.step) == ("wrong", 2, 50)
     assert "rank 2 came to other bits: its device is bad" in found.evidence[-1]
-    found = wrong(run_with(tmp_path, ("replay", {"step": 40, "ranks": []})))
+    found = wrong(noted(tmp_path, ("replay", {"step": 40, "ranks": []})))
     assert found is not None
     assert "the fault has passed" in found.evidence[-1]
     assert found.rank == 2

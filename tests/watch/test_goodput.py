@@ -40,7 +40,7 @@ def test_every_second_has_its_name(tmp_path: Path) -> None:
         {"kind": "start", "time": 1000.0, "step": 3},
         step(1001.0, 3),
     )
-    found = goodput(run)
+    found = goodput(list(run.events(0)))
     assert found is not None
     assert found.parts == {
         STARTING: 2 + 2 + 0.5, TRAINED: 3.0, AGAIN: 3.0, BETWEEN: 2.0 + 0.5, FAILED: 4.0, AWAY: 884.0,
@@ -54,7 +54,7 @@ def test_every_second_has_its_name(tmp_path: Path) -> None:
 
 
 def test_a_run_without_steps_has_none(tmp_path: Path) -> None:
-    assert goodput(written(tmp_path, {"kind": "start", "time": 1.0, "step": 0})) is None
+    assert goodput([{"kind": "start", "time": 1.0, "step": 0}]) is None
 
 
 def test_why_tells_it_of_a_run_that_lost_a_rank(tmp_path: Path) -> None:
@@ -62,7 +62,7 @@ def test_why_tells_it_of_a_run_that_lost_a_rank(tmp_path: Path) -> None:
     words = ["task.py", "--on", "local:2", "--steps", "12", "--kill", "1@8", "--memory-steps", "5", "--run", "run"]
     done = phalanx("train", *words, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    found = goodput(Run(tmp_path / "run"))
+    found = goodput(list(Run(tmp_path / "run").events(0)))
     assert found is not None
     assert found.parts[FAILED] > 0 < found.parts[AGAIN]
     events = list(Run(tmp_path / "run").events(0))

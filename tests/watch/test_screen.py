@@ -108,7 +108,7 @@ def test_rate_and_time_left_are_of_the_same_steps(counts: str, rate: str, monkey
     last = out.getvalue().splitlines()[-1]
     assert "step 100/1000" in last
     assert rate in last  # 8 samples, or 80 tokens, a step of half a second
-    assert "7:30 left" in last  # 900 steps of that
+    assert "7 min 30 s left" in last  # 900 steps of that
 
 
 def test_losses_by_name_and_by_turn() -> None:

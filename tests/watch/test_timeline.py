@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import pytest
 
+from phalanx.flight import RECORDS, STEPS
 from phalanx.watch.timeline import lateness, timeline
 from tests.watch.records import Scribe, flights
 
 
-def steps(scribe: Scribe, forward: float = 0.1, wait: float = 0.05, count: int = 8) -> None:
+def steps(
+    scribe: Scribe, forward: float = 0.1, wait: float = 0.05, count: int = 8, collectives: int = 1, on_gpu: bool = False
+) -> None:
     for step in range(count):
         scribe.doing("data", 0.02, step)
         scribe.doing("forward", forward)
         scribe.doing("reduce", 0.01)
-        scribe.collective("dp a", wait)
+        for _ in range(collectives):
+            scribe.collective("dp a", wait / collectives, on_gpu=on_gpu)
         scribe.doing("update", 0.02)
 
 
@@ -33,14 +37,28 @@ def test_phases_are_told_apart_from_waits() -> None:
 
 def test_of_a_gpus_rank_only_what_its_host_does_itself_counts() -> None:
     scribe = Scribe(0)
-    steps(scribe)
-    flight = scribe.flight()
-    flight.records = flight.records.copy()
-    flight.records["flags"][flight.records["kind"] > 0] |= 1
-    line = timeline(flight)
+    steps(scribe, on_gpu=True)
+    line = timeline(scribe.flight())
     assert line is not None
     assert line.on_gpu
     assert (line.usual_busy, line.usual_wait) == (pytest.approx(0.02), 0)
+
+
+def test_more_collectives_than_there_are_records_leave_as_many_steps() -> None:
+    scribe = Scribe(0)
+    steps(scribe, collectives=RECORDS)
+    line = timeline(scribe.flight())
+    assert line is not None
+    assert line.steps == [2, 3, 4, 5, 6]
+    assert (line.usual("forward"), line.usual_wait) == (pytest.approx(0.1), pytest.approx(0.05))
+
+
+def test_of_many_steps_the_last_are_kept() -> None:
+    scribe = Scribe(0)
+    steps(scribe, count=STEPS + 10)
+    line = timeline(scribe.flight())
+    assert line is not None
+    assert line.steps == list(range(10, STEPS + 9))
 
 
 def test_a_rank_that_did_no_step_has_none() -> None:

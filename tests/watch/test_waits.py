@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pytest
+
+from phalanx.flight import OUTSIDE
 from phalanx.watch.waits import Waits, sides
 from tests.watch.records import Scribe, flights
 
@@ -50,9 +53,44 @@ def test_what_most_ranks_brought_comes_first() -> None:
 
     launches = Waits(flights(3, write)).apart()
     assert [each.sequence for each in launches] == [2, 2, 2]
-    most, other = sides(launches)
+    (_, most), (_, other) = sides(launches)
     assert [each.rank for each in most] == [0, 2]
     assert [(each.rank, each.shape) for each in other] == [(1, (5,))]
+
+
+def test_other_groups_along_the_axis_tell_which_of_two_is_right() -> None:
+    def write(rank: int, scribe: Scribe) -> None:
+        scribe.collective(f"tp {rank // 2}", size=5 if rank == 2 else 4)
+
+    waits = Waits(flights(4, write))
+    launches = waits.apart()
+    assert [each.rank for each in launches] == [2, 3]
+    (count, most), (_, other) = sides(launches, waits.alike(launches))
+    assert (count, most[0].rank, other[0].rank) == (3, 3, 2)
+
+
+@pytest.mark.parametrize(("calls", "odd"), [((2,), 2), ((0, 1, 3), 2)])
+def test_who_alone_calls_a_collective_of_torchs_or_alone_does_not_is_the_odd_one(
+    calls: tuple[int, ...], odd: int
+) -> None:
+    def write(rank: int, scribe: Scribe) -> None:
+        scribe.collective("dp a", ranks=4)
+        scribe.collective(f"{OUTSIDE} 0" if rank in calls else "dp a", waits=None, ranks=4)
+
+    waits = Waits(flights(4, write))
+    assert not waits.culprits()
+    assert waits.odd_one(waits.ring()) == odd
+
+
+def test_nobody_is_odd_where_two_axes_are_taken_in_two_orders() -> None:
+    def write(rank: int, scribe: Scribe) -> None:
+        for group in (f"dp {rank % 2}", f"tp {rank // 2}"):
+            scribe.collective(group)
+        scribe.collective(f"dp {rank % 2}" if rank in (0, 3) else f"tp {rank // 2}", waits=None)
+
+    waits = Waits(flights(4, write))
+    assert len(waits.ring()) == 4
+    assert waits.odd_one(waits.ring()) is None
 
 
 def test_what_may_differ_between_ranks_is_not_apart() -> None:

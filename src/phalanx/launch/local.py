@@ -42,6 +42,7 @@ GRACE_SECONDS = 1.0
 SIGNAL_SECONDS = 0.05
 """and once one was killed, which needs no explanation."""
 LOOK_SECONDS = 0.1
+LEFT = "left with exit code 0 before the end, by os._exit in user code perhaps"
 
 
 @dataclass(frozen=True)
@@ -218,16 +219,15 @@ def _supervise(
                     print(stop.told(), file=sys.stderr, flush=True)
                 for process in running.values():
                     _hand_on(process, number)
-        for rank, pipe in list(open_pipes.items()):
-            if pipe.poll():
-                try:
-                    reports[rank] = pickle.loads(pipe.recv_bytes())
-                except (EOFError, OSError):  # also where it was killed while it said something
-                    del open_pipes[rank]
+        for rank in list(open_pipes):
+            _heard(rank, open_pipes, reports)
         for rank, process in list(running.items()):
             if process.exitcode is not None:
                 del running[rank]
+                _heard(rank, open_pipes, reports)  # what it said last
                 failure = _failure(rank, process.exitcode, reports.get(rank), starved)
+                if failure is None and rank not in reports:
+                    failure = Failure(rank, time.monotonic(), LEFT)
                 if failure:
                     if failure.timed_out and not failures:
                         missed({rank: process.pid for rank, process in running.items() if process.pid})
@@ -250,6 +250,15 @@ def _supervise(
     return HostOutcome(failures=ordered)
 
 
+def _heard(rank: int, pipes: dict[int, Connection], reports: dict[int, Any]) -> None:
+    """What a rank has said by now, if anything."""
+    if rank in pipes and pipes[rank].poll():
+        try:
+            reports[rank] = pickle.loads(pipes[rank].recv_bytes())
+        except (EOFError, OSError):  # also where it was killed while it said something
+            del pipes[rank]
+
+
 def _hand_on(process: BaseProcess, number: int) -> None:
     """A signal for a rank; one that a terminal gives to everybody, as a plain request to end."""
     with suppress(ProcessLookupError):
@@ -269,7 +278,10 @@ def _failure(rank: int, exitcode: int, report: Any, starved: int | None) -> Fail
     return None
 
 
-def _raised(rank: int, error: Exception) -> Failure:
+def _raised(rank: int, error: Exception | SystemExit) -> Failure:
+    if isinstance(error, SystemExit):
+        left = f"left by sys.exit({error.code if error.code is not None else ''}) before the end"
+        return Failure(rank, time.monotonic(), left, traces.folded(error), traces.whole(error))
     final = isinstance(error, (WrongUse, CannotHere))
     return Failure(
         rank, time.monotonic(), blame.reason(error), traces.folded(error), traces.whole(error),
@@ -306,7 +318,7 @@ def _rank(program: Callable[[], Any], local: int, world: World, pipe: Connection
     try:
         torch.set_num_threads(threads(max(1, cores() // ranks)))
         pipe.send_bytes(pickle.dumps(program()))
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         pipe.send_bytes(pickle.dumps(_raised(rank, error)))
         sys.stdout.flush()
         sys.stderr.flush()

@@ -20,9 +20,12 @@ from phalanx.launch.place import ENDED, QUEUED, RUNNING, UNKNOWN, noted
 from phalanx.run import Run, holder
 from phalanx.verdict import Verdict
 from phalanx.words import columns, many
+from phalanx.words import listed as in_words
 
 DONE, STOPPED = "done", "stopped"
 LOOK_SECONDS = 0.5
+SHOWN = 5
+"""So many runs are named to who names none."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +86,12 @@ def run_at(path: Path | None) -> Run:
         return found[-1]
     run = Run(path)
     if not (run.settings_path.exists() or (path / "place.json").exists()):
-        raise WrongUse(f"{path} is no run's folder. Give one that phalanx runs lists.")
+        folders = dict.fromkeys([path, path.parent, Path("runs")])
+        there = [str(each.path) for folder in folders for each in runs_in(folder)[::-1]]
+        advice = (
+            f"Give one that is there: {in_words(there, SHOWN)}" if there else "There is none under runs/ here either"
+        )
+        raise WrongUse(f"{path} is no run's folder. {advice}.")
     return run
 
 

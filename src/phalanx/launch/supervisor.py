@@ -318,8 +318,10 @@ class Supervisor:
             return False
         self.fruitless = 0 if steps > self.reached else self.fruitless + 1
         self.reached = max(self.reached, steps)
+        longer = ""
         if first.stuck:
             self.leniency *= 2  # it may have been slow only: the next one gets more time
+            longer = f"; from now on ranks may stand still {self.leniency:g} times as long as at first"
         who = f"rank {first.rank} {first.reason}"
         before, self._raised = self._raised, None
         if not (passing or first.secondary or first.stuck or first.may_pass):
@@ -331,7 +333,7 @@ class Supervisor:
             ended = f"{many(self.fruitless, 'generation')} in a row ended before step {self.reached + 1}"
             self._say(f"   stop  {who}; {ended}")
             return False
-        self._say(f"  again  {who}; {self.reached} steps were done, starting again")
+        self._say(f"  again  {who}; {self.reached} steps were done, starting again{longer}")
         return True
 
     @staticmethod

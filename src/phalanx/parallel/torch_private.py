@@ -192,3 +192,16 @@ ATTENTION = tuple(
 def compiler_is_loaded() -> bool:
     """Whether anything of this process may be compiled. To load it takes seconds."""
     return "torch._dynamo" in sys.modules
+
+
+def compiled_frames() -> int:
+    """How many functions this process has compiled so far; one that is compiled anew counts again."""
+    compiler = sys.modules.get("torch._dynamo.utils")
+    return int(compiler.counters["frames"]["total"]) if compiler is not None else 0
+
+
+def compile_seconds(last: int) -> float:
+    """What the last ones of these took."""
+    compiler = sys.modules.get("torch._dynamo.utils")
+    known = compiler.compilation_time_metrics.get("_compile.compile_inner", []) if compiler is not None else []
+    return float(sum(known[-last:])) if last > 0 else 0.0

@@ -19,6 +19,7 @@ from phalanx.train.loop import Summary
 from phalanx.verdict import Verdict
 from phalanx.watch.chart import chart, shows
 from phalanx.watch.page.report import write_report
+from phalanx.watch.why import why
 from phalanx.words import many, sparkline
 
 ENOUGH = 50
@@ -135,6 +136,18 @@ def not_done(run: Run, reason: Exception) -> Verdict:
     return Verdict(False, f"not done: {reason}", next=advice)
 
 
+def _cause(run: Run, first: Failure) -> str:
+    """In the words of `phalanx why`, where who failed first may only have waited for another; "": it is not known."""
+    if not (first.stuck or first.secondary):
+        return ""
+    try:
+        found = why(run, live="")
+    except Exception as error:  # what was seen of the failure must do
+        say(f"   note  phalanx why {run.path} fails: {error}")
+        return ""
+    return found.summary if found.kind in ("stuck", "desynchronised", "deadlock", "network") else ""
+
+
 def failed(run: Run, manager: CheckpointManager, failures: Sequence[Failure]) -> Verdict:
     """A rank failed, the first of them first, and starting again does not help."""
     first, *others = failures
@@ -144,11 +157,14 @@ def failed(run: Run, manager: CheckpointManager, failures: Sequence[Failure]) ->
     evidence += [f"the whole traceback is in {first.file}"] if first.file else []
     evidence += [f"rank {failure.rank}: {failure.reason}" for failure in others]
     saved = max(manager.steps(), default=0)
+    told = f"rank {first.rank} failed first: {first.reason}"
+    if cause := _cause(run, first):
+        told, evidence = cause, [told, *evidence]
     verdict = Verdict(
         False,
-        f"rank {first.rank} failed first: {first.reason}",
+        told,
         evidence,
-        next=(f"phalanx why {run.path} says what it was about. " if first.stuck or first.secondary else "")
+        next=(f"phalanx why {run.path} says more. " if first.stuck or first.secondary else "")
         + f"The job has ended and no rank is left. Mend the cause, then phalanx train --resume --run {run.path} "
         + (f"goes on after step {saved}." if saved else "begins at step 0: nothing was saved."),
     )

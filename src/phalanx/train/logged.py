@@ -38,10 +38,12 @@ class Logged:
         self._columns: dict[str, Tensor] = {}
         """By name, ``[micro-batches, 2]``: the sum of what was logged, each times its weight, and of the weights."""
         self._micro_batches: Sequence[MicroBatch] = ()
+        self.loss = torch.zeros(0, 2)
+        """Total and count of this rank's loss, by micro-batch of the step that was last begun."""
 
-    def start(self, micro_batches: Sequence[MicroBatch]) -> None:
-        """Begin a step."""
-        self._micro_batches = micro_batches
+    def start(self, micro_batches: Sequence[MicroBatch], loss: Tensor) -> None:
+        """Begin a step, whose losses are added up in ``loss``."""
+        self._micro_batches, self.loss = micro_batches, loss
         self._columns.clear()
 
     def taking(self) -> AbstractContextManager[None]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import islice
@@ -28,8 +29,9 @@ from phalanx.train.checkpointing import FULL_ATTEMPTS, Checkpointer
 from phalanx.train.collecting import CannotSummarise
 from phalanx.train.engine import Engine
 from phalanx.train.guard import BadNumbers
+from phalanx.train.not_finite import TIMES, located
 from phalanx.train.replay import replay
-from phalanx.train.replicas import Corrupted, comparable, compare
+from phalanx.train.replicas import Corrupted, comparable, compare, is_compared
 from phalanx.train.restoring import Restorer
 from phalanx.train.step import Metrics
 
@@ -42,6 +44,8 @@ class BadDevice(CannotHere):
 
 REPLAYED = 8
 """So many micro-batches are computed by all ranks to find a bad device: one alone may not touch what is wrong."""
+LEAST_PAUSE = 0.5
+"""Seconds between two steps from which on they are noted."""
 SHOWN_SAMPLES = 1024
 """So many ids of a bad step's samples are noted."""
 
@@ -87,6 +91,8 @@ class Loop:
     """A rank that is killed after a step, to see that the run survives it."""
     stopping: bool = False
     """Only what memory holds is to be saved."""
+    looked_into: int = 0
+    """Bad steps so far of which it was found out where they came from."""
 
     def train(self) -> Summary:
         """Train to the task's last step, evaluate, and leave the weights in the run's folder."""
@@ -223,8 +229,7 @@ class Loop:
             os.kill(os.getpid(), signal.SIGKILL)
         self.listener.step(metrics)
         if metrics.bad:
-            ids = engine.order.ids(metrics.step)[:SHOWN_SAMPLES].tolist()
-            self.log.write("bad", step=metrics.step, reason=metrics.bad, action=engine.guard.action, sample_ids=ids)
+            self._note_bad(batch, metrics)
         try:
             engine.guard.note(metrics.loss, metrics.bad, metrics.step)
         except BadNumbers:
@@ -238,14 +243,15 @@ class Loop:
             ended = engine.agree_to_end()
             self.listener.said(f"    end  after step {ended.step} of {ended.of}: {ended.why}")
         last = engine.step_number == task.steps or engine.ended is not None
-        if self.compare_steps and (last or engine.step_number % self.compare_steps == 0):
+        if self.compare_steps and (last or is_compared(engine.step_number, self.compare_steps)):
             self.heartbeat.may_take_long()
             engine.traffic.doing("comparing replicas")
             self._compare()
         if last or metrics.signals.stop:
             self.heartbeat.may_take_long(for_ever=True)
         engine.traffic.doing("checkpoint")
-        self.checkpointer.after_step(metrics.signals, last)
+        with self._noting_pause("checkpoint", last):
+            self.checkpointer.after_step(metrics.signals, last)
         if metrics.signals.stop and not last:
             self.summary.stopped = True
             return False
@@ -253,6 +259,28 @@ class Loop:
             return False
         self._evaluate_if_due()
         return True
+
+    def _note_bad(self, batch: StepBatch, metrics: Metrics) -> None:
+        """With its samples, and where it came from if it is not finite."""
+        engine, found = self.engine, dict[str, Any]()
+        if not (math.isfinite(metrics.loss) and math.isfinite(metrics.grad_norm)) and self.looked_into < TIMES:
+            self.looked_into += 1
+            self.heartbeat.may_take_long()
+            found = located(engine, batch)
+        ids = engine.order.ids(metrics.step)[:SHOWN_SAMPLES].tolist()
+        self.log.write(
+            "bad", step=metrics.step, reason=metrics.bad, action=engine.guard.action, sample_ids=ids, **found
+        )
+
+    @contextmanager
+    def _noting_pause(self, on: str, last: bool) -> Iterator[None]:
+        """Between two steps: what takes long is noted."""
+        began = time.monotonic()
+        yield
+        seconds = time.monotonic() - began
+        if seconds >= LEAST_PAUSE:
+            where = self.checkpointer.manager.store.url
+            self.log.write("pause", on=on, step=self.engine.step_number, seconds=seconds, last=last, where=where)
 
     def _evaluate_again(self) -> None:
         """After a resume: the state was saved before callbacks saw the evaluation of its step."""

@@ -16,11 +16,13 @@ from phalanx.launch.heartbeats import ARRIVED, RankHeartbeat
 from phalanx.launch.supervisor import Host
 from phalanx.layout import Layout
 from phalanx.origin import kept_origin
+from phalanx.parallel.communication.outside import record_outside
 from phalanx.parallel.communication.recorder import FlightRecorder
 from phalanx.parallel.communication.traffic import Traffic
 from phalanx.run import Run
 from phalanx.train.check.beside import Check, settle
 from phalanx.train.checkpointing import Checkpointer
+from phalanx.train.dead_gradients import DeadGradients
 from phalanx.train.doctor import check_hosts
 from phalanx.train.engine import Engine
 from phalanx.train.guard import Guard
@@ -73,14 +75,17 @@ class Rank:
             check = self._check()
             if check is not None:
                 undo.enter_context(check)
+            recorder = self._recorder()
+            undo.callback(record_outside(recorder))
             with memory_told(self.run, rank):
-                engine = undo.enter_context(self._engine(Traffic(row[ARRIVED:], self._recorder())))
+                engine = undo.enter_context(self._engine(Traffic(row[ARRIVED:], recorder)))
             undo.enter_context(memory_told(self.run, rank, engine))
             engine.callbacks.during = engine.traffic.during
             if rank == 0:
                 undo.enter_context(kept_origin(self.run, self.job.task))
                 for logger in chosen(options.log, options.metrics_port):
                     engine.callbacks.add(logger)
+            engine.callbacks.add(DeadGradients(engine, log.write))
             restorer, checkpointer = self._restorer(engine, log), self._checkpointer(engine, log)
             undo.push(lambda kind, *_: checkpointer.close(wait=kind is None))  # after an error: no wait
             grounds = check_hosts(self.environment, engine.device, self.run.path)

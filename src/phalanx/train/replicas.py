@@ -29,6 +29,15 @@ class Corrupted(RuntimeError):
         super().__init__(f"silent corruption: {where} of rank {named} {kind}")
 
 
+EARLIEST = 16
+"""The first step after which ranks compare; then after twice as many, until it is as often as they were told to."""
+
+
+def is_compared(step: int, every: int) -> bool:
+    """Whether ranks compare after so many steps: what is wrong from the beginning is not left for long."""
+    return step % every == 0 or (EARLIEST <= step < every and step & (step - 1) == 0)
+
+
 def comparable(engine: Engine) -> bool:
     """Whether any two ranks hold the same, so that they could disagree."""
     return any(engine.mesh.size(axis) > 1 for axis in _axes(engine))

@@ -25,8 +25,8 @@ class Totals:
 
     def __init__(self, engine: Engine, micro_batches: Sequence[MicroBatch]) -> None:
         self.engine, self.micro_batches = engine, len(micro_batches)
-        engine.logged.start(micro_batches)
         self._sums = torch.zeros(len(micro_batches), 2, dtype=torch.float64, device=engine.device)
+        engine.logged.start(micro_batches, self._sums)
         self._named: dict[str, Tensor] = {}
 
     def add(self, micro: int, loss: Loss | None, real: bool) -> None:

@@ -7,7 +7,7 @@ from collections import deque
 from statistics import median
 from typing import Any
 
-from phalanx.run import Run
+from phalanx.run import counted
 from phalanx.watch.diagnosis import Diagnosis
 from phalanx.words import listed, many
 
@@ -18,13 +18,15 @@ SPIKE, DEVIATIONS = 3.0, 20.0
 SHOWN = 8
 
 
-def wrong(run: Run) -> Diagnosis | None:
-    """The gravest, if any."""
-    return _corrupted(run) or _bad(run) or _spike(run)
+Events = list[dict[str, Any]]
 
 
-def _corrupted(run: Run) -> Diagnosis | None:
-    events = list(run.events(0, "corrupted", "replay"))
+def wrong(events: Events) -> Diagnosis | None:
+    """The gravest, if any, by what rank 0 noted."""
+    return _corrupted(events) or _bad(events) or _spike(events) or _dead(events)
+
+
+def _corrupted(events: Events) -> Diagnosis | None:
     found = [event for event in events if event["kind"] == "corrupted"]
     if not found:
         return None
@@ -46,29 +48,48 @@ def _corrupted(run: Run) -> Diagnosis | None:
     )  # fmt: skip
 
 
-def _bad(run: Run) -> Diagnosis | None:
-    found = list(run.events(0, "bad"))
+def _bad(events: Events) -> Diagnosis | None:
+    found = [event for event in events if event["kind"] == "bad"]
     if not found:
         return None
     first, last = found[0], found[-1]
     samples = listed([str(each) for each in first.get("sample_ids", [])], SHOWN)
-    evidence = [f"its samples were {samples}"] if samples else []
+    evidence = list(first.get("found", []))
+    evidence += [f"its samples were {samples}"] if samples else []
     if len(found) > 1:
         evidence.append(f"{many(len(found), 'step')} were bad, the last was step {last['step'] + 1}: {last['reason']}")
     action = {"skip": "its update was left out", "rollback": "the run went back to the state it had kept"}
     evidence += [words for name, words in action.items() if first.get("action") == name]
+    where, rank = first.get("where", ""), first.get("rank")
     return Diagnosis(
-        False, f"wrong: in step {first['step'] + 1} {first['reason']}", evidence,
-        next="Look at those samples, lower the learning rate, or clip the gradient.", kind="wrong",
-        step=first["step"] + 1,
+        False, f"wrong: in step {first['step'] + 1} {first['reason']}" + (f": {where}" if where else ""), evidence,
+        next=f"Look at what {first['module']} computes there." if first.get("module")
+        else "Look at those samples, lower the learning rate, or clip the gradient.",
+        kind="wrong", rank=rank, step=first["step"] + 1, place=first.get("module") or "",
     )  # fmt: skip
 
 
-def _spike(run: Run) -> Diagnosis | None:
+def _dead(events: Events) -> Diagnosis | None:
+    """Weights whose gradients were all zero until the end."""
+    found = [event for event in events if event["kind"] == "dead gradients"][-1:]
+    if not found or not found[0]["weights"]:
+        return None
+    last, names = found[0], [str(name) for name in found[0]["weights"]]
+    return Diagnosis(
+        False, f"wrong: {listed(names, SHOWN)} {'has' if len(names) == 1 else 'have'} had no gradient but zeros in the "
+        f"{many(last['steps'], 'step')} up to step {last['step']}",
+        [f"{many(len(names), 'weight')} of {last['of']} that are trained learn nothing"],
+        next="Look at what multiplies their output by zero, cuts it off (clamp, a dead ReLU), or does not use it. If "
+        "that is meant to be, freeze them.",
+        kind="wrong", step=last["step"], place=names[0],
+    )  # fmt: skip
+
+
+def _spike(events: Events) -> Diagnosis | None:
     """The highest, where losses are held against those before them; by turn, where parts are trained in turn."""
     last: dict[str, deque[float]] = {}
     found: list[tuple[float, dict[str, Any], float]] = []
-    for event in run.ledger().values():
+    for event in counted(events).values():
         loss = _number(event.get("loss"))
         if not math.isfinite(loss):
             continue

@@ -12,11 +12,11 @@ from typing import Any
 
 from phalanx import flight, user_code
 from phalanx.flight import Flight
-from phalanx.run import Run, holder
+from phalanx.run import Run, counted, holder
 
 COLLECTIVES = ("distributed_c10d.py", "functional_collectives.py")
 """Files of torch's whose functions are collectives."""
-_FRAME = re.compile(r'^  File "(?P<file>.+)", line (?P<line>\d+) in (?P<name>.+)$', re.MULTILINE)
+_FRAME = re.compile(r'^  File "(?P<file>.+)", line (?P<line>\d+),? in (?P<name>.+)$', re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -77,10 +77,13 @@ def _frames(text: str, thread: int) -> list[Frame]:
     by_number = dict(zip(threads[::2], threads[1::2], strict=True))
     if not by_number:
         return []
-    chosen = _FRAME.finditer(by_number.get(f"{thread:x}", threads[-1]))
-    frames = [Frame(found["file"], int(found["line"]), found["name"]) for found in chosen]
+    frames = _as_frames(by_number.get(f"{thread:x}", threads[-1]))
     root = [at for at, frame in enumerate(frames) if user_code.is_root(frame.file, frame.name)]
     return frames[: root[0]] if root else frames
+
+
+def _as_frames(text: str) -> list[Frame]:
+    return [Frame(found["file"], int(found["line"]), found["name"]) for found in _FRAME.finditer(text)]
 
 
 @dataclass
@@ -102,20 +105,31 @@ class Evidence:
     """The first failure of each generation before."""
     cut_short: bool = False
     """It was asked to stop, and ranks were ended before they had saved."""
+    ended: bool = False
+    """Ranks came to the end of the run; it may not be certified all the same."""
+    noted: list[dict[str, Any]] = field(default_factory=list)
+    """All events of rank 0, read once."""
 
     @classmethod
     def of(cls, run: Run, live: str | None = None) -> Evidence:
         """``live``: who runs it, if that is known."""
         generation = max([run.generation(), *flight.generations(run)])
-        ended = [event["kind"] for event in run.events(0, "start", "stopped", "end")]
+        noted = list(run.events(0))
+        marks = [event for event in noted if event["kind"] in ("start", "stopped", "end")]
+        begun = [event.get("generation", generation) for event in marks if event["kind"] == "start"]
+        if begun and begun[-1] < generation:  # it was taken up again, and ranks did not come to their start
+            marks.append({"kind": "start"})
+        ended = [event["kind"] for event in marks]
         accounts = list(_accounts(run))
         return cls(
-            run, generation, holder(run.path) if live is None else live, run.certified_steps() is not None,
+            run, generation, holder(run.path) if live is None else live,
+            run.certified_steps() is not None and ended[-1:] != ["start"],
             ended[-1:] == ["stopped"] or flight.was_stopped(run, generation),
             flight.read(run, generation), dict(_stacks(run, generation)),
             _ordered([each for each in accounts if each["generation"] == generation]),
             [_ordered([each])[0] for each in accounts if each["generation"] < generation],
             cut_short=ended[-1:] == ["start"] and flight.was_stopped(run, generation),
+            ended=ended[-1:] == ["end"], noted=noted,
         )  # fmt: skip
 
     def before(self) -> Evidence | None:
@@ -125,7 +139,15 @@ class Evidence:
         generation = self.earlier[-1]["generation"]
         accounts = [each for each in _accounts(self.run) if each["generation"] == generation]
         flights, stacks = flight.read(self.run, generation), dict(_stacks(self.run, generation))
-        return Evidence(self.run, generation, "", False, False, flights, stacks, _ordered(accounts))
+        return Evidence(self.run, generation, "", False, False, flights, stacks, _ordered(accounts), noted=self.noted)
+
+    def events(self, *kinds: str) -> list[dict[str, Any]]:
+        """What rank 0 noted of these kinds."""
+        return [event for event in self.noted if event["kind"] in kinds]
+
+    def ledger(self) -> dict[int, dict[str, Any]]:
+        """The steps that led to where the run stands (`Run.ledger`)."""
+        return counted(self.noted)
 
     def host(self, rank: int) -> str:
         if rank in self.flights:
@@ -136,9 +158,18 @@ class Evidence:
         return f"rank {rank} on {self.host(rank)}"
 
     def frames(self, rank: int) -> list[Frame]:
-        """A rank's stack, the innermost line first, if it was asked for."""
+        """A rank's stack, the innermost line first, if it was asked for; or where it raised."""
         known, record = self.stacks.get(rank), self.flights.get(rank)
-        return known.frames(record.thread if record else 0) if known else []
+        return known.frames(record.thread if record else 0) if known else self._raised(rank)
+
+    def _raised(self, rank: int) -> list[Frame]:
+        """Where the error came from that a rank failed with."""
+        for failure in self.failures:
+            if failure["rank"] == rank and failure["file"]:
+                with suppress(OSError):
+                    text = (self.run.path / "failures" / Path(failure["file"]).name).read_text()
+                    return _as_frames(text.rpartition("Traceback (most recent call last)")[2])[::-1]
+        return []
 
     def line(self, rank: int) -> Frame | None:
         """Where a rank is: the innermost line of the user's, or else of ours."""

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from phalanx.run import Run, counted
+from phalanx.run import counted
 from phalanx.words import in_time
 
 TRAINED = "steps that count"
@@ -45,9 +45,8 @@ class Goodput:
         return f"goodput: {self.share:.0%} of {in_time(ran)} trained" + (f"; {'; '.join(words)}" if words else "")
 
 
-def goodput(run: Run) -> Goodput | None:
+def goodput(events: list[dict[str, Any]]) -> Goodput | None:
     """By rank 0's events; None: there is no step yet."""
-    events = list(run.events(0))
     trained = {id(event) for event in counted(events).values() if event["kind"] == "step" and not event.get("skipped")}
     if not trained:
         return None

@@ -14,7 +14,7 @@ from typing import IO, Protocol
 
 import torch
 
-from phalanx.words import round_number
+from phalanx.words import in_time, round_number
 
 REFRESH_SECONDS = 0.1
 QUIET_SECONDS = 60.0
@@ -120,7 +120,7 @@ class Screen:
         losses = "  ".join(self.losses.values())
         return (
             f"{bar:─<10} step {done}/{self.steps}  {losses}  {rate:,.0f} {self.counts}/s  "
-            f"{memory_bytes(self.device) / 2**30:.2f} GiB  {_clock(left)} left"
+            f"{memory_bytes(self.device) / 2**30:.2f} GiB  {in_time(left)} left"
         )
 
     def evaluation(self, step: int, measures: dict[str, float]) -> None:
@@ -169,9 +169,3 @@ def _loss(metrics: ShownStep) -> str:
     logged = metrics.logged.items() if len(metrics.logged) <= SHOWN else ()
     more = "".join(f"  {name} {value:.4g}" for name, value in logged)
     return f"{metrics.turn or 'loss'} {metrics.loss:.4f}" + (f" ({named})" if named else "") + more
-
-
-def _clock(seconds: float) -> str:
-    minutes, rest = divmod(int(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

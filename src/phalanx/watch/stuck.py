@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 from statistics import median
 
-from phalanx.flight import Flight, Launch
+from phalanx.flight import OUTSIDE, Flight, Launch
 from phalanx.watch.diagnosis import Diagnosis
 from phalanx.watch.evidence import Evidence
 from phalanx.watch.waits import Waits, sides
@@ -28,12 +28,13 @@ def named(ranks: list[int]) -> str:
 
 def desynchronised(evidence: Evidence) -> Diagnosis | None:
     """Ranks of one group have come to different collectives, or brought different amounts to the same one."""
-    launches = Waits(evidence.flights).apart()
+    waits = Waits(evidence.flights)
+    launches = waits.apart()
     if not launches:
         return None
-    most, *others = sides(launches)
-    other = others[0]
-    sure = len(most) > len(other)
+    (most_count, most), (other_count, other), *rest = sides(launches, waits.alike(launches))
+    others = [other, *(side for _, side in rest)]
+    sure = most_count > other_count
     one = other[0]
     both = [
         f"{side[0].kind} {side[0].content} of {named([each.rank for each in side])} at {side[0].place}"
@@ -47,6 +48,8 @@ def desynchronised(evidence: Evidence) -> Diagnosis | None:
     ]
     if not sure:
         words.append("they are equally many, so that which of them is right is not known")
+    elif len(most) <= len(other):
+        words.append(f"ranks of other groups along {one.axis} brought what {named([each.rank for each in most])} did")
     words += [f"rank {failure['rank']} then {failure['reason']}" for failure in evidence.failures[:2]]
     return Diagnosis(
         False, f"desynchronised: collective {one.sequence} on {one.axis} is {' and '.join(both)}", words,
@@ -69,6 +72,8 @@ def stuck(evidence: Evidence) -> Diagnosis | None:
     culprits = waits.culprits()
     if not culprits and said and said[0]["stuck"] and said[0]["rank"] not in waits.inside:
         culprits = {said[0]["rank"]: []}
+    if not culprits and (odd := waits.odd_one(waits.ring())) is not None:
+        culprits = {odd: [rank for rank in waits.inside if rank != odd]}
     if culprits:
         rank, waiting = next(iter(culprits.items()))
         return _missing(evidence, waits, rank, waiting, reason)
@@ -90,7 +95,7 @@ def still(flight: Flight) -> float:
 
 def _allowed(evidence: Evidence) -> float:
     """Seconds that a rank may stand still in a step."""
-    times = [event["time"] for event in evidence.run.events(0, "step")][-LAST_STEPS:]
+    times = [event["time"] for event in evidence.events("step")][-LAST_STEPS:]
     if len(times) < LEAST_STEPS:
         return LONG_SECONDS
     return max(STILL_SECONDS, TIMES_MEDIAN * median(after - before for before, after in pairwise(times)))
@@ -100,6 +105,9 @@ def _missing(evidence: Evidence, waits: Waits, rank: int, waiting: list[int], re
     """One rank holds up all others."""
     direct = [waits.inside[other] for other in waiting if rank in waits.awaited[other]]
     place, words = _where(evidence, rank)
+    if rank in waits.inside and waits.inside[rank].axis != OUTSIDE and direct and direct[0].user:
+        own, place = waits.inside[rank], direct[0].user  # it went past what most ranks of the user's code came to
+        words = f"has been in {own.name} for {still(evidence.flights[rank]):.0f} s; they were called at {place}"
     flight = evidence.flights.get(rank)
     if direct:
         never = f"never came to {direct[0].name}, where {named([each.rank for each in direct])} "
@@ -117,7 +125,7 @@ def _missing(evidence: Evidence, waits: Waits, rank: int, waiting: list[int], re
         told.append(f"its process: {known.state}")
     return Diagnosis(
         False, f"stuck: {evidence.who(rank)} {never}{words}", [*told, *([reason] if reason else [])],
-        next=_advice(evidence, rank, place), kind="stuck", rank=rank, host=evidence.host(rank),
+        next=_advice(evidence, waits, rank, place), kind="stuck", rank=rank, host=evidence.host(rank),
         axis=direct[0].axis if direct else "", step=flight.step + 1 if flight else None, place=place,
     )  # fmt: skip
 
@@ -135,11 +143,11 @@ def _where(evidence: Evidence, rank: int) -> tuple[str, str]:
     return place, f"has been {phase}{since}" + (f", at {place} in {frame.name}" if frame else "")
 
 
-def _advice(evidence: Evidence, rank: int, place: str) -> str:
+def _advice(evidence: Evidence, waits: Waits, rank: int, place: str) -> str:
     known = evidence.stacks.get(rank)
     if known is not None and known.stopped:
         return f"Somebody stopped that process on {evidence.host(rank)}, or a debugger did: kill -CONT lets it go on."
-    if evidence.called(rank):
+    if evidence.called(rank) or waits.inside.get(rank):
         return f"All ranks must call a collective: look for what depends on the rank around {place}."
     if place:
         return f"Look at {place}. phalanx why {evidence.run.path} --stacks shows all stacks."

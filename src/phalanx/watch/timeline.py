@@ -7,10 +7,12 @@ from statistics import median
 
 import numpy as np
 
-from phalanx.flight import ON_GPU, PHASE, PHASES, Flight
+from phalanx.flight import COMPILED, COMPILING, HAD, ON_GPU, PHASES, QUEUED, SPENT, WAITED, Flight
 
 STEPS_OWN = ("data", "forward", "backward", "reduce", "update", "wait", "checkpoint", "callbacks")
 HOSTS_OWN = ("data", "checkpoint", "callbacks")
+MEASURED = 32
+"""Of the last steps."""
 WARM = 2
 """The first steps of a generation are not like the others: memory is got, kernels are chosen."""
 
@@ -23,6 +25,10 @@ class Timeline:
     steps: list[int]
     busy: np.ndarray
     waited: np.ndarray
+    processor: np.ndarray
+    """By step, seconds that its main thread had one, and that it waited for one; zeros: the system does not say."""
+    compiled: np.ndarray
+    """By step, how many functions were compiled, and for how long."""
     on_gpu: bool = False
     """Its collectives are a GPU's: what the host waits for is not known, and counts as computed."""
 
@@ -30,6 +36,11 @@ class Timeline:
     def seconds(self) -> float:
         """Of a usual step."""
         return float(np.median((self.busy + self.waited).sum(1)))
+
+    @property
+    def total(self) -> float:
+        """Of all these steps."""
+        return float((self.busy + self.waited).sum())
 
     def usual(self, phase: str) -> float:
         """What a usual step computes in a phase."""
@@ -46,6 +57,17 @@ class Timeline:
         return float(np.median(self.busy[:, [PHASES.index(phase) for phase in self.own]].sum(1)))
 
     @property
+    def usual_queue(self) -> float:
+        """Seconds of a usual step that it could have computed, had others not had the processor."""
+        return float(np.median(self.processor[:, 1]))
+
+    @property
+    def starved(self) -> float:
+        """Of the time that its main thread could have computed, the share that it had no processor for."""
+        had, queued = self.processor.sum(0).tolist()
+        return float(queued / (had + queued)) if had + queued > 0 else 0.0
+
+    @property
     def usual_wait(self) -> float:
         return float(np.median(self.waited.sum(1)))
 
@@ -57,28 +79,36 @@ class Timeline:
 
 
 def timeline(flight: Flight) -> Timeline | None:
-    """Of the steps that its record has from beginning to end; None if there are none."""
-    records = flight.records
-    marks = records[records["kind"] == PHASE]
-    if len(marks) < 3:
+    """Of its last steps that are over; None if there are none."""
+    rows = flight.steps[:-1]
+    rows = rows[rows[:, 0] - 1 >= flight.first + WARM]
+    if not len(rows):
         return None
-    begins, phases, steps = marks["launched"], marks["phase"][:-1], marks["step"][:-1].astype(np.int64)
-    spent = np.diff(begins).astype(np.float64)
-    waits = records[(records["kind"] != PHASE) & ((records["flags"] & ON_GPU) == 0)]
-    waits = waits[(waits["waiting"] > 0) & (waits["left"] >= waits["waiting"])]
-    inside = np.searchsorted(begins, waits["waiting"], side="right") - 1
-    kept = (inside >= 0) & (inside < len(spent))
-    waited = np.zeros_like(spent)
-    np.add.at(waited, inside[kept], (waits["left"] - waits["waiting"])[kept].astype(np.float64))
-    waited = np.minimum(waited, spent)
-    whole = [step for step in np.unique(steps)[1:-1].tolist() if step >= int(steps[0]) + WARM]
-    if not whole:
-        return None
-    busy, waits_by_phase = np.zeros((2, len(whole), len(PHASES)))
-    for row, step in enumerate(whole):
-        np.add.at(busy[row], phases[steps == step], (spent - waited)[steps == step] / 1e9)
-        np.add.at(waits_by_phase[row], phases[steps == step], waited[steps == step] / 1e9)
-    return Timeline(flight.rank, whole, busy, waits_by_phase, bool((records["flags"] & ON_GPU).any()))
+    spent = rows[:, SPENT : SPENT + len(PHASES)] / 1e9
+    waited = np.minimum(rows[:, WAITED : WAITED + len(PHASES)] / 1e9, spent)
+    on_gpu = bool((flight.records["flags"] & ON_GPU).any())
+    steps = (rows[:, 0] - 1).tolist()
+    compiled = rows[:, [COMPILED, COMPILING]] / (1, 1e9)
+    return Timeline(flight.rank, steps, spent - waited, waited, rows[:, [HAD, QUEUED]] / 1e9, compiled, on_gpu)
+
+
+def transfers(flights: dict[int, Flight], lines: dict[int, Timeline]) -> dict[str, float]:
+    """By group: seconds of a usual step that all of its ranks were in its collectives, so that none waited for another.
+
+    By each rank's own clock. Who comes last waits for messages alone: the least that a rank was there is what they
+    took.
+    """
+    found: dict[str, list[np.ndarray]] = {}
+    for rank, line in lines.items():
+        flight = flights[rank]
+        kept = np.isin(flight.steps[:, 0] - 1, line.steps)
+        for group in flight.groups if not line.on_gpu else ():
+            found.setdefault(group, []).append(flight.waited(group)[kept][-MEASURED:])
+    return {
+        group: float(np.median(np.min([rows[-min(map(len, each)) :] for rows in each], axis=0)))
+        for group, each in found.items()
+        if len(each) > 1
+    }
 
 
 def lateness(flights: dict[int, Flight], ranks: list[int], steps: list[int]) -> dict[int, tuple[float, float]]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
+from collections.abc import Sequence
 
 import numpy as np
 
-from phalanx.flight import DTYPES, KINDS, UNEVEN, Flight, Launch
+from phalanx.flight import DTYPES, KINDS, OUTSIDE, UNEVEN, Flight, Launch
 
 MESSAGES = tuple(KINDS.index(kind) for kind in ("send", "receive"))
 MAY_DIFFER = tuple(KINDS.index(kind) for kind in UNEVEN)
@@ -25,12 +26,19 @@ class Waits:
         """By rank that is in a collective, those that have not come to it."""
 
     def members(self, group: str) -> list[int]:
-        return [rank for rank, flight in self.flights.items() if group in flight.groups]
+        """Ranks of a group; of one that all ranks are in also those that have never spoken there."""
+        found = [rank for rank, flight in self.flights.items() if group in flight.groups]
+        whole = [rank for rank in found[:1] if self.flights[rank].groups[group].size == self.flights[rank].world]
+        return list(self.flights) if whole else found
+
+    def arrived(self, rank: int, group: str) -> int:
+        """How many collectives of a group a rank has come to."""
+        row = self.flights[rank].groups.get(group)
+        return row.arrived if row else 0
 
     def behind(self, launch: Launch) -> list[int]:
         """Members of its group that have not come to a collective."""
-        found = self.members(launch.group)
-        return [rank for rank in found if self.flights[rank].groups[launch.group].arrived < launch.sequence]
+        return [rank for rank in self.members(launch.group) if self.arrived(rank, launch.group) < launch.sequence]
 
     def unknown(self, launch: Launch) -> int:
         """How many members of its group have left no record of it."""
@@ -70,6 +78,36 @@ class Waits:
                 seen.add(rank)
         return []
 
+    def odd_one(self, ring: list[int]) -> int | None:
+        """Of ranks that wait for each other, the one that is elsewhere than most; None: no one is.
+
+        That is who alone came to its collective, where more have come to the others'. Where as many did, it is who
+        called one through torch itself: those of ours are launched by all ranks alike.
+        """
+        launches = [self.inside[rank] for rank in ring]
+        present = {each.rank: 1 - len(self.awaited[each.rank]) / self._size(each) for each in launches}
+        alone = [each.rank for each in launches if len(self.awaited[each.rank]) == self._size(each) - 1]
+        least = [rank for rank in alone if present[rank] == min(present.values())]
+        if len(least) == 1 and len(ring) > 1:
+            return least[0]
+        outside = [each.rank for each in launches if each.axis == OUTSIDE]
+        return outside[0] if len(outside) == 1 and outside[0] in least else None
+
+    def _size(self, launch: Launch) -> int:
+        return self.flights[launch.rank].groups[launch.group].size
+
+    def alike(self, launches: list[Launch]) -> list[Launch]:
+        """What ranks of other groups along the same axis brought to the collective of that number."""
+        first, found = launches[0], []
+        groups = {
+            row.name for flight in self.flights.values() for row in flight.groups.values() if row.axis == first.axis
+        }
+        for group in groups - {first.group}:
+            for rank in self.members(group):
+                rows = self.flights[rank].along(group)
+                found += [self.flights[rank].launch(row) for row in rows[rows["sequence"] == first.sequence][:1]]
+        return found
+
     def apart(self) -> list[Launch]:
         """The first collective for which members of a group brought different things: one of each of them."""
         found: list[list[Launch]] = []
@@ -108,9 +146,11 @@ def _brought(rows: np.ndarray) -> np.ndarray:
     return (amount * len(KINDS) + kind) * len(DTYPES) + rows["dtype"]
 
 
-def sides(launches: list[Launch]) -> list[list[Launch]]:
-    """Ranks that brought the same together, the most first."""
+def sides(launches: list[Launch], others: Sequence[Launch] = ()) -> list[tuple[int, list[Launch]]]:
+    """Ranks that brought the same together, the most first, each with how many they are; ``others`` count with them."""
     found: dict[tuple[str, str, tuple[int, ...]], list[Launch]] = defaultdict(list)
     for launch in launches:
         found[launch.kind, launch.dtype, launch.shape].append(launch)
-    return sorted(found.values(), key=len, reverse=True)
+    more = Counter((each.kind, each.dtype, each.shape) for each in others)
+    counted = [(len(side) + more[brought], side) for brought, side in found.items()]
+    return sorted(counted, key=lambda each: each[0], reverse=True)

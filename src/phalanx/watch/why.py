@@ -12,7 +12,7 @@ from phalanx.watch.bad_numbers import wrong
 from phalanx.watch.diagnosis import Diagnosis
 from phalanx.watch.evidence import Evidence
 from phalanx.watch.goodput import goodput
-from phalanx.watch.slowness import slow, timelines, usual_step
+from phalanx.watch.slowness import crowded, slow, timelines, usual_step
 from phalanx.watch.stuck import SHOWN, desynchronised, still, still_for_long, stuck
 from phalanx.words import many
 
@@ -25,14 +25,14 @@ LONG_AGO = 1000
 def why(run: Run, stacks: bool = False, live: str | None = None) -> Diagnosis:
     """``stacks``: tell those of all ranks too, as they were last asked for. ``live``: who runs it, if that is known."""
     evidence = Evidence.of(run, live)
-    bad = wrong(run)
-    ended_by_it = bad if evidence.failures and evidence.failures[0]["final"] else None
-    gravest = ended_by_it or _failure(evidence) or (bad if _is_recent(run, bad) else None)
+    bad = wrong(evidence.noted)
+    ended_by_it = bad if evidence.failures and (evidence.failures[0]["final"] or _raised(evidence)) else None
+    gravest = ended_by_it or _failure(evidence) or (bad if _is_recent(evidence, bad) else None)
     found = gravest or slow(evidence) or _nothing(evidence)
     found.evidence += _also(evidence)
     if bad is not None and found is not bad:
         found.evidence.append(f"besides: {bad.summary}")
-    if (spent := goodput(run)) is not None:
+    if (spent := goodput(evidence.noted)) is not None:
         found.evidence.append(str(spent))
     if stacks:
         found.stacks = {rank: each.text for rank, each in evidence.stacks.items()}
@@ -41,13 +41,18 @@ def why(run: Run, stacks: bool = False, live: str | None = None) -> Diagnosis:
     return found
 
 
-def _is_recent(run: Run, bad: Diagnosis | None) -> bool:
+def _raised(evidence: Evidence) -> bool:
+    """Whether ranks ended since they disagreed, which each of them has raised."""
+    return [event["kind"] for event in evidence.events("start", "step", "corrupted")][-1:] == ["corrupted"]
+
+
+def _is_recent(evidence: Evidence, bad: Diagnosis | None) -> bool:
     """Or it was long ago, and all went well since: other things matter more."""
-    last = run.last_step()
-    if bad is None or bad.step is None or last is None:
+    last = evidence.events("step")[-1:]
+    if bad is None or bad.step is None or not last:
         return True
-    newest = max([bad.step, *(event["step"] for event in run.events(0, "bad", "corrupted"))])
-    return bool(last["step"] - newest <= LONG_AGO)
+    newest = max([bad.step, *(event["step"] for event in evidence.events("bad", "corrupted"))])
+    return bool(last[0]["step"] - newest <= LONG_AGO)
 
 
 def _failure(evidence: Evidence) -> Diagnosis | None:
@@ -59,7 +64,7 @@ def _died(evidence: Evidence) -> Diagnosis | None:
     if evidence.done or evidence.stopped:
         return None
     if not evidence.failures:
-        return None if evidence.live or not evidence.generation else _silent(evidence)
+        return None if evidence.live or evidence.ended or not evidence.generation else _silent(evidence)
     first, *others = evidence.failures
     if first["stuck"] or first["timed_out"]:
         return None
@@ -102,7 +107,7 @@ def _mend(evidence: Evidence, reason: str, place: str) -> str:
 def _silent(evidence: Evidence) -> Diagnosis:
     """Nobody runs it, and nobody said why."""
     flights = evidence.flights.values()
-    steps = max(evidence.run.ledger(), default=-1) + 1
+    steps = max(evidence.ledger(), default=-1) + 1
     told = _last_seen(evidence)
     host = next((each.host for each in flights), "")
     return Diagnosis(
@@ -122,14 +127,16 @@ def _last_seen(evidence: Evidence) -> list[str]:
 
 
 def _nothing(evidence: Evidence) -> Diagnosis:
-    steps = max(evidence.run.ledger(), default=-1) + 1
+    steps = max(evidence.ledger(), default=-1) + 1
     state = "done" if evidence.done else "it was asked to stop" if evidence.stopped else "it runs"
+    if evidence.ended and not evidence.done and not evidence.live:
+        state = "it came to its end, and is not certified"
     if evidence.cut_short:
         state += ", and ended when its time to save was over"
     if not evidence.generation:
         state = "no rank of it has started yet"
     lines = timelines(evidence)
-    told = _last_seen(evidence) if evidence.cut_short else [usual_step(lines)] if lines else []
+    told = _last_seen(evidence) if evidence.cut_short else [usual_step(lines), *crowded(lines)] if lines else []
     for rank in still_for_long(evidence) if evidence.live else ():
         flight = evidence.flights[rank]
         told.append(

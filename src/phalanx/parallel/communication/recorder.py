@@ -21,6 +21,7 @@ from phalanx.flight import (
     ARRIVED,
     DOING,
     DTYPES,
+    FIRST,
     FLAGS,
     GROUP,
     GROUP_BYTES,
@@ -44,6 +45,7 @@ from phalanx.flight import (
     STEP,
     WAITING,
 )  # fmt: skip
+from phalanx.parallel.communication.step_sums import StepSums
 
 HERE = str(Path(__file__).parent)
 DEEPEST = 20
@@ -75,7 +77,8 @@ class FlightRecorder:
         """How often no line of the user's was found above a place."""
         self._now = NOW_AT // 8
         self.step = 0
-        self._phase = 0
+        self._phase, self._since, self._main = 0, time.time_ns(), threading.get_ident()
+        self._sums = StepSums(self._numbers)
         HEADER.pack_into(
             self.memory, 0, MAGIC, rank, world, generation, os.getpid(), os.getppid(),
             socket.gethostname().encode()[:64], threading.main_thread().ident or 0,
@@ -84,8 +87,14 @@ class FlightRecorder:
 
     def doing(self, phase: str) -> str:
         """This rank begins with something; what it did before."""
-        before, self._phase = self._phase, _phases[phase]
         now, numbers, at = time.time_ns(), self._numbers, self._now
+        before, self._phase = self._phase, _phases[phase]
+        self._sums.spent(before, now - self._since)
+        self._since = now
+        if self._sums.step != self.step and self._phase:
+            if self._sums.step is None:
+                numbers[at + FIRST] = self.step
+            self._sums.begin(self.step)
         numbers[at + DOING], numbers[at + SINCE], numbers[at + STEP] = self._phase, now, self.step
         number = next(self._count)
         pack(
@@ -136,6 +145,9 @@ class FlightRecorder:
         at = self._stamp(record, LEFT)
         if at and not self.memory[at + FLAGS] & ON_GPU:
             self._came(record, at)
+            if threading.get_ident() == self._main:
+                row = at // 8
+                self._sums.waited(self._phase, record % GROUPS, self._numbers[row + 3] - self._numbers[row + 2])
 
     def _came(self, record: int, at: int) -> None:
         """To this collective of its group, and so to all before it."""
