@@ -5,9 +5,11 @@ from phalanx.data.mixing import CutMix, Mixup
 from phalanx.data.named import Named
 from phalanx.data.splitting import split
 from phalanx.data.text import JsonLines, Parquet
+from phalanx.data.token_files import PackedFiles, TokenFiles
+from phalanx.data.token_folder import tokenize
 from phalanx.data.tokens import PackedTokens, TokenFile, write_tokens
 
 __all__ = [
-    "Arrays", "CutMix", "Images", "JsonLines", "Mixup", "Named", "PackedTokens", "Parquet", "TokenFile", "split",
-    "write_tokens",
+    "Arrays", "CutMix", "Images", "JsonLines", "Mixup", "Named", "PackedFiles", "PackedTokens", "Parquet", "TokenFile",
+    "TokenFiles", "split", "tokenize", "write_tokens",
 ]  # fmt: skip

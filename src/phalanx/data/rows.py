@@ -20,7 +20,10 @@ from typing import IO, Any, NamedTuple
 
 from phalanx.errors import CannotHere, WrongUse, closest
 
-KINDS = {".jsonl": "json", ".ndjson": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text", ".md": "text"}
+KINDS = {
+    ".jsonl": "json", ".ndjson": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text", ".md": "text",
+    ".rst": "text", ".py": "text",
+}  # fmt: skip
 PACKED = (".gz", ".zst")
 LONGEST_CELL = 1 << 30
 FLUSHED = 1 << 20
