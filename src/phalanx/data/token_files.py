@@ -141,12 +141,17 @@ class PackedFiles:
         return packed(tokens, ends, self.length)
 
     def apart(self, share: float) -> tuple[PackedFiles, PackedFiles]:
-        """The documents to train on, and the last ones with about this share of all tokens to evaluate on."""
-        cut = self.files.document_start(self.stop - max(1, round(share * (self.stop - self.start))))
+        """The documents to train on, and the last ones with about this share of all tokens to evaluate on.
+
+        Where the last document is far larger than that, its end alone is kept aside.
+        """
+        wanted = max(2, round(share * (self.stop - self.start)))
+        cut = self.files.document_start(self.stop - wanted)
+        cut = cut if self.stop - cut <= 2 * wanted else self.stop - wanted
         if not 0 < share < 1 or cut - self.start < 2 or self.stop - cut < 2:
             raise WrongUse(
                 f"a share of {share:g} of the documents of {self.files.folder} leaves one part empty. Give a share "
-                "between 0 and 1 and several documents, or token files to evaluate on."
+                "between 0 and 1, or more text."
             )
         return (PackedFiles(self.files, self.length, self.start, cut),
                 PackedFiles(self.files, self.length, cut, self.stop))  # fmt: skip
