@@ -19,6 +19,7 @@ import typer
 
 from phalanx import __version__ as version
 from phalanx import cli_options as option
+from phalanx.data import tokenizing
 from phalanx.errors import CannotHere, WrongUse
 from phalanx.launch import verbs
 from phalanx.launch.stopping import ENDING
@@ -176,15 +177,16 @@ def prove(
 @app.command()
 @_stoppable("nothing was concluded")
 def verify(
-    run: Annotated[str, typer.Argument(help="a run's folder, or the folder or URL that its checkpoints lie in")],
+    run: Annotated[str, typer.Argument(help="a run's folder, that or the URL of its checkpoints, or token files")],
     json: Annotated[bool, typer.Option("--json", help="print one JSON object and nothing else")] = False,
 ) -> None:
-    """Check a run's checkpoints: every byte read, every checksum and hash made again."""
+    """Check a run's checkpoints, or token files: every byte read, every checksum and hash made again."""
     from phalanx.checkpoint.verify import verify
-    from phalanx.watch.screen import progress
+    from phalanx.data.token_manifest import verify_tokens
+    from phalanx.progress import progress
 
     with progress() as show:
-        verdict = verify(run, show)
+        verdict = verify_tokens(Path(run), show) or verify(run, show)
     print(verdict.to_json() if json else verdict)
     raise SystemExit(verdict.exit_code)
 
@@ -201,8 +203,8 @@ def export(
     checkpoints: Annotated[str | None, typer.Option(help="where they lie; by default as the run says")] = None,
 ) -> None:
     """Write a run's weights as safetensors, or as a folder that Hugging Face's from_pretrained reads."""
+    from phalanx.progress import progress
     from phalanx.train.exporting import export_run
-    from phalanx.watch.screen import progress
 
     with progress() as show:
         verdict = export_run(run, to, format, step, lambda done, total: show("exporting", done, total), checkpoints)
@@ -294,7 +296,8 @@ def why(
 
 
 for _verb in (
-    verbs.runs, verbs.status, verbs.cancel, _stoppable("the run goes on")(verbs.logs), watching.watch, watching.report
+    verbs.runs, verbs.status, verbs.cancel, _stoppable("the run goes on")(verbs.logs), watching.watch, watching.report,
+    _stoppable("what was encoded is kept, and taken up by the same command")(tokenizing.tokenize),
 ):  # fmt: skip
     app.command()(_verb)
 

@@ -201,7 +201,7 @@ class FolderHeld(WrongUse):
         """``holder``: as the folder's lock names it, ``process 12 on node1 for the rendezvous at node1:29400``."""
         who = holder or "another process"
         super().__init__(f"{path} is being trained by {who}. Wait for it, stop it, or give another folder.")
-        self.purpose = "".join(holder.split(maxsplit=4)[4:])
+        self.holder, self.purpose = " ".join(who.split()[:4]), "".join(holder.split(maxsplit=4)[4:])
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -56,6 +57,16 @@ class Order:
                 f"the data set has {self.size} samples, fewer than one batch of {self.global_batch}. "
                 f"Set global_batch to {self.size} or less, or give more data."
             )
+
+    @classmethod
+    def of(cls, data: Any, size: int, global_batch: int, seed: int) -> Order:
+        """The order that a data set of so many samples is trained on in: its own, if it has a ``training_order``."""
+        own = getattr(data, "training_order", None)
+        return Order(size, global_batch, seed) if own is None else own(global_batch, seed)
+
+    def facts(self) -> dict[str, Any]:
+        """What it follows from beside size, batch and seed."""
+        return {}
 
     @property
     def steps_per_epoch(self) -> int:

@@ -17,15 +17,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.lib.format import open_memmap
 from torch import Tensor
 
 from phalanx import streams
+from phalanx.data.packing import packed
 from phalanx.errors import WrongUse
 from phalanx.events import say
 
-IGNORE = -100
 FIRST = 16
 """So many documents are encoded to see whether a token file is what it would be now."""
 WHOLE = 1 << 26
@@ -200,19 +199,6 @@ class PackedTokens:
         if not 0 <= index < len(self):
             raise IndexError(index)
         start = index * self.length
-        place = np.arange(start, min(start + self.length, len(self.tokens) - 1))
-        document = np.searchsorted(self.ends, place, side="right")
-        begins = np.maximum(np.where(document > 0, self.ends[document - 1], 0), start)
-        last = place + 1 == self.ends[document]
-        sample = {
-            "tokens": self._padded(self.tokens[place], self.pad),
-            "targets": self._padded(np.where(last, IGNORE, self.tokens[place + 1].astype(np.int64)), IGNORE),
-            "documents": self._padded(document - document[0], -1),
-            "positions": self._padded(place - begins, 0),
-        }
-        return {name: torch.from_numpy(column) for name, column in sample.items()}
-
-    def _padded(self, column: np.ndarray, fill: int) -> np.ndarray:
-        """The last sample may be short: it is filled up with targets that do not count."""
-        short = self.length - len(column)
-        return np.pad(column.astype(np.int64), (0, short), constant_values=fill)
+        stop = min(start + self.length + 1, len(self.tokens))
+        first, last = np.searchsorted(self.ends, [start, stop], side="right")
+        return packed(self.tokens[start:stop], self.ends[first:last] - start, self.length, self.pad)

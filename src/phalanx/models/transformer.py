@@ -1,4 +1,4 @@
-"""A decoder-only transformer in the manner of Llama: RMSNorm, rotary positions, grouped queries, SwiGLU.
+"""A transformer in the manner of Llama, decoder or encoder: RMSNorm, rotary positions, grouped queries, SwiGLU.
 
 Shapes: B batch, T time, D width, H heads, K kv heads, C head width, V vocabulary.
 """
@@ -30,6 +30,8 @@ class TransformerConfig:
     """Of the linears in blocks."""
     dropout: float = 0.0
     tied: bool = False
+    causal: bool = True
+    """Tokens look back alone; else, as an encoder's do, to both sides."""
     rope_base: float = 10_000.0
     experts: int = 0
     """Of each block's feed-forward; 0: one feed-forward for all tokens."""
@@ -64,11 +66,11 @@ class TransformerConfig:
 
 
 class Attention(nn.Module):
-    """Causal attention with rotary positions and fewer key-value heads than query heads, if asked."""
+    """Attention with rotary positions and fewer key-value heads than query heads, if asked."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
-        self.head_width = config.width // config.heads
+        self.head_width, self.causal = config.width // config.heads, config.causal
         kv_width = (config.kv_heads or config.heads) * self.head_width
         self.q_proj = nn.Linear(config.width, config.width, bias=config.bias)
         self.k_proj = nn.Linear(config.width, kv_width, bias=config.bias)
@@ -82,7 +84,7 @@ class Attention(nn.Module):
         )
         out_BHTC = F.scaled_dot_product_attention(
             rotate(q_BHTC, rotation), rotate(k_BKTC, rotation), v_BKTC,
-            attn_mask=mask, is_causal=mask is None, enable_gqa=q_BHTC.shape[1] != k_BKTC.shape[1],
+            attn_mask=mask, is_causal=mask is None and self.causal, enable_gqa=q_BHTC.shape[1] != k_BKTC.shape[1],
         )  # fmt: skip
         return self.o_proj(out_BHTC.transpose(1, 2).flatten(2))
 
@@ -180,7 +182,7 @@ class Transformer(nn.Module):
         angles_BTC = positions.unsqueeze(-1) * self.rates
         x_BTD = self.dropout(self.embedding(tokens))
         rotation = angles_BTC.cos().unsqueeze(1).to(x_BTD.dtype), angles_BTC.sin().unsqueeze(1).to(x_BTD.dtype)
-        mask = None if documents is None else document_mask(documents)
+        mask = None if documents is None else document_mask(documents, self.config.causal)
         valid = documents >= 0 if valid is None and documents is not None else valid
         for block in self.blocks:
             x_BTD = block(x_BTD, rotation, mask, None if valid is None else valid.unsqueeze(-1))
@@ -194,8 +196,10 @@ def rotate(x_BHTC: Tensor, rotation: Rotation) -> Tensor:
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
 
-def document_mask(documents_BT: Tensor) -> Tensor:
-    """True where a token may look: back, and inside its own document. ``[B, 1, T, T]``."""
+def document_mask(documents_BT: Tensor, causal: bool = True) -> Tensor:
+    """True where a token may look: inside its own document, and only back if ``causal``. ``[B, 1, T, T]``."""
     time = documents_BT.shape[1]
     same = documents_BT.unsqueeze(2) == documents_BT.unsqueeze(1)
+    if not causal:
+        return same.unsqueeze(1)
     return (same & torch.ones(time, time, dtype=torch.bool, device=documents_BT.device).tril()).unsqueeze(1)

@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from phalanx.checkpoint.manager import CheckpointManager
+from phalanx.data.mixture import order_of
 from phalanx.data.order import Order, digest
 from phalanx.files import when_there_is_room, write_whole
 from phalanx.run import Run
@@ -145,7 +146,8 @@ def _when(event: Mapping[str, Any]) -> str:
 
 
 def _order(start: Mapping[str, Any], task: Task) -> Order:
-    return Order(start["data"], start.get("global_batch", task.global_batch), start.get("seed", task.seed))
+    size, batch, seed = start["data"], start.get("global_batch", task.global_batch), start.get("seed", task.seed)
+    return order_of(start.get("order"), size, batch, seed)
 
 
 def _changes(starts: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

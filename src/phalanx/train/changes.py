@@ -50,6 +50,7 @@ def described(engine: Engine) -> dict[str, Any]:
             "optimizer": {"class": type(engine.optimizer).__name__, **plain_values(engine.optimizer.defaults)},
             "code": user_code.joined(files),
             "files": files,
+            "order": engine.order.facts(),
             "fingerprint": asdict(engine.loader.looked_at(lambda: Fingerprint.of(engine.order.size, _reader(engine)))),
         }
         own = [json.dumps(plain(found))]
@@ -143,6 +144,8 @@ def _data(engine: Engine, facts: Mapping[str, Any]) -> list[Change]:
     size, known = engine.order.size, Fingerprint.parse(facts.get("fingerprint"))
     if facts["data"] != size:
         return [Change(f"there were {facts['data']:,} samples to train on and are {size:,}", order=True)]
+    if facts.get("order", {}) != engine.described["order"]:
+        return [Change("samples were mixed by other weights, or from sources of other sizes", order=True)]
     if known is None or facts["seed"] != engine.task.seed or not known.samples:
         return []  # what is drawn while a sample is made follows from the seed
     here = Fingerprint.parse(engine.described["fingerprint"])

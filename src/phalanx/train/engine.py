@@ -93,7 +93,7 @@ class Engine:
         data = task.data()
         samples = length(data, "data", task)
         task.plan_steps(samples)
-        self.order = Order(samples, task.global_batch, task.seed)
+        self.order = Order.of(data, samples, task.global_batch, task.seed)
         self.schedule = make_schedule(task)
         self.guard, self.logged = guard or Guard(), Logged(self)
         self.loss_scale = LossScale(dynamic=task.precision == "fp16")

@@ -174,7 +174,7 @@ class Loop:
             "start", rank=engine.environment.rank, world=engine.environment.world, device=str(engine.device),
             layout=str(engine.layout), step=engine.step_number, source=source, generation=self.checkpointer.generation,
             data=engine.order.size, seed=engine.task.seed, global_batch=engine.task.global_batch,
-            changes=engine.changes, other_samples=engine.other_samples,
+            changes=engine.changes, other_samples=engine.other_samples, order=engine.order.facts(),
         )  # fmt: skip
         if source is not None:
             self.listener.resumed(source, engine.step_number)

@@ -8,8 +8,7 @@ import shutil
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from typing import IO, Protocol
 
 import torch
@@ -136,22 +135,6 @@ class Screen:
                 print(text, file=self.out, end=end, flush=True)
             except (BrokenPipeError, ValueError):
                 self.open = False
-
-
-@contextmanager
-def progress() -> Iterator[Callable[[str, int, int], None]]:
-    """For work on files: a line that renews itself on a terminal; elsewhere nothing."""
-    live, shown = sys.stderr.isatty(), 0.0
-
-    def show(what: str, done: int, total: int) -> None:
-        nonlocal shown
-        if live and (time.monotonic() - shown > REFRESH_SECONDS or done == total):
-            shown = time.monotonic()
-            print(f"\r{what}: {done / 2**20:,.0f} of {total / 2**20:,.0f} MiB", end="", file=sys.stderr, flush=True)
-
-    yield show
-    if shown:
-        print("\r" + " " * 60 + "\r", end="", file=sys.stderr, flush=True)
 
 
 def memory_bytes(device: torch.device) -> int:

@@ -154,7 +154,7 @@ class _Check:
         if not isinstance(failure, Fails) or failure.where == "backward" or not tried < size <= MOST_TOGETHER:
             return
         try:
-            ids = Order(len(self.data), size, self.task.seed).ids(0)
+            ids = Order.of(self.data, len(self.data), size, self.task.seed).ids(0)
             whole = Subject(self.task, [read(self.task, self.data, int(index)) for index in ids], all_samples=True)
             whole.compute(whole.places)
         except Exception:

@@ -318,7 +318,7 @@ def read(task: Task, data: Any, index: int) -> Any:
 
 def first_ids(task: Task, data: Any) -> list[int]:
     """The first samples that will be trained on."""
-    return [int(index) for index in Order(len(data), task.global_batch, task.seed).ids(0)[:SAMPLES]]
+    return [int(index) for index in Order.of(data, len(data), task.global_batch, task.seed).ids(0)[:SAMPLES]]
 
 
 def _size(sample: Any) -> int:

@@ -1,0 +1,192 @@
+"""Text to train on: folders that ``phalanx tokenize`` made, or files of text, which are tokenized once into a cache.
+
+Without any of these, Python's own standard library is the text.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import sysconfig
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import phalanx
+from phalanx.data import Joined, Mixture, PackedFiles, TokenFiles
+from phalanx.data.rows import files_of, rows
+from phalanx.data.token_folder import tokenize
+from phalanx.data.token_manifest import MANIFEST
+from phalanx.data.tokenizer import FILE, Tokenizer, train_tokenizer
+from phalanx.processes import aside
+from phalanx.run import held
+
+PATIENCE = 3600.0
+"""Seconds that ranks wait for the one of them that tokenizes."""
+LEARNT_FROM = 1 << 20
+"""Characters that a small tokenizer is trained on."""
+LAST_RATE = 0.1
+
+
+@dataclass
+class Corpus(phalanx.Task):
+    """A task on text: where that is, how it is cut into tokens and samples, and which of it is held out."""
+
+    sources: tuple[str, ...] = ()
+    weights: tuple[float, ...] | dict[str, tuple[float, ...]] = ()
+    tokenizer: str = ""
+    vocabulary: int = 1024
+    length: int = 128
+    megabytes: float = 2.0
+    held_out_share: float = 0.05
+    held_out_tokens: int = 1 << 16
+    cache: str = ""
+    schedule_kind: Literal["cosine", "wsd"] = "cosine"
+    decay_share: float = 0.2
+
+    counts = "tokens"
+    special: ClassVar[Sequence[str]] = ()
+    """Tokens that a small tokenizer has besides."""
+
+    def data(self) -> Any:
+        parts = {name: self._parts(files)[0] for name, files in self._files.items()}
+        if len(parts) == 1:
+            return next(iter(parts.values()))
+        return Mixture(parts, self.weights, self.steps)
+
+    def held_out(self) -> Any:
+        return Joined({name: self._parts(files)[1] for name, files in self._files.items()})
+
+    def by_source(self, loss: Callable[[Any], phalanx.Loss], batch: dict[str, Any]) -> dict[str, phalanx.Loss]:
+        """A loss over all held-out targets and, where there are several sources, over those of each."""
+        found, targets = {"loss": loss(batch["targets"])}, batch["targets"]
+        if len(self._files) > 1:
+            for number, name in enumerate(self._files):
+                own = (batch["source"] == number).unsqueeze(1)
+                found[f"loss_{name}"] = loss(targets.where(own, -100))
+        return found
+
+    def schedule(self) -> Callable[[int], float]:
+        """Warm-up, then a cosine to a tenth; or wsd: a plateau, and a line to a tenth over the last steps."""
+        if self.schedule_kind == "cosine":
+            found = super().schedule()
+            assert callable(found)
+            return found
+        falls = max(1, round(self.decay_share * self.steps))
+
+        def factor(step: int) -> float:
+            if step < self.warmup_steps:
+                return (step + 1) / self.warmup_steps
+            return 1 - (1 - LAST_RATE) * min(1.0, max(0.0, (step - (self.steps - falls)) / falls))
+
+        return factor
+
+    def check(self) -> None:
+        super().check()
+        if not 0 < self.decay_share <= 1:
+            raise phalanx.WrongUse(f"decay_share={self.decay_share} is no share. Set it above 0, up to 1.")
+        several = len(self.sources) > 1
+        if self.weights and not several:
+            raise phalanx.WrongUse(f"weights={self.weights} has no effect with one source. Name several in sources.")
+
+    @cached_property
+    def known_tokenizer(self) -> Tokenizer:
+        """The tokenizer of all sources: the one that is given, the token files' own, or a small one trained here."""
+        if self.tokenizer:
+            return Tokenizer.load(self.tokenizer)
+        folders = [path for path in map(Path, self.sources) if (path / MANIFEST).is_file()]
+        if folders:
+            bytes_ = not (folders[0] / FILE).is_file()
+            return Tokenizer.load("bytes" if bytes_ else folders[0])
+        return Tokenizer.load(self._small_tokenizer())
+
+    @cached_property
+    def _files(self) -> dict[str, TokenFiles]:
+        """By source, its token files."""
+        found: dict[str, TokenFiles] = {}
+        for source in self.sources or ("library",):
+            path = Path(source)
+            folder = path if (path / MANIFEST).is_file() else self._tokenized(self._texts(source))
+            name = path.name.partition(".")[0] or "source"
+            found[name if name not in found else f"{name}_{len(found)}"] = TokenFiles(folder, self.known_tokenizer)
+        return found
+
+    def _parts(self, files: TokenFiles) -> tuple[PackedFiles, PackedFiles]:
+        train, held_out = PackedFiles(files, self.length).apart(self.held_out_share)
+        stop = min(held_out.stop, held_out.start + max(2, self.held_out_tokens))
+        return train, PackedFiles(files, self.length, held_out.start, stop)
+
+    def _texts(self, source: str) -> list[Path]:
+        if self.sources:
+            return files_of([source])
+        library = Path(sysconfig.get_paths()["stdlib"])
+        files, limit = [], self.megabytes * 1e6
+        for path in sorted(library.glob("*.py")) + sorted(library.glob("[a-z]*/*.py")):
+            if limit > 0 and "site-packages" not in path.parts and path.stat().st_size:
+                files.append(path)
+                limit -= path.stat().st_size
+        if len(files) < 2:
+            raise phalanx.WrongUse(f"megabytes={self.megabytes} is less than two files of text. Set it higher.")
+        return files
+
+    def _tokenized(self, files: Sequence[Path]) -> Path:
+        """The folder of these files' tokens, made by the first process that asks; others wait for it."""
+        folder = self._cache / f"tokens-{_key(files, self.known_tokenizer.hash)}"
+        if not (folder / MANIFEST).is_file():
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            name = self.tokenizer or self._tokenizer_folder()
+            aside(partial(_encode, files, folder, name))  # threads of a tokenizer do not survive a fork
+        return folder
+
+    def _tokenizer_folder(self) -> str:
+        folders = [path for path in map(Path, self.sources) if (path / MANIFEST).is_file()]
+        if not folders:
+            return str(self._small_tokenizer())
+        return str(folders[0]) if (folders[0] / FILE).is_file() else "bytes"
+
+    def _small_tokenizer(self) -> Path:
+        """A small byte-level BPE, trained on the first text of each source."""
+        if self.vocabulary < 256 + len(self.special):
+            least = 256 + len(self.special)
+            raise phalanx.WrongUse(f"vocabulary={self.vocabulary} is less than all bytes. Set it to {least} or more.")
+        sources = [self._texts(source) for source in self.sources or ("library",)]
+        files = [path for each in sources for path in each]
+        folder = self._cache / f"bpe-{_key(files, f'{self.vocabulary} {list(self.special)}')}"
+        folder.mkdir(parents=True, exist_ok=True)
+        with held(folder, PATIENCE):
+            if not (folder / FILE).is_file():
+                texts = [text for each in sources for text in _first_texts(each, LEARNT_FROM // len(sources))]
+                train_tokenizer(texts, self.vocabulary, folder, self.special)
+        return folder
+
+    @property
+    def _cache(self) -> Path:
+        known = os.environ.get("XDG_CACHE_HOME")
+        return Path(self.cache) if self.cache else Path(known or Path.home() / ".cache") / "phalanx"
+
+
+def _encode(files: Sequence[Path], folder: Path, tokenizer: str) -> None:
+    tokenize(files, folder, tokenizer, workers=0, patience=PATIENCE)
+
+
+def _key(files: Sequence[Path], more: str) -> str:
+    known = [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+    return hashlib.sha256(json.dumps([known, more]).encode()).hexdigest()[:16]
+
+
+def _first_texts(files: Sequence[Path], most: float) -> list[str]:
+    """Texts of so many characters, or a little more."""
+    found, left = [], most if most > 0 else math.inf
+    for path in files:
+        for row in rows(path, bad=lambda wrong: None):
+            text = row.values.get("text")
+            if isinstance(text, str) and left > 0:
+                found.append(text[: int(left)])
+                left -= len(found[-1])
+            if left <= 0:
+                return found
+    return found

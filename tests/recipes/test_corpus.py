@@ -1,0 +1,67 @@
+"""Text to train on: files of text are tokenized once, token files are taken as they are, and rates fall as asked."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import phalanx
+from phalanx.data import Mixture, PackedFiles, tokenize
+from phalanx.recipes.corpus import Corpus
+
+
+def text(path: Path, words: str, times: int = 300) -> Path:
+    path.write_text("".join(f"{words} {i % 7}\n" for i in range(times)))
+    return path
+
+
+def test_texts_are_tokenized_once_and_token_files_taken_as_they_are(tmp_path: Path) -> None:
+    one, two = text(tmp_path / "one.txt", "some words"), text(tmp_path / "two.txt", "and others")
+    tokenize([two], tmp_path / "two", "bytes", workers=0)
+    cache = tmp_path / "cache"
+    task = Corpus(sources=(str(one), str(tmp_path / "two")), weights=(3, 1), cache=str(cache), length=16)
+    data, held = task.data(), task.held_out()
+    assert isinstance(data, Mixture)
+    assert data.names == held.names == ["one", "two"]
+    assert data.curriculum == ((0, (0.75, 0.25)),)
+    assert task.known_tokenizer.vocabulary == 256, "that of the token files"
+    assert bytes(data[0]["tokens"].tolist()) == one.read_bytes()[:16]
+    (made,) = cache.glob("tokens-*")
+    before = made.stat().st_mtime_ns
+    assert len(Corpus(sources=(str(one),), tokenizer="bytes", cache=str(cache), length=16).data()) == data.sizes[0]
+    assert made.stat().st_mtime_ns == before
+    train = data.parts[0]
+    assert isinstance(train, PackedFiles)
+    assert train.stop == held.parts[0].start, "none of it is in both"
+
+
+def test_a_small_tokenizer_is_trained_where_none_is_given(tmp_path: Path) -> None:
+    pytest.importorskip("tokenizers", reason="no tokenizers (pip install 'phalanx[tokenizers]')")
+    one = text(tmp_path / "one.txt", "some words that come again")
+    options = {"sources": (str(one),), "cache": str(tmp_path / "cache"), "vocabulary": 270, "length": 8}
+    task = Corpus(**options)  # type: ignore[arg-type]
+    assert 256 < task.known_tokenizer.vocabulary <= 270
+    assert len(task.data()) * 8 < len(one.read_bytes())
+    with pytest.raises(phalanx.WrongUse, match="Set it to 256 or more"):
+        Corpus(**options | {"vocabulary": 10}).data()  # type: ignore[arg-type]
+
+
+def test_a_plateau_falls_at_its_end() -> None:
+    rate = Corpus(steps=100, warmup_steps=10, schedule_kind="wsd", decay_share=0.2).schedule()
+    assert [round(rate(step), 3) for step in (0, 9, 10, 80, 90, 100)] == [0.1, 1, 1, 1, 0.55, 0.1]
+    assert Corpus(steps=100).schedule()(99) < 0.2
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [({"weights": (1.0,)}, "no effect with one source"), ({"decay_share": 0.0}, "is no share")],
+)
+def test_settings_without_effect_are_refused(options: dict[str, object], said: str) -> None:
+    with pytest.raises(phalanx.WrongUse, match=said):
+        Corpus(**options).check()  # type: ignore[arg-type]
+
+
+def test_too_little_of_the_library_is_refused() -> None:
+    with pytest.raises(phalanx.WrongUse, match="Set it higher"):
+        Corpus(megabytes=1e-6, tokenizer="bytes").data()
