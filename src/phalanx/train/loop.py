@@ -7,7 +7,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -28,10 +28,12 @@ from phalanx.train.checkpointing import FULL_ATTEMPTS, Checkpointer
 from phalanx.train.collecting import CannotSummarise
 from phalanx.train.engine import Engine
 from phalanx.train.guard import BadNumbers
+from phalanx.train.recording import StepRecording
 from phalanx.train.replay import replay
 from phalanx.train.replicas import Corrupted, comparable, compare
 from phalanx.train.restoring import Restorer
 from phalanx.train.step import Metrics
+from phalanx.train.utilisation import Utilisation
 
 
 class BadDevice(CannotHere):
@@ -87,6 +89,8 @@ class Loop:
     """A rank that is killed after a step, to see that the run survives it."""
     stopping: bool = False
     """Only what memory holds is to be saved."""
+    utilisation: Utilisation | None = None
+    """Told of every step, on the rank that says how much of its device is used."""
 
     def train(self) -> Summary:
         """Train to the task's last step, evaluate, and leave the weights in the run's folder."""
@@ -95,6 +99,7 @@ class Loop:
         self.checkpointer.may_take_long = partial(self.heartbeat.may_take_long, for_ever=True)
         give_requests(engine.signals)
         fresh = not self._resume()
+        self.recording = StepRecording(engine, self.log, self.utilisation)
         engine.callbacks.call("on_start", engine)
         engine.callbacks.state()  # for what cannot be saved to show now
         if self.stopping and not fresh and engine.step_number < task.steps:
@@ -215,9 +220,10 @@ class Loop:
             engine.pass_over(batch)
             self.log.write("left out", step=batch.step, samples=batch.samples, slots=batch.slots, skipped=True)
             return True
-        self.checkpointer.before_step()
+        with self.recording.checkpointing():
+            self.checkpointer.before_step()
         metrics = engine.step(batch)
-        self.log.write("step", **asdict(metrics) | {"signals": metrics.signals.names()})
+        self.recording.note(metrics)
         self.heartbeat.stepped(engine.step_number)
         if self.drill == (engine.environment.rank, engine.step_number):
             os.kill(os.getpid(), signal.SIGKILL)
@@ -245,7 +251,8 @@ class Loop:
         if last or metrics.signals.stop:
             self.heartbeat.may_take_long(for_ever=True)
         engine.traffic.doing("checkpoint")
-        self.checkpointer.after_step(metrics.signals, last)
+        with self.recording.checkpointing():
+            self.checkpointer.after_step(metrics.signals, last)
         if metrics.signals.stop and not last:
             self.summary.stopped = True
             return False

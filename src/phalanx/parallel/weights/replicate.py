@@ -70,6 +70,7 @@ class Reduction:
     def _arrived(self, bucket: Bucket, weight: Weight, parameter: nn.Parameter) -> None:
         if parameter.grad is None:
             return  # it was left for `deposit`
+        self.replicas.traffic.exposure.look()
         assert self._position[id(bucket)] >= self._turn, (
             f"the gradient of {weight.name} came after its bucket was reduced"
         )
