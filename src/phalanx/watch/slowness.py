@@ -8,6 +8,7 @@ import numpy as np
 
 from phalanx.watch.diagnosis import Diagnosis
 from phalanx.watch.evidence import Evidence
+from phalanx.watch.host_notes import host_notes
 from phalanx.watch.timeline import Timeline, lateness, timeline
 
 STRAGGLES, STRAGGLES_SECONDS = 0.25, 0.02
@@ -26,7 +27,10 @@ def slow(evidence: Evidence) -> Diagnosis | None:
     lines = timelines(evidence)
     if not lines:
         return None
-    return _straggler(evidence, lines) or _data(evidence, lines) or _exposed(evidence, lines) or _between(lines)
+    found = _straggler(evidence, lines) or _data(evidence, lines) or _exposed(evidence, lines) or _between(lines)
+    if found is not None:
+        found.evidence += host_notes(evidence.run, found.host)
+    return found
 
 
 def timelines(evidence: Evidence) -> dict[int, Timeline]:
