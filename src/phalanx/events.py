@@ -160,10 +160,12 @@ def _drop_cut_line(path: Path) -> None:
 
 def plain(value: Any) -> Any:
     """What JSON has no word for, nan and inf and paths among it, as text; no text with a secret."""
+    if isinstance(value, float) and math.isfinite(value):
+        return value
     if isinstance(value, dict):
         return {name: plain(item) for name, item in value.items()}
     if isinstance(value, (list, tuple, set)):
         return [plain(item) for item in value]
-    if value is None or isinstance(value, (bool, int)) or (isinstance(value, float) and math.isfinite(value)):
+    if value is None or isinstance(value, (bool, int)) or (isinstance(value, str) and not value):
         return value
     return redact(str(value))

@@ -58,7 +58,9 @@ class Utilisation:
         """By the check beside this rank, or by what it has counted before."""
         device, peak = device_name(engine.device), peak_of(engine)
         known = _noted(run)
-        before = ModelFlops(known.get("a_sample", 0.0), known.get("why", "the task was not checked"))
+        before = ModelFlops(
+            known.get("a_sample", 0.0), known.get("why", "its FLOPs were not counted before ranks were started again")
+        )
         counted = check.flops if check is not None else lambda: before
         return cls(engine.world, device, peak, counted, partial(_note, run, device, peak), said)
 

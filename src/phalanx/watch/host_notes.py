@@ -24,7 +24,7 @@ OFTEN = 0.5
 
 def host_notes(run: Run, host: str = "") -> list[str]:
     """A line for each finding; of one host, or of all."""
-    found = []
+    found: list[str] = []
     for path in sorted((run.path / "events").glob("host-*.jsonl")):
         lines = list(_newest(path))[-LAST_LINES:]
         if len(lines) >= LEAST_LINES and host in ("", lines[-1].get("host", "")):

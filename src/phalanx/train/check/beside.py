@@ -106,7 +106,7 @@ class Check:
         """What came of it; waits for that."""
         if self._found is None:
             self._found = self._received()
-            if self._found.left_out or self._found.refusal:
+            if self._found.refusal:
                 self.close()
         return self._found
 
@@ -129,6 +129,7 @@ class Check:
             if self._ended():  # and what it has started holds the pipe open
                 break
             if time.monotonic() > deadline:
+                self.close()
                 return Checked(left_out=f"it took more than {PATIENCE_SECONDS:g} s")
         try:
             if self._pipe.poll():
@@ -137,6 +138,7 @@ class Check:
             while not self._ended() and time.monotonic() < deadline:
                 time.sleep(LOOK_SECONDS)
         code = self._kill()
+        self.close()
         how = f"was killed by {signal.Signals(-code).name}" if code and code < 0 else f"ended with exit code {code}"
         return Checked(left_out=f"its process {how}")
 
