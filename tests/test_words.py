@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from phalanx.words import in_bytes, in_time, listed, many, round_number, sparkline
+from phalanx.words import in_bytes, in_flops, in_time, listed, many, round_number, sparkline
 
 
 def test_one_is_not_many() -> None:
@@ -46,3 +46,9 @@ def test_a_long_loss_fits_a_line() -> None:
 )  # fmt: skip
 def test_durations(seconds: float, told: str) -> None:
     assert in_time(seconds) == told
+
+
+def test_rates() -> None:
+    assert [in_flops(rate) for rate in (2.0, 4.92e5, 1.5e9, 9.894e14, 2.25e15)] == [
+        "2 FLOP/s", "492 kFLOP/s", "1.5 GFLOP/s", "989 TFLOP/s", "2,250 TFLOP/s",
+    ]  # fmt: skip

@@ -29,8 +29,13 @@ SHARED = frozenset(
     }
 )  # fmt: skip
 """Kinds of events that all ranks note alike."""
-OWN_OF_A_STEP = ("step", "seconds", "sent")
-"""What of a step each rank has for itself."""
+SHARED_OF_A_STEP = frozenset(
+    {
+        "loss", "losses", "logged", "grad_norm", "clip_factor", "lr", "count", "slots", "samples", "skipped", "bad",
+        "signals", "turn",
+    }
+)  # fmt: skip
+"""What of a step is the same on all ranks; the rest each has for itself."""
 
 
 def writers(hosts: Sequence[int]) -> list[int]:
@@ -64,7 +69,7 @@ class EventLog:
     """
 
     def __init__(self, run: Run, rank: int, pause: float = 0.0, *, shared: bool = True) -> None:
-        self._pause, self._written, self._shared = pause, time.monotonic(), shared
+        self._pause, self._written, self.shared = pause, time.monotonic(), shared
         self._path = run.events_path(rank)
         self._file: int | None = None
         self._waiting = bytearray()
@@ -79,10 +84,10 @@ class EventLog:
 
     def write(self, kind: str, **fields: Any) -> None:
         """A line, in one piece; with a checkpoint, all before it is on disk too."""
-        if not self._shared and kind in SHARED:
+        if not self.shared and kind in SHARED:
             return
-        if not self._shared and kind == "step":
-            fields = {name: fields[name] for name in OWN_OF_A_STEP if name in fields}
+        if not self.shared and kind == "step":
+            fields = {name: value for name, value in fields.items() if name not in SHARED_OF_A_STEP}
         line = json.dumps({"kind": kind, "time": time.time(), **plain(fields)}).encode() + b"\n"
         with self._lock:
             if len(self._waiting) + len(line) <= BACKLOG_BYTES:
@@ -160,10 +165,12 @@ def _drop_cut_line(path: Path) -> None:
 
 def plain(value: Any) -> Any:
     """What JSON has no word for, nan and inf and paths among it, as text; no text with a secret."""
+    if isinstance(value, float) and math.isfinite(value):
+        return value
     if isinstance(value, dict):
         return {name: plain(item) for name, item in value.items()}
     if isinstance(value, (list, tuple, set)):
         return [plain(item) for item in value]
-    if value is None or isinstance(value, (bool, int)) or (isinstance(value, float) and math.isfinite(value)):
+    if value is None or isinstance(value, (bool, int)) or (isinstance(value, str) and not value):
         return value
     return redact(str(value))

@@ -3,6 +3,8 @@
 runs/<name>/run.toml                   settings as resolved; ``phalanx train --config run.toml`` repeats the run
 runs/<name>/origin/001/                what it is made of: source, git, versions
 runs/<name>/events/rank-00000.jsonl    one JSON object a line: start, step, evaluation, checkpoint, failure, end
+runs/<name>/events/host-00000.jsonl    likewise, of a host, by its first rank: processors, disks, network, GPUs
+runs/<name>/flops.json                 what its model costs a sample, and what its devices can do
 runs/<name>/flight/ stacks/ failures/   the last moments of ranks, and who failed
 runs/<name>/checkpoints/step-00000100/ committed or absent
 runs/<name>/final/model.safetensors    full weights under the model's own names
@@ -26,6 +28,7 @@ from typing import IO, Any
 
 from phalanx.errors import WrongUse
 from phalanx.files import exists, when_there_is_room, write_whole
+from phalanx.step_lines import filled
 from phalanx.toml import from_toml, to_toml
 
 Settings = Mapping[str, Any]
@@ -172,7 +175,7 @@ class Run:
         """What a rank wrote, in order, if anything; of these kinds, or all. What was cut short is no event."""
         if not self.path.is_dir():
             raise WrongUse(f"{self.path} is not there. Give the folder of a run, such as runs/gpt-001.")
-        return self._read_events(rank, kinds) if self.events_path(rank).exists() else iter(())
+        return filled(self._read_events(rank, kinds)) if self.events_path(rank).exists() else iter(())
 
     def _read_events(self, rank: int, kinds: Sequence[str]) -> Iterator[dict[str, Any]]:
         begins = tuple(f'{{"kind": "{kind}"' for kind in kinds) or ("{",)  # a long run's log is not parsed for a few

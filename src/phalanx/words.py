@@ -30,6 +30,15 @@ def columns(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[
     ]
 
 
+def in_flops(rate: float) -> str:
+    """``12.3 GFLOP/s``, ``989 TFLOP/s``."""
+    for unit in ("", "k", "M", "G"):
+        if rate < 1000:
+            return f"{rate:.3g} {unit}FLOP/s"
+        rate /= 1000
+    return f"{rate:.3g} TFLOP/s" if rate < 1000 else f"{rate:,.0f} TFLOP/s"
+
+
 def in_bytes(number: float) -> str:
     """``0 B``, ``1.5 KiB``, ``24 MiB``."""
     for unit in ("B", "KiB", "MiB", "GiB"):

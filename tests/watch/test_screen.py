@@ -29,6 +29,7 @@ class Stepped:
     skipped: bool = False
     count: float = 80.0
     slots: int = 8
+    flops: float = 0.0
 
 
 def show(out: io.StringIO) -> str:
@@ -129,3 +130,15 @@ def test_a_reader_that_left_does_not_end_the_training() -> None:
     screen.step(Stepped(0))
     screen.note("nobody reads this")
     assert not screen.open
+
+
+def test_what_the_device_computes_is_shown_where_it_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = iter(range(100))
+    monkeypatch.setattr("time.monotonic", lambda: float(next(now)))
+    for peak, told in ((None, "2 TFLOP/s  "), (8e12, "2 TFLOP/s, MFU 25.0%  ")):
+        screen = Screen(4, "samples", CPU, out := io.StringIO(), every=2, peak=peak)
+        for step in range(4):
+            screen.step(Stepped(step, flops=2e12 * (step > 1)))
+        first, second = out.getvalue().splitlines()
+        assert "TFLOP" not in first
+        assert told in second

@@ -22,6 +22,7 @@ from typing import Self
 from phalanx import flight
 from phalanx.files import write_whole
 from phalanx.launch import stacks
+from phalanx.launch.host_figures import HostLog
 from phalanx.launch.local import Failure
 from phalanx.launch.stopping import handled
 from phalanx.redact import redact
@@ -122,8 +123,10 @@ class BlackBox:
             write_whole(path, redact(json.dumps(account)))
 
     def _saving(self, over: threading.Event, generation: int, first: int) -> None:
+        host = HostLog(self.run, first, self.ranks)
         while not over.wait(self.pause):
             self._save(generation, first)
+            host.write()
         self._save(generation, first)
 
     def _save(self, generation: int, first: int) -> None:

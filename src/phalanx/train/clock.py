@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
 
-Instant = float | torch.cuda.Event
+from phalanx.parallel.communication.instants import Instant, elapsed, has_come, now
 
 
 class Clock:
@@ -59,29 +58,7 @@ class Clock:
         found: dict[str, float] = {}
         self._untold.extend(self._laps)
         self._laps = []
-        while self._untold and _is_over(self._untold[0][2]):
+        while self._untold and has_come(self._untold[0][2]):
             phase, begun, ended = self._untold.popleft()
             found[phase] = found.get(phase, 0.0) + elapsed(begun, ended)
         return found
-
-
-def now(cuda: bool) -> Instant:
-    """This moment, or when a GPU comes to what is launched next."""
-    if not cuda:
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
-
-
-def _is_over(instant: Instant) -> bool:
-    return not isinstance(instant, torch.cuda.Event) or instant.query()
-
-
-def elapsed(before: Instant, after: Instant) -> float:
-    """Seconds between two of one kind; a GPU must have come to both."""
-    if isinstance(before, torch.cuda.Event):
-        assert isinstance(after, torch.cuda.Event)
-        return before.elapsed_time(after) / 1000
-    assert isinstance(after, float)
-    return after - before

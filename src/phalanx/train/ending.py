@@ -16,6 +16,7 @@ from phalanx.run import Run
 from phalanx.task import Task
 from phalanx.train.certificate import NotDone, certified
 from phalanx.train.loop import Summary
+from phalanx.train.utilisation import used
 from phalanx.verdict import Verdict
 from phalanx.watch.chart import chart, shows
 from phalanx.watch.page.report import write_report
@@ -84,7 +85,7 @@ def trained(run: Run, manager: CheckpointManager, task: Task, summary: Summary, 
         evidence.append(
             f"{many(skipped, 'step')} {were} skipped: a number was bad, or nothing counted; the events say which"
         )
-    evidence += [certainty, f"weights: {run.weights_path}"]
+    evidence += [*used(run), certainty, f"weights: {run.weights_path}"]
     layout = manager.open(summary.steps).manifest.facts["layout"]
     of, why = (f" of the {task.steps} planned", f": {summary.ended.why}") if summary.ended else ("", "")
     told = f"trained {type(task).__name__} for {many(summary.steps, 'step')}{of} on {layout}{why}"

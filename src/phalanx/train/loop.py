@@ -7,8 +7,8 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -30,10 +30,12 @@ from phalanx.train.collecting import CannotSummarise
 from phalanx.train.engine import Engine
 from phalanx.train.guard import BadNumbers
 from phalanx.train.not_finite import TIMES, located
+from phalanx.train.recording import StepRecording
 from phalanx.train.replay import replay
 from phalanx.train.replicas import Corrupted, comparable, compare, is_compared
 from phalanx.train.restoring import Restorer
 from phalanx.train.step import Metrics
+from phalanx.train.utilisation import Utilisation
 
 
 class BadDevice(CannotHere):
@@ -44,8 +46,6 @@ class BadDevice(CannotHere):
 
 REPLAYED = 8
 """So many micro-batches are computed by all ranks to find a bad device: one alone may not touch what is wrong."""
-LEAST_PAUSE = 0.5
-"""Seconds between two steps from which on they are noted."""
 SHOWN_SAMPLES = 1024
 """So many ids of a bad step's samples are noted."""
 
@@ -93,6 +93,8 @@ class Loop:
     """Only what memory holds is to be saved."""
     looked_into: int = 0
     """Bad steps so far of which it was found out where they came from."""
+    utilisation: Utilisation | None = None
+    """Told of every step, on the rank that says how much of its device is used."""
 
     def train(self) -> Summary:
         """Train to the task's last step, evaluate, and leave the weights in the run's folder."""
@@ -101,6 +103,7 @@ class Loop:
         self.checkpointer.may_take_long = partial(self.heartbeat.may_take_long, for_ever=True)
         give_requests(engine.signals)
         fresh = not self._resume()
+        self.recording = StepRecording(engine, self.log, self.utilisation)
         engine.callbacks.call("on_start", engine)
         engine.callbacks.state()  # for what cannot be saved to show now
         if self.stopping and not fresh and engine.step_number < task.steps:
@@ -221,9 +224,10 @@ class Loop:
             engine.pass_over(batch)
             self.log.write("left out", step=batch.step, samples=batch.samples, slots=batch.slots, skipped=True)
             return True
-        self.checkpointer.before_step()
+        with self.recording.checkpointing():
+            self.checkpointer.before_step()
         metrics = engine.step(batch)
-        self.log.write("step", **asdict(metrics) | {"signals": metrics.signals.names()})
+        self.recording.note(metrics)
         self.heartbeat.stepped(engine.step_number)
         if self.drill == (engine.environment.rank, engine.step_number):
             os.kill(os.getpid(), signal.SIGKILL)
@@ -250,7 +254,7 @@ class Loop:
         if last or metrics.signals.stop:
             self.heartbeat.may_take_long(for_ever=True)
         engine.traffic.doing("checkpoint")
-        with self._noting_pause("checkpoint", last):
+        with self.recording.checkpointing(self.checkpointer.manager.store.url, last):
             self.checkpointer.after_step(metrics.signals, last)
         if metrics.signals.stop and not last:
             self.summary.stopped = True
@@ -271,16 +275,6 @@ class Loop:
         self.log.write(
             "bad", step=metrics.step, reason=metrics.bad, action=engine.guard.action, sample_ids=ids, **found
         )
-
-    @contextmanager
-    def _noting_pause(self, on: str, last: bool) -> Iterator[None]:
-        """Between two steps: what takes long is noted."""
-        began = time.monotonic()
-        yield
-        seconds = time.monotonic() - began
-        if seconds >= LEAST_PAUSE:
-            where = self.checkpointer.manager.store.url
-            self.log.write("pause", on=on, step=self.engine.step_number, seconds=seconds, last=last, where=where)
 
     def _evaluate_again(self) -> None:
         """After a resume: the state was saved before callbacks saw the evaluation of its step."""

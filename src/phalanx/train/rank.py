@@ -34,6 +34,7 @@ from phalanx.train.profile.attached import profiled
 from phalanx.train.profile.exhausted import memory_told
 from phalanx.train.restoring import Restorer
 from phalanx.train.step import Metrics
+from phalanx.train.utilisation import Utilisation, peak_of
 from phalanx.watch.loggers import Logger
 from phalanx.watch.loggers.chosen import chosen
 from phalanx.watch.screen import Screen
@@ -91,6 +92,7 @@ class Rank:
             grounds = check_hosts(self.environment, engine.device, self.run.path)
             listener = self._listener(engine, grounds) if rank == 0 else Listener()
             settle(engine, check, log.write, listener.said)
+            used = Utilisation.of(engine, self.run, check, listener.said) if rank == 0 else None
             drill = None if host.restarted else options.drill()
             undo.enter_context(
                 profiled(options, engine, self.run, host.generation, heartbeat.may_take_long, listener.said)
@@ -106,6 +108,7 @@ class Rank:
                 options.compare_steps,
                 drill,
                 host.stopping,
+                used,
             ).train()
 
     def _log(self) -> EventLog:
@@ -153,7 +156,10 @@ class Rank:
         """Rank 0's screen, begun with what there is to note."""
         task, overview = engine.task, Overview(engine)
         options, out = self.job.options, streams.stdout()
-        screen = Screen(task.steps, task.counts, engine.device, out, every=options.log_every, quiet=options.quiet)
+        screen = Screen(
+            task.steps, task.counts, engine.device, out, every=options.log_every, quiet=options.quiet,
+            peak=peak_of(engine),
+        )  # fmt: skip
         if not self.host.restarted:
             loggers = [each for each in engine.callbacks.all if isinstance(each, Logger)]
             logs = {"logs": ", ".join(f"{each.title}: {each.where(self.run)}" for each in loggers)} if loggers else {}

@@ -6,7 +6,7 @@ A rank sets its own between two steps; after the step every rank reads the same 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Self
 
 from phalanx.launch.stopping import Requests
@@ -31,7 +31,7 @@ class Signals(Requests):
 
     def packed(self) -> list[float]:
         """One number each, to be summed over all ranks."""
-        return [float(value) for value in asdict(self).values()]
+        return [float(getattr(self, name)) for name in NAMES]
 
     @classmethod
     def unpacked(cls, sums: Sequence[float]) -> Self:
@@ -40,7 +40,7 @@ class Signals(Requests):
 
     def names(self) -> list[str]:
         """Of those that are set."""
-        return [name for name, value in asdict(self).items() if value]
+        return [name for name in NAMES if getattr(self, name)]
 
 
 NAMES = tuple(field.name for field in fields(Signals))

@@ -60,10 +60,14 @@ class Metrics:
     seconds: dict[str, float]
     sent: dict[str, int]
     """Bytes this rank sent, by axis."""
+    communication: dict[str, float]
+    """Seconds that collectives took of it, ``exposed_AXIS`` and ``overlapped_AXIS`` with what it computed."""
     signals: Signals = field(default_factory=Signals)
     """Of any rank."""
     turn: str = ""
     """Whose turn it was, where steps train parts of a model in turn."""
+    flops: float = 0.0
+    """Of the model for this rank's share of the samples, where they are known."""
 
 
 def train_step(engine: Engine, batch: StepBatch, rounds: Rounds | None = None) -> Metrics:
@@ -75,9 +79,8 @@ def train_step(engine: Engine, batch: StepBatch, rounds: Rounds | None = None) -
     if spread.probe.untried:
         try_blocks(engine, batch)
     spread.reduction.start_step(as_made=engine.update.takes_as_made and len(batch.micro_batches) == 1)
-    before = engine.traffic.sent.copy()
+    before = engine.traffic.start_step()
     totals = Totals(engine, batch.micro_batches)
-
     actions = spread.actions(len(batch.micro_batches))
     spread.start(batch.micro_batches, actions)
     for index, action in enumerate(actions):
@@ -144,6 +147,7 @@ def train_step(engine: Engine, batch: StepBatch, rounds: Rounds | None = None) -
         bad=bad,
         seconds=clock.seconds(),
         sent=_by_axis(engine.traffic.sent - before),
+        communication=engine.traffic.exposure.taken(),
         signals=agreed.signals,
     )
 

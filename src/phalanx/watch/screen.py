@@ -13,7 +13,7 @@ from typing import IO, Protocol
 
 import torch
 
-from phalanx.words import in_time, round_number
+from phalanx.words import in_flops, in_time, round_number
 
 REFRESH_SECONDS = 0.1
 QUIET_SECONDS = 60.0
@@ -41,6 +41,8 @@ class ShownStep(Protocol):
     """Terms of the loss: samples, or tokens."""
     slots: int
     """Samples."""
+    flops: float
+    """Of the model for a rank's share of them; 0: not known."""
 
 
 class Screen:
@@ -55,20 +57,23 @@ class Screen:
         *,
         every: int = 0,
         quiet: bool = False,
+        peak: float | None = None,
     ) -> None:
         """``counts``: what a rate is of, samples or tokens.
 
         ``every``: a line that stays every so many steps, and no others but the live one; ``quiet``: only what is noted.
+        ``peak``: FLOP/s that a rank's device can do, if that is known.
         """
         self.steps, self.counts, self.device, self.out = steps, counts, device, out or sys.stdout
-        self.every, self.quiet = every, quiet
+        self.every, self.quiet, self.peak = every, quiet, peak
         self.live = self.out.isatty()
         self.open = True
         self.shown = time.monotonic()
         self._recent = self.shown
         self.seconds: deque[float] = deque(maxlen=RECENT)
         self.amounts: deque[float] = deque(maxlen=RECENT)
-        """Of the last steps: how long each took, and how many samples or tokens it had."""
+        self.flops: deque[float] = deque(maxlen=RECENT)
+        """Of the last steps: how long each took, how many samples or tokens it had, and what they cost."""
         self.losses: dict[str, str] = {}
         """Of the last step, or of the last of each turn."""
 
@@ -97,6 +102,7 @@ class Screen:
         amount = metrics.count if self.counts == "tokens" else metrics.slots
         self.seconds.append(now - self._recent)
         self.amounts.append(amount)
+        self.flops.append(metrics.flops)
         self._recent = now
         done, steps = metrics.step + 1, self.steps
         stays = done == steps or (bool(self.every) and done % self.every == 0)
@@ -118,9 +124,17 @@ class Screen:
         bar = "━" * round(10 * done / self.steps)
         losses = "  ".join(self.losses.values())
         return (
-            f"{bar:─<10} step {done}/{self.steps}  {losses}  {rate:,.0f} {self.counts}/s  "
+            f"{bar:─<10} step {done}/{self.steps}  {losses}  {rate:,.0f} {self.counts}/s  {self._used()}"
             f"{memory_bytes(self.device) / 2**30:.2f} GiB  {in_time(left)} left"
         )
+
+    def _used(self) -> str:
+        """How much the device computes, by those of the last steps whose FLOPs are known."""
+        known = [(flops, seconds) for flops, seconds in zip(self.flops, self.seconds, strict=True) if flops]
+        if not known:
+            return ""
+        rate = sum(flops for flops, _ in known) / max(1e-9, sum(seconds for _, seconds in known))
+        return in_flops(rate) + (f", MFU {rate / self.peak:.1%}" if self.peak else "") + "  "
 
     def evaluation(self, step: int, measures: dict[str, float]) -> None:
         if self.quiet:

@@ -10,6 +10,7 @@ import numpy as np
 
 from phalanx.watch.diagnosis import Diagnosis
 from phalanx.watch.evidence import Evidence
+from phalanx.watch.host_notes import host_notes
 from phalanx.watch.timeline import Timeline, lateness, timeline, transfers
 from phalanx.words import in_bytes, in_time, listed, many
 
@@ -37,10 +38,13 @@ def slow(evidence: Evidence) -> Diagnosis | None:
     lines = timelines(evidence)
     if not lines:
         return _stalled(evidence)
-    return (
+    found = (
         _compiling(evidence, lines) or _straggler(evidence, lines) or _data(evidence, lines)
         or _stalled(evidence) or _exposed(evidence, lines) or _between(lines)
     )  # fmt: skip
+    if found is not None:
+        found.evidence += host_notes(evidence.run, found.host)
+    return found
 
 
 def timelines(evidence: Evidence) -> dict[int, Timeline]:

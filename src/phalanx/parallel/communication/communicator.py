@@ -6,8 +6,10 @@ counted and watched, which algorithm is the best on a backend, and how what is s
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
-from functools import partial
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -15,12 +17,28 @@ from torch import Tensor
 
 from phalanx.parallel.communication import words as spelling
 from phalanx.parallel.communication.exact import fold
+from phalanx.parallel.communication.exposure import Underway
 from phalanx.parallel.communication.memory import Buffers
-from phalanx.parallel.communication.pending import Pending, Waiting
+from phalanx.parallel.communication.pending import Pending
 from phalanx.parallel.communication.traffic import Traffic
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+@dataclass(slots=True)
+class Launched:
+    """A collective that was launched; called, it gives what is entered to wait for it."""
+
+    traffic: Traffic
+    axis: str
+    kind: str
+    record: int
+    """Its number in the flight record."""
+    underway: Underway
+
+    def __call__(self) -> AbstractContextManager[None]:
+        return self.traffic.waiting(self.axis, self.kind, self.record, self.underway)
 
 
 class Communicator:
@@ -34,6 +52,7 @@ class Communicator:
         """``name``: the axis in logs, errors and counts, where the group does not say it."""
         self.traffic, self._group = traffic, group
         self.name = name if group is None else group.group_desc
+        self._axis = re.sub(r"\W+", "_", self.name)
         self._own_name = "" if group is None else group.group_name
         self.handle = ""
         """What compiled programs know it by (`operators`)."""
@@ -187,7 +206,7 @@ class Communicator:
 
     def receive(self, tensor: Tensor, source: int) -> Pending:
         """From a rank of the world that is among these."""
-        waiting = self._recorded("receive", tensor)[1]
+        waiting = self._recorded("receive", tensor)
         self.traffic.told(self.name, "receive", tensor)
         return self._pending(dist.batch_isend_irecv([dist.P2POp(dist.irecv, tensor, source, self._group)]), waiting)
 
@@ -197,7 +216,7 @@ class Communicator:
             return words
         own = spelling.spelled(words if self.rank == source else [], self._words_device)
         size = own.new_tensor([len(own)], dtype=torch.int64)
-        with self._recorded("words", own)[1]():
+        with self._recorded("words", own)():
             dist.broadcast(size, group=self._group, group_src=source)
             letters = own if self.rank == source else own.new_empty(spelling.bounded(int(size)))
             dist.broadcast(letters, group=self._group, group_src=source)
@@ -209,7 +228,7 @@ class Communicator:
             return [words]
         own = spelling.spelled(words, self._words_device)
         sizes = own.new_empty(self.size, dtype=torch.int64)
-        with self._recorded("words", own)[1]():
+        with self._recorded("words", own)():
             _all_gather(sizes, own.new_tensor([len(own)], dtype=torch.int64), group=self._group)
             each = spelling.bounded(int(sizes.max()))
             rows = own.new_empty(self.size, each)
@@ -230,20 +249,22 @@ class Communicator:
         """Where the group's collectives work."""
         return torch.device("cuda", torch.cuda.current_device()) if self._nccl else "cpu"
 
-    def _count(self, kind: str, tensor: Tensor, share: float) -> Waiting:
-        """A collective is launched; what is entered to wait for it."""
-        record, waiting = self._recorded(kind, tensor, counted=True)
-        self.traffic.launched(self.name, kind, tensor, share, record)
-        return waiting
+    def _count(self, kind: str, tensor: Tensor, share: float) -> Launched:
+        """A collective is launched, and counted."""
+        launched = self._recorded(kind, tensor, counted=True)
+        self.traffic.launched(self.name, kind, tensor, share, launched.record)
+        return launched
 
-    def _recorded(self, kind: str, tensor: Tensor, counted: bool = False) -> tuple[int, Waiting]:
-        """Its number in the flight record, and what is entered to wait for it."""
+    def _recorded(self, kind: str, tensor: Tensor, counted: bool = False) -> Launched:
         record = self.traffic.recorded(self._own_name, self.name, self.size, kind, tensor, counted)
-        return record, partial(self.traffic.waiting, self.name, kind, record)
+        return Launched(
+            self.traffic, self.name, kind, record, self.traffic.exposure.launched(self._axis, tensor.is_cuda)
+        )
 
     def _pending(
-        self, works: Sequence[dist.Work], waiting: Waiting, finish: Callable[[], Pending | None] | None = None
+        self, works: Sequence[dist.Work], waiting: Launched, finish: Callable[[], Pending | None] | None = None
     ) -> Pending:
+        waiting.underway.works = works
         return Pending(works, finish, waiting)
 
     def _is_small(self, part: Tensor) -> bool:

@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from torch import Tensor
 
 from phalanx.parallel.communication.arrivals import Arrivals
+from phalanx.parallel.communication.exposure import UNCOUNTED, Exposure, Underway
 from phalanx.parallel.communication.recorder import FlightRecorder
 
 Watcher = Callable[[str, str, Tensor], None]
@@ -36,6 +37,8 @@ class Traffic:
         self.wait_watchers: list[WaitWatcher] = []
         """Each gives what is entered while this rank waits in one: its axis, its kind."""
         self._main = threading.main_thread().ident
+        self.exposure = Exposure()
+        """What of a step is spent on them, by axis."""
         self._arrivals = Arrivals(arrived=recorder.arrived if recorder else None)
 
     def launched(self, axis: str, kind: str, tensor: Tensor, share: float, record: int = 0) -> None:
@@ -69,19 +72,25 @@ class Traffic:
         if self.recorder:
             self.recorder.step = step
 
+    def start_step(self) -> Counter[tuple[str, str]]:
+        """What is spent on collectives is counted from here on; what was `sent` until now."""
+        self.exposure.start()
+        return self.sent.copy()
+
     def told(self, axis: str, kind: str, tensor: Tensor) -> None:
         """Who watches is told, and nothing is counted."""
         for watcher in self.watchers:
             watcher(axis, kind, tensor)
 
     @contextmanager
-    def waiting(self, axis: str, kind: str, record: int = 0) -> Iterator[None]:
+    def waiting(self, axis: str, kind: str, record: int = 0, underway: Underway = UNCOUNTED) -> Iterator[None]:
         """While this rank's main thread can do nothing but wait for others, in a collective that was `recorded`."""
         main = threading.get_ident() == self._main
         if main:
             self.signs[2] = 1
         if self.recorder and record:
             self.recorder.waiting(record)
+        self.exposure.waits(underway)
         try:
             if self.wait_watchers:
                 with ExitStack() as watched:
@@ -90,6 +99,7 @@ class Traffic:
                     yield
             else:
                 yield
+            self.exposure.waited(underway)
             if self.recorder and record:
                 self.recorder.left(record)  # not where it failed: it was never left
         finally:

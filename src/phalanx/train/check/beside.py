@@ -27,6 +27,7 @@ from phalanx.task import Task
 from phalanx.torch_errors import About, is_about
 from phalanx.train.check.checking import look
 from phalanx.train.check.subject import CannotCheck, Fails, RefusedAnyway
+from phalanx.train.model_flops import ModelFlops, model_flops
 
 if TYPE_CHECKING:
     from phalanx.train.engine import Engine
@@ -73,6 +74,7 @@ class Check:
         """``pretrained``: the weights will be others than the model's own. ``unchecked``: it is not wanted."""
         self._pipe: Connection | None = None
         self._found: Checked | None = None
+        self._flops: ModelFlops | None = None
         self._killed = False
         if unchecked:
             self._found = Checked(left_out="--unchecked")
@@ -104,8 +106,21 @@ class Check:
         """What came of it; waits for that."""
         if self._found is None:
             self._found = self._received()
-            self.close()
+            if self._found.refusal:
+                self.close()
         return self._found
+
+    def flops(self) -> ModelFlops | None:
+        """What training costs, which is counted after the check; None: not yet. Nothing is waited for."""
+        if self._flops is None and self._pipe is None:
+            self._flops = ModelFlops(why=f"the task was not checked: {self.result().left_out}")
+        elif self._flops is None and self._pipe is not None and self._pipe.poll():
+            try:
+                self._flops = pickle.loads(self._pipe.recv_bytes())
+            except (EOFError, OSError):
+                self._flops = ModelFlops(why="the process that counts its FLOPs has ended")
+            self.close()
+        return self._flops
 
     def _received(self) -> Checked:
         assert self._pipe is not None
@@ -114,6 +129,7 @@ class Check:
             if self._ended():  # and what it has started holds the pipe open
                 break
             if time.monotonic() > deadline:
+                self.close()
                 return Checked(left_out=f"it took more than {PATIENCE_SECONDS:g} s")
         try:
             if self._pipe.poll():
@@ -122,6 +138,7 @@ class Check:
             while not self._ended() and time.monotonic() < deadline:
                 time.sleep(LOOK_SECONDS)
         code = self._kill()
+        self.close()
         how = f"was killed by {signal.Signals(-code).name}" if code and code < 0 else f"ended with exit code {code}"
         return Checked(left_out=f"its process {how}")
 
@@ -177,6 +194,7 @@ def _run(task: Task, pretrained: bool, pipe: Connection) -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     streams.led_elsewhere(*(os.open(os.devnull, os.O_WRONLY) for _ in range(2)))  # the ranks print it as well
     pipe.send_bytes(pickle.dumps(checked(task, pretrained)))
+    pipe.send_bytes(pickle.dumps(model_flops(task)))
     pipe.close()
     os._exit(0)
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import gc
-import os
 import socket
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,9 +15,8 @@ from phalanx.files import write_whole
 from phalanx.parallel.torch_private import FakeTensor
 from phalanx.run import Run
 from phalanx.torch_errors import About, is_about
+from phalanx.train.held import counted, held_now
 from phalanx.train.memory import fullest
-from phalanx.trees import leaves
-from phalanx.watch.screen import memory_bytes
 from phalanx.words import columns, in_bytes
 
 if TYPE_CHECKING:
@@ -27,6 +24,10 @@ if TYPE_CHECKING:
 
 SHOWN = 20
 """Tensors."""
+TITLES = {
+    "weights": "weights", "gradients": "gradients", "optimizer": "the optimizer's moments",
+    "callbacks": "what callbacks keep",
+}  # fmt: skip
 ADVICE = (
     "What helps: fewer samples at once (micro_batch in --layout), recompute=full for activations, fsdp with zero=3 or "
     "offload for weights and optimizer, a narrower precision, less of anything that the task itself keeps."
@@ -76,41 +77,14 @@ def _words(error: Exception, rank: int, engine: Engine | None) -> Iterator[str]:
 
 def _parts(engine: Engine | None, device: torch.device) -> Iterator[list[str]]:
     """Each memory counted once, by the first part that it belongs to."""
-    seen: set[int] = set()
-    known = 0
-    for name, tensors in _by_part(engine) if engine is not None else ():
-        own = 0
-        for tensor in tensors:
-            storage = tensor.untyped_storage()
-            if tensor.device == device and storage.data_ptr() not in seen and storage.nbytes():
-                seen.add(storage.data_ptr())
-                own += storage.nbytes()
-        known += own
-        yield [name, in_bytes(own)]
-    if device.type == "cuda":
-        whole, rest = torch.cuda.memory_allocated(device), "activations, and buffers of what is under way"
-    else:
-        whole, rest = _resident(), "activations, buffers of what is under way, data, Python and its libraries"
-    yield [rest, in_bytes(max(0, whole - known))]
+    parts = {} if engine is None else counted(engine, device)
+    for name, own in parts.items():
+        yield [TITLES[name], in_bytes(own)]
+    whole, rest = held_now(device), "activations, and buffers of what is under way"
+    if device.type != "cuda":
+        rest = "activations, buffers of what is under way, data, Python and its libraries"
+    yield [rest, in_bytes(max(0, whole - sum(parts.values())))]
     yield ["in all", in_bytes(whole)]
-
-
-def _by_part(engine: Engine) -> Iterator[tuple[str, Iterable[Tensor]]]:
-    weights = engine.spread.weights.values()
-    yield "weights", [tensor.detach() for weight in weights for tensor in (weight.full, weight.shard)]
-    buckets = engine.spread.reduction.buckets
-    gradients = [tensor for bucket in buckets for tensor in (bucket.gradients, bucket.owned)]
-    gradients += [tensor.grad for weight in weights for tensor in (weight.full, weight.shard)]
-    yield "gradients", [tensor for tensor in gradients if tensor is not None]
-    yield "the optimizer's moments", leaves(list(engine.optimizer.state.values()), Tensor)
-    yield "what callbacks keep", leaves(list(engine.callbacks.tensors().values()), Tensor)
-
-
-def _resident() -> int:
-    """What this process holds of the host's memory."""
-    with suppress(OSError, ValueError, IndexError):
-        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    return memory_bytes(torch.device("cpu"))
 
 
 def _largest(engine: Engine | None) -> list[list[str]]:

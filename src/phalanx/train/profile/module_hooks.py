@@ -15,7 +15,7 @@ from typing import Any, Self
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
-from phalanx.train.clock import Instant, elapsed, now
+from phalanx.parallel.communication.instants import Instant, elapsed, now
 from phalanx.trees import leaves
 
 FORWARD, BACKWARD = "forward", "backward"

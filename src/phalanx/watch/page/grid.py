@@ -24,6 +24,20 @@ class StepGrid:
             self._hold(rank + 1, int(steps.max()) + 1)
             self._values[rank, steps] = values
 
+    def fill(self, rank: int, steps: np.ndarray, widths: np.ndarray, values: np.ndarray) -> None:
+        """Put a number into the gaps of the ``widths`` steps that end with each of these."""
+        at = (
+            np.repeat(steps + 1 - widths, widths)
+            + np.arange(widths.sum())
+            - np.repeat(widths.cumsum() - widths, widths)
+        )
+        every = np.repeat(values, widths)
+        known = at >= 0
+        if known.any():
+            self._hold(rank + 1, int(at.max()) + 1)
+            known &= np.isnan(self._values[rank, np.maximum(at, 0)])
+            self._values[rank, at[known]] = every[known]
+
     def cut(self, rank: int, step: int) -> None:
         """Of a rank this step and all after it are to be done again."""
         if rank < self.ranks:

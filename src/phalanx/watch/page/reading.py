@@ -72,7 +72,7 @@ def read_on(run: Run, file: EventFile) -> NewLines | None:
     if not data:
         return None
     if b'"samples": "' in data:  # a writer of what all ranks share: the first one's are taken
-        data = _SHARED.sub(b', "seconds": {', data) if file.rank else _HASH.sub(b'"samples": ""', data)
+        data = _HASH.sub(b'"samples": ""', _SHARED.sub(b', "seconds": {', data) if file.rank else data)
     return NewLines(file, another, *read(data))
 
 

@@ -99,8 +99,9 @@ class RunTable:
         if cuts:
             self._cut(rank, min(step for _, step in cuts))
         lowest = min((step for _, step in cuts), default=self.steps)
-        for columns in [*new.many, *_one_by_one(single)]:
-            if columns.first.get("kind") == "step" and ("step",) in columns.values:
+        steps = [each for each in [*new.many, *_one_by_one(single)] if ("step",) in each.values]
+        for columns in sorted(steps, key=lambda each: ("of",) in each.values):  # means, after what they leave open
+            if columns.first.get("kind") == "step":
                 lowest = min(lowest, self._take_steps(rank, columns, cuts))
         for _, event in single:
             if event.get("kind") not in ("step", None):
@@ -113,15 +114,19 @@ class RunTable:
         for at, step in cuts:  # those before it that it does again
             counts &= ~((columns.lines < at) & (steps >= step))
         steps = steps[counts]
+        widths = columns.values.pop(("of",), np.ones(len(counts)))[counts].astype(np.int64)
         turn = str(columns.first.get("turn") or "")
         for name, values in columns.values.items():
-            self._grid(rank, name, turn).put(rank if name[0] in OWN else 0, steps, values[counts])
+            grid, row = self._grid(rank, name, turn), rank if name[0] in OWN else 0
+            grid.put(row, steps, values[counts])
+            if len(steps) and widths.max() > 1:
+                grid.fill(row, steps, widths, values[counts])
         for word, value in columns.first.items():
             if value in ("nan", "inf", "-inf"):  # as `events.plain` writes them
                 self._grid(rank, (word,), turn).put(0, steps, float(value))
         if columns.first.get("skipped"):
             self.shared.setdefault("skipped", StepGrid()).put(0, steps, 1.0)
-        return int(steps.min()) if len(steps) else self.steps
+        return int((steps + 1 - widths).min()) if len(steps) else self.steps
 
     def _grid(self, rank: int, name: tuple[str, ...], turn: str) -> StepGrid:
         for own, grids, kind in (("seconds", self.seconds, np.float32), ("sent", self.sent, np.float64)):

@@ -1,0 +1,33 @@
+"""Memory by part: what tensors hold is counted, a part is told when it changes, and all parts make up the peak."""
+
+from __future__ import annotations
+
+import phalanx
+from phalanx.train.held import EVERY, HeldMemory, counted, held_now
+from tests.tasks import Digits
+
+PARTS = ("weights", "gradients", "optimizer", "activations", "other")
+
+
+def test_parts_are_those_of_the_engine_and_are_told_once() -> None:
+    with phalanx.Engine(Digits(steps=40), device="cpu") as engine:
+        memory = HeldMemory(engine)
+        batches = engine.batches()
+        engine.step(next(batches))
+        first = memory.changed()
+        weights = sum(4 * weight.numel() for weight in engine.model.parameters())
+        assert first["memory_weights"] == weights == first["memory_gradients"]
+        assert first["memory_optimizer"] == counted(engine, engine.device)["optimizer"] >= 2 * weights
+        assert abs(sum(first[f"memory_{part}"] for part in PARTS) - first["memory_peak"]) < 0.05 * first["memory_peak"]
+        assert first["memory_now"] <= first["memory_peak"]
+        for _ in range(2 * EVERY):
+            engine.step(next(batches))
+            later = memory.changed()
+            assert "memory_weights" not in later
+            assert "memory_optimizer" not in later
+
+
+def test_what_a_process_holds() -> None:
+    import torch
+
+    assert held_now(torch.device("cpu")) > 1 << 24
