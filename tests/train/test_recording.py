@@ -56,7 +56,7 @@ def recorded(folder: Path) -> list[dict]:
         with EventLog(Run(folder), rank, shared=rank == 0) as log:
             recording = StepRecording(engine, log)
             for batch in engine.batches():
-                with recording.checkpointing():
+                with recording.checkpointing("here"):
                     pass
                 recording.note(engine.step(batch))
         return list(Run(folder).events(rank, "step"))

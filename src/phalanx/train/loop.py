@@ -224,7 +224,8 @@ class Loop:
             engine.pass_over(batch)
             self.log.write("left out", step=batch.step, samples=batch.samples, slots=batch.slots, skipped=True)
             return True
-        with self.recording.checkpointing():
+        store = self.checkpointer.manager.store.url
+        with self.recording.checkpointing(store):
             self.checkpointer.before_step()
         metrics = engine.step(batch)
         self.recording.note(metrics)
@@ -254,7 +255,7 @@ class Loop:
         if last or metrics.signals.stop:
             self.heartbeat.may_take_long(for_ever=True)
         engine.traffic.doing("checkpoint")
-        with self.recording.checkpointing(self.checkpointer.manager.store.url, last):
+        with self.recording.checkpointing(store, last):
             self.checkpointer.after_step(metrics.signals, last)
         if metrics.signals.stop and not last:
             self.summary.stopped = True

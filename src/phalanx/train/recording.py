@@ -33,7 +33,7 @@ class StepRecording:
         self._checkpoint, self._last = 0.0, 0.0
 
     @contextmanager
-    def checkpointing(self, where: str, last: bool) -> Iterator[None]:
+    def checkpointing(self, where: str, last: bool = False) -> Iterator[None]:
         """Between two steps: what is spent here on the state is told with the next one, and noted if it is long."""
         began = time.perf_counter()
         yield
