@@ -14,7 +14,7 @@ from phalanx.train.streaming import Homes, StreamedPass
 from tests.kernels.apart import runs
 from tests.train.test_update import trained
 
-SIZES = (7, 250)
+SIZES = (7, 20, 250, 3)
 PARTS = {250: (Segment(0, 50, 9), Segment(50, 200, 200, 31, 77))}
 """Where some of them lie in a whole weight: in one box, and in rows of another."""
 CPU = torch.device("cpu")
@@ -29,7 +29,7 @@ def compare(dtype: torch.dtype) -> None:
         weights = [torch.randn(size, generator=draw) for size in SIZES]
         moments = [torch.zeros(2, size, dtype=dtype) for size in SIZES]
         drawn = [(size, PARTS.get(size, (Segment(0, size),)) if dtype != torch.float32 else ()) for size in SIZES]
-        copies = [None if size == 7 else weight.bfloat16() for size, weight in zip(SIZES, weights, strict=True)]
+        copies = [None if size < 8 else weight.bfloat16() for size, weight in zip(SIZES, weights, strict=True)]
         for step in (1, 2):
             gradients = [torch.randn(size, generator=draw) for size in SIZES]
             lots = zip(weights, gradients, moments, copies, drawn, strict=True)
@@ -45,6 +45,17 @@ def compare(dtype: torch.dtype) -> None:
 def test_pieces_are_updated_as_the_whole() -> None:
     calls = "; ".join(f"test.compare(torch.{name})" for name in ("float32", "uint8"))
     runs(f"import torch; import tests.train.test_streaming as test; {calls}", TRITON_INTERPRET="1")
+
+
+def test_small_weights_travel_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streaming, "PIECE", 64)
+    weights = [Updated(*torch.zeros(4, size).unbind(), None) for size in SIZES]
+    lots = [[len(piece.weight) for piece in lot] for lot in streaming.together(streaming.pieces(weights))]
+    assert lots == [[7, 20], [64], [64], [64], [58], [3]]
+    staging = streaming.Staging(64, CPU)
+    here = list(staging.like(weights[:2]))
+    assert here[1].second.data_ptr() - here[0].second.data_ptr() == 16 * 4
+    assert [len(one.first) for one in here] == [7, 20]
 
 
 def test_state_is_begun_or_brought_home() -> None:

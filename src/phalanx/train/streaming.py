@@ -7,7 +7,7 @@ What the model computes with, where all of it is on the GPU, is written by the k
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from operator import is_
 from typing import Any
@@ -20,7 +20,9 @@ from phalanx.parallel.communication.copying import Copying
 from phalanx.parallel.communication.memory import Room
 
 PIECE = 1 << 24
-"""Elements that travel together."""
+"""Elements that travel together: a part of a large weight, or several small ones."""
+APART = 16
+"""Of several, each begins at a multiple of so many."""
 STAGINGS = 3
 """So many are on the GPU: one comes, one is updated, one goes."""
 
@@ -34,10 +36,17 @@ class Staging:
         """Has the device wait until what was here has gone."""
         self._rows = torch.empty(3, size * torch.float32.itemsize, dtype=torch.uint8, device=device)
 
-    def like(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Room for a weight's piece and its moments'."""
-        pairs = zip(self._rows, tensors, strict=True)
-        return [row[: len(tensor) * tensor.itemsize].view(tensor.dtype) for row, tensor in pairs]
+    def like(self, pieces: Sequence[Updated]) -> Iterator[Updated]:
+        """The same pieces with room here for each and its moments."""
+        begin = 0
+        for piece in pieces:
+            at_home = piece.weight, piece.first, piece.second
+            weight, first, second = (
+                row[begin * tensor.itemsize : (begin + len(tensor)) * tensor.itemsize].view(tensor.dtype)
+                for row, tensor in zip(self._rows, at_home, strict=True)
+            )
+            begin += _room(piece)
+            yield replace(piece, weight=weight, first=first, second=second)
 
 
 class StreamedPass:
@@ -50,33 +59,63 @@ class StreamedPass:
         self._staging: list[Staging] = []
 
     def prepared(self, updated: Sequence[Updated], key: object = None) -> Callable[[Hyperparameters, float], None]:
-        """What updates these weights, given a factor of their gradients. The host waits until they are back."""
+        """What updates these weights, given a factor of their gradients; they are back after `finish`."""
+        lots = list(together(pieces(updated)))
+        largest = max((sum(map(_room, lot)) for lot in lots), default=0)
 
         def launch(numbers: Hyperparameters, factor: float) -> None:
-            travelling = list(pieces(updated))
-            self._make_staging(max((len(piece.weight) for piece in travelling), default=0))
-            for number, piece in enumerate(travelling):
-                self._update(self._staging[number % STAGINGS], piece, (key, number), numbers, factor)
-            self._going.finish()
+            self._make_staging(largest)
+            for number, lot in enumerate(lots):
+                self._update(self._staging[number % STAGINGS], lot, (key, number), numbers, factor)
 
         return launch
+
+    def finish(self) -> None:
+        """The host waits until all are back."""
+        self._going.finish()
 
     def _make_staging(self, size: int) -> None:
         if not self._staging or self._staging[0].size < size:
             self._staging = [Staging(size, self.device) for _ in range(STAGINGS)]
 
-    def _update(self, staging: Staging, piece: Updated, key: object, numbers: Hyperparameters, factor: float) -> None:
-        at_home = piece.weight, piece.first, piece.second
-        weight, first, second = here = staging.like(at_home)
+    def _update(
+        self, staging: Staging, lot: Sequence[Updated], key: object, numbers: Hyperparameters, factor: float
+    ) -> None:
+        here = list(staging.like(lot))
+        pairs = list(zip(map(_travels, here), map(_travels, lot), strict=True))
         staging.free()
         with self._coming.beside() as arrived:
-            for tensor, other in zip(here, at_home, strict=True):
-                tensor.copy_(other, non_blocking=True)
+            for there, at_home in pairs:
+                for tensor, other in zip(there, at_home, strict=True):
+                    tensor.copy_(other, non_blocking=True)
         arrived()
-        self._one_pass.prepared([replace(piece, weight=weight, first=first, second=second)], key)(numbers, factor)
+        self._one_pass.prepared(here, key)(numbers, factor)
         with self._going.beside() as staging.free:
-            for tensor, other in zip(here, at_home, strict=True):
-                other.copy_(tensor, non_blocking=True)
+            for there, at_home in pairs:
+                for tensor, other in zip(there, at_home, strict=True):
+                    other.copy_(tensor, non_blocking=True)
+
+
+def _travels(piece: Updated) -> tuple[Tensor, Tensor, Tensor]:
+    return piece.weight, piece.first, piece.second
+
+
+def _room(piece: Updated) -> int:
+    return -(-len(piece.weight) // APART) * APART
+
+
+def together(pieces: Iterable[Updated]) -> Iterator[list[Updated]]:
+    """Small ones after one another in lots, each no larger than a piece."""
+    lot: list[Updated] = []
+    size = 0
+    for piece in pieces:
+        if lot and size + _room(piece) > PIECE:
+            yield lot
+            lot, size = [], 0
+        lot.append(piece)
+        size += _room(piece)
+    if lot:
+        yield lot
 
 
 def pieces(updated: Sequence[Updated]) -> Iterator[Updated]:

@@ -213,6 +213,7 @@ class Update:
     def _pass(self, lots: Sequence[Lot], factor: float) -> None:
         for lot in lots:
             lot.launch(_numbers(lot.step, self.optimizer.param_groups[lot.group], self.optimizer), factor)
+        self._streamed.finish()
         for lot in lots:
             lot.updated()
 
