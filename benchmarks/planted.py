@@ -189,9 +189,6 @@ class Odd(phalanx.Callback):
     def __init__(self, task: Planted) -> None:
         self.task = task
 
-    def on_start(self, engine: Any) -> None:
-        self.compiled = torch.compile(lambda numbers: (numbers * 2).sum(), backend="eager", dynamic=False)
-
     def on_step(self, engine: Any, metrics: Any) -> None:
         global done
         task, done = self.task, metrics.step + 1
@@ -229,7 +226,9 @@ class Odd(phalanx.Callback):
                 engine.spread.weights["blocks.1.feed_forward.up_proj.weight"].shard.data[0].add_(0.01)
         if task.fault == "recompiles" and own:
             shown()
-            torch._dynamo.reset()
+            if done == task.at:
+                self.compiled = torch.compile(lambda numbers: (numbers * 2).sum(), backend="eager", dynamic=False)
+            torch.compiler.reset()  # or it gives up after a few
             self.compiled(torch.ones(done))
         if task.fault == "slow callback" and own:
             time.sleep(0.3)

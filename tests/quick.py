@@ -44,6 +44,10 @@ KEPT: dict[str, dict[str, int | tuple[str, ...]]] = {
         "test_data_that_is_slow": 0,
         "test_a_loss_that_is_not_a_number": 0,
         "test_a_hang_that_was_survived_is_told_of": 0,
+        "test_a_rank_that_went_past_what_the_others_called": 0,
+        "test_a_module_that_makes_it_not_a_number": 0,
+        "test_replicas_that_drift_apart": 0,
+        "test_weights_that_learn_nothing": 0,
     },
     "train/test_turns.py": {
         "test_a_run_that_takes_turns_goes_on_to_the_same_bits": 0,

@@ -94,6 +94,8 @@ def test_the_systems_own_count_is_read(tmp_path: Path, monkeypatch: pytest.Monke
     assert blame.starved_processes() == 2
     (tmp_path / "memory.events").unlink()
     assert blame.starved_processes() is None
+    (tmp_path / "memory.oom_control").write_text("oom_kill_disable 0\nunder_oom 0\noom_kill 4\n")
+    assert blame.starved_processes() == 4
 
 
 def killed() -> None:

@@ -19,6 +19,7 @@ TASK = """
 import ctypes
 import os
 import signal
+import sys
 import time
 from dataclasses import dataclass
 import torch
@@ -60,6 +61,8 @@ class Odd(phalanx.Callback):
             engine.mesh.world.all_reduce(torch.ones(5)).wait()  # here
         if self.fault == "another shape":
             engine.mesh.world.all_reduce(torch.ones(5 + engine.rank // 2)).wait()  # here
+        if self.fault == "drift" and metrics.step == 8 and engine.rank == 1:
+            engine.spread.weights["2.weight"].shard.data.view(-1)[0] += 0.1
         if self.fault == "two axes":
             axes = ["dp", "fsdp"] if engine.rank in (0, 3) else ["fsdp", "dp"]
             for axis in axes:
@@ -73,7 +76,12 @@ class Planted(phalanx.Task):
     fault: str = ""
 
     def model(self):
-        return nn.Sequential(nn.Linear(8, 13), nn.ReLU(), nn.Linear(13, 3))
+        made = nn.Sequential(nn.Linear(8, 13), nn.ReLU(), nn.Linear(13, 3))
+        if self.fault == "nothing to learn":
+            made[0].register_forward_hook(lambda module, given, found: found * 0)
+        if self.fault == "a module's nan" and rank() == 1:
+            made[1].register_forward_hook(lambda module, given, found: found * float("nan") if calls > 6 else None)
+        return made
 
     def data(self):
         return Samples(self)
@@ -90,10 +98,14 @@ class Planted(phalanx.Task):
 
     def loss(self, output, batch):
         late = calls >= 9 and torch.is_grad_enabled()
+        if self.fault == "a collective of torch's but on one rank" and late and rank() != 1:
+            torch.distributed.all_reduce(output.detach().sum())  # here
         if self.fault == "a collective of torch's on one rank" and late and rank() == 1:
             torch.distributed.all_reduce(output.detach().clone())  # here
         while self.fault == "computes for ever" and late and rank() == 1:
             torch.ones(9).sum()  # here
+        if self.fault == "left" and late and rank() == 1:
+            sys.exit(0)  # here
         if self.fault == "exception" and late and rank() == 1:
             raise KeyError("what is missing")  # here
         if self.fault == "killed" and late and rank() == 1:

@@ -60,3 +60,20 @@ def test_replicas_that_disagree_are_named_with_the_device(tmp_path: Path) -> Non
     assert found is not None
     assert "the fault has passed" in found.evidence[-1]
     assert found.rank == 2
+
+
+def test_where_a_bad_number_came_from_is_told(tmp_path: Path) -> None:
+    bad = {"step": 8, "reason": "the loss is nan", "action": "skip", "sample_ids": [3], "rank": 2, "module": "blocks.2"}
+    found = wrong(noted(tmp_path, ("bad", {**bad, "where": "blocks.2 gives them, on rank 2", "found": []})))
+    assert found is not None
+    assert (found.rank, found.step, found.place) == (2, 9, "blocks.2")
+    assert found.summary == "wrong: in step 9 the loss is nan: blocks.2 gives them, on rank 2"
+    assert "blocks.2" in found.next
+
+
+def test_weights_that_learn_nothing_are_named_until_they_do(tmp_path: Path) -> None:
+    dead = {"step": 8, "steps": 8, "weights": ["0.weight", "0.bias"], "of": 4}
+    found = wrong(noted(tmp_path, ("dead gradients", dead)))
+    assert found is not None
+    assert found.summary == "wrong: 0.weight, 0.bias have had no gradient but zeros in the 8 steps up to step 8"
+    assert wrong(noted(tmp_path, ("dead gradients", {**dead, "weights": []}))) is None

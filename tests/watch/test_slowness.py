@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.watch.slowness import slow
+from phalanx.flight import COMPILED, COMPILING, HAD, QUEUED
+from phalanx.watch.slowness import crowded, slow, timelines
 from tests.watch.records import Scribe, evidence
 
 
@@ -66,3 +67,59 @@ def test_what_all_ranks_wait_for_is_named(tmp_path: Path, seconds: dict[str, flo
     assert words in found.summary
     assert found.next
     assert found.exit_code == 1
+
+
+def test_a_link_between_hosts_that_is_slow_is_named(tmp_path: Path) -> None:
+    """Along dp, whose ranks are on two hosts; whoever computes for longer waits less."""
+
+    def write(rank: int, scribe: Scribe) -> None:
+        for step in range(10):
+            scribe.doing("forward", 0.1, step)
+            scribe.collective(f"tp {rank // 2}", 0.01)
+            scribe.doing("backward", 0.2 + 0.04 * rank)
+            scribe.collective(f"dp {rank % 2}", 0.8 - 0.04 * rank)
+
+    found = evidence(tmp_path, 4, write)
+    for rank, flight in found.flights.items():
+        flight.host = f"node{1 + rank // 2}"
+    found.noted = [{"kind": "step", "time": 1.0 * step, "sent": {"dp": 1 << 20}} for step in range(10)]
+    said = slow(found)
+    assert said is not None
+    assert (said.kind, said.rank, said.axis) == ("slow", None, "dp")
+    assert "along dp is not hidden" in said.summary
+    assert said.summary.endswith("between node1, node2")
+    assert any("a second" in line for line in said.evidence)
+
+
+def test_ranks_without_processors_say_nothing_of_messages(tmp_path: Path) -> None:
+    found = evidence(tmp_path, 2, lambda rank, scribe: steps(scribe, wait=0.6))
+    for flight in found.flights.values():
+        flight.steps[:, [HAD, QUEUED]] = 100_000_000, 300_000_000
+    assert slow(found) is None
+    assert crowded(timelines(found))[0].startswith("ranks were ready for 300 ms of a step without a processor")
+
+
+@pytest.mark.parametrize("who", [[1], [0, 1, 2]])
+def test_functions_that_are_compiled_anew(tmp_path: Path, who: list[int]) -> None:
+    found = evidence(tmp_path, 3, lambda rank, scribe: steps(scribe, backward=0.4 if rank in who else 0.1))
+    for rank in who:
+        flight = found.flights[rank]
+        flight.steps[:, [COMPILED, COMPILING]] = 1, 200_000_000
+    said = slow(found)
+    assert said is not None
+    assert said.rank == (1 if who == [1] else None)
+    assert "compiled anew in 7 of the last 7 steps, for 200 ms in each of them" in said.summary
+
+
+def test_steps_that_stand_still_for_checkpoints(tmp_path: Path) -> None:
+    pause = {"kind": "pause", "on": "checkpoint", "seconds": 3.0, "step": 4, "last": False, "where": "s3://here"}
+    found = evidence(tmp_path, 2, lambda rank, scribe: None)
+    found.noted = [{"kind": "start", "time": 0.0}, {**pause, "time": 5.0}, {**pause, "time": 9.0, "seconds": 4.0}]
+    said = slow(found)
+    assert said is not None
+    assert said.summary == (
+        "slow: steps stood still for checkpoints, 7 s of 9 s: 2 times, the longest after step 4 for 4 s"
+    )
+    assert said.evidence == ["they are kept in s3://here"]
+    found.noted = [{"kind": "start", "time": 0.0}, {**pause, "time": 50.0}]
+    assert slow(found) is None

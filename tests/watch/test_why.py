@@ -171,6 +171,39 @@ def test_a_loss_that_is_not_a_number(tmp_path: Path) -> None:
     assert found.evidence[0].startswith("its samples were ")
 
 
+def test_a_rank_that_went_past_what_the_others_called(tmp_path: Path) -> None:
+    """The condition is at the line where the others are."""
+    found = diagnosed(tmp_path, "a collective of torch's but on one rank", "--on", "local:4")
+    assert (found.kind, found.rank, found.axis) == ("stuck", 1, "torch.distributed"), found
+    assert found.place.endswith(line("a collective of torch's but on one rank"))
+    assert (tmp_path / "out").read_text().count(found.summary) == 1
+
+
+def test_a_rank_that_leaves(tmp_path: Path) -> None:
+    found = diagnosed(tmp_path, "left", "--on", "local:3")
+    assert (found.kind, found.rank) == ("died", 1), found
+    assert "left by sys.exit(0) before the end" in found.summary
+    assert found.place.endswith(line("left"))
+
+
+def test_a_module_that_makes_it_not_a_number(tmp_path: Path) -> None:
+    found = diagnosed(tmp_path, "a module's nan", "--layout", "fsdp=2,zero=3")
+    assert (found.kind, found.rank, found.place) == ("wrong", 1, "1"), found
+    assert "1 gives numbers that are not finite, from some that are, on rank 1" in found.summary
+
+
+def test_replicas_that_drift_apart(tmp_path: Path) -> None:
+    found = diagnosed(tmp_path, "drift", "--on", "local:3", "--steps", "40")
+    assert (found.kind, found.rank, found.step) == ("wrong", 1, 16), found
+    assert "2.weight of rank 1 differs" in found.summary
+
+
+def test_weights_that_learn_nothing(tmp_path: Path) -> None:
+    found = diagnosed(tmp_path, "nothing to learn", "--on", "local:2", code=0)
+    assert found.kind == "wrong", found
+    assert "0.weight, 0.bias, 2.weight have had no gradient but zeros in the 8 steps" in found.summary
+
+
 def test_a_run_that_hangs_now_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The supervisor has not noticed yet."""
     monkeypatch.setattr(stuck, "STILL_SECONDS", 0.5)

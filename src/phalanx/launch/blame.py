@@ -85,19 +85,28 @@ def ended_by(number: int, starved: bool | None = None) -> tuple[str, bool]:
 
 
 def starved_processes() -> int | None:
-    """How many processes the system has ended here for want of memory; None: it does not say."""
-    found: list[int] = []
-    for file in (COUNTED, _own_group() / "memory.events"):
+    """How many processes the system has ended for want of memory: of this group of processes, or else of the machine.
+
+    None: it does not say.
+    """
+    group = _own_group()
+    for file in (group / "memory.events", group / "memory.oom_control", COUNTED):
         with suppress(OSError, ValueError):
             lines = (line.split() for line in file.read_text().splitlines())
-            found += [int(words[1]) for words in lines if len(words) == 2 and words[0] == "oom_kill"]
-    return sum(found) if found else None
+            for words in lines:
+                if len(words) == 2 and words[0] == "oom_kill":
+                    return int(words[1])
+    return None
 
 
 def _own_group() -> Path:
-    """Where the system accounts for this process's memory (cgroups, version 2)."""
+    """Where the system accounts for this process's memory: cgroups of version 2, or of version 1."""
+    root, found = Path("/sys/fs/cgroup"), Path("/sys/fs/cgroup")
     with suppress(OSError):
         for line in Path("/proc/self/cgroup").read_text().splitlines():
-            if line.startswith("0::"):
-                return Path("/sys/fs/cgroup") / line[3:].strip().lstrip("/")
-    return Path("/sys/fs/cgroup")
+            number, kinds, path = line.strip().split(":", 2)
+            if "memory" in kinds.split(","):
+                return root / "memory" / path.lstrip("/")
+            if number == "0":
+                found = root / path.lstrip("/")
+    return found

@@ -43,7 +43,8 @@ def _corrupted(events: Events) -> Diagnosis | None:
         )
     return Diagnosis(
         False, f"wrong: {last['reason']}", evidence,
-        next="Take the host of that rank out and go on with --resume: what was saved since is put aside.",
+        next="Look for code of yours that changes weights, or trains, on some ranks alone. If there is none, take the "
+        "host of that rank out. Go on with --resume: what was saved since is put aside.",
         kind="wrong", rank=named[0] if len(named) == 1 else None, step=last["step"],
     )  # fmt: skip
 
