@@ -24,6 +24,20 @@ class StepGrid:
             self._hold(rank + 1, int(steps.max()) + 1)
             self._values[rank, steps] = values
 
+    def fill(self, rank: int, steps: np.ndarray, widths: np.ndarray, values: np.ndarray) -> None:
+        """Put a number into the gaps of the ``widths`` steps that end with each of these."""
+        at = (
+            np.repeat(steps + 1 - widths, widths)
+            + np.arange(widths.sum())
+            - np.repeat(widths.cumsum() - widths, widths)
+        )
+        every = np.repeat(values, widths)
+        known = at >= 0
+        if known.any():
+            self._hold(rank + 1, int(at.max()) + 1)
+            known &= np.isnan(self._values[rank, np.maximum(at, 0)])
+            self._values[rank, at[known]] = every[known]
+
     def cut(self, rank: int, step: int) -> None:
         """Of a rank this step and all after it are to be done again."""
         if rank < self.ranks:
@@ -48,6 +62,34 @@ class StepGrid:
             values = np.full(size, np.nan, self._values.dtype)
             values[:rows, :columns] = self._values
             self._values = values
+
+
+class StepChanges:
+    """A number of each rank that is noted when it changes, and holds until it does again."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, dict[int, float]] = {}
+
+    @property
+    def ranks(self) -> list[int]:
+        """Those of which any is known."""
+        return sorted(rank for rank, known in self._known.items() if known)
+
+    def put(self, rank: int, steps: np.ndarray, values: np.ndarray | float) -> None:
+        known = self._known.setdefault(rank, {})
+        known.update(zip(steps.tolist(), np.broadcast_to(values, len(steps)).tolist(), strict=True))
+
+    def cut(self, rank: int, step: int) -> None:
+        """Of a rank this step and all after it are to be done again."""
+        known = self._known.get(rank, {})
+        self._known[rank] = {at: value for at, value in known.items() if at < step}
+
+    def within(self, rank: int, first: int, last: int) -> np.ndarray:
+        """In these steps; a gap before the first that is known."""
+        known = self._known.get(rank, {})
+        steps = np.array(sorted(known), np.int64)
+        values = np.array([np.nan, *(known[step] for step in steps.tolist())])
+        return values[np.searchsorted(steps, np.arange(first, last), side="right")]
 
 
 def _grown(size: int, needed: int) -> int:
