@@ -110,7 +110,7 @@ class Browser:
             assert time.monotonic() < deadline, (
                 f"never true: {script}; {self.errors}; {self.ask('document.body.innerText')}"
             )
-            time.sleep(0.1)
+            time.sleep(0.03)
         return found
 
     def choose(self, place: str, value: str | int) -> None:

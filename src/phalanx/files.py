@@ -88,3 +88,8 @@ def when_there_is_room(path: Path, write: Callable[[], None]) -> None:
         if attempt:
             print(f"   note  {path} could be written at last", file=streams.stderr())
         return
+
+
+def is_inside(folder: Path, path: Path) -> bool:
+    """Whether a file is the folder's own: one that leads elsewhere is not shown to whoever watches."""
+    return path.resolve().is_relative_to(folder.resolve())

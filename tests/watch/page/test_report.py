@@ -23,7 +23,7 @@ def test_a_report_has_what_the_page_would_ask_for(tmp_path: Path) -> None:
     assert told["run"]["settings"]["steps"] == "2000"
     assert told["run"]["again"] == f"phalanx train --config {run.settings_path}"
     assert len(told["charts"]["steps"]) <= 800
-    assert told["heat"].keys() == {"total", "data", "forward", "backward", "reduce", "update"}
+    assert told["heat"].keys() == {"own", "total", "data", "forward", "backward", "reduce", "update"}
     assert max(told["heat"]["total"]["ranks"], key=lambda own: own["most"])["step"] == 1235
     assert len(told["spans"]["rows"]) == 3
     assert len(text) < 600_000

@@ -5,17 +5,20 @@ from __future__ import annotations
 import http.client
 import json
 import random
+import socket
 import threading
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from http.server import ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 
 from phalanx.errors import CannotHere, WrongUse
-from phalanx.watch.page import assets, reading
-from phalanx.watch.page.server import RunPages, check, serve
+from phalanx.watch.page import assets
+from phalanx.watch.page.answers import RunPages
+from phalanx.watch.page.server import check, serve
 from phalanx.watch.page.watching import runs_of
 from tests.watch.page.folders import append, step, write
 
@@ -82,6 +85,100 @@ def test_nothing_outside_is_served(folder: Path) -> None:
             answer, body = get(server, path)
             assert answer.status == 404, path
             assert b"secret" not in body.replace(b"secret.txt", b"")
+
+
+def test_what_leads_out_of_a_runs_folder_is_not_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    outside = write(tmp_path / "outside", 1, 5, key="secret")
+    outside.certificate_path.parent.mkdir()
+    outside.certificate_path.write_text('{"steps": 5, "key": "secret"}')
+    (outside.path / "proof.json").write_text('{"class": "secret", "results": []}')
+    folder = tmp_path / "runs"
+    run = write(folder / "one", 1, 5)
+    (folder / "away").symlink_to(outside.path)
+    (folder / "latest").symlink_to(folder / "one")
+    for own, other in (
+        (run.settings_path, outside.settings_path),
+        (run.path / "proof.json", outside.path / "proof.json"),
+    ):
+        own.unlink(missing_ok=True)
+        own.symlink_to(other)
+    (run.path / "final").symlink_to(outside.path / "final")
+    run.events_path(7).symlink_to(outside.events_path(0))
+    with serving(folder) as server:
+        assert {each["name"] for each in json.loads(get(server, "/api/runs")[1])} == {"one"}
+        assert get(server, "/api/run?run=away")[0].status == 404
+        for what in ("run", "runs", "verdict", "charts"):
+            assert b"secret" not in get(server, f"/api/{what}?run=one")[1], what
+        assert json.loads(get(server, "/api/run?run=one")[1])["of_ranks"] == 1
+    assert "runs/away leads out of" in capsys.readouterr().out
+
+
+def exchange(server: ThreadingHTTPServer, sent: bytes) -> bytes:
+    """Bytes as they are, and all that comes back until the server hangs up."""
+    with socket.create_connection(("127.0.0.1", server.server_address[1]), timeout=20) as connection:
+        connection.sendall(sent)
+        found = b""
+        with suppress(ConnectionError):
+            while more := connection.recv(65536):
+                found += more
+        return found
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "OPTIONS", "TRACE", "CONNECT", "PATCH", "<b>", "get"])
+def test_nothing_but_reading(folder: Path, method: str) -> None:
+    with serving(folder) as server:
+        answer = exchange(server, f"{method} /api/runs HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 405 ")
+    assert b"Allow: GET, HEAD" in head
+    assert b"default-src 'none'" in head
+    assert body == b"Method Not Allowed\n", "nothing of what was asked is repeated"
+
+
+def test_what_is_too_much_or_no_request(folder: Path) -> None:
+    host = b"Host: localhost\r\n"
+    with serving(folder) as server:
+        for sent, status in (
+            (b"GET /" + b"a" * 70_000 + b" HTTP/1.1\r\n" + host + b"\r\n", b"414"),
+            (b"GET / HTTP/1.1\r\n" + host + b"X: " + b"a" * 70_000 + b"\r\n\r\n", b"431"),
+            (b"GET / HTTP/1.1\r\n" + host + b"X: 1\r\n" * 200 + b"\r\n", b"431"),
+            (b"GET / HTTP/9.9\r\n\r\n", b"Version"),
+            (b"nonsense\r\n\r\n", b"Request\n"),
+        ):
+            answer = exchange(server, sent)
+            assert answer.split(b" ", 2)[1] == status, (sent[:40], answer[:100])
+            assert b"<" not in answer, "no page of anybody else's making"
+        smuggled = b"GET /api/runs HTTP/1.1\r\n" + host + b"\r\n"
+        for length in (b"Content-Length: %d\r\n" % len(smuggled), b"Transfer-Encoding: chunked\r\n"):
+            answer = exchange(server, b"GET / HTTP/1.1\r\n" + host + length + b"\r\n" + smuggled)
+            assert answer.count(b"HTTP/1.1 ") == 1, "a body is no second request"
+        assert get(server, "/api/runs")[0].status == 200, "it goes on"
+
+
+def test_connections_that_are_too_many_are_not_answered(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("phalanx.watch.page.server.MOST_CONNECTIONS", 4)
+    with serving(folder) as server, ExitStack() as held:
+        address = ("127.0.0.1", server.server_address[1])
+        idle = [held.enter_context(socket.create_connection(address, timeout=20)) for _ in range(4)]
+        for connection in idle:  # so that each has its thread
+            connection.sendall(b"GET /assets/page.css HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            assert connection.recv(4096).startswith(b"HTTP/1.1 200")
+        with pytest.raises((ConnectionError, http.client.HTTPException)):
+            get(server, "/api/runs")
+        idle[0].close()
+        deadline = time.monotonic() + 20
+        while True:
+            with suppress(ConnectionError, http.client.HTTPException):
+                if get(server, "/api/runs")[0].status == 200:
+                    break
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
+
+def test_one_who_says_nothing_is_let_go(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("phalanx.watch.page.server.Handler.timeout", 0.2)
+    with serving(folder) as server:
+        assert exchange(server, b"GET / HT") == b""
 
 
 def test_runs_and_their_numbers(folder: Path) -> None:
@@ -171,19 +268,3 @@ def test_a_port_that_is_taken(folder: Path) -> None:
             serve(RunPages(runs_of(folder)), "127.0.0.1", port, "")
     with pytest.raises(CannotHere, match="cannot be listened at"):
         serve(RunPages(runs_of(folder)), "192.0.2.1", 0, TOKEN)
-
-
-def test_a_long_run_is_shown_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = write(tmp_path / "run", 4, 40)
-    pages = RunPages(lambda: {"run": run})
-    pages.prepare()
-    assert json.loads(pages.answer("/api/run", {"run": "run"})[0])["reading"] is False, "it is short"
-    monkeypatch.setattr(reading, "MUCH", 1)
-    monkeypatch.setattr("os.cpu_count", lambda: 2)
-    pages = RunPages(lambda: {"run": run})
-    pages.prepare()
-    seen = [json.loads(pages.answer("/api/run", {"run": "run"})[0])]
-    while seen[-1]["reading"]:
-        seen.append(json.loads(pages.answer("/api/run", {"run": "run"})[0]))
-    assert (seen[-1]["ranks"], seen[-1]["of_ranks"], seen[-1]["steps"]) == (4, 4, 40)
-    assert json.loads(pages.answer("/api/charts", {"run": "run"})[0])["steps"] == list(range(40))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.run import Run
+from phalanx.run import Run, held
 from phalanx.verdict import Verdict
 from phalanx.watch.page import story
 from phalanx.watch.page.table import RunTable
@@ -42,16 +42,34 @@ def test_how_it_stands_by_its_events(table: RunTable) -> None:
 
 
 def test_the_verdict_is_that_of_why(table: RunTable, monkeypatch: pytest.MonkeyPatch) -> None:
-    said = story.verdict(table.run, table)
+    said = story.verdict(table.run)
     assert (said["holds"], said["summary"]) == (False, why(table.run).summary)
 
     def broken(run: Run) -> Verdict:
         raise OSError("the disk is gone")
 
     monkeypatch.setattr(story, "why", broken)
-    said = story.verdict(table.run, table)
-    assert said["summary"].startswith("ended: 26 steps")
-    assert said["evidence"] == ["why it stands so could not be found: the disk is gone"]
+    said = story.verdict(table.run)
+    assert said["summary"] == "ended; why it stands so could not be found"
+    assert said["evidence"] == ["OSError: the disk is gone"]
+
+
+def test_a_start_that_did_nothing_is_told_before_what_came_before_it(tmp_path: Path) -> None:
+    run, draw = write(tmp_path / "run", 1, 20), random.Random(2)
+    table = RunTable(run)
+    table.refresh()
+    (run.path / "generation").write_text("1\n")
+    assert story.unheard(run, table) == ""
+    (run.path / "generation").write_text("2\n")
+    assert story.unheard(run, table) == "The newest start, generation 2, ended before its first step."
+    append(run, 0, start(0, 1, 20, 2) | {"time": 1.7949e9 + 99})
+    table.refresh()
+    assert story.unheard(run, table) == "The newest start, generation 2, ended before its first step."
+    with held(run.path):
+        assert story.unheard(run, table) == "The newest start, generation 2, has done no step yet."
+    append(run, 0, step(0, 20, draw) | {"time": 1.7949e9 + 100})
+    table.refresh()
+    assert story.unheard(run, table) == ""
 
 
 def test_marks_are_where_things_happened(table: RunTable) -> None:

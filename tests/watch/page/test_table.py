@@ -31,7 +31,7 @@ def check(table: RunTable) -> None:
             for phase in table.phases:
                 value = table.seconds[phase].within(n, n + 1, table.ranks)[rank, 0]
                 expected = done[n]["seconds"].get(phase, np.nan) if n in done else np.nan
-                np.testing.assert_allclose(value, expected, rtol=1e-6)
+                np.testing.assert_allclose(value, expected, rtol=1e-6, atol=1e-8)
             sent = table.sent["fsdp"].within(n, n + 1, table.ranks)[rank, 0]
             np.testing.assert_equal(sent, done[n]["sent"]["fsdp"] if n in done else np.nan)
 
@@ -64,6 +64,31 @@ def test_it_reads_on_where_it_was_and_says_what_changed(tmp_path: Path) -> None:
     assert table.refresh()
     assert table.steps == 51
     check(table)
+
+
+def test_a_line_now_and_then_has_means_of_what_others_leave_out(tmp_path: Path) -> None:
+    run = write(tmp_path / "run", 0, 0)
+    for rank in (0, 1):
+        append(run, rank, start(rank, 2))
+        for n in range(200):
+            line: dict = {"kind": "step", "time": 100.0 + n, "step": n}
+            line |= {"seconds": {"forward": n / 8}} if rank else {"loss": n / 4, "samples": f"{n:016x}"}
+            if n % 50 == 49:
+                line |= {"exposed_dp": n / 100, "sent": {"dp": n}, "of": 50} | ({} if rank else {"lr": n / 1000})
+            append(run, rank, line)
+    table = RunTable(run)
+    table.refresh()
+    for rank in (0, 1):
+        np.testing.assert_allclose(table.exposed["dp"].values[rank], np.repeat([0.49, 0.99, 1.49, 1.99], 50), rtol=1e-6)
+        assert table.sent["dp"].values[rank].tolist() == np.repeat([49, 99, 149, 199], 50).tolist()
+    assert table.seconds["forward"].values[1].tolist() == [n / 8 for n in range(200)]
+    assert table.shared["loss"].values[0].tolist() == [n / 4 for n in range(200)]
+    np.testing.assert_allclose(table.shared["lr"].values[0], np.repeat([0.049, 0.099, 0.149, 0.199], 50))
+    assert "of" not in table.shared
+    append(run, 1, start(1, 2, 120, 2), {"kind": "step", "time": 400.0, "step": 120, "exposed_dp": 7.0, "of": 1})
+    table.refresh()
+    assert table.exposed["dp"].values[1, 118:122].tolist()[2:3] == [7.0]
+    assert np.isnan(table.exposed["dp"].values[1, 121:]).all(), "what a start undoes is undone"
 
 
 def test_steps_that_were_done_again_count_once(tmp_path: Path) -> None:

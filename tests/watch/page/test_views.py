@@ -67,15 +67,48 @@ def test_whoever_has_the_rest_is_told_what_is_new(tmp_path: Path) -> None:
 def test_the_map_shows_the_one_slow_step(tmp_path: Path) -> None:
     table = opened(tmp_path / "run", 5, 300, slow=(3, 217))
     found = views.heat(table, views.Window.of(table, {"columns": 30}))
-    cells = np.frombuffer(base64.b64decode(found["cells"]), np.uint8).reshape(found["rows"], found["columns"])
+    cells = np.frombuffer(base64.b64decode(found["cells"]), "<u2").reshape(found["rows"], found["columns"])
     assert cells.shape == (5, 30)
-    assert np.argwhere(cells == 255).tolist() == [[3, 21]]
+    assert np.argwhere(cells == 65535).tolist() == [[3, 21]]
     slowest = max(found["ranks"], key=lambda own: own["most"])
     assert (slowest["rank"], slowest["step"]) == (3, 218)
     one = views.heat(table, views.Window.of(table, {"columns": 30}), "forward")
     expected = max(event["seconds"]["forward"] for event in table.run.events(3, "step"))
     np.testing.assert_allclose(one["most"], expected, rtol=1e-5)
     assert not views.heat(table, views.Window.of(table, {}), "no such phase")["ranks"]
+
+
+def test_a_slow_rank_is_seen_where_others_wait_for_it(tmp_path: Path) -> None:
+    """All take as long as the slowest: only what they wait for is different."""
+    run = write(tmp_path / "run", 0, 0)
+    for rank in range(4):
+        own = 0.09 if rank == 2 else 0.03
+        seconds = {"data": 0.01, "forward": 0.1 - 0.01}
+        exposed = {"exposed_dp": round(0.09 - own, 6), "exposed_tp": 0.0, "overlapped_dp": 0.001}
+        lines = [{"kind": "step", "time": 1.0 + n, "step": n, "seconds": seconds, **exposed} for n in range(40)]
+        append(run, rank, start(rank, 4), *lines)
+    table = RunTable(run)
+    table.refresh()
+    found = views.heat(table, views.Window.of(table, {}))
+    assert (found["phase"], found["phases"][:2]) == ("own", ["own", "total"])
+    assert [round(each["usual"], 4) for each in found["ranks"]] == [0.04, 0.04, 0.1, 0.04]
+    whole = views.heat(table, views.Window.of(table, {}), "total")
+    assert {round(each["usual"], 4) for each in whole["ranks"]} == {0.1}
+    series = views.charts(table, views.Window.of(table, {}))["series"]
+    np.testing.assert_allclose(series["exposed/dp"]["low"], 0.045)
+    assert not [name for name in series if "overlapped" in name], "a rank's own is no chart"
+
+
+def test_without_a_word_on_waiting_phases_that_wait_are_left_out(tmp_path: Path) -> None:
+    run = write(tmp_path / "run", 0, 0)
+    lines = [
+        {"kind": "step", "time": 1.0 + n, "step": n, "seconds": {"forward": 0.5, "reduce": 0.25}} for n in range(3)
+    ]
+    append(run, 0, start(0, 1), *lines)
+    table = RunTable(run)
+    table.refresh()
+    assert views.phase_seconds(table, "own", 0, 3).tolist() == [[0.5, 0.5, 0.5]]
+    assert views.phase_seconds(table, "total", 0, 3).tolist() == [[0.75, 0.75, 0.75]]
 
 
 def test_many_ranks_share_rows(tmp_path: Path) -> None:

@@ -97,6 +97,7 @@ def test_the_page(tmp_path: Path) -> None:
     with watched(folder) as (_, address), Browser() as browser:
         browser.open(address)
         ready(browser, "wide 0  400")
+        browser.until("document.body.dataset.concluded === 'wide'")
         said = browser.ask("document.getElementById('verdict').innerText")
         assert said.startswith("died: its supervisor ended without a word, after 400 steps")
         shown = browser.ask("[...document.querySelectorAll('[data-chart]')].map((each) => each.dataset.chart)")
@@ -117,6 +118,7 @@ def test_the_page(tmp_path: Path) -> None:
             "as chosen: light"
         )
 
+        _takes_no_text_for_markup(browser, folder)
         assert all(asked.startswith((address, "data:")) for asked in browser.requests), "no request leaves this machine"
         assert browser.errors == []
         browser.open("about:blank")
@@ -185,11 +187,69 @@ def _zooms(browser: Browser) -> None:
     )
     browser.ask("document.querySelector('#heat canvas').focus()")
     browser.press("ArrowLeft")
-    assert re.match(r"rank 0, step 279: about", browser.ask("document.querySelector('#heat .tip').innerText"))
+    assert re.match(r"rank 0, step 279: \d+\.\d ms", browser.ask("document.querySelector('#heat .tip').innerText"))
     browser.press("Enter")
     browser.until("document.body.dataset.ready.startsWith('wide 276 ')")
-    browser.ask("document.getElementById('zoom-out').click()")
+    browser.press("Escape")
     ready(browser, "wide 0  410")
+    _looks_closely(browser)
+
+
+def _looks_closely(browser: Browser) -> None:
+    """At a step of the time line, by the keyboard and by the mouse, and back."""
+    browser.ask("document.querySelector('#spans canvas').focus()")
+    for key in ("ArrowLeft", "ArrowDown", "ArrowLeft"):
+        browser.press(key)
+    told = browser.ask("document.querySelector('#spans .tip').innerText")
+    assert re.match(r"rank 1, step \d+: data \d+\.\d ms, forward \d+\.\d ms, backward", told)
+    assert browser.ask("document.getElementById('spans-back').hidden")
+    browser.press("Enter")
+    browser.until("!document.getElementById('spans-back').hidden")
+    browser.press("Escape")
+    browser.until("document.getElementById('spans-back').hidden")
+    browser.ask("document.querySelector('#spans').scrollIntoView({block: 'center'})")
+    box = browser.ask(
+        "(() => { const box = document.querySelector('#spans canvas').getBoundingClientRect(); "
+        "return [box.left, box.top, box.width]; })()"
+    )
+    browser.drag(box[0] + box[2] / 2, box[1] + 10, box[0] + box[2] * 0.6)
+    browser.until("!document.getElementById('spans-back').hidden")
+    browser.ask("document.getElementById('spans-back').click()")
+    browser.until("document.getElementById('spans-back').hidden")
+
+
+def _takes_no_text_for_markup(browser: Browser, folder: Path) -> None:
+    """Names of runs, metrics and settings, reasons and stacks: whoever writes them must not write the page."""
+    bad, draw = "<img src=x onerror=document.title='taken'>", random.Random(3)
+    run = write(folder / bad, 2, 0, note=bad)
+    logged = {"logged": {bad: 1.0, "__proto__": 2.0, "constructor": 3.0}}
+    lines = [step(0, n, draw, **logged | {"turn": bad}) | {"bad": bad if n == 7 else ""} for n in range(20)]
+    append(run, 0, *lines, {"kind": "bad", "time": 1.7949e9, "step": 7, "reason": bad})
+    failure = {
+        "rank": 0, "reason": bad, "trace": f'File "{bad}", line 1', "stuck": False, "timed_out": False, "final": True,
+        "secondary": False, "file": bad,
+    }  # fmt: skip
+    account = {"host": bad, "time": 1.7949e9, "steps": 20, "generation": 1, "failures": [failure]}
+    (run.path / "failures").mkdir()
+    (run.path / "failures" / "generation-00001-from-00000.json").write_text(json.dumps(account))
+    (run.path / "generation").write_text("1\n")
+    browser.until("[...document.getElementById('run').options].length === 3")
+    browser.choose("run", bad)
+    ready(browser, f"{bad} 0  20")
+    browser.until(f"document.body.dataset.concluded === {json.dumps(bad)}")
+    browser.ask("document.querySelectorAll('details').forEach((each) => { each.open = true; })")
+    assert bad in browser.ask("document.getElementById('verdict').innerText"), "it is told as it is written"
+    charts = browser.ask("[...document.querySelectorAll('[data-chart]')].map((each) => each.dataset.chart)")
+    assert {f"logged/{bad}", "logged/__proto__", "logged/constructor"} <= {*charts, *_constants(browser)}
+    assert browser.ask("document.querySelectorAll('img, iframe, object').length") == 0
+    assert "taken" not in browser.ask("document.title").removeprefix(bad)
+    browser.choose("run", "wide")
+    ready(browser, "wide 0  410")
+
+
+def _constants(browser: Browser) -> set[str]:
+    said = browser.ask("document.getElementById('constants').innerText").partition(": ")[2]
+    return {each.rpartition(" ")[0] for each in said.split(", ")}
 
 
 def _compares(browser: Browser) -> None:
@@ -216,5 +276,5 @@ def _can_be_read_without_pictures(browser: Browser) -> None:
     heads = browser.ask(
         "[...document.querySelectorAll('#heat-table th, #spans-table th')].map((each) => each.innerText)"
     )
-    assert heads[:4] == ["Rank", "Usual", "Longest", "In step"]
+    assert heads[:5] == ["Rank", "Host", "Usual", "Longest", "In step"]
     assert "forward" in heads

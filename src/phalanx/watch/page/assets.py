@@ -8,7 +8,7 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
-MODULES = ("words", "theme", "source", "charts", "heat", "spans", "runs", "facts", "main")
+MODULES = ("words", "theme", "source", "charts", "heat", "spans", "memory", "links", "runs", "facts", "main")
 """Scripts of ours, each after those that it imports."""
 _JS, _CSS = "text/javascript; charset=utf-8", "text/css; charset=utf-8"
 TYPES = {
@@ -34,7 +34,7 @@ def whole(data: Any) -> str:
     """The page with everything in it that it needs: styles, scripts and what it shows."""
     styles = "\n".join(read(name).decode() for name in ("uplot/uPlot.min.css", "page.css"))
     scripts = "\n".join(_alone(read(f"{name}.js").decode()) for name in MODULES)
-    text = re.sub(r"^ *<(?:link rel=\"stylesheet\"|script ).*\n", "", page(), flags=re.MULTILINE)
+    text = re.sub(r"^ *<(?:link rel=\"(?:stylesheet|modulepreload)\"|script ).*\n", "", page(), flags=re.MULTILINE)
     head = f"<style>\n{styles}</style>\n<script>\n{read('uplot/uPlot.iife.min.js').decode()}</script>\n"
     told = json.dumps(data).replace("<", "\\u003c")  # no text in it may end the script
     tail = f'<script type="application/json" id="told">{told}</script>\n<script type="module">\n{scripts}</script>\n'

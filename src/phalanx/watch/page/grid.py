@@ -64,6 +64,34 @@ class StepGrid:
             self._values = values
 
 
+class StepChanges:
+    """A number of each rank that is noted when it changes, and holds until it does again."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, dict[int, float]] = {}
+
+    @property
+    def ranks(self) -> list[int]:
+        """Those of which any is known."""
+        return sorted(rank for rank, known in self._known.items() if known)
+
+    def put(self, rank: int, steps: np.ndarray, values: np.ndarray | float) -> None:
+        known = self._known.setdefault(rank, {})
+        known.update(zip(steps.tolist(), np.broadcast_to(values, len(steps)).tolist(), strict=True))
+
+    def cut(self, rank: int, step: int) -> None:
+        """Of a rank this step and all after it are to be done again."""
+        known = self._known.get(rank, {})
+        self._known[rank] = {at: value for at, value in known.items() if at < step}
+
+    def within(self, rank: int, first: int, last: int) -> np.ndarray:
+        """In these steps; a gap before the first that is known."""
+        known = self._known.get(rank, {})
+        steps = np.array(sorted(known), np.int64)
+        values = np.array([np.nan, *(known[step] for step in steps.tolist())])
+        return values[np.searchsorted(steps, np.arange(first, last), side="right")]
+
+
 def _grown(size: int, needed: int) -> int:
     return size if needed <= size else max(needed, size + size // 2)
 

@@ -1,36 +1,40 @@
 """Many lines of events read at once: steps of one shape, which differ in their numbers alone, as columns.
 
-A rank's steps are such lines, and reading each as JSON would take most of the time that a long run takes to open.
+A rank's steps are such lines, and reading each as JSON would take most of the time that a long run takes to open. The
+first line that is left is read as JSON, and gives the text that lines of its shape have around their numbers; whichever
+lines have that text are of its shape, and their numbers are read together.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
-from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-NUMERIC = b"0123456789.-+"
+from phalanx.watch.page.digits import ROOM, WORD, numbers, words
+
+BEGIN = b'{"kind": "step",'
+"""A step's line begins so; any other is read by itself."""
 FEWEST = 16
 """Of so many lines of one shape on they are read at once."""
-WINDOW = 16
-"""So many characters of a number are read: more than anybody can see of one."""
+MOST_SHAPES = 64
+"""Of a block: lines of more are read one by one."""
 BLOCK = 1 << 20
 """Bytes that are read at once: what is made of them fits a processor's cache."""
 MOST_COLONS = 1000
 """Lines with more are read one by one."""
-COLON, DOT, COMMA, BRACE, NEWLINE, ZERO, MINUS, EXPONENT = b":.,}\n0-e"
-_WEIGHTS = np.zeros((WINDOW + 1, WINDOW))
-for _dot in range(WINDOW + 1):
-    _WEIGHTS[_dot] = [10.0 ** (_dot - place - (place < _dot)) for place in range(WINDOW)]
-    _WEIGHTS[_dot, _dot : _dot + 1] = 0.0
-"""What digits are worth, by where the dot stands."""
+COLON, NEWLINE = b":\n"
+ALL = np.uint64(2**64 - 1)
+"""A word of which every bit counts."""
+_NUMBER = re.compile(rb'": (-?\d+(?:\.\d+)?(e-\d\d)?)(?=[,}])')
+_HASH = re.compile(rb'"samples": "[0-9a-f]{16}"')
+"""Of a batch's samples: another in every step, and nothing that is shown."""
+Names = tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -38,185 +42,163 @@ class Columns:
     """Lines of one shape: where each stood among all, and its numbers under the names that lead to them."""
 
     lines: np.ndarray
-    values: dict[tuple[str, ...], np.ndarray]
+    values: dict[Names, np.ndarray]
     first: dict[str, Any]
-    """The first of these events: what is no number is the same in all of them."""
+    """The first of these events: what is no number is the same in all of them, but for the hash of their samples."""
 
 
-def read(data: bytes) -> tuple[list[Columns], list[tuple[int, dict[str, Any]]]]:
-    """Whole lines, as columns where many are alike; of the rest each that is an event, with its place."""
+def read(
+    data: bytes, wanted: Callable[[str], bool] = lambda name: True
+) -> tuple[list[Columns], list[tuple[int, dict[str, Any]]]]:
+    """Whole lines, as columns where many are alike; of the rest each that is an event, with its place.
+
+    ``wanted``: whether the numbers under a name are read where there are many.
+    """
     known: list[Columns] = []
     single: list[tuple[int, dict[str, Any]]] = []
     at = count = 0
     while at < len(data):
         end = (data.rfind(b"\n", at, at + BLOCK) + 1) or (data.find(b"\n", at) + 1) or len(data)
-        count += _read_block(data[at:end], count, known, single)
+        count += _Block.of(data, at, end).read(count, wanted, known, single)
         at = end
     return known, single
 
 
-def _read_block(data: bytes, count: int, known: list[Columns], single: list[tuple[int, dict[str, Any]]]) -> int:
-    """Lines of which so many stood before; how many they are."""
-    shapes: dict[bytes, int] = defaultdict(itertools.count().__next__)
-    shape_of = np.array(list(map(shapes.__getitem__, data.translate(None, NUMERIC).split(b"\n")[:-1])), np.int64)
-    data = bytes(WINDOW) + data + bytes(WINDOW)  # so that whatever is read of a number is there
-    buffer = np.frombuffer(data, np.uint8)
-    ends = np.flatnonzero(buffer == NEWLINE)
-    begins = np.append(WINDOW, ends[:-1] + 1)
-    colons = np.append(np.flatnonzero(buffer == COLON), np.full(MOST_COLONS + 1, len(data)))
-    rest: list[int] = []
-    for number in range(len(shapes)):
-        lines = np.flatnonzero(shape_of == number)
-        shape = _Shape.of(data[begins[lines[0]] : ends[lines[0]]]) if len(lines) >= FEWEST else None
-        if shape is None:
-            rest += lines.tolist()
-            continue
-        right, values = shape.numbers(buffer, begins[lines], ends[lines], colons)
-        if not right.all():
-            rest += lines[~right].tolist()
-            lines, values = lines[right], {name: of[right] for name, of in values.items()}
-        if len(lines):
-            known.append(Columns(lines + count, values, shape.event))
-    single += [(count + number, event) for number, event in _events(data, sorted(rest), begins, ends)]
-    return len(ends)
+@dataclass(frozen=True)
+class _Block:
+    """Some lines, and where in them their colons are."""
 
+    data: bytes
+    """What they are a part of."""
+    text: np.ndarray
+    begins: np.ndarray
+    ends: np.ndarray
+    colons: np.ndarray
+    first: np.ndarray
+    """The first colon of each line."""
+    count: np.ndarray
+    """How many colons it has."""
 
-def _events(data: bytes, numbers: list[int], begins: np.ndarray, ends: np.ndarray) -> Iterator[tuple[int, dict]]:
-    for number in numbers:
-        with suppress(ValueError):  # cut by a crash, or a full disk
-            event = json.loads(data[begins[number] : ends[number]])
-            if isinstance(event, dict):
-                yield number, event
+    @classmethod
+    def of(cls, data: bytes, at: int, end: int) -> _Block:
+        text = np.frombuffer(data, np.uint8)
+        ends = np.flatnonzero(text[at:end] == NEWLINE) + at
+        begins = np.append(at, ends[:-1] + 1)
+        colons = np.flatnonzero(text[at:end] == COLON) + at
+        first = np.searchsorted(colons, np.append(begins, end))
+        return cls(data, text, begins, ends, colons, first[:-1], np.diff(first))
+
+    def read(
+        self, count: int, wanted: Callable[[str], bool], known: list[Columns], single: list[tuple[int, dict[str, Any]]]
+    ) -> int:
+        """Of lines of which so many stood before; how many they are."""
+        is_step = self.ends < len(self.data) - ROOM  # so that whatever is read of a number is there
+        is_step[is_step] = _has(self.text, self.begins[is_step], self.begins[is_step] + len(BEGIN), BEGIN)
+        left, rest = np.flatnonzero(is_step), np.flatnonzero(~is_step).tolist()
+        for _ in range(MOST_SHAPES):
+            if len(left) < FEWEST:
+                break
+            first = left[len(left) // 2 :][:1]  # one in the middle: the first ones are often like no others
+            shape = _Shape.of(self.data[self.begins[first[0]] : self.ends[first[0]]])
+            lines, values = (
+                shape.numbers(self, left[self.count[left] == shape.colons], wanted) if shape else (first, {})
+            )
+            if shape is None or len(lines) < FEWEST:
+                lines = first
+                rest += first.tolist()
+            else:
+                known.append(Columns(lines + count, values, shape.event))
+            left = np.setdiff1d(left, lines, assume_unique=True)
+        single += [(count + number, event) for number, event in self._events(sorted([*rest, *left.tolist()]))]
+        return len(self.ends)
+
+    def _events(self, numbers: list[int]) -> Iterator[tuple[int, dict[str, Any]]]:
+        for number in numbers:
+            with suppress(ValueError, RecursionError):  # cut by a crash, or a full disk
+                event = json.loads(self.data[self.begins[number] : self.ends[number]])
+                if isinstance(event, dict):
+                    yield number, event
 
 
 @dataclass(frozen=True)
 class _Shape:
-    """What all lines of one shape have in common: their names, and where numbers stand among their colons."""
+    """What all lines of one shape have in common: texts, and between any two of them a number."""
 
     event: dict[str, Any]
     """The first line."""
-    names: list[tuple[str, ...]]
+    names: list[Names]
+    small: list[bool]
+    """Whether a number is written with an exponent."""
+    texts: list[bytes]
+    """One more than there are numbers."""
     colons: int
-    gaps: dict[int, int]
-    """From each colon that no number follows to the next one, or to the end of the line."""
     places: list[int]
     """Of the numbers, by the colons before them."""
     after: list[int]
     """From the end of each number to the next colon, or to the end of the line."""
-    small: list[bool]
-    """Whether it is written with an exponent."""
 
     @classmethod
     def of(cls, line: bytes) -> _Shape | None:
-        """None: it is no step, or one that cannot be read this way."""
+        """None: it cannot be read this way."""
         try:
             event = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             return None
-        if (
-            not isinstance(event, dict)
-            or event.get("kind") != "step"
-            or b"[" in line.replace(b"[]", b"")
-            or b"\\" in line
-        ):
+        if b"\\" in line or not isinstance(event, dict) or event.get("kind") != "step":
             return None
-        names, texts = [], []
-        for name, value in _leaves(event):
-            if isinstance(value, (int, float)) and not isinstance(value, bool):
-                names.append(name)
-            texts += [*name, *([value] if isinstance(value, str) else [])]
-        found = list(re.finditer(rb'": (\d[\d.]*(e-\d\d)?)(?=[,}])', line))
-        if len(found) != len(names) or any(re.search(r"[\d.+:-]", text) for text in texts):
-            return None
+        if isinstance(event.get("samples"), str):
+            event["samples"] = ""
+        names = [name for name, value in _leaves(event) if type(value) in (int, float)]
+        found = list(_NUMBER.finditer(line))
         colons = [at for at, byte in enumerate(line) if byte == COLON]
-        if len(colons) > MOST_COLONS:
+        if len(found) != len(names) or not names or len(colons) > MOST_COLONS:
             return None
+        spans = [0, *(edge for each in found for edge in each.span(1)), len(line)]
+        texts = [line[spans[at] : spans[at + 1]] for at in range(0, len(spans), 2)]
         places = [colons.index(each.start() + 1) for each in found]
-        after = [
-            (colons[place + 1] if place + 1 < len(colons) else len(line)) - each.end()
-            for place, each in zip(places, found, strict=True)
-        ]
-        following = [*colons[1:], len(line)]
-        gaps = {at: following[at] - colons[at] for at in range(len(colons)) if at not in places}
-        return cls(event, names, len(colons), gaps, places, after, [each[2] is not None for each in found])
+        following = [*colons, len(line)]
+        after = [following[place + 1] - each.end(1) for place, each in zip(places, found, strict=True)]
+        return cls(event, names, [each[2] is not None for each in found], texts, len(colons), places, after)
 
     def numbers(
-        self, buffer: np.ndarray, begins: np.ndarray, ends: np.ndarray, colons: np.ndarray
-    ) -> tuple[np.ndarray, dict[tuple[str, ...], np.ndarray]]:
-        """Which of these lines could be read, and the numbers of all of them."""
-        first = np.searchsorted(colons, begins)
-        right = colons[first + self.colons] > ends
-        right &= colons[first + self.colons - 1] < ends
-        for place, gap in self.gaps.items():
-            following = colons[first + place + 1] if place + 1 < self.colons else ends
-            right &= following - colons[first + place] == gap
-        values = {}
-        for name, place, after, small in zip(self.names, self.places, self.after, self.small, strict=True):
-            start = colons[np.where(right, first + place, 0)] + 2
-            following = colons[first + place + 1] if place + 1 < self.colons else ends
-            end = np.where(right, following - after, start + 1)
-            closing = buffer[np.minimum(end, len(buffer) - 1)]
-            right &= (end > start) & ((closing == COMMA) | (closing == BRACE))
-            values[name], fits = _parsed(buffer, start, end, small)
-            right &= fits
-        return right, values
+        self, block: _Block, lines: np.ndarray, wanted: Callable[[str], bool]
+    ) -> tuple[np.ndarray, dict[Names, np.ndarray]]:
+        """Of these lines, each with as many colons, those that are of this shape, and their numbers."""
+        values: dict[Names, np.ndarray] = {}
+        first, edge = block.first[lines], block.begins[lines]
+        for at, (name, place) in enumerate(zip(self.names, self.places, strict=True)):
+            start = block.colons[first + place] + 2
+            following = block.colons[first + place + 1] if place + 1 < self.colons else block.ends[lines]
+            end = following - self.after[at]
+            right = _has(block.text, edge, start, self.texts[at]) & (end > start)
+            if right.all() and wanted(name[0]):
+                values[name], right = numbers(block.text, start, end, self.small[at], fine=name[0] != "seconds")
+            if not right.all():
+                return self.numbers(block, lines[right], wanted) if right.any() else (lines[:0], {})
+            edge = end
+        right = _has(block.text, edge, block.ends[lines], self.texts[-1])
+        return lines[right], {name: found[right] for name, found in values.items()}
 
 
-def _leaves(event: dict[str, Any], above: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+def _has(text: np.ndarray, begin: np.ndarray, end: np.ndarray, expected: bytes) -> np.ndarray:
+    """Between which of these places this text stands, whatever its hash is."""
+    found = end - begin == len(expected)
+    counts = bytearray(b"\xff" * len(expected))
+    for each in _HASH.finditer(expected):
+        counts[each.end() - 17 : each.end() - 1] = bytes(16)
+    size = -(-len(expected) // WORD) * WORD  # so many bytes before its end are looked at
+    masks = np.frombuffer(bytes(counts).rjust(size, b"\0"), "<u8")
+    known = np.frombuffer(expected.rjust(size, b"\0"), "<u8") & masks
+    for place, (mask, word) in enumerate(zip(masks, known, strict=True)):
+        if mask:
+            there = words(text, end - (size - place * WORD))
+            found &= (there if mask == ALL else there & mask) == word
+    return found
+
+
+def _leaves(event: dict[str, Any], above: Names = ()) -> Iterator[tuple[Names, Any]]:
     for name, value in event.items():
         if isinstance(value, dict) and value:
             yield from _leaves(value, (*above, name))
         else:
             yield (*above, name), value
-
-
-def _parsed(buffer: np.ndarray, start: np.ndarray, end: np.ndarray, small: bool) -> tuple[np.ndarray, np.ndarray]:
-    """The numbers that stand there, and which of them are plain ones: digits, with a dot among them or none.
-
-    Other characters than those of numbers cannot stand there, or the line would have another shape.
-    """
-    last = end - 4 if small else end
-    ways = [_with_dots, _whole] if DOT in buffer[start[0] : last[0]] else [_whole, _with_dots]
-    found, fits = ways[0](buffer, start, last)
-    odd = np.flatnonzero(~fits)
-    if len(odd):
-        found[odd], fits[odd] = ways[1](buffer, start[odd], last[odd])
-    if small:
-        tens, ones = buffer[end - 2].astype(np.int64) - ZERO, buffer[end - 1].astype(np.int64) - ZERO
-        fits &= (buffer[last] == EXPONENT) & (buffer[last + 1] == MINUS)
-        with np.errstate(over="ignore", invalid="ignore"):  # of those that do not fit
-            found *= 10.0 ** -(tens * 10.0 + ones)
-    return found, fits
-
-
-def _windows(buffer: np.ndarray, begin: np.ndarray) -> np.ndarray:
-    """Rows of the characters that stand from there on."""
-    every = np.ndarray((len(buffer) - WINDOW + 1,), f"V{WINDOW}", buffer, strides=(1,))
-    return every[begin].view(np.uint8).reshape(-1, WINDOW)
-
-
-def _whole(buffer: np.ndarray, start: np.ndarray, last: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Whole numbers, and which of them are: neither a sign nor a dot is among their digits."""
-    length = last - start
-    inside = np.arange(WINDOW) >= WINDOW - length[:, None]
-    digits = np.where(inside, _windows(buffer, last - WINDOW) - ZERO, 0)
-    fits = (length > 0) & (length <= WINDOW) & (digits.max(1) < 10)
-    return digits.astype(np.float64) @ _WEIGHTS[WINDOW], fits
-
-
-def _with_dots(buffer: np.ndarray, start: np.ndarray, last: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Numbers with a dot, and which of them are: no sign comes first."""
-    text, length = _windows(buffer, start), last - start
-    short = np.flatnonzero(length < WINDOW)
-    if len(short):
-        text[short] = np.where(np.arange(WINDOW) < length[short, None], text[short], ZERO)
-    fits = (length > 0) & (text[:, 0] - ZERO < 10)
-    first = int((text[0] == DOT).argmax())
-    if first and (text[:, first] == DOT).all():
-        return (text - ZERO).astype(np.float64) @ _WEIGHTS[first], fits
-    dot = (text == DOT).argmax(1)
-    found = np.zeros(len(text))
-    for place in np.flatnonzero(np.bincount(dot)):
-        same = dot == place
-        found[same] = (text[same] - ZERO).astype(np.float64) @ _WEIGHTS[place]
-    return found, fits & (dot > 0)

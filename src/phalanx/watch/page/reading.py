@@ -12,14 +12,19 @@ from dataclasses import dataclass
 from multiprocessing.pool import Pool
 from typing import Any
 
+from phalanx.files import is_inside
 from phalanx.run import Run
 from phalanx.watch.page.lines import Columns, read
 
 MUCH = 16 << 20
 """Bytes from which on several processes are worth starting."""
 MOST_PROCESSES = 8
-_HASH = re.compile(rb'"samples": "[0-9a-f]*"')
-_SHARED = re.compile(rb', "loss": .*?, "seconds": \{')
+OWN = ("time", "step", "seconds", "sent", "of")
+"""What a step's event has of its rank alone, beside what begins or ends so; all else is the same for all of them."""
+MEMORY, EXPOSED = "memory_", "exposed_"
+"""Bytes by what they are for; seconds that a rank did nothing but wait for others, by axis."""
+BESIDE = ("overlapped_", "_seconds")
+"""Of its collectives, and between its steps."""
 
 
 @dataclass
@@ -62,7 +67,7 @@ class NewLines:
 def known_files(run: Run) -> Iterator[int]:
     """The ranks that have written events."""
     for path in (run.path / "events").glob("rank-*.jsonl"):
-        if re.fullmatch(r"rank-\d{5,9}", path.stem):
+        if re.fullmatch(r"rank-\d{5,9}", path.stem) and is_inside(run.path, path):
             yield int(path.stem.removeprefix("rank-"))
 
 
@@ -71,9 +76,12 @@ def read_on(run: Run, file: EventFile) -> NewLines | None:
     data, another = file.more(run)
     if not data:
         return None
-    if b'"samples": "' in data:  # a writer of what all ranks share: the first one's are taken
-        data = _HASH.sub(b'"samples": ""', _SHARED.sub(b', "seconds": {', data) if file.rank else data)
-    return NewLines(file, another, *read(data))
+    return NewLines(file, another, *(read(data, is_own) if file.rank else read(data)))
+
+
+def is_own(name: str) -> bool:
+    """Whether it is a rank's alone; of what all share the first one's is taken."""
+    return name in OWN or name.startswith((MEMORY, EXPOSED, BESIDE[0])) or name.endswith(BESIDE[1])
 
 
 def helpers(run: Run, files: Sequence[EventFile]) -> Pool | None:

@@ -8,12 +8,14 @@ from typing import Any
 from phalanx.errors import WrongUse
 from phalanx.files import write_whole
 from phalanx.run import Run
-from phalanx.watch.page import assets, story, views
+from phalanx.watch.page import assets, links, memory, story, views
 from phalanx.watch.page.table import RunTable
 
 COLUMNS = 800
 """So fine a report's charts are: whoever reads it cannot ask for more."""
 MAP_COLUMNS = 400
+MOST_RANKS = 16
+"""Whose memory a report shows."""
 
 
 def write_report(run: Run) -> Path:
@@ -32,8 +34,14 @@ def told(run: Run, table: RunTable) -> dict[str, Any]:
     window, map_window = views.Window.of(table, asked), views.Window.of(table, {"columns": MAP_COLUMNS})
     return {
         "run": story.facts(run, table),
-        "verdict": story.verdict(run, table),
+        "verdict": story.verdict(run),
         "charts": views.charts(table, window),
-        "heat": {phase: views.heat(table, map_window, phase) for phase in ("total", *table.phases)},
+        "heat": {phase: views.heat(table, map_window, phase) for phase in views.phases(table)},
         "spans": views.spans(table, window),
+        "memory": {rank: _memory(table, rank) for rank in memory.ranks(table)[:MOST_RANKS]},
+        "links": links.read(run),
     }
+
+
+def _memory(table: RunTable, rank: int) -> dict[str, Any]:
+    return memory.memory(table, rank, views.Window.of(table, {"columns": MAP_COLUMNS}))

@@ -5,31 +5,24 @@ from __future__ import annotations
 import errno
 import hmac
 import ipaddress
-import json
 import re
 import socket
 import threading
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
 from functools import partial
 from http import HTTPStatus
 from http.cookies import CookieError, SimpleCookie
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from multiprocessing.pool import Pool
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from phalanx.errors import CannotHere, WrongUse
-from phalanx.run import Run
-from phalanx.watch.page import assets, story, views
-from phalanx.watch.page.reading import EventFile, helpers, read_on
-from phalanx.watch.page.table import RunTable
+from phalanx.watch.page.answers import NotThere, RunPages
 
 COOKIE = "phalanx-token"
-LOOK_SECONDS = 0.5
-"""Files are looked at again no sooner, however many watch."""
+MOST_CONNECTIONS = 128
+"""At a time: a browser has six, and who asks for more than this is not one."""
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -41,119 +34,21 @@ HEADERS = {
 """Of every answer: nothing is loaded from elsewhere, and nobody else's page may hold this one."""
 
 
-class NotThere(LookupError):
-    """Nothing has this address."""
-
-
-@dataclass
-class Watched:
-    """A run that somebody looks at: its events as columns, read on when they are asked for."""
-
-    table: RunTable
-    lock: threading.Lock = field(default_factory=threading.Lock)
-    looked: float = -LOOK_SECONDS
-    verdict: tuple[float, dict[str, Any]] = (0.0, {})
-    """Until when it is taken to be true, and what it is."""
-    opening: threading.Thread | None = None
-    """What reads it for the first time, where that takes a while."""
-
-    def open(self, pool: Pool, files: list[EventFile]) -> None:
-        """Take in what others read, rank by rank: whoever looks meanwhile sees those that are there."""
-        with pool:
-            for new in pool.imap(partial(read_on, self.table.run), files):
-                with self.lock:
-                    self.table.take([new])
-
-    @property
-    def is_opening(self) -> bool:
-        return self.opening is not None and self.opening.is_alive()
-
-    def refreshed(self) -> RunTable:
-        if self.is_opening:
-            return self.table
-        if time.monotonic() - self.looked >= LOOK_SECONDS:
-            self.table.refresh()
-            self.looked = time.monotonic()
-        return self.table
-
-    def concluded(self) -> dict[str, Any]:
-        """Asked for anew after ten times as long as it took to find, and after 3 s at least."""
-        began = time.monotonic()
-        if began >= self.verdict[0]:
-            found = story.verdict(self.table.run, self.table)
-            now = time.monotonic()
-            self.verdict = now + max(3.0, 10 * (now - began)), found
-        return self.verdict[1]
-
-
-class RunPages:
-    """What is answered: ``runs`` lists those that may be seen, by name; nothing else of the disk can be named."""
-
-    def __init__(self, runs: Callable[[], Mapping[str, Run]]) -> None:
-        self.runs = runs
-        self._watched: dict[str, Watched] = {}
-        self._lock = threading.Lock()
-
-    def prepare(self) -> None:
-        """Begin to read the run that is shown first, if it is long; to be called before any thread is started."""
-        for name in list(self.runs())[-1:]:
-            watched = self._run(name)
-            files = watched.table.files()
-            pool = helpers(watched.table.run, files)
-            if pool is not None:
-                watched.opening = threading.Thread(target=watched.open, args=(pool, files), daemon=True)
-                watched.opening.start()
-
-    def answer(self, path: str, query: Mapping[str, str]) -> tuple[bytes, str]:
-        """Bytes, and of which type they are."""
-        if path in ("/", "/index.html"):
-            return assets.page().encode(), "text/html; charset=utf-8"
-        if path.startswith("/assets/") and (name := path.removeprefix("/assets/")) in assets.TYPES:
-            return assets.read(name), assets.TYPES[name]
-        if path.startswith("/api/"):
-            return json.dumps(self._json(path.removeprefix("/api/"), query)).encode(), "application/json"
-        raise NotThere(path)
-
-    def _json(self, what: str, query: Mapping[str, str]) -> Any:
-        if what == "runs":
-            return [story.brief(run) for run in self.runs().values()]
-        if what not in ("run", "charts", "heat", "spans", "verdict"):
-            raise NotThere(what)
-        numbers = {name: int(text) for name, text in query.items() if re.fullmatch(r"\d{1,12}", text)}
-        watched = self._run(query.get("run", ""))
-        with watched.lock:
-            table = watched.refreshed()
-            if what == "run":
-                return story.facts(table.run, table) | {"reading": watched.is_opening}
-            if what == "verdict":
-                return watched.concluded()
-            window = views.Window.of(table, numbers)
-            if what == "charts":
-                return views.charts(table, window, numbers.get("since"), numbers.get("width", 0))
-            if what == "heat":
-                return views.heat(table, window, query.get("phase", "total"))
-            return views.spans(table, window)
-
-    def _run(self, name: str) -> Watched:
-        run = self.runs().get(name)
-        if run is None:
-            raise NotThere(f"no run {name!r} is watched here")
-        with self._lock:
-            return self._watched.setdefault(name, Watched(RunTable(run)))
-
-
 class Handler(BaseHTTPRequestHandler):
     """Who may ask, and what they are sent. ``hosts``: names that this server has beside addresses."""
 
     protocol_version = "HTTP/1.1"
     server_version, sys_version = "phalanx", ""
-    timeout = 60
+    timeout = 30
+    """Seconds in which a request must have come, and an answer must have been taken."""
 
     def __init__(self, pages: RunPages, token: str, hosts: frozenset[str], *given: Any) -> None:
         self.pages, self.token, self.hosts = pages, token, hosts
         super().__init__(*given)
 
     def do_GET(self) -> None:
+        if self.headers.get("Content-Length", "0") != "0" or "Transfer-Encoding" in self.headers:
+            self.close_connection = True  # what follows is not read, and is no second request
         if not self._is_meant():
             self._send(HTTPStatus.MISDIRECTED_REQUEST, b"this server is not called by that name\n")
             return
@@ -198,12 +93,21 @@ class Handler(BaseHTTPRequestHandler):
     def _send(
         self, status: HTTPStatus, body: bytes, kind: str = "text/plain; charset=utf-8", headers: Mapping[str, str] = {}
     ) -> None:
-        self.send_response(status)
+        self.send_response_only(status)
         for name, value in {**HEADERS, **headers, "Content-Type": kind, "Content-Length": str(len(body))}.items():
             self.send_header(name, value)
+        if self.close_connection:
+            self.send_header("Connection", "close")
         self.end_headers()
         if self.command != "HEAD":
             self.wfile.write(body)
+
+    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
+        """What is no request for a page: another method, a line that is too long or makes no sense."""
+        self.close_connection = True
+        only = code == HTTPStatus.NOT_IMPLEMENTED
+        status = HTTPStatus.METHOD_NOT_ALLOWED if only else HTTPStatus(code)
+        self._send(status, f"{status.phrase}\n".encode(), headers={"Allow": "GET, HEAD"} if only else {})
 
     def log_message(self, format: str, *words: Any) -> None:
         """Nothing: whoever watches looks at the page."""
@@ -224,7 +128,21 @@ class _Server(ThreadingHTTPServer):
 
     def __init__(self, family: socket.AddressFamily, *given: Any) -> None:
         self.address_family = family
+        self._free = threading.BoundedSemaphore(MOST_CONNECTIONS)
         super().__init__(*given)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Each connection has a thread; of those that are too many none is answered."""
+        if not self._free.acquire(blocking=False):
+            self.shutdown_request(request)
+            return
+        super().process_request(request, client_address)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._free.release()
 
 
 def serve(pages: RunPages, host: str, port: int, token: str) -> ThreadingHTTPServer:

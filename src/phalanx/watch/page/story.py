@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shlex
 import time
 from collections import Counter
@@ -12,8 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.errors import WrongUse
+from phalanx.files import is_inside
 from phalanx.run import Run, holder
 from phalanx.verdict import Verdict
+from phalanx.watch.page.links import hosts
 from phalanx.watch.page.table import RunTable
 from phalanx.watch.why import why
 from phalanx.words import many
@@ -31,12 +34,13 @@ RECENT_SECONDS = 60.0
 """A run that noted something so lately goes on, whoever holds its folder."""
 
 
-def verdict(run: Run, table: RunTable) -> dict[str, Any]:
+def verdict(run: Run) -> dict[str, Any]:
     """What stands on top of the page."""
     try:
         found: Verdict = why(run)
     except Exception as error:  # a page that shows the rest is worth more than none
-        found = Verdict(False, standing(run, table), [f"why it stands so could not be found: {error}"])
+        now = state(run, float((run.last_step() or {}).get("time", 0.0)))
+        found = Verdict(False, f"{now}; why it stands so could not be found", [f"{type(error).__name__}: {error}"])
     return json.loads(found.to_json())
 
 
@@ -64,6 +68,21 @@ def _newest(table: RunTable) -> float:
     ended = table.ended.values[:1]
     times = [event.get("time", 0.0) for event in table.moments[-1:]]
     return max([*times, float(ended[ended == ended].max(initial=0.0))])
+
+
+def unheard(run: Run, table: RunTable) -> str:
+    """That a newer start has done no step yet, where that is so: then all that is known is of what came before it."""
+    starts = {
+        int(event.get("generation", 0)): float(event.get("time", 0.0))
+        for event in table.moments
+        if event["kind"] == "start" and not event["rank"]
+    }
+    newest = max([run.generation(), *starts])
+    ended = table.ended.values[:1]
+    if not table.steps or not starts or ended[ended == ended].max(initial=0.0) > starts.get(newest, math.inf):
+        return ""
+    what = "has done no step yet" if holder(run.path) else "ended before its first step"
+    return f"The newest start, generation {newest}, {what}."
 
 
 def marks(table: RunTable) -> list[dict[str, Any]]:
@@ -103,9 +122,10 @@ def facts(run: Run, table: RunTable) -> dict[str, Any]:
         "name": run.path.resolve().name, "state": state(run, _newest(table)), "task": ran.get("task", "?"),
         "layout": ran.get("layout", "?"), "planned": settings.get("settings", {}).get("steps", 0),
         "steps": table.steps, "ranks": table.ranks, "of_ranks": len(table.files()), "version": table.version,
-        "newest": _newest(table),
-        "settings": flat(settings), "certificate": _json(run.certificate_path), "proof": proof(run), "counts": counts,
-        "marks": marks(table), "again": f"phalanx train --config {shlex.quote(str(run.settings_path))}",
+        "newest": _newest(table), "unheard": unheard(run, table), "hosts": hosts(run),
+        "settings": flat(settings), "certificate": _json(run.certificate_path, run.path), "proof": proof(run),
+        "counts": counts, "marks": marks(table),
+        "again": f"phalanx train --config {shlex.quote(str(run.settings_path))}",
     }  # fmt: skip
 
 
@@ -133,19 +153,20 @@ def flat(settings: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
 
 def _settings(run: Run) -> dict[str, dict[str, Any]]:
     with suppress(WrongUse):
-        return run.settings()
+        if is_inside(run.path, run.settings_path):
+            return run.settings()
     return {}
 
 
 def proof(run: Run) -> dict[str, Any] | None:
     """The proof in its folder, or the newest beside it that is of the same code."""
-    own = _json(run.path / "proof.json")
+    own = _json(run.path / "proof.json", run.path)
     if own is not None:
         return _proof(own, run.path)
-    code = (_json(run.certificate_path) or {}).get("code")
+    code = (_json(run.certificate_path, run.path) or {}).get("code")
     found = [path for path in run.path.parent.glob("*/proof.json") if path.is_file()] if code else []
     for path in sorted(found, key=lambda path: -path.stat().st_mtime):
-        other = _json(path)
+        other = _json(path, path.parent)
         if other is not None and other.get("code") == code and not other.get("inject"):
             return _proof(other, path.parent)
     return None
@@ -160,8 +181,11 @@ def _proof(found: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     return {"from": folder.name, "class": found.get("class"), "code": found.get("code"), "results": results}
 
 
-def _json(path: Path) -> dict[str, Any] | None:
+def _json(path: Path, folder: Path) -> dict[str, Any] | None:
+    """Of a file of that folder's."""
     with suppress(OSError, ValueError, RecursionError):
+        if not is_inside(folder, path):
+            return None
         found = json.loads(path.read_text())
         return found if isinstance(found, dict) else None
     return None

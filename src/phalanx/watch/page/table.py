@@ -10,14 +10,12 @@ from typing import Any
 import numpy as np
 
 from phalanx.run import Run
-from phalanx.watch.page.grid import StepGrid
+from phalanx.watch.page.grid import StepChanges, StepGrid
 from phalanx.watch.page.lines import Columns
-from phalanx.watch.page.reading import EventFile, NewLines, known_files, read_on
+from phalanx.watch.page.reading import EXPOSED, MEMORY, EventFile, NewLines, is_own, known_files, read_on
 
 PHASES = ("data", "forward", "backward", "wait", "reduce", "update")
 """As they follow each other in a step; those that are not among them come after."""
-OWN = ("time", "step", "seconds", "sent")
-"""What a step's event has of its rank alone; all else is the same for all of them."""
 
 
 @dataclass
@@ -29,6 +27,10 @@ class RunTable:
     """By phase."""
     sent: dict[str, StepGrid] = field(default_factory=dict)
     """Bytes, by axis."""
+    exposed: dict[str, StepGrid] = field(default_factory=dict)
+    """Seconds that a rank did nothing but wait for others, by axis."""
+    memory: dict[str, StepChanges] = field(default_factory=dict)
+    """Bytes, by what they are for."""
     ended: StepGrid = field(default_factory=StepGrid)
     """When each rank had done each step, by its host's clock."""
     shared: dict[str, StepGrid] = field(default_factory=dict)
@@ -117,9 +119,9 @@ class RunTable:
         widths = columns.values.pop(("of",), np.ones(len(counts)))[counts].astype(np.int64)
         turn = str(columns.first.get("turn") or "")
         for name, values in columns.values.items():
-            grid, row = self._grid(rank, name, turn), rank if name[0] in OWN else 0
+            grid, row = self._grid(rank, name, turn), rank if is_own(name[0]) else 0
             grid.put(row, steps, values[counts])
-            if len(steps) and widths.max() > 1:
+            if isinstance(grid, StepGrid) and len(steps) and widths.max() > 1:
                 grid.fill(row, steps, widths, values[counts])
         for word, value in columns.first.items():
             if value in ("nan", "inf", "-inf"):  # as `events.plain` writes them
@@ -128,15 +130,21 @@ class RunTable:
             self.shared.setdefault("skipped", StepGrid()).put(0, steps, 1.0)
         return int((steps + 1 - widths).min()) if len(steps) else self.steps
 
-    def _grid(self, rank: int, name: tuple[str, ...], turn: str) -> StepGrid:
-        for own, grids, kind in (("seconds", self.seconds, np.float32), ("sent", self.sent, np.float64)):
-            if name[0] == own and len(name) == 2:
-                if name[1] not in grids:
-                    grids[name[1]] = StepGrid(kind, len(self._files))
-                return grids[name[1]]
+    def _grid(self, rank: int, name: tuple[str, ...], turn: str) -> StepGrid | StepChanges:
+        own: dict[str, tuple[dict[str, StepGrid], type[np.floating]]] = {
+            "seconds": (self.seconds, np.float32), "sent": (self.sent, np.float64), EXPOSED: (self.exposed, np.float32),
+        }  # fmt: skip
+        head, *tail = (EXPOSED, name[0].removeprefix(EXPOSED)) if name[0].startswith(EXPOSED) else name
+        if head in own and len(tail) == 1:
+            grids, kind = own[head]
+            if tail[0] not in grids:
+                grids[tail[0]] = StepGrid(kind, len(self._files))
+            return grids[tail[0]]
+        if head.startswith(MEMORY):
+            return self.memory.setdefault(head.removeprefix(MEMORY), StepChanges())
         if name == ("time",):
             return self.ended
-        if name == ("step",) or rank:
+        if rank or is_own(head):
             return StepGrid()
         return self.shared.setdefault(
             "/".join(name) + (f" of {turn}" if turn and name[0] == "loss" else ""), StepGrid()
@@ -156,9 +164,13 @@ class RunTable:
         kept = {name: value for name, value in event.items() if not isinstance(value, (list, dict))}
         self.moments.append({**kept, "rank": rank})
 
+    @property
+    def _own(self) -> list[StepGrid]:
+        """What each rank has for itself, but for its memory."""
+        return [self.ended, *self.seconds.values(), *self.sent.values(), *self.exposed.values()]
+
     def _cut(self, rank: int, step: int) -> None:
-        own = [self.ended, *self.seconds.values(), *self.sent.values()]
-        for grid in [*own, *(() if rank else self.shared.values())]:
+        for grid in [*self._own, *self.memory.values(), *(() if rank else self.shared.values())]:
             grid.cut(rank, step)
 
     def _forget_undone(self) -> None:
@@ -166,11 +178,11 @@ class RunTable:
         for rank, last in self._generations.items():
             later = [step for generation, step in self._begins.items() if generation > last]
             if later:
-                for grid in (self.ended, *self.seconds.values(), *self.sent.values()):
+                for grid in (*self._own, *self.memory.values()):
                     grid.cut(rank, min(later))
         left = sorted({int(event["step"]) for event in self.moments if event["kind"] == "left out"})
         if left:
-            for grid in (self.ended, *self.seconds.values(), *self.sent.values(), *self.shared.values()):
+            for grid in (*self._own, *self.shared.values()):
                 grid.leave_out(left)
 
 

@@ -20,6 +20,9 @@ MOST_LANES = 64
 """So many ranks the time line shows; of more than that some, spread evenly."""
 MOST_STEPS = 60
 """So many steps the time line shows: of more than that the last."""
+OWN_TIME = "own"
+WAITS = ("wait", "reduce")
+"""Phases in which a rank does little but wait for others."""
 BRIGHTEST = 0.995
 """This share of cells is told apart by its colour; the few above it have the brightest, as few below it the least."""
 
@@ -70,10 +73,11 @@ def _series(table: RunTable, first: int, last: int) -> dict[str, np.ndarray]:
         gaps = np.isnan(table.ended.within(first, last))
         found["seconds a step"] = np.where(gaps.all(0), np.nan, np.where(gaps, 0.0, seconds).max(0))
         found |= _rates(table, first, last)
-    for axis, grid in table.sent.items():  # a mean: what a killed rank had not written yet is not known
-        values = grid.within(first, last, table.ranks)
-        known = np.isfinite(values).sum(0)
-        found[f"sent/{axis}"] = np.where(known, np.nansum(values, 0) / np.maximum(known, 1), np.nan)
+    for what, grids in (("sent", table.sent), ("exposed", table.exposed)):
+        for axis, grid in grids.items():  # a mean: what a killed rank had not written yet is not known
+            values = grid.within(first, last, table.ranks)
+            known = np.isfinite(values).sum(0)
+            found[f"{what}/{axis}"] = np.where(known, np.nansum(values, 0) / np.maximum(known, 1), np.nan)
     return {name: values for name, values in found.items() if not np.isnan(values).all()}
 
 
@@ -102,8 +106,8 @@ def _plain(values: np.ndarray) -> list[float | None]:
     return [float(f"{value:.6g}") if math.isfinite(value) else None for value in values.tolist()]
 
 
-def heat(table: RunTable, window: Window, phase: str = "total") -> dict[str, Any]:
-    """Of every rank the longest step in each column, as one byte a cell: 0 where there is none, 255 the brightest."""
+def heat(table: RunTable, window: Window, phase: str = OWN_TIME) -> dict[str, Any]:
+    """Of every rank the longest step in each column, as two bytes a cell: 0 where there is none, the most 65535."""
     seconds = phase_seconds(table, phase, window.first, window.last)
     _, cells = thinned(seconds, window.first, window.width)
     share = -(-max(1, table.ranks) // MOST_ROWS)
@@ -111,24 +115,45 @@ def heat(table: RunTable, window: Window, phase: str = "total") -> dict[str, Any
     known = cells[np.isfinite(cells)]
     low, top = np.quantile(known, [1 - BRIGHTEST, BRIGHTEST]).tolist() if known.size else (0.0, 0.0)
     low = min(low, top / 2)  # or what is much alike would look as if it were not
-    scaled = np.clip(np.nan_to_num((cells - low) / ((top - low) or 1.0)), 0, 1) * 254 + 1
-    shown = np.where(np.isfinite(cells), scaled, 0).astype(np.uint8)
+    least, most = (float(known.min()), float(known.max())) if known.size else (0.0, 0.0)
+    scaled = np.nan_to_num((cells - least) / ((most - least) or 1.0)) * 65534 + 1
+    shown = np.where(np.isfinite(cells), np.rint(scaled), 0).astype("<u2")
     return {
-        "version": table.version, "phase": phase, "phases": ["total", *table.phases], "first": window.first,
+        "version": table.version, "phase": phase, "phases": phases(table), "first": window.first,
         "last": window.last, "width": window.width, "rows": cells.shape[0], "columns": cells.shape[1],
-        "ranks_a_row": share, "low": low, "top": top, "most": float(known.max()) if known.size else 0.0,
+        "ranks_a_row": share, "low": low, "top": top, "least": least, "most": most,
         "cells": base64.b64encode(shown.tobytes()).decode(), "ranks": _by_rank(seconds, window.first),
     }  # fmt: skip
 
 
+def phases(table: RunTable) -> list[str]:
+    """Of which the map can be, the first of them if nothing is asked for."""
+    return [OWN_TIME, "total", *table.phases]
+
+
 def phase_seconds(table: RunTable, phase: str, first: int, last: int) -> np.ndarray:
-    """Of every rank and step; ``total``: of all phases together."""
+    """Of every rank and step; ``total``: of all phases together; ``own``: without what a rank waited for others."""
+    if phase == OWN_TIME:
+        return _own_seconds(table, first, last)
     if phase != "total":
         grid = table.seconds.get(phase)
         return np.full((table.ranks, last - first), np.nan) if grid is None else grid.within(first, last, table.ranks)
     parts = [np.nan_to_num(grid.within(first, last, table.ranks)) for grid in table.seconds.values()]
     total = sum(parts, np.zeros((table.ranks, max(0, last - first)), np.float32))
     return np.where(np.isnan(table.ended.within(first, last, table.ranks)), np.nan, total)
+
+
+def _own_seconds(table: RunTable, first: int, last: int) -> np.ndarray:
+    """Where it is not noted how long a rank stood waiting, the phases in which it does little else are left out."""
+    found = phase_seconds(table, "total", first, last)
+    waits = sum(
+        (np.nan_to_num(phase_seconds(table, phase, first, last)) for phase in WAITS), np.zeros(found.shape, np.float32)
+    )
+    exposed = [grid.within(first, last, table.ranks) for grid in table.exposed.values()]
+    if exposed:
+        noted = np.isfinite(exposed).any(0)
+        waits = np.where(noted, np.nansum(exposed, 0), waits)
+    return np.maximum(found - waits, 0.0)
 
 
 def _by_rank(seconds: np.ndarray, first: int) -> list[dict[str, Any]]:

@@ -12,6 +12,7 @@ import typer
 
 from phalanx.errors import WrongUse
 from phalanx.events import say
+from phalanx.files import is_inside
 from phalanx.run import Run
 
 PORT = 8347
@@ -27,7 +28,8 @@ def watch(
     ] = None,
 ) -> None:
     """Show a run live in a browser, or several side by side: what it learns, and where each rank's time goes."""
-    from phalanx.watch.page.server import RunPages, serve
+    from phalanx.watch.page.answers import RunPages
+    from phalanx.watch.page.server import serve
 
     if token == "":
         raise WrongUse("--token, or PHALANX_TOKEN, is empty. Give one of 8 letters or more, or leave it out.")
@@ -73,9 +75,12 @@ def runs_of(path: Path) -> Callable[[], Mapping[str, Run]]:
         raise WrongUse(f"{path} is not there. Give the folder of a run, or one that has several, such as runs.")
 
     def found() -> dict[str, Run]:
-        runs = [each for each in path.iterdir() if is_run(each)]
+        runs = [each for each in path.iterdir() if is_run(each) and is_inside(path, each)]
         return {each.name: Run(each) for each in sorted(runs, key=lambda each: (each.stat().st_mtime, each.name))}
 
+    for each in sorted(path.iterdir()):
+        if is_run(each) and not is_inside(path, each):
+            say(f"   note  {each} leads out of {path} and is not shown: give its own folder to see it")
     if not found():
         raise WrongUse(f"{path} has no run in it. Give the folder of a run, or one that has several, such as runs.")
     return found

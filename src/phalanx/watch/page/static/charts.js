@@ -5,9 +5,10 @@ import { colour } from "./theme.js";
 const TITLES = {
   loss: "Loss", "held out": "Held out", grad_norm: "Gradient norm", lr: "Learning rate", "samples a second": "Samples a second",
   "terms a second": "Terms of the loss a second",
-  "seconds a step": "Seconds a step, slowest rank", sent: "Bytes that a rank sends a step", clip_factor: "Clip factor",
+  "seconds a step": "Seconds a step, slowest rank", sent: "Bytes that a rank sends a step",
+  exposed: "Seconds that a rank waits for others, by axis", clip_factor: "Clip factor",
 };
-const ORDER = ["loss", "held out", "grad_norm", "lr", "samples a second", "terms a second", "seconds a step", "sent"];
+const ORDER = ["loss", "held out", "grad_norm", "lr", "samples a second", "terms a second", "seconds a step", "exposed", "sent"];
 const POWERS = Array.from({ length: 50 }, (_, power) => 2 ** power);
 const AMOUNTS = ["slots", "count"]; // of a step: told as rates
 
@@ -15,11 +16,11 @@ const AMOUNTS = ["slots", "count"]; // of a step: told as rates
 function chartOf(name) {
   if (name === "loss" || name.startsWith("loss of ") || name.startsWith("losses/")) return "loss";
   const [head] = name.split("/");
-  return head === "sent" || head === "held out" ? head : name;
+  return head === "sent" || head === "exposed" || head === "held out" ? head : name;
 }
 
 function formatOf(chart) {
-  return chart === "sent" ? bytes : chart.startsWith("seconds") ? seconds : number;
+  return chart === "sent" ? bytes : chart.startsWith("seconds") || chart === "exposed" ? seconds : number;
 }
 
 function isConstant(sets, name) {
@@ -70,7 +71,7 @@ class Chart {
     this.id = id;
     this.zoomed = zoomed;
     this.format = formatOf(id);
-    this.title = TITLES[id] ?? id.replace(/^logged\//, "");
+    this.title = Object.hasOwn(TITLES, id) ? TITLES[id] : id.replace(/^logged\//, "");
     this.now = make("span", { class: "now" });
     this.legend = make("ul", { class: "legend" });
     this.area = make("div", { class: "plot", role: "img", "aria-label": this.title });
@@ -95,7 +96,7 @@ class Chart {
   show(sets, names, marks) {
     Object.assign(this, { sets, names, marks });
     this.lines = sets.flatMap(({ run, charts }) => names.filter((name) => charts.series[name]).map((name) => ({
-      label: [...(sets.length > 1 ? [run] : []), ...(names.length > 1 || sets.length === 1 ? [name] : [])].join(" "),
+      label: [...(sets.length > 1 ? [run] : []), ...(names.length > 1 || sets.length === 1 ? [name.replace(/^(sent|exposed|held out)\//, "")] : [])].join(" "),
       steps: charts.steps, ...charts.series[name],
     })));
     const tables = this.lines.map((line) => [line.steps.map((step) => step + 1), line.low, ...(line.high ? [line.high] : [])]);

@@ -1,14 +1,18 @@
 // What is told in words: the verdict, what happened, and what is true of the run.
 import { clock, make, number, replace, table } from "./words.js";
 
-export function showVerdict(place, verdict) {
-  const told = JSON.stringify(verdict);
+// unheard: that a newer start has done nothing yet, if so; then the verdict is of what came before it.
+export function showVerdict(place, verdict, unheard = "") {
+  const told = JSON.stringify([verdict, unheard]);
   if (place.dataset.told === told) return; // or a screen reader would say it again
   place.dataset.told = told;
-  place.classList.toggle("fails", !verdict.holds);
+  place.classList.toggle("fails", !verdict.holds && !unheard);
+  place.classList.toggle("waits", Boolean(verdict.pending || unheard));
   const evidence = verdict.evidence?.length ? [make("ul", {}, ...verdict.evidence.map((text) => make("li", { text })))] : [];
   const next = verdict.next ? [make("p", { class: "next", text: verdict.next })] : [];
-  replace(place, make("strong", { text: verdict.summary }), ...evidence, ...next);
+  const looking = verdict.pending ? [make("p", { class: "next", text: "Looking for what is wrong, if anything is." })] : [];
+  const now = unheard ? [make("strong", { text: unheard }), make("p", { class: "next", text: "Before that:" })] : [];
+  replace(place, ...now, make(unheard ? "span" : "strong", { text: verdict.summary }), ...evidence, ...next, ...looking);
 }
 
 export function showEvents(place, facts) {
@@ -41,7 +45,9 @@ function part(title, content) {
 }
 
 function pairs(caption, values) {
-  return table(caption, ["Name", "Value"], Object.entries(values).map(([name, value]) => [name, String(value)]));
+  const found = table(caption, ["Name", "Value"], Object.entries(values).map(([name, value]) => [name, String(value)]));
+  found.querySelector("caption").className = "heard"; // the heading above says it
+  return found;
 }
 
 function plain(values) {

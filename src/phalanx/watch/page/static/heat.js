@@ -1,78 +1,118 @@
-// A map of ranks by steps: the brighter a cell, the longer its longest step took.
-import { number, picture, seconds, table } from "./words.js";
-import { isDark } from "./theme.js";
+// A map of ranks by steps: the stronger a cell, the longer its longest step took.
+import { NARROW, lane, make, number, picture, replace, seconds, sharp, table, ticks } from "./words.js";
+import { colour, shadeBar, shades } from "./theme.js";
 
-const LIGHT = [[243, 241, 237], [158, 193, 217], [47, 111, 171], [24, 42, 82]];
-const DARK = [[34, 39, 44], [43, 82, 119], [111, 168, 214], [246, 230, 180]];
+const FOOT = 20;
+const NAMES = { own: "own time, without waiting for others", total: "whole step, waiting included" };
 
-function colours() {
-  const stops = isDark() ? DARK : LIGHT;
-  return Array.from({ length: 256 }, (_, value) => {
-    const at = (Math.max(0, value - 1) / 254) * (stops.length - 1);
-    const from = Math.min(stops.length - 2, Math.floor(at));
-    return stops[from].map((low, part) => Math.round(low + (stops[from + 1][part] - low) * (at - from)));
-  });
+export function phaseName(phase) {
+  return Object.hasOwn(NAMES, phase) ? NAMES[phase] : phase;
 }
 
 export class HeatMap {
   #cell = null;
   #drag = null;
+  #hosts = [];
 
-  constructor(place, scale, tables, zoomed) {
-    Object.assign(this, { scale, zoomed }, picture(place, tables, () => this.#table()));
+  constructor(place, scale, tables, zoomed, whole) {
+    Object.assign(this, { scale, zoomed, whole }, picture(place, tables, () => this.#table()));
     this.canvas.addEventListener("pointermove", (event) => this.#point(event));
-    this.canvas.addEventListener("pointerleave", () => this.#told(null));
-    this.canvas.addEventListener("pointerdown", (event) => { this.#drag = this.#at(event); });
+    this.canvas.addEventListener("pointerleave", () => this.#leave());
+    this.canvas.addEventListener("pointerdown", (event) => { if (this.heat?.rows) this.#drag = this.#at(event); });
     this.canvas.addEventListener("pointerup", (event) => this.#drop(event));
     this.canvas.addEventListener("keydown", (event) => this.#key(event));
-    this.canvas.addEventListener("blur", () => this.#told(null));
+    this.canvas.addEventListener("blur", () => this.#leave());
   }
 
-  show(heat) {
+  show(heat, hosts) {
     this.heat = heat;
+    this.#hosts = hosts;
     const text = atob(heat.cells);
-    this.cells = Uint8Array.from(text, (letter) => letter.charCodeAt(0));
-    this.scale.textContent = heat.rows
-      ? `dark to bright: ${seconds(heat.low)} to ${seconds(heat.top)}; longest ${seconds(heat.most)}; a column is ${number(heat.width)} step${heat.width > 1 ? "s" : ""}`
-      : "no step has been done yet";
-    if (isDark() === false) this.scale.textContent = this.scale.textContent.replace("dark to bright", "light to dark");
+    this.cells = new Uint16Array(text.length / 2);
+    for (let at = 0; at < this.cells.length; at += 1) this.cells[at] = text.charCodeAt(2 * at) + 256 * text.charCodeAt(2 * at + 1);
+    this.#scale();
     const slowest = heat.ranks.reduce((most, each) => (each.most > (most?.most ?? 0) ? each : most), null);
-    this.canvas.setAttribute("aria-label", `Seconds in ${heat.phase} of ${number(heat.rows)} rows of ranks over steps `
-      + `${heat.first + 1} to ${heat.last}` + (slowest ? `; longest: rank ${slowest.rank} in step ${slowest.step}, ${seconds(slowest.most)}` : ""));
+    const longest = slowest ? `; longest: rank ${slowest.rank} in step ${number(slowest.step)}, ${seconds(slowest.most)}` : "";
+    this.canvas.setAttribute("aria-label", `Map of ranks by steps ${number(heat.first + 1)} to ${number(heat.last)}, `
+      + `${phaseName(heat.phase)}${longest}. Arrows move from cell to cell, Enter zooms to it, Escape shows all steps.`);
     this.redraw();
     this.twin.refill();
   }
 
+  #scale() {
+    const { heat } = this;
+    if (!heat.rows || !heat.columns) { replace(this.scale, "no step has been done yet"); return; }
+    this.bar = make("i", { class: "shades", "aria-hidden": "true" });
+    const most = heat.most > heat.top ? `; longest ${seconds(heat.most)}` : "";
+    const column = heat.width > 1 ? `; a column is ${number(heat.width)} steps` : "";
+    replace(this.scale, seconds(heat.low), this.bar, `${seconds(heat.top)}${most}${column}`);
+  }
+
   redraw() {
-    const { rows, columns } = this.heat;
-    if (!rows || !columns) { this.canvas.height = 0; return; }
-    const palette = colours();
+    const { rows, columns } = this.heat ?? {};
+    if (!rows || !columns) { this.canvas.height = 0; this.canvas.style.height = "0"; return; }
+    shadeBar(this.bar);
+    const palette = shades();
     const image = new ImageData(columns, rows);
-    this.cells.forEach((value, at) => image.data.set([...palette[value], value ? 255 : 0], at * 4));
+    this.cells.forEach((value, at) => { if (value) image.data.set([...palette[this.#shade(value)], 255], at * 4); });
     const small = new OffscreenCanvas(columns, rows);
     small.getContext("2d").putImageData(image, 0, 0);
-    const height = rows * Math.max(3, Math.min(22, Math.floor(320 / rows)));
-    this.canvas.style.height = `${height}px`;
-    this.canvas.width = Math.max(1, this.canvas.clientWidth * devicePixelRatio);
-    this.canvas.height = height * devicePixelRatio;
-    const ctx = this.canvas.getContext("2d");
+    const tall = Math.max(3, Math.min(22, Math.floor(320 / rows)));
+    const ctx = sharp(this.canvas, rows * tall + FOOT);
+    const left = lane(ctx, this.canvas.clientWidth, this.#labels());
+    const wide = this.canvas.clientWidth - left;
+    this.box = { left, wide, tall, high: rows * tall };
     ctx.imageSmoothingEnabled = false;
-    ctx.drawImage(small, 0, 0, this.canvas.width, this.canvas.height);
-    if (this.#cell) {
-      const [wide, high] = [this.canvas.width / columns, this.canvas.height / rows];
-      ctx.strokeStyle = "#d9822b";
-      ctx.lineWidth = 2 * devicePixelRatio;
-      ctx.strokeRect(this.#cell.column * wide, this.#cell.row * high, Math.max(wide, 3), high);
+    ctx.drawImage(small, left, 0, wide, rows * tall);
+    this.#axes(ctx);
+    if (!this.#cell) return;
+    ctx.strokeStyle = colour("mark");
+    ctx.lineWidth = 2;
+    ctx.strokeRect(left + (this.#cell.column * wide) / columns, this.#cell.row * tall, Math.max(wide / columns, 3), tall);
+  }
+
+  // Of a value its colour: those below and above what is told apart have the least and the most.
+  #shade(value) {
+    const { low, top } = this.heat;
+    return Math.max(0, Math.min(255, Math.round(((this.#seconds(value) - low) / (top - low || 1)) * 255)));
+  }
+
+  #seconds(value) {
+    return this.heat.least + ((value - 1) / 65534) * (this.heat.most - this.heat.least);
+  }
+
+  #labels() {
+    const share = this.heat.ranks_a_row;
+    return Array.from({ length: this.heat.rows }, (_, row) => ({ text: number(row * share), host: this.#hosts[row * share] ?? "" }));
+  }
+
+  #axes(ctx) {
+    const { left, wide, tall, high } = this.box;
+    ctx.fillStyle = colour("quiet");
+    ctx.font = "11px system-ui";
+    ctx.textBaseline = "middle";
+    const every = Math.ceil(13 / tall);
+    let before = null;
+    this.#labels().forEach(({ text, host }, row) => {
+      if (row % every) return;
+      ctx.textAlign = "right";
+      ctx.fillText(text, left - 6, row * tall + Math.min(tall, 13) / 2);
+      ctx.textAlign = "left";
+      if (this.canvas.clientWidth >= NARROW && host !== before) ctx.fillText(host, 0, row * tall + Math.min(tall, 13) / 2, left - 34);
+      before = host;
+    });
+    const { first, last } = this.heat;
+    ctx.textAlign = "center";
+    for (const step of ticks(first + 1, last, Math.max(2, Math.floor(wide / 110)))) {
+      const x = left + ((step - 0.5 - first) / (last - first)) * wide;
+      ctx.fillText(number(step), Math.max(left + 8, Math.min(left + wide - 18, x)), high + FOOT / 2 + 2);
     }
   }
 
   #at(event) {
-    const box = this.canvas.getBoundingClientRect();
+    const { left, wide, tall } = this.box;
     const place = (value, size, count) => Math.max(0, Math.min(count - 1, Math.floor((value / size) * count)));
-    return {
-      column: place(event.clientX - box.left, box.width, this.heat.columns),
-      row: place(event.clientY - box.top, box.height, this.heat.rows),
-    };
+    return { column: place(event.offsetX - left, wide, this.heat.columns), row: place(event.offsetY, this.heat.rows * tall, this.heat.rows) };
   }
 
   #steps(from, to) {
@@ -81,9 +121,14 @@ export class HeatMap {
   }
 
   #point(event) {
-    if (!this.heat?.rows) return;
-    this.#told(this.#at(event));
-    this.tip.style.left = `${Math.min(event.offsetX + 14, this.canvas.clientWidth - 180)}px`;
+    if (!this.heat?.rows || !this.box) return;
+    const cell = this.#at(event);
+    this.#tell(cell);
+    if (this.#drag && this.#drag.column !== cell.column) {
+      const [from, to] = this.#steps(...[this.#drag.column, cell.column].sort((a, b) => a - b));
+      this.tip.textContent = `zoom to steps ${number(from + 1)} to ${number(to)}`;
+    }
+    this.tip.style.left = `${Math.max(0, Math.min(event.offsetX + 14, this.canvas.clientWidth - this.tip.offsetWidth))}px`;
     this.tip.style.top = `${event.offsetY + 18}px`;
   }
 
@@ -100,33 +145,40 @@ export class HeatMap {
     const cell = this.#cell ?? { column: this.heat.columns - 1, row: 0 };
     if (event.key === "Enter") {
       this.zoomed(...this.#steps(Math.max(0, cell.column - 2), Math.min(this.heat.columns - 1, cell.column + 2)));
+    } else if (event.key === "Escape") {
+      this.whole();
     } else if (moves[event.key]) {
       const [dx, dy] = moves[event.key];
       this.#cell = {
         column: Math.max(0, Math.min(this.heat.columns - 1, cell.column + dx)),
         row: Math.max(0, Math.min(this.heat.rows - 1, cell.row + dy)),
       };
-      this.#told(this.#cell);
-      Object.assign(this.tip.style, { left: "12px", top: "8px" });
+      this.#tell(this.#cell);
+      Object.assign(this.tip.style, { left: `${this.box.left + 6}px`, top: `${this.box.high + FOOT + 10}px` });
       this.redraw();
     } else return;
     event.preventDefault();
   }
 
-  #told(cell) {
-    if (!cell) { this.tip.textContent = ""; this.#cell = null; return; }
+  #leave() {
+    this.tip.textContent = "";
+    this.#drag = null;
+    if (this.#cell) { this.#cell = null; this.redraw(); }
+  }
+
+  #tell(cell) {
     const { heat } = this;
     const value = this.cells[cell.row * heat.columns + cell.column];
     const [first, last] = this.#steps(cell.column, cell.column);
-    const ranks = heat.ranks_a_row > 1 ? `ranks ${cell.row * heat.ranks_a_row} and on` : `rank ${cell.row}`;
-    const steps = last - first > 1 ? `steps ${number(first + 1)} to ${number(last)}` : `step ${number(first + 1)}`;
-    const bound = value === 255 ? "at least" : value === 1 ? "at most" : "about";
-    const took = value ? `${bound} ${seconds(heat.low + ((value - 1) / 254) * (heat.top - heat.low))}` : "nothing noted";
-    this.tip.textContent = `${ranks}, ${steps}: ${took}`;
+    const rank = cell.row * heat.ranks_a_row;
+    const host = this.#hosts[rank] ? ` on ${this.#hosts[rank]}` : "";
+    const ranks = heat.ranks_a_row > 1 ? `ranks ${rank} to ${rank + heat.ranks_a_row - 1}` : `rank ${rank}${host}`;
+    const steps = last - first > 1 ? `longest of steps ${number(first + 1)} to ${number(last)}` : `step ${number(first + 1)}`;
+    this.tip.textContent = `${ranks}, ${steps}: ${value ? seconds(this.#seconds(value)) : "nothing noted"}`;
   }
 
   #table() {
-    const rows = this.heat.ranks.map((each) => [each.rank, seconds(each.usual), seconds(each.most), number(each.step)]);
-    return table(`Seconds in ${this.heat.phase} by rank`, ["Rank", "Usual", "Longest", "In step"], rows, [0, 1, 2, 3]);
+    const rows = this.heat.ranks.map((each) => [each.rank, this.#hosts[each.rank] ?? "", seconds(each.usual), seconds(each.most), number(each.step)]);
+    return table(`Seconds by rank: ${phaseName(this.heat.phase)}`, ["Rank", "Host", "Usual", "Longest", "In step"], rows, [0, 2, 3, 4]);
   }
 }

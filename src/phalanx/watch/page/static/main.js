@@ -3,20 +3,25 @@ import { make, number, replace } from "./words.js";
 import { themeSwitch } from "./theme.js";
 import { source } from "./source.js";
 import { Charts } from "./charts.js";
-import { HeatMap } from "./heat.js";
+import { HeatMap, phaseName } from "./heat.js";
 import { TimeLine } from "./spans.js";
+import { MemoryChart } from "./memory.js";
+import { LinkMap } from "./links.js";
 import { RunList } from "./runs.js";
 import { showEvents, showFacts, showVerdict } from "./facts.js";
 
 const LOOK_MILLISECONDS = 1000;
 const LIST_MILLISECONDS = 5000;
+const READING_MILLISECONDS = 200;
 const by = (id) => document.getElementById(id);
 const data = source();
-const state = { run: "", first: 0, last: null, phase: "total", compared: new Set(), version: -1, asked: 0, stale: true, runs: [], listed: 0, drawn: 0 };
+const state = { run: "", first: 0, last: null, phase: "own", rank: 0, compared: new Set(), version: -1, asked: 0, stale: true, runs: [], listed: 0, drawn: 0, linked: 0, reading: false };
 
 const charts = new Charts(by("charts"), by("constants"), zoom);
-const heat = new HeatMap(by("heat"), by("heat-scale"), by("heat-table"), zoom);
-const line = new TimeLine(by("spans"), by("spans-note"), by("legend"), by("spans-table"));
+const heat = new HeatMap(by("heat"), by("heat-scale"), by("heat-table"), zoom, whole);
+const line = new TimeLine(by("spans"), by("spans-note"), by("legend"), by("spans-table"), by("spans-back"));
+const memory = new MemoryChart(by("memory-section"), by("memory"), by("memory-legend"), by("memory-table"), by("memory-rank"), (rank) => { state.rank = rank; renew(); });
+const links = new LinkMap(by("links-section"), by("links"), by("links-axes"), by("axis"), by("links-scale"), by("links-table"));
 const list = new RunList(by("runs"), by("differences"), choose, (name, on) => {
   if (on) state.compared.add(name); else state.compared.delete(name);
   renew();
@@ -27,9 +32,14 @@ function zoom(first, last) {
   renew();
 }
 
+function whole() {
+  Object.assign(state, { first: 0, last: null });
+  renew();
+}
+
 function choose(name) {
   state.compared.delete(name);
-  Object.assign(state, { run: name, first: 0, last: null });
+  Object.assign(state, { run: name, first: 0, last: null, linked: 0, rank: 0 });
   renew();
 }
 
@@ -68,7 +78,7 @@ function showNames(runs, facts) {
 function showPhases(phases) {
   if (phases.join() === by("phase").dataset.names) return;
   by("phase").dataset.names = phases.join();
-  replace(by("phase"), ...phases.map((name) => make("option", { value: name, text: name })));
+  replace(by("phase"), ...phases.map((name) => make("option", { value: name, text: phaseName(name) })));
   by("phase").value = state.phase;
 }
 
@@ -80,21 +90,23 @@ async function look() {
     const { runs } = state;
     if (!runs.length) { by("live").textContent = "no run is here yet"; return; }
     if (!runs.some((run) => run.name === state.run)) state.run = runs.at(-1).name;
-    const [facts, verdict] = await Promise.all([data.facts(state.run), data.verdict(state.run)]);
+    const facts = await data.facts(state.run);
     if (ticket !== state.asked) return;
     showNames(runs, facts);
-    showVerdict(by("verdict"), verdict);
-    showEvents(by("events"), facts);
-    showFacts(by("facts"), facts);
-    list.show(runs, state.run, state.compared);
     showRange(facts);
-    const read = facts.reading ? `reading: ${facts.ranks} of ${facts.of_ranks} ranks` : "";
+    const read = facts.reading ? `reading: ${number(facts.ranks)} of ${number(facts.of_ranks)} ranks` : "";
+    state.reading = Boolean(read);
     const fresh = facts.version !== state.version || state.compared.size;
     const waits = read && Date.now() - state.drawn < LIST_MILLISECONDS; // or drawing would slow the reading down
     if (state.stale || (fresh && !waits)) await draw(ticket, facts);
     if (ticket !== state.asked) return;
+    showEvents(by("events"), facts);
+    showFacts(by("facts"), facts);
+    list.show(runs, state.run, state.compared);
     by("live").textContent = !data.live ? "" : read || (facts.state === "running" ? "live" : facts.state);
     document.body.dataset.ready = `${state.run} ${state.first} ${state.last ?? ""} ${facts.steps}`;
+    conclude(ticket, facts);
+    if (!read) connect();
   } catch (error) {
     by("live").textContent = `no answer: ${error.message}`;
   }
@@ -102,17 +114,35 @@ async function look() {
 
 async function draw(ticket, facts) {
   const names = [state.run, ...state.compared];
-  const [sets, cells, spans] = await Promise.all([
-    Promise.all(names.map(async (run) => ({ run, charts: await data.charts(run, range()) }))),
-    data.heat(state.run, range(), state.phase),
-    data.spans(state.run, range()),
+  const sets = await Promise.all(names.map(async (run) => ({ run, charts: await data.charts(run, range()) })));
+  if (ticket !== state.asked) return;
+  charts.show(sets, facts.marks);
+  const [cells, spans, held] = await Promise.all([
+    data.heat(state.run, range(), state.phase), data.spans(state.run, range()), data.memory(state.run, range(), state.rank),
   ]);
   if (ticket !== state.asked) return;
   Object.assign(state, { version: facts.version, stale: false, drawn: Date.now() });
-  charts.show(sets, facts.marks);
   showPhases(cells.phases);
-  heat.show(cells);
-  line.show(spans);
+  heat.show(cells, facts.hosts);
+  line.show(spans, facts.hosts);
+  memory.show(held, facts.hosts);
+}
+
+// The verdict and the links take a while to find: nothing else waits for them.
+async function conclude(ticket, facts) {
+  const verdict = await data.verdict(state.run).catch((error) => ({ holds: false, summary: `no answer: ${error.message}` }));
+  if (ticket !== state.asked) return;
+  showVerdict(by("verdict"), verdict, facts.unheard);
+  document.body.dataset.concluded = verdict.pending ? "" : state.run;
+}
+
+async function connect() {
+  if (Date.now() - state.linked < LIST_MILLISECONDS || (!data.live && state.linked)) return;
+  const run = state.run;
+  const found = await data.links(run).catch(() => null);
+  if (!found || run !== state.run) return;
+  state.linked = Date.now();
+  links.show(found);
 }
 
 function typed() {
@@ -123,12 +153,12 @@ function typed() {
 by("run").addEventListener("change", () => choose(by("run").value));
 by("phase").addEventListener("change", () => { state.phase = by("phase").value; renew(); });
 for (const id of ["first", "last"]) by(id).addEventListener("change", typed);
-by("zoom-out").addEventListener("click", () => { Object.assign(state, { first: 0, last: null }); renew(); });
-themeSwitch(by("theme"), () => { charts.redraw(); heat.redraw(); line.redraw(); });
-addEventListener("resize", () => { if (state.version >= 0) { heat.redraw(); line.redraw(); } });
+by("zoom-out").addEventListener("click", whole);
+themeSwitch(by("theme"), () => { charts.redraw(); for (const each of [heat, line, memory, links]) each.redraw(); });
+addEventListener("resize", () => { for (const each of [heat, line, links]) each.redraw(); });
 
 async function watch() {
   if (!document.hidden) await look();
-  if (data.live) setTimeout(watch, LOOK_MILLISECONDS);
+  if (data.live) setTimeout(watch, state.reading ? READING_MILLISECONDS : LOOK_MILLISECONDS);
 }
 watch();

@@ -35,7 +35,9 @@ export class RunList {
     else if (!other.length) replace(this.differences, make("p", { class: "quiet", text: "None: all settings are the same." }));
     else {
       const rows = other.map((name) => [name, ...chosen.map((run) => run.settings[name] ?? "not set")]);
-      replace(this.differences, table("Settings that differ", ["Setting", ...chosen.map((run) => run.name)], rows));
+      const found = table("Settings that differ", ["Setting", ...chosen.map((run) => run.name)], rows);
+      found.querySelector("caption").className = "heard"; // the heading above says it
+      replace(this.differences, found);
     }
   }
 }

@@ -13,6 +13,8 @@ class Live {
   runs() { return asked("runs", {}); }
   facts(run) { return asked("run", { run }); }
   verdict(run) { return asked("verdict", { run }); }
+  links(run) { return asked("links", { run }); }
+  memory(run, range, rank) { return asked("memory", { run, rank, ...range }); }
   heat(run, range, phase) { return asked("heat", { run, phase, ...range }); }
   spans(run, range) { return asked("spans", { run, ...range }); }
 
@@ -33,7 +35,7 @@ function joined(known, fresh) {
   const kept = known.steps.findIndex((step) => step >= fresh.begin);
   const count = kept < 0 ? known.steps.length : kept;
   const gap = (size) => new Array(size).fill(null);
-  const series = {};
+  const series = Object.create(null); // no name of a metric is one of the language's
   for (const name of new Set([...Object.keys(known.series), ...Object.keys(fresh.series)])) {
     const before = known.series[name] || { low: gap(known.steps.length) };
     const after = fresh.series[name] || { low: gap(fresh.steps.length) };
@@ -51,13 +53,25 @@ class Carried {
   async facts() { return this.told.run; }
   async verdict() { return this.told.verdict; }
   async spans() { return this.told.spans; }
+  async links() { return this.told.links; }
   async heat(run, range, phase) { return cropped(this.told.heat[phase] || this.told.heat.total, range); }
+
+  async memory(run, range, rank) {
+    const known = Object.keys(this.told.memory);
+    const own = this.told.memory[rank] ?? this.told.memory[known[0]] ?? { parts: {}, wholes: {}, steps: [], ranks: [] };
+    const kept = own.steps.map((step) => step + own.width > range.first && step < (range.last ?? Infinity));
+    const pick = (lists) => Object.fromEntries(Object.entries(lists).map(([name, list]) => [name, list.filter((_, at) => kept[at])]));
+    return {
+      ...own, ranks: known.map(Number), parts: pick(own.parts), wholes: pick(own.wholes), steps: own.steps.filter((_, at) => kept[at]),
+      first: range.first, last: range.last ?? own.last,
+    };
+  }
 
   async charts(run, range) {
     const { charts } = this.told;
     const kept = charts.steps.map((step) => step + charts.width > range.first && step < (range.last ?? Infinity));
     const pick = (list) => list && list.filter((_, at) => kept[at]);
-    const series = {};
+    const series = Object.create(null);
     for (const [name, both] of Object.entries(charts.series)) {
       series[name] = both.high ? { low: pick(both.low), high: pick(both.high) } : { low: pick(both.low) };
     }
@@ -72,7 +86,7 @@ function cropped(heat, range) {
   if (from === 0 && to === heat.columns) return heat;
   const text = atob(heat.cells);
   let cells = "";
-  for (let row = 0; row < heat.rows; row += 1) cells += text.slice(row * heat.columns + from, row * heat.columns + to);
+  for (let row = 0; row < heat.rows; row += 1) cells += text.slice(2 * (row * heat.columns + from), 2 * (row * heat.columns + to));
   const first = heat.first + from * heat.width;
   return { ...heat, first, last: Math.min(heat.last, heat.first + to * heat.width), columns: to - from, cells: btoa(cells) };
 }

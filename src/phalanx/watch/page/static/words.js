@@ -12,20 +12,21 @@ export const MARKS = {
 };
 
 export function phaseColour(name, place) {
-  return PHASES[name] || OTHER[place % OTHER.length];
+  return Object.hasOwn(PHASES, name) ? PHASES[name] : OTHER[place % OTHER.length];
 }
 
 export function number(value) {
   if (value === null || value === undefined || Number.isNaN(value)) return "none";
   if (typeof value !== "number") return String(value);
   const size = Math.abs(value);
-  if (size !== 0 && (size < 1e-3 || size >= 1e9)) return value.toExponential(3);
+  if (size !== 0 && (size < 1e-3 || size >= 1e9)) return Number(value.toPrecision(4)).toExponential();
   if (Number.isInteger(value)) return value.toLocaleString("en");
   return value.toLocaleString("en", { maximumFractionDigits: size < 1 ? 5 : size < 100 ? 4 : 1 });
 }
 
 export function seconds(value) {
   if (value === null || value === undefined) return "none";
+  if (value === 0) return "0 s";
   if (value >= 60) return `${Math.floor(value / 60)} min ${Math.round(value % 60)} s`;
   if (value >= 1) return `${value.toFixed(2)} s`;
   return value >= 1e-3 ? `${(value * 1e3).toFixed(1)} ms` : `${(value * 1e6).toFixed(0)} µs`;
@@ -91,6 +92,38 @@ export function picture(place, tables, build) {
   replace(place, canvas, tip);
   replace(tables, table);
   return { canvas, tip, twin: table };
+}
+
+// A canvas of this height as fine as the screen is, empty; drawn on in the page's own pixels.
+export function sharp(canvas, height) {
+  canvas.style.height = `${height}px`;
+  canvas.width = Math.max(1, Math.round(canvas.clientWidth * devicePixelRatio));
+  canvas.height = Math.round(height * devicePixelRatio);
+  const ctx = canvas.getContext("2d");
+  ctx.scale(devicePixelRatio, devicePixelRatio);
+  return ctx;
+}
+
+export const NARROW = 560; // pixels below which hosts are left out beside ranks
+
+// How wide the labels of rows are, ranks with their hosts; on a narrow screen hosts are left out.
+export function lane(ctx, width, labels) {
+  ctx.font = "11px system-ui";
+  const hosts = new Set(labels.map((label) => label.host).filter(Boolean));
+  const widest = Math.max(0, ...[...hosts].map((host) => ctx.measureText(host).width));
+  const ranks = Math.max(0, ...labels.map((label) => ctx.measureText(label.text).width));
+  return Math.ceil(ranks) + 14 + (hosts.size && width >= NARROW ? Math.min(130, Math.ceil(widest) + 12) : 0);
+}
+
+// Round numbers from the first to the last, about so many.
+export function ticks(first, last, count) {
+  const rough = (last - first) / Math.max(1, count) || 1;
+  const power = 10 ** Math.floor(Math.log10(rough));
+  const step = [1, 2, 5, 10].map((each) => each * power).find((each) => each >= rough);
+  const whole = Number.isInteger(first) && Number.isInteger(last) ? Math.max(1, Math.round(step)) : step;
+  const found = [];
+  for (let at = Math.ceil(first / whole) * whole; at <= last + whole * 1e-9; at += whole) found.push(at);
+  return found;
 }
 
 export function replace(place, ...children) {
