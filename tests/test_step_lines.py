@@ -93,7 +93,7 @@ def test_charts_have_every_loss_and_no_gaps(tmp_path: Path) -> None:
     table.refresh()
     assert table.steps == steps
     assert table.shared["loss"].values[0].tolist() == pytest.approx([facts(step)["loss"] for step in range(steps)])
-    for name in ("lr", "exposed_fsdp", "mfu", "logged/accuracy"):
+    for name in ("lr", "mfu", "logged/accuracy"):
         assert not (table.shared[name].values != table.shared[name].values).any()
     forward = table.seconds["forward"].values
     assert forward.shape == (2, steps)

@@ -47,7 +47,6 @@ def test_a_run_of_short_lines_is_restarted_resumed_certified_and_explained(tmp_p
     table = RunTable(run)
     table.refresh()
     assert table.shared["loss"].values[0].tolist() == pytest.approx([event["loss"] for event in run.ledger().values()])
-    assert (run.path / "flops.json").exists()
 
 
 def recorded(folder: Path) -> list[dict]:
