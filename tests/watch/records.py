@@ -75,4 +75,5 @@ def flights(ranks: int, write: Callable[[int, Scribe], object]) -> dict[int, Fli
 def evidence(
     path: Path, ranks: int, write: Callable[[int, Scribe], object], live: str = "process 1 on here"
 ) -> Evidence:
-    return Evidence(Run(path), 1, live, done=False, stopped=False, flights=flights(ranks, write))
+    noted = list(Run(path).events(0))
+    return Evidence(Run(path), 1, live, done=False, stopped=False, flights=flights(ranks, write), noted=noted)
