@@ -52,7 +52,7 @@ class Inside:
     """What its module believed of itself when it was whole."""
 
 
-class Columns:
+class GatheredColumns:
     """Where the features of column-parallel linears are that are cut alike, once they are gathered."""
 
     def __init__(self, cut: Cut, device: torch.device) -> None:
@@ -75,11 +75,11 @@ class TensorParallel:
         self._way_in: tuple[Tensor, Tensor] | None = None
         self._gathered_last: Tensor | None = None
         self._containers = {name: self._container_of(name, model.get_submodule(name)) for name in plan.containers}
-        columns: dict[Cut, Columns] = {}
+        columns: dict[Cut, GatheredColumns] = {}
         for name, container in plan.columns.items():
             module: Any = model.get_submodule(name)
             cut = plan.cuts[f"{name}.weight"]
-            columns[cut] = columns.get(cut) or Columns(cut, randomness.device)
+            columns[cut] = columns.get(cut) or GatheredColumns(cut, randomness.device)
             wrap(module, Around("column-parallel", self._column, self._containers[container], columns[cut]))
             if hasattr(module, "nf"):  # Hugging Face's Conv1D shapes its output by it
                 module.nf = sum(stop - start for start, stop in cut.spans[self.group.rank])
@@ -138,7 +138,7 @@ class TensorParallel:
         held = self.activations.stream.held
         return with_stream(args, kwargs, all_gather(stream(args, kwargs, inside.name), TIME, held, self.group, to=to))
 
-    def _column(self, forward: Forward, inside: Inside, columns: Columns, *args: Any) -> Tensor:
+    def _column(self, forward: Forward, inside: Inside, columns: GatheredColumns, *args: Any) -> Tensor:
         output = forward(*self._into_column(inside, args))
         return self._gathered(columns, output) if inside.gathered else output
 
@@ -160,7 +160,7 @@ class TensorParallel:
         self.activations.turn_outside()
         self._way_in = self._gathered_last = None
 
-    def _gathered(self, columns: Columns, output: Tensor) -> Tensor:
+    def _gathered(self, columns: GatheredColumns, output: Tensor) -> Tensor:
         """Everybody's features, in order."""
         sizes = columns.sizes
         padded = F.pad(output, [0, max(sizes) - output.shape[-1]])
