@@ -42,7 +42,9 @@ def _shortened(words: list[str]) -> list[str]:
         return []
     if any(word.partition(":")[0] in PLACES for word in words):  # a cluster's own tests run them there
         return ["--dry-run"]
-    small = ["megabytes=0.05", "width=32", "layers=4", "length=32"] if "gpt" in words else []
+    small = ["megabytes=0.05", "width=32", "layers=4", "length=32"] if {"gpt", "pretrain", "bert"} & set(words) else []
+    if {"pretrain", "bert"} & set(words):
+        small += ["vocabulary=300", "cache=cache"]
     killed = next((int(word.partition("@")[2]) for word in words if re.fullmatch(r"\d+@\d+", word)), 1)
     steps = [] if "--steps" in words else ["--steps", str(killed + 2)]
     return steps + [word for setting in small for word in ("--set", setting)]

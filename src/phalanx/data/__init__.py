@@ -5,26 +5,13 @@ from phalanx.data.mixing import CutMix, Mixup
 from phalanx.data.mixture import Joined, Mixture
 from phalanx.data.named import Named
 from phalanx.data.splitting import split
+from phalanx.data.streaming import StreamedFiles, StreamedSamples
 from phalanx.data.text import JsonLines, Parquet
 from phalanx.data.token_files import PackedFiles, TokenFiles
 from phalanx.data.token_folder import tokenize
 from phalanx.data.tokens import PackedTokens, TokenFile, write_tokens
 
 __all__ = [
-    "Arrays",
-    "CutMix",
-    "Images",
-    "Joined",
-    "JsonLines",
-    "Mixture",
-    "Mixup",
-    "Named",
-    "PackedFiles",
-    "PackedTokens",
-    "Parquet",
-    "TokenFile",
-    "TokenFiles",
-    "split",
-    "tokenize",
-    "write_tokens",
+    "Arrays", "CutMix", "Images", "Joined", "JsonLines", "Mixture", "Mixup", "Named", "PackedFiles", "PackedTokens",
+    "Parquet", "StreamedFiles", "StreamedSamples", "TokenFile", "TokenFiles", "split", "tokenize", "write_tokens",
 ]  # fmt: skip

@@ -119,14 +119,6 @@ class MixtureOrder(Order):
         return np.concatenate(found)[mixed][start:stop]
 
 
-def order_of(facts: Mapping[str, Any] | None, size: int, global_batch: int, seed: int) -> Order:
-    """The order that a run's events or checkpoint tell of (`Order.facts`)."""
-    if not facts:
-        return Order(size, global_batch, seed)
-    curriculum = tuple((int(step), tuple(weights)) for step, weights in facts["curriculum"])
-    return MixtureOrder(size, global_batch, seed, sizes=tuple(facts["sizes"]), curriculum=curriculum)
-
-
 def _curriculum(weights: Curriculum, sources: int, steps: int) -> tuple[tuple[int, tuple[float, ...]], ...]:
     """Weights by the step that they begin with, in order, each adding up to 1."""
     found: dict[int, tuple[float, ...]] = {}

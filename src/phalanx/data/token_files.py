@@ -25,12 +25,12 @@ class TokenFiles:
     """
 
     def __init__(self, folder: str | Path, tokenizer: str | Path | Tokenizer | None = None) -> None:
-        self.folder = Path(folder)
-        found = TokenManifest.read(self.folder)
+        self.folder, self.shown = Path(folder), str(folder)
+        found = self._manifest()
         if found is None:
             begun = self.folder.with_name(f"{self.folder.name}.unfinished").is_dir()
             more = " It was begun: run the same command again." if begun else ""
-            raise WrongUse(f"{self.folder} has no {MANIFEST}. Make it with phalanx tokenize INPUT... {folder}.{more}")
+            raise WrongUse(f"{self.shown} has no {MANIFEST}. Make it with phalanx tokenize INPUT... OUTPUT.{more}")
         self.manifest = found
         if tokenizer is not None:
             self._check_tokenizer(tokenizer if isinstance(tokenizer, Tokenizer) else Tokenizer.load(tokenizer))
@@ -40,6 +40,9 @@ class TokenFiles:
         for number in range(len(found.shards)):
             for ending in ("tokens", "ends"):
                 self._check_size(number, ending)
+
+    def _manifest(self) -> TokenManifest | None:
+        return TokenManifest.read(self.folder)
 
     def __len__(self) -> int:
         return self.manifest.tokens
@@ -93,10 +96,10 @@ class TokenFiles:
 
     def _check_ids(self, number: int, found: np.ndarray) -> None:
         if len(found) and found.max() >= self.vocabulary:
-            name = self.folder / f"{self.manifest.shards[number].name}.tokens"
+            name = self.manifest.shards[number].name
             raise WrongUse(
-                f"{name} has an id {found.max()}, and its tokenizer has {self.vocabulary:,} ids: the file is damaged. "
-                f"See what is with phalanx verify {self.folder}, and make it again with phalanx tokenize."
+                f"{self.shown}/{name}.tokens has an id {found.max()}, and its tokenizer has {self.vocabulary:,} ids: "
+                f"the file is damaged. Look with phalanx verify {self.shown}, and make it again with phalanx tokenize."
             )
 
     def _check_size(self, number: int, ending: str) -> None:
@@ -111,7 +114,7 @@ class TokenFiles:
         if tokenizer.hash != self.manifest.tokenizer:
             made = self.manifest.made["tokenizer"]["name"]
             raise WrongUse(
-                f"{self.folder} is made with another tokenizer, {made} of hash {self.manifest.tokenizer[:12]}, and "
+                f"{self.shown} is made with another tokenizer, {made} of hash {self.manifest.tokenizer[:12]}, and "
                 f"{tokenizer.name} has hash {tokenizer.hash[:12]}. Give that one, or tokenize the text again with this."
             )
 

@@ -20,6 +20,8 @@ from phalanx.verdict import Verdict
 
 MANIFEST = "manifest.json"
 FORMAT = "phalanx tokens 1"
+KIND, HEAD = b"phalanx tokens", 100
+"""What a manifest of token files says in its first bytes; checkpoints have manifests too."""
 BLOCK_BYTES = 4 << 20
 ENDS = np.dtype("<i8")
 
@@ -154,7 +156,8 @@ def damages(folder: Path, manifest: TokenManifest, progress: Progress | None = N
 
 def verify_tokens(folder: Path, progress: Progress | None = None) -> Verdict | None:
     """Whether a folder of token files is whole; None if it is none."""
-    manifest = TokenManifest.read(folder)
+    path = folder / MANIFEST
+    manifest = TokenManifest.read(folder) if path.is_file() and KIND in path.read_bytes()[:HEAD] else None
     if manifest is None:
         return None
     found = list(damages(folder, manifest, progress))

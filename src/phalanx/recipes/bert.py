@@ -63,10 +63,10 @@ class Bert(Corpus):
     dropout: float = 0.0
     masked: float = 0.15
     config: str = ""
-    global_batch: int = 32
-    steps: int = 400
+    global_batch: int = 16
+    steps: int = 300
     learning_rate: float = 2e-3
-    warmup_steps: int = 40
+    warmup_steps: int = 30
 
     special = (MASK,)
 

@@ -10,8 +10,8 @@ from datetime import UTC, datetime
 from typing import Any
 
 from phalanx.checkpoint.manager import CheckpointManager
-from phalanx.data.mixture import order_of
 from phalanx.data.order import Order, digest
+from phalanx.data.planned import order_of
 from phalanx.files import when_there_is_room, write_whole
 from phalanx.run import Run
 from phalanx.task import Task

@@ -1,0 +1,20 @@
+"""The order that samples of a run were planned in, from what its events or its checkpoint tell of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from phalanx.data.mixture import MixtureOrder
+from phalanx.data.order import Order
+from phalanx.data.streaming import BlockOrder
+
+
+def order_of(facts: Mapping[str, Any] | None, size: int, global_batch: int, seed: int) -> Order:
+    """The order of so many samples, by its `Order.facts`."""
+    if not facts:
+        return Order(size, global_batch, seed)
+    if "block" in facts:
+        return BlockOrder(size, global_batch, seed, block=int(facts["block"]), window=int(facts["window"]))
+    curriculum = tuple((int(step), tuple(weights)) for step, weights in facts["curriculum"])
+    return MixtureOrder(size, global_batch, seed, sizes=tuple(facts["sizes"]), curriculum=curriculum)
