@@ -61,7 +61,7 @@ def test_bytes_go_where_groups_are(tmp_path: Path) -> None:
 
 def test_many_ranks_share_rows(tmp_path: Path) -> None:
     use = links.AxisUse(np.ones((200, 200)), np.ones(200), np.full(200, np.nan), 1, 200)
-    found = links.told({"dp": use}, dict.fromkeys(range(200), ""), range(1, 3))
+    found = links.told({"dp": use}, dict.fromkeys(range(200), ""), np.array([1, 2]))
     axis = found["axes"]["dp"]
     assert found["ranks_a_row"] == 4
     assert (len(axis["sent"]), axis["sent"][0][0], axis["sent"][49][49]) == (50, 16, 16)

@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -222,7 +223,7 @@ def _takes_no_text_for_markup(browser: Browser, folder: Path) -> None:
     """Names of runs, metrics and settings, reasons and stacks: whoever writes them must not write the page."""
     bad, draw = "<img src=x onerror=document.title='taken'>", random.Random(3)
     run = write(folder / bad, 2, 0, note=bad)
-    logged = {"logged": {bad: 1.0, "__proto__": 2.0, "constructor": 3.0}}
+    logged: dict[str, Any] = {"logged": {bad: 1.0, "__proto__": 2.0, "constructor": 3.0}}
     lines = [step(0, n, draw, **logged | {"turn": bad}) | {"bad": bad if n == 7 else ""} for n in range(20)]
     append(run, 0, *lines, {"kind": "bad", "time": 1.7949e9, "step": 7, "reason": bad})
     failure = {

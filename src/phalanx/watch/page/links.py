@@ -23,6 +23,7 @@ MOST_PAIRS = 60
 """So many pairs of ranks the table has, those that send most."""
 IN_STEPS = ("forward", "backward", "reduce", "update", "wait")
 """Phases of a step: what is sent between two steps is not counted."""
+_IN_STEPS = [PHASES.index(phase) for phase in IN_STEPS]
 BYTES = (4, 4, 8, 2, 2, 8, 4, 2, 1, 1, 1, 1, 1)
 """Of an element, by its number in `DTYPES`; of an unknown one as of a float32."""
 NEIGHBOURS = ("send",)
@@ -50,7 +51,7 @@ def read(run: Run) -> dict[str, Any]:
         flights = flight.read(run, generation)
         if flights:
             return told(use(flights), {rank: each.host for rank, each in flights.items()}, _steps(flights))
-    return told({}, {}, range(0))
+    return told({}, {}, np.zeros(0, np.int64))
 
 
 def hosts(run: Run) -> list[str]:
@@ -72,19 +73,20 @@ def _hosts(paths: tuple[Path, ...]) -> tuple[str, ...]:
     return tuple(found.get(rank, "") for rank in range(max(found, default=-1) + 1))
 
 
-def _steps(flights: Mapping[int, Flight]) -> range:
+def _steps(flights: Mapping[int, Flight]) -> np.ndarray:
     """Those that every rank's record has from beginning to end."""
-    begin, end = 0, 2**32
+    found: list[set[int]] = []
     for each in flights.values():
-        steps = each.records["step"]
-        begin, end = max(begin, int(steps.min(initial=2**32 - 1)) + 1), min(end, int(steps.max(initial=0)))
-    return range(begin, max(begin, end))
+        rows = each.collectives
+        steps = np.unique(rows["step"][np.isin(rows["phase"], _IN_STEPS)]).tolist()
+        found.append(set(steps[1:-1]))
+    return np.array(sorted(set.intersection(*found)) if found else [], np.int64)
 
 
 def use(flights: Mapping[int, Flight]) -> dict[str, AxisUse]:
     """By axis."""
     steps, world = _steps(flights), max(flights, default=-1) + 1
-    if not steps:
+    if not len(steps):
         return {}
     members: dict[tuple[str, str], list[int]] = {}
     for rank, each in sorted(flights.items()):
@@ -101,11 +103,10 @@ def use(flights: Mapping[int, Flight]) -> dict[str, AxisUse]:
     return {axis: own for axis, own in found.items() if own.calls.any()}
 
 
-def _add(own: AxisUse, flown: Flight, name: str, ranks: list[int], size: int, steps: range) -> None:
+def _add(own: AxisUse, flown: Flight, name: str, ranks: list[int], size: int, steps: np.ndarray) -> None:
     """What one rank did along a group: what goes to all of them is taken to go to each alike."""
     rows = flown.along(name)
-    phases = [PHASES.index(phase) for phase in IN_STEPS]
-    rows = rows[(rows["step"] >= steps.start) & (rows["step"] < steps.stop) & np.isin(rows["phase"], phases)]
+    rows = rows[np.isin(rows["step"], steps) & np.isin(rows["phase"], _IN_STEPS)]
     others = [rank for rank in ranks if rank != flown.rank]
     own.calls[flown.rank] += len(rows) / len(steps)
     if not others or not len(rows):
@@ -133,12 +134,13 @@ def sent_bytes(rows: np.ndarray, size: int) -> np.ndarray:
     return np.asarray(shape.prod(1) * np.array(BYTES)[rows["dtype"]] * by_kind[rows["kind"]])
 
 
-def told(found: Mapping[str, AxisUse], ran: Mapping[int, str], steps: range) -> dict[str, Any]:
+def told(found: Mapping[str, AxisUse], ran: Mapping[int, str], steps: np.ndarray) -> dict[str, Any]:
     """For the page: a matrix an axis, and tables. ``ran``: the host of each rank."""
     world = max(ran, default=-1) + 1
     share = -(-max(1, world) // MOST_ROWS)
     return {
-        "first": steps.start, "last": steps.stop, "ranks": world, "ranks_a_row": share,
+        "first": int(steps[0]) if len(steps) else 0, "last": int(steps[-1]) + 1 if len(steps) else 0,
+        "ranks": world, "ranks_a_row": share,
         "hosts": [ran.get(rank, "") for rank in range(world)],
         "axes": {
             axis: {

@@ -170,7 +170,8 @@ class RunTable:
         return [self.ended, *self.seconds.values(), *self.sent.values(), *self.exposed.values()]
 
     def _cut(self, rank: int, step: int) -> None:
-        for grid in [*self._own, *self.memory.values(), *(() if rank else self.shared.values())]:
+        own: list[StepGrid | StepChanges] = [*self._own, *self.memory.values()]
+        for grid in [*own, *(() if rank else self.shared.values())]:
             grid.cut(rank, step)
 
     def _forget_undone(self) -> None:
@@ -178,12 +179,13 @@ class RunTable:
         for rank, last in self._generations.items():
             later = [step for generation, step in self._begins.items() if generation > last]
             if later:
-                for grid in (*self._own, *self.memory.values()):
+                own: list[StepGrid | StepChanges] = [*self._own, *self.memory.values()]
+                for grid in own:
                     grid.cut(rank, min(later))
         left = sorted({int(event["step"]) for event in self.moments if event["kind"] == "left out"})
         if left:
-            for grid in (*self._own, *self.shared.values()):
-                grid.leave_out(left)
+            for known in (*self._own, *self.shared.values()):
+                known.leave_out(left)
 
 
 def _one_by_one(events: list[tuple[int, dict[str, Any]]]) -> Iterator[Columns]:
