@@ -67,7 +67,7 @@ def installer(places: Sequence[tuple[nn.Module, str, Tensor]]) -> Callable[[], N
     """`install` for several at once, again and again."""
     plain = [place for place in places if type(place[0]).__setattr__ is nn.Module.__setattr__]
     others = [place for place in places if type(place[0]).__setattr__ is not nn.Module.__setattr__]
-    tables = [module._parameters for module, _, _ in plain]
+    tables: list[Any] = [module._parameters for module, _, _ in plain]
     names, parameters = [name for _, name, _ in plain], [parameter for _, _, parameter in plain]
 
     def install_all() -> None:

@@ -74,8 +74,8 @@ class Kept:
         averages = sum(isinstance(each, EMA) for each in callbacks)
         for device in ("meta", "cpu"):  # some want memory: they get that of one number
             weights = [_stand_in(name, shape, device, dtypes.parameter) for name, shape in shapes.items()]
-            for weight in weights if described is not None else ():
-                vars(weight).update(vars(described[weight.logical_name]), logical_name=weight.logical_name)
+            for weight, name in zip(weights, shapes, strict=True):
+                vars(weight).update(vars(described[name]) if described else {}, logical_name=name)
             try:
                 made = make_optimizer(task, weights, bool(weights))
             except Exception:  # to be seen when it is made of the weights themselves

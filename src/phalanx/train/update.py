@@ -76,7 +76,7 @@ class Prepared:
     groups: Sequence[Sequence[nn.Parameter]]
     moments: Sequence[torch.dtype]
     """By group."""
-    keys: Sequence[nn.Parameter]
+    keys: Sequence[Any]
     states: Sequence[dict[str, Any]]
     """All that the optimizer keeps."""
     names: Set[str]
