@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from functools import cache
@@ -66,8 +67,8 @@ def graph(typing: bool = False) -> Edges:
 
 
 def room(name: str) -> str:
-    """The folder that a module lies in; cli is a room, with its door for ``python -m``; other files there are nouns."""
-    first = name.split(".")[0].replace("__main__", "cli")
+    """The folder that a module lies in; cli and its parts are a room, with its door for ``python -m``; other files there are nouns."""
+    first = re.sub(r"^(__main__|cli_\w+)$", "cli", name.split(".")[0])
     return first if first == "cli" or (SOURCE / first).is_dir() else NOUNS
 
 

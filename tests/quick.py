@@ -223,7 +223,7 @@ KEPT: dict[str, dict[str, int | tuple[str, ...]]] = {
     "data/test_streaming_s3.py": {
         "test_s3_is_read_by_workers_of_the_loader": 0,
     },
-    "data/test_tokenizing.py": {
+    "test_cli_tokenize.py": {
         "test_a_folder_is_made_verified_and_not_made_twice": 0,
     },
     "recipes/test_pretrain.py": {

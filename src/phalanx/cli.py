@@ -19,7 +19,7 @@ import typer
 
 from phalanx import __version__ as version
 from phalanx import cli_options as option
-from phalanx.data import tokenizing
+from phalanx import cli_tokenize
 from phalanx.errors import CannotHere, WrongUse
 from phalanx.launch import verbs
 from phalanx.launch.stopping import ENDING
@@ -297,7 +297,7 @@ def why(
 
 for _verb in (
     verbs.runs, verbs.status, verbs.cancel, _stoppable("the run goes on")(verbs.logs), watching.watch, watching.report,
-    _stoppable("what was encoded is kept, and taken up by the same command")(tokenizing.tokenize),
+    _stoppable("what was encoded is kept, and taken up by the same command")(cli_tokenize.tokenize),
 ):  # fmt: skip
     app.command()(_verb)
 

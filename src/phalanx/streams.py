@@ -27,3 +27,9 @@ def led_elsewhere(out: int, err: int) -> None:
         os.close(descriptor)
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(line_buffering=True)
+
+
+def silenced() -> None:
+    """From now on nothing that this process prints is shown, Phalanx's own neither."""
+    for number in (1, 2):
+        _own[number] = open(os.devnull, "w")  # noqa: SIM115: as long as the process lives

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from phalanx.errors import WrongUse
+from phalanx.files import exists
 from phalanx.verdict import Verdict
 
 MANIFEST = "manifest.json"
@@ -157,7 +158,7 @@ def damages(folder: Path, manifest: TokenManifest, progress: Progress | None = N
 def verify_tokens(folder: Path, progress: Progress | None = None) -> Verdict | None:
     """Whether a folder of token files is whole; None if it is none."""
     path = folder / MANIFEST
-    manifest = TokenManifest.read(folder) if path.is_file() and KIND in path.read_bytes()[:HEAD] else None
+    manifest = TokenManifest.read(folder) if exists(path) and KIND in path.read_bytes()[:HEAD] else None
     if manifest is None:
         return None
     found = list(damages(folder, manifest, progress))

@@ -91,10 +91,10 @@ class Loop:
     """A rank that is killed after a step, to see that the run survives it."""
     stopping: bool = False
     """Only what memory holds is to be saved."""
-    looked_into: int = 0
-    """Bad steps so far of which it was found out where they came from."""
     utilisation: Utilisation | None = None
     """Told of every step, on the rank that says how much of its device is used."""
+    looked_into: int = 0
+    """Bad steps so far of which it was found out where they came from."""
 
     def train(self) -> Summary:
         """Train to the task's last step, evaluate, and leave the weights in the run's folder."""

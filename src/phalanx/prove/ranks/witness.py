@@ -191,7 +191,7 @@ class Witness(Callback):
         for rung, name, value, part in self.held(self.step):
             self._tensor(rung, name, value, part)
         agreed = asdict(metrics)
-        self.told.metrics.append({n: v for n, v in agreed.items() if n not in ("seconds", "sent")})
+        self.told.metrics.append({n: v for n, v in agreed.items() if n not in ("seconds", "sent", "communication")})
         traffic = self.engine.traffic
         calls, sent = traffic.calls - self._before[0], traffic.sent - self._before[1]
         if not want.skipped:

@@ -194,6 +194,7 @@ def _run(task: Task, pretrained: bool, pipe: Connection) -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     streams.led_elsewhere(*(os.open(os.devnull, os.O_WRONLY) for _ in range(2)))  # the ranks print it as well
     pipe.send_bytes(pickle.dumps(checked(task, pretrained)))
+    streams.silenced()  # what its data and its model say was said in the check
     pipe.send_bytes(pickle.dumps(model_flops(task)))
     pipe.close()
     os._exit(0)
