@@ -67,7 +67,7 @@ def graph(typing: bool = False) -> Edges:
 
 
 def room(name: str) -> str:
-    """The folder that a module lies in; cli and its parts are a room, with its door for ``python -m``; other files there are nouns."""
+    """The folder that a module lies in; cli, its parts and its door for ``python -m`` are a room, other files nouns."""
     first = re.sub(r"^(__main__|cli_\w+)$", "cli", name.split(".")[0])
     return first if first == "cli" or (SOURCE / first).is_dir() else NOUNS
 

@@ -32,4 +32,4 @@ def led_elsewhere(out: int, err: int) -> None:
 def silenced() -> None:
     """From now on nothing that this process prints is shown, Phalanx's own neither."""
     for number in (1, 2):
-        _own[number] = open(os.devnull, "w")  # noqa: SIM115: as long as the process lives
+        _own[number] = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
