@@ -131,8 +131,8 @@ def _tried(device: torch.device) -> bool:
     out, sums = attend(q, k, v, True, None)
     found = out, *attend_backward(grad, q, k, v, out, sums, True, None)
     with sdpa_kernel(SDPBackend.MATH), torch.enable_grad():
-        wide = [x.float().requires_grad_() for x in (q, k, v)]
-        right = F.scaled_dot_product_attention(*wide, is_causal=True, enable_gqa=True)
+        wide_q, wide_k, wide_v = wide = [x.float().requires_grad_() for x in (q, k, v)]
+        right = F.scaled_dot_product_attention(wide_q, wide_k, wide_v, is_causal=True, enable_gqa=True)
         expected = right, *torch.autograd.grad(right, wide, grad.float())
     return all((a.float() - b).norm() < 1e-2 * b.norm() for a, b in zip(found, expected, strict=True))
 
