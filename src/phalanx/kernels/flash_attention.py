@@ -24,6 +24,8 @@ SHORTEST = {64: 1024, 128: 4096}
 """By width of a head, the shortest sequences that it attends to faster (benchmarks/RESULTS.md)."""
 GENERATIONS = (9, 10)
 """Of NVIDIA's devices, by the first number of their compute capability: Hopper and Blackwell."""
+DEFAULTS: tuple[Any, ...] = (0.0, False, False)
+"""No dropout, no causal mask, no mask of what was dropped: what the dispatcher leaves out."""
 FORWARD = ("_scaled_dot_product_cudnn_attention", "_scaled_dot_product_flash_attention")
 
 
@@ -88,11 +90,9 @@ def _forward(name: str, before: Callable[..., Any]) -> Callable[..., Any]:
     with_bias = "cudnn" in name
 
     def forward(keys: Any, query: Tensor, key: Tensor, value: Tensor, *more: Any, scale: float | None = None) -> Any:
-        given = list(more)
-        bias = given.pop(0) if with_bias else None
-        if with_bias:
-            given.pop(0)  # whether the sums are wanted
-        dropout_p, is_causal, debug = (*given, *(0.0, False, False)[len(given) :])
+        bias = more[0] if with_bias else None
+        given = more[2:] if with_bias else more  # what follows the bias: whether the sums are wanted
+        dropout_p, is_causal, debug = given + DEFAULTS[len(given) :]
         if debug or not suits(query, key, value, dropout_p, is_causal, bias):
             return before(keys, query, key, value, *more, scale=scale)
         out, sums = attend(query, key, value, is_causal, scale)
