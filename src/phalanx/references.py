@@ -17,7 +17,11 @@ from phalanx.files import exists
 from phalanx.task import Task
 from phalanx.user_code import is_users_line
 
-RECIPES = {"gpt": "phalanx.recipes.gpt:GPT", "shapes": "phalanx.recipes.shapes:Shapes"}
+RECIPES = {
+    "gpt": "phalanx.recipes.gpt:GPT",
+    "sft": "phalanx.recipes.sft:SFT",
+    "shapes": "phalanx.recipes.shapes:Shapes",
+}
 
 importing: list[str] = []
 """Files or modules that are imported for their tasks just now."""

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from phalanx.kernels.linear_cross_entropy import Vocabulary, check_ids
 from phalanx.logits import Logits
+from phalanx.parallel.axes import adapters
 from phalanx.parallel.axes.cuts import Cut, Plan, gather_inside
 from phalanx.parallel.communication.communicator import Communicator
 from phalanx.parallel.communication.differentiable import (
@@ -52,6 +53,8 @@ class TensorParallel:
             module: Any = model.get_submodule(name)
             cut = plan.cuts[f"{name}.weight"]
             wrap(module, Around("column-parallel", self._column, inside, cut))
+            if (dropout := adapters.dropout(module)) is not None:
+                wrap(dropout, Around("whole features", self._whole_features))
             if hasattr(module, "nf"):  # Hugging Face's Conv1D shapes its output by it
                 module.nf = sum(stop - start for start, stop in cut.spans[self.group.rank])
         for name in plan.rows:
@@ -101,6 +104,11 @@ class TensorParallel:
     def _column(self, forward: Forward, inside: str, cut: Cut, *args: Any) -> Tensor:
         output = forward(*self._into_column(inside, args))
         return self._gathered(cut, output) if self.plan.containers[inside].gathered else output
+
+    def _whole_features(self, forward: Forward, x: Tensor) -> Tensor:
+        """What goes into a column has all features of the stream, and draws are those of them."""
+        with self.activations.handed(self.activations.stream, self.activations.stream.inside(None, None)):
+            return forward(x)
 
     def _into_column(self, inside: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """From here to the row, features are this rank's. Columns of one tensor share a way in, and a sum back."""
