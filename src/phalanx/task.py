@@ -86,6 +86,9 @@ class Task:
         """What an added weight begins as, None: as it is made. ``read`` gives a pretrained one, whole."""
         return None
 
+    def write_along(self, folder: Path) -> None:
+        """Write what belongs to exported weights into their folder, as a tokenizer."""
+
     def data(self) -> Any:
         """The training samples: anything with ``len()`` and ``[i]`` -> dict of tensors or numbers."""
         raise self._missing("data", "return something with len() and [i] -> dict of tensors or numbers")

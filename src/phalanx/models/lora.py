@@ -1,7 +1,7 @@
 """LoRA: a model's linears stay as they are, and beside each a product of low rank is trained.
 
-``weight @ x + scale * lora_B(lora_A(dropout(x)))``, with the names that peft gives them. ``rslora`` divides by the root of
-the rank instead of the rank. ``dora`` also trains how long each row of the sum of both is; its gradient does not go
+``weight @ x + scale * lora_B(lora_A(dropout(x)))``, with the names that peft gives them. ``rslora`` divides by the root
+of the rank instead of the rank. ``dora`` also trains how long each row of the sum of both is; its gradient does not go
 through the length that a row has by itself.
 """
 
@@ -46,7 +46,8 @@ class LoraLinear(nn.Linear):
 
     def __init__(self, base: nn.Linear, lora: Lora) -> None:
         nn.Module.__init__(self)
-        self.in_features, self.out_features, self.scale = base.in_features, base.out_features, lora.scale
+        self.in_features, self.out_features = base.in_features, base.out_features
+        self.lora, self.scale = lora, lora.scale
         self.weight, self.bias = base.weight, base.bias
         self.lora_A = nn.Linear(self.in_features, lora.rank, bias=False)
         self.lora_B = nn.Linear(lora.rank, self.out_features, bias=False)
@@ -70,13 +71,14 @@ class LoraLinear(nn.Linear):
         seen = base if dropped is x else F.linear(dropped, self.weight)
         return base + (factor - 1) * seen + factor * added
 
-    def merged(self) -> Tensor:
-        """The weight of a plain linear that computes the same, but for dropout."""
-        with torch.no_grad():
-            whole = self.weight + self.scale * (self.lora_B.weight @ self.lora_A.weight).to(self.weight.dtype)
-            if self.lora_magnitude_vector is None:
-                return whole
-            return whole * (self.lora_magnitude_vector / lengths(whole)).to(whole.dtype).unsqueeze(1)
+
+def merged(weight: Tensor, a: Tensor, b: Tensor, magnitude: Tensor | None, scale: float) -> Tensor:
+    """The weight of a plain linear that computes what it does together with its product of low rank."""
+    wide = torch.promote_types(weight.dtype, torch.float32)
+    whole = weight.to(wide) + scale * (b.to(wide) @ a.to(wide))
+    if magnitude is not None:
+        whole = whole * (magnitude.to(wide) / lengths(whole)).unsqueeze(1)
+    return whole.to(weight.dtype)
 
 
 def is_lora(weight: str) -> bool:

@@ -153,6 +153,9 @@ class SFT(phalanx.Task):
     def pretrained(self) -> Path | None:
         return None if self.small or self.base == TINY else local_folder(self.base)
 
+    def write_along(self, folder: Path) -> None:
+        self._tokenizer.save_pretrained(folder)
+
     @cached_property
     def _documents(self) -> list[Document]:
         chat = Chat(self._tokenizer, self.loss_on, self.marks)
