@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import phalanx
-from phalanx.models.lora import is_lora
+from phalanx.models.lora import FOUR_BITS, is_lora
+from phalanx.models.nf4 import quantised
 from phalanx.recipes.sft import SFT
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed (the dev extra has it)")
@@ -114,3 +115,20 @@ def test_it_learns_the_shipped_answers() -> None:
         assert losses[0] > 6
         assert sum(losses[-5:]) / 5 < 4.0
         assert engine.evaluate()["loss"] < 4.6
+
+
+def test_a_base_in_4_bits_is_the_folders_own_rounded(folder: Path) -> None:
+    own = transformers.AutoModelForCausalLM.from_pretrained(folder).state_dict()
+    settings: dict[str, Any] = {"base": str(folder), "length": 64, "global_batch": 4, "steps": 2, "learning_rate": 1e-2}
+    with phalanx.Engine(SFT(**settings, lora=3, four_bit=True), device="cpu") as engine:
+        losses = [engine.step(batch).loss for batch in engine.batches()]
+        found = engine.whole_weights()
+    with phalanx.Engine(SFT(**settings, lora=3), device="cpu") as engine:
+        wide = [engine.step(batch).loss for batch in engine.batches()]
+    assert losses == pytest.approx(wide, rel=1e-2)
+    name = "model.layers.1.mlp.down_proj"
+    expected = quantised(own[f"{name}.weight"])
+    assert all(torch.equal(found[f"{name}.{part}"], bits) for part, bits in zip(FOUR_BITS, expected, strict=True))
+    assert f"{name}.weight" not in found
+    with pytest.raises(phalanx.WrongUse, match="lora_kind=dora needs whole weights"):
+        SFT(lora=2, lora_kind="dora", four_bit=True).model()

@@ -43,7 +43,7 @@ def beginning(path: str | Path, model: nn.Module, tied: Mapping[str, str], task:
     def part(name: str, cut: Cut | None, rank: int) -> Tensor | None:
         if found.has(name):
             return found.part(name, cut, rank)
-        made = task.begins(name, lambda other: found.part(other, None, 0))
+        made = task.begins(name, found.whole)
         if made is not None and made.shape != shapes[name]:
             raise WrongUse(
                 f"{name} would begin as a tensor of shape {tuple(made.shape)}, and has {tuple(shapes[name])} in the "
@@ -112,7 +112,9 @@ class Pretrained:
                         f"{stored} holds {found_kind} numbers in {path}, and {name} of the model {kind} ones. "
                         "Convert it, or build the model as the saved one was."
                     )
+        changed = {name.rpartition(".")[0] for name in shapes if added(name)}  # modules that keep something else
         left = sorted(self._files.keys() - set(leaves(self._names, str)) - set(tied))
+        left = [name for name in left if name.rpartition(".")[0] not in changed]
         numbered = {_unnumbered(name) for name in self._names}
         beyond = next((name for name in left if _unnumbered(name) in numbered), None)
         if beyond is not None:
@@ -122,6 +124,12 @@ class Pretrained:
                 f"{path} also holds {len(left)} tensors that the model has no place for: {', '.join(left[:3])}",
                 stacklevel=2,
             )
+
+    def whole(self, name: str) -> Tensor:
+        """A tensor that is there, whether or not the model has one of its name."""
+        if name not in self._names:
+            self._names[name] = self._find(name, [])
+        return self.part(name, None, 0)
 
     def has(self, name: str) -> bool:
         """Whether it is there: all but what was added always are."""

@@ -19,9 +19,12 @@ from torch import Tensor, nn
 
 from phalanx.anatomy import Anatomy
 from phalanx.errors import WrongUse, closest
+from phalanx.models import nf4
 
 LoraKind = Literal["lora", "dora", "rslora"]
 A, B, MAGNITUDE = "lora_A", "lora_B", "lora_magnitude_vector"
+FOUR_BITS = ("weight_packed", "weight_absmax", "weight_scales")
+"""What a weight in 4 bits consists of, in the order of `nf4.FourBits`."""
 
 
 @dataclass(frozen=True)
@@ -60,10 +63,14 @@ class LoraLinear(nn.Linear):
         out = self.product(x)
         return out if self.bias is None else out + self.bias
 
+    def alone(self, x: Tensor) -> Tensor:
+        """What its own weight makes of an input."""
+        return F.linear(x, self.weight)
+
     def product(self, x: Tensor) -> Tensor:
         """Without the bias."""
         dropped = self.lora_dropout(x)
-        base, added = F.linear(x, self.weight), self.lora_B(self.lora_A(dropped)) * self.scale
+        base, added = self.alone(x), self.lora_B(self.lora_A(dropped)) * self.scale
         if self.lora_magnitude_vector is None:
             return base + added
         length = lengths(self.weight + self.scale * (self.lora_B.weight @ self.lora_A.weight)).detach()
@@ -81,6 +88,27 @@ def merged(weight: Tensor, a: Tensor, b: Tensor, magnitude: Tensor | None, scale
     return whole.to(weight.dtype)
 
 
+class FourBitLoraLinear(LoraLinear):
+    """One whose own weight is kept in 4 bits."""
+
+    def __init__(self, base: nn.Linear, lora: Lora) -> None:
+        if lora.kind == "dora":
+            raise WrongUse("lora_kind=dora needs whole weights, and four_bit keeps none. Use lora_kind=lora or rslora.")
+        super().__init__(base, lora)
+        self.register_parameter("weight", None)
+        for name, part in zip(FOUR_BITS, nf4.quantised(base.weight), strict=True):
+            self.register_parameter(name, nn.Parameter(part, requires_grad=False))
+
+    def alone(self, x: Tensor) -> Tensor:
+        bits = nf4.FourBits(*(getattr(self, name) for name in FOUR_BITS))
+        return nf4.product(x, bits, (self.out_features, self.in_features))
+
+
+def is_four_bit(weight: str) -> bool:
+    """Whether a weight of this name is a part of one in 4 bits."""
+    return weight.rpartition(".")[2] in FOUR_BITS
+
+
 def is_lora(weight: str) -> bool:
     """Whether a weight of this name is of a product of low rank, or of its magnitude."""
     return any(part in (A, B, MAGNITUDE) for part in weight.split(".")[-2:])
@@ -91,11 +119,13 @@ def lengths(weight: Tensor) -> Tensor:
     return torch.linalg.vector_norm(weight, dim=1)
 
 
-def attach(model: nn.Module, lora: Lora, targets: Sequence[str] = ()) -> list[str]:
+def attach(model: nn.Module, lora: Lora, targets: Sequence[str] = (), four_bit: bool = False) -> list[str]:
     """Freeze a model and put a product of low rank beside its linears; gives their names.
 
     ``targets``: the last parts of linears' names, or regular expressions for whole names; by default all of its blocks.
+    ``four_bit``: what they stand beside is kept in 4 bits.
     """
+    kind = FourBitLoraLinear if four_bit else LoraLinear
     found = chosen(model, targets)
     for weight in model.parameters():
         weight.requires_grad_(False)
@@ -103,7 +133,7 @@ def attach(model: nn.Module, lora: Lora, targets: Sequence[str] = ()) -> list[st
         owner, _, last = name.rpartition(".")
         base = model.get_submodule(name)
         assert isinstance(base, nn.Linear)
-        setattr(model.get_submodule(owner), last, LoraLinear(base, lora))
+        setattr(model.get_submodule(owner), last, kind(base, lora))
     return found
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from torch import Tensor, nn
 
@@ -21,7 +21,8 @@ from phalanx.data.supervised import BadRows, Document, Supervised, encoded, padd
 from phalanx.data.tokenizer import opened, trained
 from phalanx.models.adapters import Adapter
 from phalanx.models.hugging_face import causal_model, configuration, local_folder, smaller
-from phalanx.models.lora import MAGNITUDE, Lora, LoraKind, attach, is_lora, lengths
+from phalanx.models.lora import FOUR_BITS, MAGNITUDE, Lora, LoraKind, attach, is_four_bit, is_lora, lengths
+from phalanx.models.nf4 import FourBits, quantised
 
 HEALTH = Path(__file__).parent / "data" / "health.jsonl"
 """Questions about health and their answers: short, general, written for this recipe."""
@@ -57,6 +58,8 @@ class SFT(phalanx.Task):
     """Names of linears, or regular expressions; by default all of the blocks."""
     lora_kind: LoraKind = "lora"
     lora_dropout: float = 0.0
+    four_bit: bool = False
+    """The weights that LoRA stands beside are kept in 4 bits (NF4)."""
     adapter: str = ""
     """A folder with LoRA of peft's to begin from."""
     global_batch: int = 8
@@ -67,6 +70,7 @@ class SFT(phalanx.Task):
     weight_decay: float = 0.0
 
     counts = "tokens"
+    _quantised: ClassVar[tuple[str, FourBits] | None] = None
 
     def check(self) -> None:
         super().check()
@@ -82,7 +86,8 @@ class SFT(phalanx.Task):
             )
         if self.lora and self.precision.startswith("fp8"):
             raise phalanx.WrongUse(f"lora={self.lora} computes its linears itself, not in 8 bits. Set precision=bf16.")
-        if not self.lora and (self.lora_targets or self.lora_dropout or self.adapter or self.lora_kind != "lora"):
+        chosen = self.lora_targets or self.lora_dropout or self.adapter or self.four_bit or self.lora_kind != "lora"
+        if chosen and not self.lora:
             raise phalanx.WrongUse("settings of LoRA have no effect without it. Set lora to a rank, such as 16.")
         if self.adapter and self.base == TINY:
             raise phalanx.WrongUse(f"adapter={self.adapter} belongs to a model, and base=tiny is none. Set base to it.")
@@ -129,7 +134,7 @@ class SFT(phalanx.Task):
                 f"{type(model).__name__} does not keep packed conversations apart. Set packed=false: each is a sample."
             )
         if self.lora:
-            attach(model, self._lora, self.lora_targets)
+            attach(model, self._lora, self.lora_targets, self.four_bit)
         if self._adapter is not None:
             self._adapter.check_used([name for name, _ in model.named_parameters() if is_lora(name)])
         return model
@@ -143,9 +148,14 @@ class SFT(phalanx.Task):
         return Adapter(self.adapter, self._lora) if self.adapter else None
 
     def added(self, weight: str) -> bool:
-        return bool(self.lora) and is_lora(weight)
+        return bool(self.lora) and (is_lora(weight) or is_four_bit(weight))
 
     def begins(self, weight: str, read: Callable[[str], Tensor]) -> Tensor | None:
+        if is_four_bit(weight):
+            owner, _, part = weight.rpartition(".")
+            if self._quantised is None or self._quantised[0] != owner:  # its parts are asked for one after another
+                self._quantised = owner, quantised(read(f"{owner}.weight"))
+            return self._quantised[1][FOUR_BITS.index(part)]
         if self._adapter is not None:
             return self._adapter(weight)
         return lengths(read(f"{weight.rpartition('.')[0]}.weight").float()) if weight.endswith(MAGNITUDE) else None

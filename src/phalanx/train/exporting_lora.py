@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from phalanx.checkpoint.export import Selection
 from phalanx.checkpoint.manager import Checkpoint
+from phalanx.errors import WrongUse
 from phalanx.models.adapters import CONFIG, PREFIX, WEIGHTS, adapter_config
 from phalanx.models.lora import MAGNITUDE, A, B, LoraLinear, is_lora, merged
 
@@ -55,6 +56,11 @@ class LoraExport:
 
     def merged(self, checkpoint: Checkpoint) -> Selection:
         """The model's own weights, with LoRA in them."""
+        if any(linear.weight is None for linear in self.linears.values()):
+            raise WrongUse(
+                "the base was kept in 4 bits, and --merge would round it so. Export without it, and merge with the "
+                "base's own weights: peft's merge_and_unload."
+            )
         names = [name.removeprefix("model/") for name in checkpoint.manifest.tensors if name.startswith("model/")]
         own = {name: name for name in names if not is_lora(name)}
         return Selection(own, partial(_made, self.linears))

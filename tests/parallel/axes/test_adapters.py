@@ -55,3 +55,12 @@ def test_a_gathered_container_keeps_their_parts() -> None:
 def test_lengths_of_rows_that_are_cut_are_refused() -> None:
     with pytest.raises(WrongUse, match="is cut by its input, and lora_kind=dora needs the length of whole rows"):
         plan("dora")
+
+
+def test_weights_in_4_bits_are_refused() -> None:
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed (the dev extra has it)")
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    made = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=31, **sizes))
+    attach(made, Lora(3, 6.0), four_bit=True)
+    with pytest.raises(WrongUse, match="keeps its weight in few bits, which tp=2 does not cut"):
+        make_plan(made, Anatomy.of(made), 2)
