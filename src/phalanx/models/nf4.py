@@ -80,5 +80,5 @@ class _Product(torch.autograd.Function):
 
 def product(x: Tensor, bits: FourBits, shape: tuple[int, ...]) -> Tensor:
     """What a linear with such a weight makes of its input, without a bias."""
-    found: Tensor = _Product.apply(x, *bits, shape)  # type: ignore[no-untyped-call]
+    found: Tensor = _Product.apply(x, *bits, shape)
     return found

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from torch import Tensor, nn
 
@@ -70,7 +70,6 @@ class SFT(phalanx.Task):
     weight_decay: float = 0.0
 
     counts = "tokens"
-    _quantised: ClassVar[tuple[str, FourBits] | None] = None
 
     def check(self) -> None:
         super().check()
@@ -147,15 +146,20 @@ class SFT(phalanx.Task):
     def _adapter(self) -> Adapter | None:
         return Adapter(self.adapter, self._lora) if self.adapter else None
 
+    @cached_property
+    def _quantised(self) -> dict[str, FourBits]:
+        return {}
+
     def added(self, weight: str) -> bool:
         return bool(self.lora) and (is_lora(weight) or is_four_bit(weight))
 
     def begins(self, weight: str, read: Callable[[str], Tensor]) -> Tensor | None:
         if is_four_bit(weight):
             owner, _, part = weight.rpartition(".")
-            if self._quantised is None or self._quantised[0] != owner:  # its parts are asked for one after another
-                self._quantised = owner, quantised(read(f"{owner}.weight"))
-            return self._quantised[1][FOUR_BITS.index(part)]
+            if owner not in self._quantised:  # the parts of one are asked for in a row
+                self._quantised.clear()
+                self._quantised[owner] = quantised(read(f"{owner}.weight"))
+            return self._quantised[owner][FOUR_BITS.index(part)]
         if self._adapter is not None:
             return self._adapter(weight)
         return lengths(read(f"{weight.rpartition('.')[0]}.weight").float()) if weight.endswith(MAGNITUDE) else None
