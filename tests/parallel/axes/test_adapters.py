@@ -6,10 +6,12 @@ import pytest
 import torch
 from torch import nn
 
-from phalanx import Anatomy, WrongUse
+from phalanx import Anatomy, Layout, WrongUse
 from phalanx.models.lora import Lora, LoraKind, attach
 from phalanx.models.transformer import Transformer, TransformerConfig
 from phalanx.parallel.axes.cuts import Plan, gather_inside, make_plan
+from tests.parity import TOLERANCE, HostileLanguage, Trace, difference, reference, spread_run
+from tests.ranks import Ranks
 
 
 def model(kind: LoraKind = "lora") -> nn.Module:
@@ -42,6 +44,27 @@ def test_one_of_the_two_is_cut_and_the_other_has_parts_of_a_gradient() -> None:
             for rank in range(2)
         ]
         assert torch.allclose(sum(parts), x @ weights[f"{name}.lora_A.weight"].T, atol=1e-5)
+
+
+class WithLora(HostileLanguage):
+    def model(self) -> nn.Module:
+        made = super().model()
+        attach(made, Lora(3, 6.0, dropout=0.2), ["q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "down_proj"])
+        for name, weight in made.named_parameters():
+            if "lora_B" in name:
+                nn.init.normal_(weight, std=0.1)
+        return made
+
+
+def run_all(layouts: list[str]) -> list[Trace]:
+    return [spread_run(WithLora(steps=2), Layout.parse(layout)) for layout in layouts]
+
+
+def test_it_trains_like_one_device(ranks: Ranks) -> None:
+    expected = reference(WithLora(steps=2), 1)
+    for trace in ranks(2, run_all, ["tp=2", "fsdp=2"])[0]:
+        error, where = difference(trace, expected)
+        assert error < TOLERANCE, where
 
 
 def test_a_gathered_container_keeps_their_parts() -> None:
