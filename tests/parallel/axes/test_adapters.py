@@ -56,13 +56,21 @@ class WithLora(HostileLanguage):
         return made
 
 
-def run_all(layouts: list[str]) -> list[Trace]:
-    return [spread_run(WithLora(steps=2), Layout.parse(layout)) for layout in layouts]
+class FeedForwardsAlone(WithLora):
+    """Attention is whole on every rank, and so is the stream."""
+
+    def anatomy(self, model: nn.Module) -> Anatomy:
+        return Anatomy.of(model, splits={"*.gate_proj": "column", "*.up_proj": "column", "*.down_proj": "row"})
 
 
-def test_it_trains_like_one_device(ranks: Ranks) -> None:
-    expected = reference(WithLora(steps=2), 1)
-    for trace in ranks(2, run_all, ["tp=2", "fsdp=2"])[0]:
+def run_all(task: WithLora, layouts: list[str]) -> list[Trace]:
+    return [spread_run(task, Layout.parse(layout)) for layout in layouts]
+
+
+@pytest.mark.parametrize("task", [WithLora(steps=2), FeedForwardsAlone(steps=2)], ids=lambda task: type(task).__name__)
+def test_it_trains_like_one_device(ranks: Ranks, task: WithLora) -> None:
+    expected = reference(task, 1)
+    for trace in ranks(2, run_all, task, ["tp=2", "fsdp=2"])[0]:
         error, where = difference(trace, expected)
         assert error < TOLERANCE, where
 
