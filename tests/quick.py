@@ -207,7 +207,7 @@ KEPT: dict[str, dict[str, int | tuple[str, ...]]] = {
     "prove/test_report.py": {
         "test_buffers_have_a_bar_of_their_own": 0,
     },
-    "data/test_tokenizer.py": {
+    "data/test_chat_tokenizer.py": {
         "test_it_is_the_same_in_every_process": 0,
     },
     "models/test_hugging_face.py": {

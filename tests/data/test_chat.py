@@ -8,7 +8,7 @@ import pytest
 
 from phalanx import WrongUse
 from phalanx.data.chat import Chat
-from phalanx.data.tokenizer import TEMPLATE, trained
+from phalanx.data.chat_tokenizer import TEMPLATE, trained
 
 pytest.importorskip("transformers", reason="transformers is not installed (the dev extra has it)")
 

@@ -12,9 +12,9 @@ import torch
 
 from phalanx import WrongUse
 from phalanx.data.chat import Chat
-from phalanx.data.rows import RowFile
+from phalanx.data.chat_tokenizer import trained
+from phalanx.data.row_file import RowFile
 from phalanx.data.supervised import Supervised, encoded, padded_together
-from phalanx.data.tokenizer import trained
 
 pytest.importorskip("transformers", reason="transformers is not installed (the dev extra has it)")
 

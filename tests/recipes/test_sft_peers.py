@@ -13,7 +13,7 @@ from tqdm import tqdm
 import phalanx
 from phalanx import Layout
 from phalanx.data.order import Order
-from phalanx.data.rows import RowFile
+from phalanx.data.row_file import RowFile
 from phalanx.recipes.sft import HEALTH, SFT
 from tests.ranks import Ranks
 

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from phalanx import streams
+from phalanx.data.best_fit import best_fit
 from phalanx.data.chat import Chat
 from phalanx.data.conversations import conversation
-from phalanx.data.packing import best_fit
-from phalanx.data.rows import RowFile
+from phalanx.data.row_file import RowFile
 from phalanx.data.tokens import IGNORE
 from phalanx.errors import WrongUse
 from phalanx.events import say

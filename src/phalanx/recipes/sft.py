@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 import phalanx
 from phalanx.data.chat import Chat, LossOn, Marks
+from phalanx.data.chat_tokenizer import opened, trained
 from phalanx.data.conversations import conversation
-from phalanx.data.rows import RowFile
+from phalanx.data.row_file import RowFile
 from phalanx.data.splitting import split
 from phalanx.data.supervised import BadRows, Document, Supervised, encoded, padded_together
-from phalanx.data.tokenizer import opened, trained
 from phalanx.models.adapters import Adapter
 from phalanx.models.hugging_face import causal_model, configuration, local_folder, smaller
 from phalanx.models.lora import FOUR_BITS, MAGNITUDE, Lora, LoraKind, attach, is_four_bit, is_lora, lengths

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from phalanx import WrongUse
-from phalanx.data.tokenizer import opened, trained
+from phalanx.data.chat_tokenizer import opened, trained
 
 pytest.importorskip("transformers", reason="transformers is not installed (the dev extra has it)")
 

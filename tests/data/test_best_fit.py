@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from phalanx.data.packing import best_fit
+from phalanx.data.best_fit import best_fit
 
 
 def test_every_document_is_in_one_sample_and_fits() -> None:

@@ -10,7 +10,7 @@ import pytest
 from tqdm import tqdm
 
 from phalanx import WrongUse
-from phalanx.data.rows import RowFile
+from phalanx.data.row_file import RowFile
 
 ROWS = [{"question": f"what is {n}?", "answer": f'"{n}",\nof course'} for n in range(5)]
 
