@@ -201,13 +201,14 @@ def export(
     ] = None,
     step: Annotated[int | None, typer.Option(help="which checkpoint; by default the last")] = None,
     checkpoints: Annotated[str | None, typer.Option(help="where they lie; by default as the run says")] = None,
+    merge: Annotated[bool, typer.Option("--merge", help="of LoRA, the whole model that it makes of its base")] = False,
 ) -> None:
-    """Write a run's weights as safetensors, or as a folder that Hugging Face's from_pretrained reads."""
+    """Write a run's weights as safetensors, or as a folder that Hugging Face's from_pretrained, or peft's, reads."""
     from phalanx.progress import progress
     from phalanx.train.exporting import export_run
 
     with progress() as show:
-        verdict = export_run(run, to, format, step, lambda done, total: show("exporting", done, total), checkpoints)
+        verdict = export_run(run, to, format, step, lambda n, of: show("exporting", n, of), checkpoints, merge)
     print(verdict)
     raise SystemExit(verdict.exit_code)
 

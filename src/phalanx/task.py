@@ -78,6 +78,17 @@ class Task:
         """Where to begin: a folder of safetensors files with the model's own names, or None for its own weights."""
         return None
 
+    def added(self, weight: str) -> bool:
+        """Whether a weight is the task's own addition to the model, which `pretrained` does not have."""
+        return False
+
+    def begins(self, weight: str, read: Callable[[str], Tensor]) -> Tensor | None:
+        """What an added weight begins as, None: as it is made. ``read`` gives a pretrained one, whole."""
+        return None
+
+    def write_along(self, folder: Path) -> None:
+        """Write what belongs to exported weights into their folder, as a tokenizer."""
+
     def data(self) -> Any:
         """The training samples: anything with ``len()`` and ``[i]`` -> dict of tensors or numbers."""
         raise self._missing("data", "return something with len() and [i] -> dict of tensors or numbers")

@@ -8,12 +8,14 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from phalanx.checkpoint.manager import Checkpoint
 from phalanx.checkpoint.manifest import Held
@@ -27,6 +29,17 @@ TOKENIZER = ("tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "
 Progress = Callable[[int, int], None]
 
 
+@dataclass(frozen=True)
+class Selection:
+    """Which weights of a checkpoint are written, under which names, and as what."""
+
+    names: Mapping[str, str]
+    """By the name in the files, the weight's own."""
+    made: Callable[[Checkpoint, str], Tensor] = lambda checkpoint, name: checkpoint.tensor(f"model/{name}")
+    """What is written for a weight, in its dtype and shape."""
+    file: str = "model"
+
+
 def export(
     checkpoint: Checkpoint,
     to: Path,
@@ -34,10 +47,13 @@ def export(
     beside: Path | None = None,
     progress: Progress | None = None,
     shard_bytes: int = SHARD_BYTES,
+    selection: Selection | None = None,
+    along: Callable[[Path], None] = lambda folder: None,
 ) -> list[Path]:
     """Write a checkpoint's weights into the new folder ``to``; with a ``config`` of Hugging Face's, as its folder.
 
-    ``beside`` is where the model came from, whose tokenizer goes along.
+    ``beside`` is where the model came from, whose tokenizer goes along. ``selection``: other than all weights as they
+    are. ``along`` writes what else belongs there.
     """
     place = to.resolve()
     try:
@@ -47,21 +63,29 @@ def export(
         with TemporaryDirectory(prefix=".exporting-", dir=place.parent) as aside:
             unfinished = Path(aside) / "weights"
             unfinished.mkdir()
-            _write(checkpoint, unfinished, shard_bytes, progress)
+            _write(checkpoint, unfinished, shard_bytes, progress, selection or _everything(checkpoint))
             if config is not None:
                 _describe(checkpoint, unfinished, config, beside)
+            along(unfinished)
             unfinished.rename(place)  # which is not there, or empty still
     except OSError as error:
         raise CannotHere(f"{to} cannot be written: {error.strerror or error}. Make room, or give another.") from None
     return sorted(to.iterdir())
 
 
-def _write(checkpoint: Checkpoint, folder: Path, shard_bytes: int, progress: Progress | None) -> None:
+def _everything(checkpoint: Checkpoint) -> Selection:
+    names = [name.removeprefix("model/") for name in checkpoint.manifest.tensors if name.startswith("model/")]
+    return Selection(dict(zip(names, names, strict=True)))
+
+
+def _write(
+    checkpoint: Checkpoint, folder: Path, shard_bytes: int, progress: Progress | None, selection: Selection
+) -> None:
     """The weights, in as many files as they need."""
-    tensors = {n.removeprefix("model/"): t for n, t in checkpoint.manifest.tensors.items() if n.startswith("model/")}
-    shards = list(_shards(tensors, shard_bytes))
-    names = ["model.safetensors"] if len(shards) == 1 else [
-        f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)
+    tensors = {name: checkpoint.manifest.tensors[f"model/{own}"] for name, own in selection.names.items()}
+    shards, stem = list(_shards(tensors, shard_bytes)), selection.file
+    names = [f"{stem}.safetensors"] if len(shards) == 1 else [
+        f"{stem}-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)
     ]  # fmt: skip
     done, total = 0, sum(_size(held) for held in tensors.values())
     for file, shard in zip(names, shards, strict=True):
@@ -69,7 +93,7 @@ def _write(checkpoint: Checkpoint, folder: Path, shard_bytes: int, progress: Pro
         with (folder / file).open("wb") as out:
             out.write(header(described, {"format": "pt", "tied": json.dumps(checkpoint.manifest.facts["tied"])}))
             for name in shard:
-                out.write(raw_bytes(checkpoint.tensor(f"model/{name}")))
+                out.write(raw_bytes(selection.made(checkpoint, selection.names[name])))
                 done += _size(tensors[name])
                 if progress is not None:
                     progress(done, total)
@@ -78,7 +102,7 @@ def _write(checkpoint: Checkpoint, folder: Path, shard_bytes: int, progress: Pro
     if len(shards) > 1:
         places = {name: file for file, shard in zip(names, shards, strict=True) for name in shard}
         index = {"metadata": {"total_size": total}, "weight_map": places}
-        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
+        (folder / f"{stem}.safetensors.index.json").write_text(json.dumps(index, indent=1))
 
 
 def _describe(checkpoint: Checkpoint, folder: Path, config: Any, beside: Path | None) -> None:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
+from torch import Tensor, nn
 
 from phalanx.checkpoint.weights import DTYPES
 from phalanx.errors import WrongUse, closest
 from phalanx.parallel.axes.cuts import Cut
+from phalanx.parallel.weights.filling import Saved
+from phalanx.task import Task
 from phalanx.trees import leaves
 
 STACKED = {"gate_up_proj": ("gate_proj|w1", "up_proj|w3"), "down_proj": ("down_proj|w2",)}
@@ -31,6 +33,27 @@ def _kind(dtype: str) -> str:
     return {"F": "real", "B": "real", "C": "complex"}.get("I" if dtype == "BOOL" else dtype[0], "whole")
 
 
+def beginning(path: str | Path, model: nn.Module, tied: Mapping[str, str], task: Task) -> Saved:
+    """Where a described model's weights begin: in a folder, but for those that the task has added to it."""
+    kept = set(model.state_dict(keep_vars=True))
+    tensors = {n: t for n, t in [*model.named_parameters(), *model.named_buffers()] if n in kept}
+    shapes, dtypes = ({n: getattr(t, what) for n, t in tensors.items()} for what in ("shape", "dtype"))
+    found = Pretrained(path, shapes, tied, dtypes, task.added)
+
+    def part(name: str, cut: Cut | None, rank: int) -> Tensor | None:
+        if found.has(name):
+            return found.part(name, cut, rank)
+        made = task.begins(name, found.whole)
+        if made is not None and made.shape != shapes[name]:
+            raise WrongUse(
+                f"{name} would begin as a tensor of shape {tuple(made.shape)}, and has {tuple(shapes[name])} in the "
+                "model. Build the model as what it begins from was."
+            )
+        return made if made is None or cut is None else cut.take(made, rank)
+
+    return part
+
+
 class Pretrained:
     """Tensors by the model's own names, spread over one file or several."""
 
@@ -40,9 +63,11 @@ class Pretrained:
         shapes: Mapping[str, torch.Size],
         tied: Mapping[str, str],
         dtypes: Mapping[str, torch.dtype] | None = None,
+        added: Callable[[str], bool] = lambda name: False,
     ) -> None:
         """``shapes`` are the weights and buffers that must be there; shared ones may stand under any of their names.
 
+        Those that were ``added`` to the model may be missing, all of them.
         Where ``dtypes`` says what they are, whole, real and complex numbers do not stand in for each other.
         """
         self.path, self.shapes = Path(path), shapes
@@ -69,15 +94,17 @@ class Pretrained:
                     "cannot be told. Take one of them away, or give the file."
                 )
             self._files |= dict.fromkeys(names, file)
-        self._names = {name: self._find(name, [n for n, first in tied.items() if first == name]) for name in shapes}
-        for name, shape in shapes.items():
+        old = [name for name in shapes if not added(name)]
+        needed = old if not any(name in self._files for name in shapes if added(name)) else list(shapes)
+        self._names = {name: self._find(name, [n for n, first in tied.items() if first == name]) for name in needed}
+        for name, shape in ((name, shapes[name]) for name in needed):
             found = self._shape(self._names[name])
             if found != shape:
                 raise WrongUse(
                     f"{name} has shape {tuple(found)} in {path} and {tuple(shape)} in the model. "
                     "Build the model as the saved one was."
                 )
-        for name, dtype in (dtypes or {}).items():
+        for name, dtype in ((n, d) for n, d in (dtypes or {}).items() if n in self._names):
             for stored in leaves(self._names[name], str):
                 found_kind, kind = _kind(self._dtype(stored)), _kind(DTYPES.get(dtype, "F"))
                 if found_kind != kind:
@@ -85,7 +112,9 @@ class Pretrained:
                         f"{stored} holds {found_kind} numbers in {path}, and {name} of the model {kind} ones. "
                         "Convert it, or build the model as the saved one was."
                     )
+        changed = {name.rpartition(".")[0] for name in shapes if added(name)}  # modules that keep something else
         left = sorted(self._files.keys() - set(leaves(self._names, str)) - set(tied))
+        left = [name for name in left if name.rpartition(".")[0] not in changed]
         numbered = {_unnumbered(name) for name in self._names}
         beyond = next((name for name in left if _unnumbered(name) in numbered), None)
         if beyond is not None:
@@ -95,6 +124,16 @@ class Pretrained:
                 f"{path} also holds {len(left)} tensors that the model has no place for: {', '.join(left[:3])}",
                 stacklevel=2,
             )
+
+    def whole(self, name: str) -> Tensor:
+        """A tensor that is there, whether or not the model has one of its name."""
+        if name not in self._names:
+            self._names[name] = self._find(name, [])
+        return self.part(name, None, 0)
+
+    def has(self, name: str) -> bool:
+        """Whether it is there: all but what was added always are."""
+        return name in self._names
 
     def _find(self, name: str, others: list[str]) -> str | list[list[str]]:
         """Its name in the files; of a stacked weight, by expert the names of what is laid one after another."""

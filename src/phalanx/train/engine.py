@@ -20,7 +20,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from phalanx.checkpoint.pretrained import Pretrained
+from phalanx.checkpoint.pretrained import beginning
 from phalanx.checkpoint.weights import check_writable
 from phalanx.data.kinds import count_samples
 from phalanx.data.loader import Loader, StepBatch, seed_globally
@@ -158,12 +158,7 @@ class Engine:
     def _saved(self, model: nn.Module) -> Saved | None:
         """Where the task's weights begin, if not as its model's constructor makes them."""
         path = self.init_from or self.task.pretrained()
-        if path is None:
-            return None
-        kept = set(model.state_dict(keep_vars=True))
-        tensors = {n: t for n, t in [*model.named_parameters(), *model.named_buffers()] if n in kept}
-        shapes, dtypes = ({n: getattr(t, what) for n, t in tensors.items()} for what in ("shape", "dtype"))
-        return Pretrained(path, shapes, self.anatomy.tied, dtypes).part
+        return None if path is None else beginning(path, model, self.anatomy.tied, self.task)
 
     def _loader(self, data: Any, order: Order) -> Loader:
         return Loader(

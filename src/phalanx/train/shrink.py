@@ -14,12 +14,13 @@ from torch import Tensor, nn
 
 from phalanx.errors import WrongUse
 from phalanx.layout import Layout
+from phalanx.models.hugging_face import HEAD_WIDTH, smaller
 from phalanx.parallel.weights.blueprint import Blueprint
 from phalanx.task import Task
 from phalanx.train.variant import Variant, variant
 
 SMALL_WEIGHTS, SMALL_LENGTH, SHORTEST = 300_000, 32, 6
-HEAD_WIDTH, VOCABULARY, CHUNK = 8, 131, 8
+VOCABULARY, CHUNK = 131, 8
 LAYERS = ("layers", "num_layers", "n_layers", "n_layer", "depth", "num_hidden_layers")
 
 
@@ -125,29 +126,7 @@ def by_config(task: Task, model: nn.Module, config: Any, needs: Needs, vocabular
     """The same class of model from a smaller configuration, with so many words at most."""
     if not hasattr(config, "num_attention_heads"):
         return _state_space(task, model, config, needs, vocabulary)
-    tiny = copy.deepcopy(config)
-    heads = min(config.num_attention_heads, max(4, needs.heads))
-    keys = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    sizes = {
-        "num_hidden_layers": min(config.num_hidden_layers, needs.blocks),
-        "num_attention_heads": heads,
-        "num_key_value_heads": max(1, heads * keys // config.num_attention_heads),
-        "hidden_size": heads * HEAD_WIDTH,
-        "head_dim": HEAD_WIDTH,
-        "intermediate_size": 6 * HEAD_WIDTH,
-        "moe_intermediate_size": 3 * HEAD_WIDTH,
-        "num_local_experts": min(getattr(config, "num_local_experts", 8), 8),
-        "num_experts": min(getattr(config, "num_experts", 8), 8),
-        "vocab_size": min(getattr(config, "vocab_size", vocabulary), vocabulary),
-    }
-    for name, value in sizes.items():
-        if isinstance(getattr(config, name, None), int):
-            setattr(tiny, name, value)
-    if isinstance(getattr(tiny, "layer_types", None), list):
-        tiny.layer_types = tiny.layer_types[: tiny.num_hidden_layers]
-    for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
-        if isinstance(value := getattr(tiny, name, None), int) and value >= tiny.vocab_size:
-            setattr(tiny, name, value % tiny.vocab_size)
+    tiny = smaller(config, needs.blocks, needs.heads, vocabulary)
     return _with_config(task, model, tiny, _chunks(tiny, SMALL_LENGTH // 2))
 
 

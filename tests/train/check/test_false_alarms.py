@@ -17,6 +17,7 @@ from transformers import PretrainedConfig
 import phalanx
 from phalanx.data import Arrays
 from phalanx.recipes.gpt import GPT
+from phalanx.recipes.sft import SFT
 from phalanx.recipes.shapes import Shapes
 from phalanx.references import find_task
 from phalanx.train.check import checking
@@ -93,7 +94,7 @@ def test_hugging_face(kind: str) -> None:
 @pytest.mark.parametrize("task", [
     GPT(megabytes=0.5), GPT(megabytes=0.5, dropout=0.2, experts=4, tied=True, bias=True),
     GPT(megabytes=0.5, width=768, layers=12, heads=12, length=256), GPT(megabytes=0.5, precision="bf16"), Shapes(),
-    Digits(), Digits(global_batch=1), Digits(samples=8, precision="float64"),
+    SFT(), SFT(lora=4), Digits(), Digits(global_batch=1), Digits(samples=8, precision="float64"),
 ], ids=str)  # fmt: skip
 def test_recipes(task: phalanx.Task) -> None:
     quiet(task)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from phalanx.anatomy import Anatomy
 from phalanx.errors import WrongUse
-from phalanx.parallel.axes import batchnorm, heads
+from phalanx.parallel.axes import adapters, batchnorm, heads
 from phalanx.parallel.axes.heads import HEAD_WIDTHS, Span, attribute, features, part
 
 MIXING_NORMS = (*batchnorm.KINDS, nn.GroupNorm, nn.InstanceNorm1d, nn.InstanceNorm2d)
@@ -129,6 +129,8 @@ def _closed_groups(block: str, rules: dict[str, Any]) -> Iterator[tuple[str, lis
 def _cut_container(plan: Plan, model: nn.Module, name: str, rules: dict[str, Any], ranks: int) -> None:
     for member, way in rules.items():
         module: Any = model.get_submodule(member)
+        if getattr(module, "weight", 0) is None:
+            raise WrongUse(f"{member} keeps its weight in few bits, which tp={ranks} does not cut. Use fsdp instead.")
         if way == "row" and not _plain(module):
             raise WrongUse(
                 f"{member} is a {type(module).__name__} with a forward of its own, of which tp={ranks} can compute no "
@@ -151,6 +153,9 @@ def _cut_container(plan: Plan, model: nn.Module, name: str, rules: dict[str, Any
         columns = way == "column"
         transposed = not isinstance(module, nn.Linear)  # as of Hugging Face's Conv1D: [in, out]
         plan.cuts[f"{member}.weight"] = Cut(int(columns == transposed), tuple(spans[member]))
+        cuts, parts = adapters.cut_beside(member, module, columns, spans[member])
+        plan.cuts |= {weight: Cut(dim, tuple(own)) for weight, (dim, own) in cuts.items()}
+        plan.partial |= set(parts)
         if columns:
             plan.columns[member] = name
             if module.bias is not None:
@@ -193,6 +198,7 @@ def _why_gathered(
             return next(filter(None, reasons))
     known = {f"{member}.{kind}" for member in rules for kind in ("weight", "bias")}
     known |= {f"{name}.{own}" for own, _ in _by_head(container, count)}
+    known |= {weight for member in rules for weight in adapters.weights(member, model.get_submodule(member))}
     widths = {features(model.get_submodule(member), out=True) for member, way in rules.items() if way == "row"}
     for full, weight in container.named_parameters(prefix=name):
         on_stream = _is_norm(model, full, weight) and weight.shape[0] in widths
@@ -219,7 +225,7 @@ def _spans(
 
 def _plain(module: nn.Module) -> bool:
     """Whether it computes what a linear does: ``x @ weight + bias``. Others are tried with small numbers."""
-    if type(module).forward is nn.Linear.forward or type(module).__name__ == "Conv1D":
+    if type(module).forward is nn.Linear.forward or type(module).__name__ == "Conv1D" or adapters.beside(module):
         return True
     if not isinstance(module, nn.Linear) or len(list(module.parameters())) > 2 or list(module.buffers()):
         return False
@@ -256,10 +262,11 @@ def _head_count(model: nn.Module, rules: dict[str, Any], width: int) -> int:
 
 def _tokenwise(model: nn.Module, block: str, plan: Plan) -> bool:
     """Whether all that a block does outside of its containers, it does to each token by itself."""
+    linears = {*plan.columns, *plan.rows}  # with what stands beside them
     for name, module in model.get_submodule(block).named_modules(prefix=block):
         inside = next((c for c in plan.containers if name == c or name.startswith(c + ".")), None)
         own = list(module.parameters(recurse=False))
-        if not own or f"{name}.weight" in plan.cuts:
+        if not own or f"{name}.weight" in plan.cuts or name.rpartition(".")[0] in linears:
             continue
         norm = "norm" in type(module).__name__.lower() and not isinstance(module, MIXING_NORMS)
         if inside is not None and plan.containers[inside].gathered:
@@ -294,7 +301,8 @@ def gather_inside(plan: Plan, name: str, reason: str) -> None:
     """From now on have a container's columns gathered, and all between them and its rows computed on every rank."""
     plan.containers[name] = Container(name, plan.containers[name].features, gathered=reason)
     within = {weight for weight in plan.partial if weight.startswith(name + ".")}
-    plan.partial -= {weight for weight in within if weight.rpartition(".")[0] not in plan.rows}
+    linears = {*plan.columns, *plan.rows}
+    plan.partial -= {w for w in within if w.rpartition(".")[0] not in plan.rows and adapters.owner(w) not in linears}
 
 
 def _is_norm(model: nn.Module, name: str, weight: Tensor) -> bool:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from phalanx.kernels.linear_cross_entropy import Vocabulary, check_ids
 from phalanx.logits import Logits
+from phalanx.parallel.axes import adapters
 from phalanx.parallel.axes.cuts import Cut, Plan, gather_inside
 from phalanx.parallel.communication.communicator import Communicator
 from phalanx.parallel.communication.differentiable import (
@@ -81,6 +82,8 @@ class TensorParallel:
             cut = plan.cuts[f"{name}.weight"]
             columns[cut] = columns.get(cut) or GatheredColumns(cut, randomness.device)
             wrap(module, Around("column-parallel", self._column, self._containers[container], columns[cut]))
+            if (dropout := adapters.dropout(module)) is not None:
+                wrap(dropout, Around("whole features", self._whole_features))
             if hasattr(module, "nf"):  # Hugging Face's Conv1D shapes its output by it
                 module.nf = sum(stop - start for start, stop in cut.spans[self.group.rank])
         for row in plan.rows:
@@ -141,6 +144,11 @@ class TensorParallel:
     def _column(self, forward: Forward, inside: Inside, columns: GatheredColumns, *args: Any) -> Tensor:
         output = forward(*self._into_column(inside, args))
         return self._gathered(columns, output) if inside.gathered else output
+
+    def _whole_features(self, forward: Forward, x: Tensor) -> Tensor:
+        """What goes into a column has all features of the stream, and draws are those of them."""
+        with self.activations.handed(self.activations.stream, self.activations.stream.inside(None, None)):
+            return forward(x)
 
     def _into_column(self, inside: Inside, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """From here to the row, features are this rank's. Columns of one tensor share a way in, and a sum back."""

@@ -64,6 +64,8 @@ def narrow_logits(rest: Forward, *args: Any, **kwargs: Any) -> Any:
 
 def product(module: Any, x: Tensor) -> Tensor:
     """What a linear, or Hugging Face's Conv1D, makes of its input before its bias is added."""
+    if hasattr(module, "low_rank"):
+        return module.product(x)
     if not isinstance(module, nn.Linear):
         return x @ module.weight
     around = wrapper(module)

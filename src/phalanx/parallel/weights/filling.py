@@ -21,8 +21,8 @@ from phalanx.parallel.weights.storage import Storage
 from phalanx.parallel.weights.weight import Weight
 from phalanx.trees import leaves, mapped
 
-Saved = Callable[[str, Cut | None, int], Tensor]
-"""A rank's part of a weight, by name, from where it is kept."""
+Saved = Callable[[str, Cut | None, int], Tensor | None]
+"""A rank's part of a weight, by name, from where it is kept; None: it is not, and begins as its constructor says."""
 
 
 def describe(
@@ -69,8 +69,8 @@ def fill(
         weight.make_room()
         locate(weight, cut, index, holding.shapes[name])
         rows = weight.shard.data
-        if saved is not None:
-            rows.copy_(weight.own_rows(saved(name, cut, index)))
+        if saved is not None and (found := saved(name, cut, index)) is not None:
+            rows.copy_(weight.own_rows(found))
             continue
         places = list(boxes(weight, cut, index, rows))
         drawn = parts(blueprint, described_one, [box for box, _ in places], device)
@@ -81,7 +81,8 @@ def fill(
             continue  # another stage's
         if parameter.requires_grad:
             raise WrongUse(f"{name} is {parameter.dtype}, which is not trained here. Keep its parts as real weights.")
-        value = blueprint.value(parameter, device) if saved is None else saved(name, None, 0).to(device)
+        kept_value = saved(name, None, 0) if saved is not None else None
+        value = blueprint.value(parameter, device) if kept_value is None else kept_value.to(device)
         made = nn.Parameter(value, requires_grad=False)
         for module in blueprint.model.modules():
             for attribute, held in list(module.named_parameters(recurse=False, remove_duplicate=False)):
@@ -98,8 +99,8 @@ def fill(
     for owner, module in blueprint.model.named_modules():
         for name, value in [*module.named_buffers(recurse=False), *_plain_attributes(module)]:
             full = f"{owner}.{name}" if owner else name
-            if saved is not None and full in kept:
-                setattr(module, name, widened(saved(full, None, 0).to(device)))
+            if saved is not None and full in kept and (stored := saved(full, None, 0)) is not None:
+                setattr(module, name, widened(stored.to(device)))
             else:
                 setattr(module, name, mapped(real, value))
         _refuse_hidden(module, owner)

@@ -1,0 +1,59 @@
+"""Tokenizers of Hugging Face's: opened where they lie, or a small one made on the spot from a few texts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from phalanx.errors import CannotHere, WrongUse
+
+PAD, END = "<|pad|>", "<|end|>"
+ROLES = ("system", "user", "assistant")
+TEMPLATE = (
+    "{% for message in messages %}<|{{ message['role'] }}|>"
+    "{% if message['role'] == 'assistant' %}"
+    "{% generation %}{{ message['content'] }}" + END + "{% endgeneration %}"
+    "{% else %}{{ message['content'] }}" + END + "{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def _transformers() -> Any:
+    try:
+        import transformers
+    except ImportError:
+        raise CannotHere("fine-tuning needs transformers. Install it: pip install 'phalanx[sft]'") from None
+    return transformers
+
+
+def opened(folder: str | Path, template: str = "") -> Any:
+    """The tokenizer in a folder; with a ``template`` file, conversations are written as that says."""
+    try:
+        tokenizer = _transformers().AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+    except (OSError, ValueError) as error:
+        said = str(error).splitlines()[0]
+        raise WrongUse(f"there is no tokenizer in {folder} ({said}). Set tokenizer to the folder of one.") from None
+    if template:
+        if not Path(template).is_file():
+            raise WrongUse(f"the chat template {template} is not there. Give a file, as chat_template.jinja.")
+        tokenizer.chat_template = Path(template).read_text()
+    return tokenizer
+
+
+def trained(texts: Iterable[str], size: int) -> Any:
+    """A byte-level BPE tokenizer of at most so many tokens, made from texts, with a chat template of its own."""
+    kind = _transformers().PreTrainedTokenizerFast
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    special = [PAD, END, *(f"<|{role}|>" for role in ROLES)]
+    tokenizer.train_from_iterator(texts, trainers.BpeTrainer(
+        vocab_size=size, special_tokens=special, show_progress=False,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    ))  # fmt: skip
+    made = kind(tokenizer_object=tokenizer, pad_token=PAD, eos_token=END)
+    made.chat_template = TEMPLATE
+    return made

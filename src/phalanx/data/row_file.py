@@ -1,0 +1,121 @@
+"""Rows of a file, each a dict of columns: JSON lines, CSV, parquet, or a folder that Hugging Face's `datasets` saved.
+
+Every row has a place, file and number, for whoever has to say that it is wrong.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from phalanx.errors import CannotHere, WrongUse
+
+Read = Callable[[int], Any]
+
+
+class RowFile:
+    """All rows of one file or folder; one that is no object is refused when it is asked for."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        if not self.path.exists():
+            raise WrongUse(f"the data {path} is not there. Check the path.")
+        kind = "saved data set" if self.path.is_dir() else self.path.suffix
+        if kind not in KINDS:
+            known = ", ".join(name for name in KINDS if name.startswith("."))
+            raise WrongUse(f"{path} is none of {known}, nor a folder of Hugging Face's datasets. Convert it to one.")
+        self._size, self._read, self._numbers = KINDS[kind](self.path)
+        if not self._size:
+            raise WrongUse(f"{path} is empty: it has no row. Check what wrote it.")
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if not 0 <= index < self._size:
+            raise IndexError(index)
+        try:
+            row = self._read(index)
+        except ValueError as error:
+            raise WrongUse(f"{self.place(index)}: not JSON ({error}). Mend or remove it.") from None
+        if not isinstance(row, Mapping):
+            raise WrongUse(f"{self.place(index)}: a {type(row).__name__}, not an object with names. Mend or remove it.")
+        return dict(row)
+
+    def place(self, index: int) -> str:
+        """Where a row stands, as an editor counts."""
+        return f"{self.path}, row {index + 1 if self._numbers is None else self._numbers[index]}"
+
+
+def _json_lines(path: Path) -> tuple[int, Read, np.ndarray | None]:
+    """Read where they lie; memory: 16 bytes a line."""
+    starts, numbers, position = [], [], 0
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if line.strip():
+                starts.append(position)
+                numbers.append(number)
+            position += len(line)
+
+    def read(index: int) -> Any:
+        with path.open("rb") as file:  # opened anew, so that workers do not share a file position
+            file.seek(starts[index])
+            return json.loads(file.readline())
+
+    return len(starts), read, np.array(numbers, dtype=np.int64)
+
+
+def _json(path: Path) -> tuple[int, Read, np.ndarray | None]:
+    """One array of objects; or objects line by line, as some name them so."""
+    with path.open("rb") as file:
+        if not file.read(64).lstrip().startswith(b"["):
+            return _json_lines(path)
+    try:
+        rows = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise WrongUse(f"{path} is not JSON ({error}). Mend it.") from None
+    return len(rows), rows.__getitem__, None
+
+
+def _csv(path: Path) -> tuple[int, Read, np.ndarray | None]:
+    with path.open(newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    return len(rows), rows.__getitem__, None
+
+
+def _parquet(path: Path) -> tuple[int, Read, np.ndarray | None]:
+    try:
+        import pyarrow.parquet
+    except ImportError:
+        raise CannotHere("reading parquet needs pyarrow. Install it: pip install 'phalanx[parquet]'") from None
+    table = pyarrow.parquet.read_table(path, memory_map=True)
+    return table.num_rows, lambda index: table.slice(index, 1).to_pylist()[0], None
+
+
+def _saved(path: Path) -> tuple[int, Read, np.ndarray | None]:
+    """What `save_to_disk` left: one data set, or several of which ``train`` is taken."""
+    try:
+        import datasets
+    except ImportError:
+        raise CannotHere(f"reading the folder {path} needs datasets. Install it: pip install 'phalanx[sft]'") from None
+    try:
+        found: Any = datasets.load_from_disk(str(path))
+    except FileNotFoundError:
+        raise WrongUse(
+            f"{path} is a folder, and not one that datasets' save_to_disk left. Give a file, or such a folder."
+        ) from None
+    if isinstance(found, Mapping):
+        if "train" not in found:
+            raise WrongUse(f"{path} has {', '.join(map(str, found))} and no train. Give the folder of one: {path}/NAME")
+        found = found["train"]
+    return len(found), found.__getitem__, None
+
+
+KINDS: dict[str, Callable[[Path], tuple[int, Read, np.ndarray | None]]] = {
+    ".jsonl": _json_lines, ".json": _json, ".csv": _csv, ".parquet": _parquet, "saved data set": _saved,
+}  # fmt: skip

@@ -1,0 +1,88 @@
+"""Causal language models of Hugging Face's: found on this machine, described by their configuration, made smaller."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from phalanx.errors import CannotHere, WrongUse
+
+HEAD_WIDTH = 8
+FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
+
+
+def local_folder(name: str | Path) -> Path:
+    """The folder of a model: itself, or where a model of this name lies on this machine, fetched if it is not there.
+
+    Offline (HF_HUB_OFFLINE=1) nothing is fetched.
+    """
+    if Path(name).is_dir():
+        return Path(name)
+    try:
+        import huggingface_hub
+    except ImportError:
+        raise CannotHere("a model's name needs huggingface_hub. Install it: pip install 'phalanx[sft]'") from None
+    try:
+        return Path(huggingface_hub.snapshot_download(str(name), allow_patterns=FILES))
+    except Exception as error:  # of HTTP, of the hub's own, of values: whichever, the model is not here
+        said = str(error).splitlines()[0]
+        raise WrongUse(
+            f"there is no model {str(name)!r} here, neither as a folder nor among those that were fetched "
+            f"({type(error).__name__}: {said}). Give the folder of a saved model."
+        ) from None
+
+
+def configuration(folder: str | Path) -> Any:
+    """What a folder says of its model."""
+    try:
+        import transformers
+    except ImportError:
+        raise CannotHere("fine-tuning needs transformers. Install it: pip install 'phalanx[sft]'") from None
+    try:
+        return transformers.AutoConfig.from_pretrained(str(folder), local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise WrongUse(
+            f"{folder} does not say what model it is ({str(error).splitlines()[0]}). Give the folder of a saved model."
+        ) from None
+
+
+def causal_model(config: Any) -> nn.Module:
+    """A causal language model of this configuration, with weights of its own."""
+    import transformers
+
+    try:
+        return transformers.AutoModelForCausalLM.from_config(copy.deepcopy(config))
+    except ValueError as error:
+        said = str(error).splitlines()[0]
+        raise WrongUse(f"{type(config).__name__} is not of a causal language model ({said}). Give another.") from None
+
+
+def smaller(config: Any, blocks: int, heads: int, vocabulary: int) -> Any:
+    """The configuration of a model of the same kind, with small sizes."""
+    tiny = copy.deepcopy(config)
+    heads = min(config.num_attention_heads, max(4, heads))
+    keys = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    sizes = {
+        "num_hidden_layers": min(config.num_hidden_layers, blocks),
+        "num_attention_heads": heads,
+        "num_key_value_heads": max(1, heads * keys // config.num_attention_heads),
+        "hidden_size": heads * HEAD_WIDTH,
+        "head_dim": HEAD_WIDTH,
+        "intermediate_size": 6 * HEAD_WIDTH,
+        "moe_intermediate_size": 3 * HEAD_WIDTH,
+        "num_local_experts": min(getattr(config, "num_local_experts", 8), 8),
+        "num_experts": min(getattr(config, "num_experts", 8), 8),
+        "vocab_size": min(getattr(config, "vocab_size", vocabulary), vocabulary),
+    }
+    for name, value in sizes.items():
+        if isinstance(getattr(config, name, None), int):
+            setattr(tiny, name, value)
+    if isinstance(getattr(tiny, "layer_types", None), list):
+        tiny.layer_types = tiny.layer_types[: tiny.num_hidden_layers]
+    for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
+        if isinstance(value := getattr(tiny, name, None), int) and value >= tiny.vocab_size:
+            setattr(tiny, name, value % tiny.vocab_size)
+    return tiny

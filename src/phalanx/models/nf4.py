@@ -1,0 +1,84 @@
+"""Weights in 4 bits, as QLoRA keeps them: NF4 in blocks of 64, whose scales are kept in 8 bits themselves.
+
+The table of 16 values, the blocks and the order of the halves of a byte are bitsandbytes'. Scales of blocks have their
+mean taken off and are divided by the largest of 256. Those few real numbers are kept as whole ones, mantissa and
+exponent: what is real is computed with in the run's dtype, and 8 bits of a mantissa would be too few for them.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+BLOCK, SCALES, LARGEST, MANTISSA = 64, 256, 127, 1 << 24
+CODE = (
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
+    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+)  # fmt: skip
+
+
+class FourBits(NamedTuple):
+    """A weight of which two elements share a byte, the first in its upper half."""
+
+    packed: Tensor
+    """uint8: two elements each."""
+    absmax: Tensor
+    """int8: of each block, what it is multiplied by."""
+    scales: Tensor
+    """int32, mantissas and exponents: of each 256 of these, what they are multiplied by; and last, what is added."""
+
+
+def quantised(weight: Tensor) -> FourBits:
+    """The nearest values of the table."""
+    flat = weight.detach().to(torch.float32).reshape(-1)
+    flat = F.pad(flat, (0, -len(flat) % BLOCK))
+    blocks = flat.reshape(-1, BLOCK)
+    largest = blocks.abs().amax(1)
+    between = torch.tensor([(a + b) / 2 for a, b in pairwise(CODE)], device=weight.device)
+    found = torch.bucketize(blocks / largest.clamp_min(1e-30).unsqueeze(1), between).reshape(-1, 2)
+    packed = (found[:, 0] * 16 + found[:, 1]).to(torch.uint8)
+    mean = largest.mean()
+    rest = F.pad(largest - mean, (0, -len(largest) % SCALES)).reshape(-1, SCALES)
+    scale = rest.abs().amax(1)
+    absmax = (rest / scale.clamp_min(1e-30).unsqueeze(1) * LARGEST).round().to(torch.int8).reshape(-1)
+    mantissa, exponent = torch.frexp(torch.cat([scale, mean.reshape(1)]))
+    scales = torch.stack([(mantissa * MANTISSA).to(torch.int32), exponent.to(torch.int32)])
+    return FourBits(packed, absmax[: len(largest)], scales)
+
+
+def dequantised(bits: FourBits, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """A weight again, in another dtype."""
+    code = torch.tensor(CODE, device=bits.packed.device)
+    pairs = torch.stack([bits.packed >> 4, bits.packed & 15], 1).to(torch.int32)
+    real = torch.ldexp(bits.scales[0].to(torch.float32) / MANTISSA, bits.scales[1])
+    largest = bits.absmax.to(torch.float32) / LARGEST
+    largest = largest * real[:-1].repeat_interleave(SCALES)[: len(largest)] + real[-1]
+    values = code[pairs.reshape(-1, BLOCK)] * largest.unsqueeze(1)
+    return values.reshape(-1)[: torch.Size(shape).numel()].reshape(shape).to(dtype)
+
+
+class _Product(torch.autograd.Function):
+    """A product with a weight in 4 bits: it is a whole weight while it is multiplied with, and never kept as one."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, packed: Tensor, absmax: Tensor, scales: Tensor, shape: tuple[int, ...]) -> Tensor:
+        ctx.save_for_backward(packed, absmax, scales)
+        ctx.shape = shape
+        return F.linear(x, dequantised(FourBits(packed, absmax, scales), shape, x.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        (gradient,) = gradients
+        weight = dequantised(FourBits(*ctx.saved_tensors), ctx.shape, gradient.dtype)
+        return gradient @ weight, None, None, None, None
+
+
+def product(x: Tensor, bits: FourBits, shape: tuple[int, ...]) -> Tensor:
+    """What a linear with such a weight makes of its input, without a bias."""
+    found: Tensor = _Product.apply(x, *bits, shape)
+    return found

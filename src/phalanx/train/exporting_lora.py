@@ -1,0 +1,76 @@
+"""LoRA of a run taken out of it: alone, as peft's files, or merged into the weights that it stood beside."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from torch import Tensor, nn
+
+from phalanx.checkpoint.export import Selection
+from phalanx.checkpoint.manager import Checkpoint
+from phalanx.errors import WrongUse
+from phalanx.models.adapters import CONFIG, PREFIX, WEIGHTS, adapter_config
+from phalanx.models.lora import MAGNITUDE, A, B, LoraLinear, is_lora, merged
+
+
+@dataclass(frozen=True)
+class LoraExport:
+    """The linears of a described model that have LoRA, and what else it has."""
+
+    linears: Mapping[str, LoraLinear]
+    every: tuple[str, ...]
+    """All linears, with LoRA or not."""
+    weights: tuple[str, ...]
+    """All of LoRA's."""
+    base: Path | None
+    """Where the model's own weights came from."""
+
+    @classmethod
+    def of(cls, model: nn.Module, base: Path | None) -> LoraExport | None:
+        """None for a model without any."""
+        modules = dict(model.named_modules())
+        found = {name: module for name, module in modules.items() if isinstance(module, LoraLinear)}
+        inner = {f"{name}.{part}" for name in found for part in (A, B)}
+        every = tuple(name for name, m in modules.items() if isinstance(m, nn.Linear) and name not in inner)
+        weights = tuple(name for name, _ in model.named_parameters() if is_lora(name))
+        return cls(found, every, weights, base) if found else None
+
+    def alone(self) -> Selection:
+        """LoRA under peft's names."""
+        return Selection({PREFIX + name: name for name in self.weights}, file=Path(WEIGHTS).stem)
+
+    def describing(self, along: Callable[[Path], None]) -> Callable[[Path], None]:
+        """Writes what peft wants to know, after what else belongs there."""
+        lora = next(iter(self.linears.values())).lora
+        said = adapter_config(lora, self.linears, self.every, None if self.base is None else str(self.base))
+
+        def write(folder: Path) -> None:
+            along(folder)
+            (folder / CONFIG).write_text(json.dumps(said, indent=1))
+
+        return write
+
+    def merged(self, checkpoint: Checkpoint) -> Selection:
+        """The model's own weights, with LoRA in them."""
+        if any(linear.weight is None for linear in self.linears.values()):
+            raise WrongUse(
+                "the base was kept in 4 bits, and --merge would round it so. Export without it, and merge with the "
+                "base's own weights: peft's merge_and_unload."
+            )
+        names = [name.removeprefix("model/") for name in checkpoint.manifest.tensors if name.startswith("model/")]
+        own = {name: name for name in names if not is_lora(name)}
+        return Selection(own, partial(_made, self.linears))
+
+
+def _made(linears: Mapping[str, LoraLinear], checkpoint: Checkpoint, name: str) -> Tensor:
+    weight, owner = checkpoint.tensor(f"model/{name}"), name.removesuffix(".weight")
+    if owner not in linears or owner == name:
+        return weight
+    a, b = (checkpoint.tensor(f"model/{owner}.{part}.weight") for part in (A, B))
+    dora = linears[owner].lora_magnitude_vector is not None
+    magnitude = checkpoint.tensor(f"model/{owner}.{MAGNITUDE}") if dora else None
+    return merged(weight, a, b, magnitude, linears[owner].scale)

@@ -1,0 +1,43 @@
+"""Rows of every kind as messages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from phalanx import WrongUse
+from phalanx.data.conversations import conversation
+
+ASKED, ANSWERED = {"role": "user", "content": "why?"}, {"role": "assistant", "content": "so."}
+
+
+@pytest.mark.parametrize("row", [
+    {"messages": [ASKED, ANSWERED]},
+    {"messages": [ASKED, ANSWERED, {"role": "user", "content": "and?"}]},
+    {"prompt": "why?", "completion": "so."},
+    {"prompt": [ASKED], "completion": [ANSWERED]},
+    {"question": "why?", "answer": "so.", "source": "a book"},
+    {"instruction": "why?", "input": "", "output": "so."},
+])  # fmt: skip
+def test_all_say_the_same(row: dict[str, Any]) -> None:
+    assert conversation(row) == [ASKED, ANSWERED]
+
+
+def test_an_input_stands_below_its_instruction_and_a_system_before_all() -> None:
+    row = {"instruction": "Add.", "input": "1, 2", "output": "3", "system": "Be brief."}
+    assert [message["content"] for message in conversation(row)] == ["Be brief.", "Add.\n\n1, 2", "3"]
+
+
+@pytest.mark.parametrize(("row", "words"), [
+    ({"text": "hello"}, "its columns are text, and none of these are there: messages; prompt, completion"),
+    ({"question": "why?", "answer": " "}, "no answer to learn from"),
+    ({"question": "why?", "answer": None}, "no answer to learn from"),
+    ({"messages": [ASKED]}, "no answer to learn from"),
+    ({"messages": "why?"}, "messages is a str, not a list of messages"),
+    ({"messages": [ASKED, {"content": "so."}]}, "message 2 of messages has no role"),
+    ({"messages": [ASKED, {"role": "assistant", "content": 3}]}, "message 2 of messages has no text"),
+])  # fmt: skip
+def test_what_teaches_nothing_is_refused(row: dict[str, Any], words: str) -> None:
+    with pytest.raises(WrongUse, match=words):
+        conversation(row)

@@ -1,0 +1,72 @@
+"""RowFile of every kind of file are the same rows, and a bad one is named by where it stands."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+from tqdm import tqdm
+
+from phalanx import WrongUse
+from phalanx.data.row_file import RowFile
+
+ROWS = [{"question": f"what is {n}?", "answer": f'"{n}",\nof course'} for n in range(5)]
+
+
+def written(folder: Path, kind: str) -> Path:
+    path = folder / f"rows{kind}"
+    if kind == ".jsonl":
+        path.write_text("\n\n".join(map(json.dumps, ROWS)))
+    elif kind == ".json":
+        path.write_text(json.dumps(ROWS, indent=1))
+    elif kind == ".csv":
+        with path.open("w", newline="") as file:
+            writer = csv.DictWriter(file, ["question", "answer"])
+            writer.writeheader()
+            writer.writerows(ROWS)
+    elif kind == ".parquet":
+        import pyarrow
+        import pyarrow.parquet
+
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), path, row_group_size=2)
+    else:
+        datasets = pytest.importorskip("datasets", reason="datasets is not installed (the dev extra has it)")
+        whole = datasets.Dataset.from_list(ROWS)
+        (datasets.DatasetDict(train=whole) if kind == "several" else whole).save_to_disk(str(path))
+    return path
+
+
+@pytest.mark.parametrize("kind", [".jsonl", ".json", ".csv", ".parquet", "one", "several"])
+def test_every_kind_gives_the_same_rows(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tqdm, "monitor_interval", 0)  # or its bar leaves a thread behind
+    rows = RowFile(written(tmp_path, kind))
+    assert [rows[index] for index in range(len(rows))] == ROWS
+    with pytest.raises(IndexError):
+        rows[5]
+
+
+def test_a_row_is_named_by_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"a": 1}\n\n{"a": \n[1]\n')
+    rows = RowFile(path)
+    assert rows.place(1) == f"{path}, row 3"
+    with pytest.raises(WrongUse, match=r"rows.jsonl, row 3: not JSON"):
+        rows[1]
+    with pytest.raises(WrongUse, match=r"rows.jsonl, row 4: a list, not an object"):
+        rows[2]
+
+
+def test_what_holds_no_rows_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "empty.jsonl").write_text("\n\n")
+    (tmp_path / "rows.txt").write_text("hello")
+    (tmp_path / "folder").mkdir()
+    for name, words in {
+        "empty.jsonl": "is empty: it has no row",
+        "rows.txt": "is none of .jsonl, .json, .csv, .parquet",
+        "nowhere.csv": "is not there",
+        "folder": "not one that datasets' save_to_disk left",
+    }.items():
+        with pytest.raises(WrongUse, match=words):
+            RowFile(tmp_path / name)

@@ -1,0 +1,38 @@
+"""Models of Hugging Face's: found in a folder, and made smaller."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from phalanx import WrongUse
+from phalanx.models.hugging_face import causal_model, configuration, local_folder, smaller
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed (the dev extra has it)")
+
+
+def test_a_folder_says_what_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(WrongUse, match="does not say what model it is"):
+        configuration(tmp_path)
+    transformers.Qwen2Config(num_hidden_layers=7).save_pretrained(tmp_path)
+    assert local_folder(tmp_path) == tmp_path
+    assert configuration(tmp_path).num_hidden_layers == 7
+    with pytest.raises(WrongUse, match="there is no model 'no such model here' here"):
+        local_folder("no such model here")
+
+
+def test_a_smaller_one_is_of_the_same_kind() -> None:
+    config = transformers.Qwen2Config(num_hidden_layers=7, bos_token_id=151643)
+    tiny = smaller(config, 2, 4, 131)
+    model = causal_model(tiny)
+    assert type(model) is transformers.Qwen2ForCausalLM
+    assert len(model.model.layers) == 2
+    assert sum(weight.numel() for weight in model.parameters()) < 100_000
+    assert tiny.bos_token_id < 131
+    assert config.num_hidden_layers == 7
+
+
+def test_what_is_no_causal_model_is_refused() -> None:
+    with pytest.raises(WrongUse, match="CLIPVisionConfig is not of a causal language model"):
+        causal_model(transformers.CLIPVisionConfig())
