@@ -17,8 +17,8 @@ from phalanx import streams
 from phalanx.data.best_fit import best_fit
 from phalanx.data.chat import Chat
 from phalanx.data.conversations import conversation
+from phalanx.data.packing import IGNORE
 from phalanx.data.row_file import RowFile
-from phalanx.data.tokens import IGNORE
 from phalanx.errors import WrongUse
 from phalanx.events import say
 from phalanx.words import listed, many
