@@ -45,3 +45,13 @@ def test_products_in_fewer_bits_have_a_peak_of_their_own(monkeypatch: pytest.Mon
     assert peak_rate("NVIDIA H200", torch.bfloat16, fp8=True) == pytest.approx(1978.9e12)
     monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "high")
     assert peak_rate("NVIDIA H200", torch.float32) == pytest.approx(494.7e12)
+
+
+def test_a_precision_set_by_torchs_newer_names_is_understood() -> None:
+    before = torch.backends.cuda.matmul.fp32_precision
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    try:
+        assert peak_rate("cpu", torch.float32) is None
+        assert peak_rate("NVIDIA H200", torch.float32) == pytest.approx(494.7e12)
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before

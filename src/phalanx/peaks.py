@@ -37,11 +37,16 @@ KINDS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 def peak_rate(device: str, dtype: torch.dtype, fp8: bool = False) -> float | None:
     """FLOP/s of products in this dtype at most; None: not known. ``fp8``: most products are of 8 bits."""
-    kind = "fp8" if fp8 else KINDS.get(dtype, "")
-    if kind == "fp32" and torch.get_float32_matmul_precision() != "highest":
-        kind = "tf32"
     name = re.sub(r"^(NVIDIA|AMD|Tesla) ", "", device)
-    for pattern, rates in FIGURES.items():
-        if re.fullmatch(pattern, name):
-            return 1e12 * rates[kind] if kind in rates else None
-    return None
+    rates = next((rates for pattern, rates in FIGURES.items() if re.fullmatch(pattern, name)), {})
+    kind = "fp8" if fp8 else KINDS.get(dtype, "")
+    if kind == "fp32" and rates and _in_tf32():
+        kind = "tf32"
+    return 1e12 * rates[kind] if kind in rates else None
+
+
+def _in_tf32() -> bool:
+    try:
+        return torch.get_float32_matmul_precision() != "highest"
+    except RuntimeError:  # it was set by torch's newer names, which refuses to be asked by this one
+        return torch.backends.cuda.matmul.fp32_precision == "tf32"

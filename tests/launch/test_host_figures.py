@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from pathlib import Path
 
@@ -51,3 +52,28 @@ def test_gpus_as_their_driver_tells() -> None:
     assert "gpu2_clock" not in found
     assert "gpu2_throttled" not in found
     assert gpus("No devices were found\n") == {}
+
+
+def test_the_driver_is_asked_and_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that answers is heard at the next look; one that does not is ended with the figures."""
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\nexec cat answer\n")
+    program.chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    Path("answer").write_text("0, 1980, 612.41, 61, 0x0000000000000024\n")
+    figures = HostFigures()
+    assert "gpu0_clock" not in figures.look()
+    until = time.monotonic() + 20
+    while "gpu0_clock" not in (found := figures.look()):
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    assert found["gpu0_throttled"] == "power cap, heat"
+    figures.close()
+    program.write_text("#!/bin/sh\nexec sleep 600\n")
+    silent = HostFigures()
+    silent.look()
+    began = time.monotonic()
+    assert "gpu0_clock" not in silent.look()
+    silent.close()
+    assert time.monotonic() - began < 30

@@ -33,3 +33,9 @@ def test_saturated_processors_and_throttled_gpus_are_told_of_their_host(tmp_path
 def test_one_look_says_nothing(tmp_path: Path) -> None:
     write(Run(tmp_path), 0, [{"host": "a", "cpu": 100.0}])
     assert host_notes(Run(tmp_path)) == []
+
+
+def test_a_host_that_left_the_run_is_not_told_of(tmp_path: Path) -> None:
+    write(Run(tmp_path), 0, [{"host": "a", "cpu": 40.0, "time": 1000.0}] * 8)
+    write(Run(tmp_path), 8, [{"host": "b", "cpu": 100.0, "time": 900.0}] * 8)
+    assert host_notes(Run(tmp_path)) == []

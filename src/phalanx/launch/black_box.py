@@ -127,6 +127,7 @@ class BlackBox:
         while not over.wait(self.pause):
             self._save(generation, first)
             host.write()
+        host.close()
         self._save(generation, first)
 
     def _save(self, generation: int, first: int) -> None:

@@ -25,8 +25,6 @@ INTERFACES = 8
 """So many interfaces are told, those with most traffic."""
 SECTOR = 512
 SMI = ("index", "clocks.sm", "power.draw", "temperature.gpu", "clocks_throttle_reasons.active")
-SMI_SECONDS = 5.0
-"""How long a driver may take to answer."""
 THROTTLED = {
     0x4: "power cap", 0x8: "hardware slowdown", 0x20: "heat", 0x40: "heat, by hardware", 0x80: "power brake",
 }  # fmt: skip
@@ -43,6 +41,7 @@ class HostFigures:
 
     def __init__(self) -> None:
         self._smi = shutil.which("nvidia-smi")
+        self._asked: subprocess.Popen[str] | None = None
         self._when = time.monotonic()
         self._processors = processors()
         self._bytes = {**disks(), **interfaces()}
@@ -60,15 +59,26 @@ class HostFigures:
         return found | self._gpus()
 
     def _gpus(self) -> dict[str, float | str]:
-        if self._smi is None:
-            return {}
-        command = [self._smi, f"--query-gpu={','.join(SMI)}", "--format=csv,noheader,nounits"]
-        try:
-            said = subprocess.run(command, capture_output=True, text=True, timeout=SMI_SECONDS, check=True)
-        except (OSError, subprocess.SubprocessError):  # a driver that does not answer is not asked again
-            self._smi = None
-            return {}
-        return gpus(said.stdout)
+        """What was asked for at the last look: a driver may take seconds, and nobody waits for it."""
+        found: dict[str, float | str] = {}
+        if self._asked is not None and self._asked.poll() is not None:
+            found, self._asked = gpus(self._asked.communicate()[0]), None
+        if self._smi is not None and self._asked is None:
+            command = [self._smi, f"--query-gpu={','.join(SMI)}", "--format=csv,noheader,nounits"]
+            try:
+                self._asked = subprocess.Popen(
+                    command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, errors="replace"
+                )
+            except OSError:
+                self._smi = None
+        return found
+
+    def close(self) -> None:
+        """Nothing that was asked for is left running."""
+        if self._asked is not None:
+            self._asked.kill()
+            self._asked.communicate()
+            self._asked = None
 
 
 class HostLog:
@@ -93,6 +103,9 @@ class HostLog:
                 size = file.tell()
             if size > MOST_BYTES:
                 self._drop_half()
+
+    def close(self) -> None:
+        self._figures.close()
 
     def _drop_half(self) -> None:
         lines = self._path.read_text(encoding="utf-8").splitlines(keepends=True)

@@ -38,7 +38,7 @@ from phalanx.parallel.communication.mesh import BATCH, EXPERTS, Mesh
 from phalanx.parallel.forward.activations import Activations
 from phalanx.parallel.forward.lazy_heads import make_heads_lazy
 from phalanx.parallel.randomness.draws import Moment, Randomness
-from phalanx.parallel.torch_private import storage_id
+from phalanx.parallel.torch_private import place_in_memory
 from phalanx.parallel.weights import keras
 from phalanx.parallel.weights.blueprint import Blueprint
 from phalanx.parallel.weights.bucket import Bucket
@@ -128,7 +128,7 @@ class Spread:
             cast_inputs(self.model, anatomy, dtypes.compute)
         self._shard_and_replicate()
         if self.pipeline is not None:
-            self.pipeline.weights = {storage_id(weight.full): weight.full for weight in self.weights.values()}
+            self.pipeline.weights = {place_in_memory(weight.full): weight.full for weight in self.weights.values()}
         if self.pipeline is not None and self.gathering is not None:
             self.gathering.passes = self.pipeline.passes
 

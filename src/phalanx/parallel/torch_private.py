@@ -32,6 +32,7 @@ __all__ = [
     "installer",
     "mutates",
     "new_group",
+    "place_in_memory",
     "preload",
     "scaled_product",
     "storage_id",
@@ -48,6 +49,11 @@ def preload() -> None:
 def storage_id(tensor: Tensor) -> int:
     """The identity of the memory behind a tensor, which views share; a fake tensor has one too, but no address."""
     return tensor.untyped_storage()._cdata
+
+
+def place_in_memory(tensor: Tensor) -> tuple[int, int]:
+    """The memory behind a tensor and where in it that begins: several weights may lie in one."""
+    return storage_id(tensor), int(tensor.storage_offset())
 
 
 def has_hooks(parameter: Tensor) -> bool:

@@ -22,7 +22,7 @@ EVERY = 500
 JUDGED = (8, 16, 32)
 """After so many steps of a look; the last ends it."""
 LEAST = 6
-"""In so many of them a weight must have had a gradient."""
+"""In so many of them a weight must have had a gradient, on some rank."""
 
 
 class DeadGradients(Callback):
@@ -58,8 +58,11 @@ class DeadGradients(Callback):
             self._judge(engine)
 
     def _judge(self, engine: Engine) -> None:
-        alive, touched = summed_over_ranks(engine, self._counts.clone()).tolist()
-        dead = [name for name, times, had in zip(self.names, alive, touched, strict=True) if not times and had >= LEAST]
+        alive, touched = self._counts.clone()
+        summed_over_ranks(engine, alive)
+        engine.mesh.world.all_reduce_max(touched)
+        found = zip(self.names, alive.tolist(), touched.tolist(), strict=True)
+        dead = [name for name, times, had in found if not times and had >= LEAST]
         if dead != self._noted:
             self._noted = dead
             self._note(

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 
 CPU = "a CPU"
-NOT_COUNTED = "its FLOPs were not counted before ranks were started again"
 FILE = "flops.json"
 """In a run's folder: what its model costs, and the peak of the first rank's device."""
 

@@ -16,6 +16,8 @@ from phalanx.run import Run
 LAST_BYTES = 1 << 16
 LAST_LINES, LEAST_LINES = 60, 2
 """So many of a host's newest lines are looked at, and so few say nothing."""
+GONE_SECONDS = 60.0
+"""A host that has written nothing for so long, while others have, is not part of the run any more."""
 SATURATED = 95.0
 """Of a host's processors, in percent."""
 OFTEN = 0.5
@@ -25,11 +27,18 @@ OFTEN = 0.5
 def host_notes(run: Run, host: str = "") -> list[str]:
     """A line for each finding; of one host, or of all."""
     found: list[str] = []
-    for path in sorted((run.path / "events").glob("host-*.jsonl")):
-        lines = list(_newest(path))[-LAST_LINES:]
-        if len(lines) >= LEAST_LINES and host in ("", lines[-1].get("host", "")):
-            found += _of_host(str(lines[-1].get("host", path.stem)), lines)
+    paths = sorted((run.path / "events").glob("host-*.jsonl"))
+    hosts = [lines for lines in (list(_newest(path))[-LAST_LINES:] for path in paths) if len(lines) >= LEAST_LINES]
+    newest = max((_when(lines) for lines in hosts), default=0.0)
+    for lines in hosts:
+        name = str(lines[-1].get("host", ""))
+        if host in ("", name) and newest - _when(lines) < GONE_SECONDS:
+            found += _of_host(name, lines)
     return found
+
+
+def _when(lines: list[dict[str, Any]]) -> float:
+    return float(lines[-1].get("time", 0.0))
 
 
 def _of_host(name: str, lines: list[dict[str, Any]]) -> Iterator[str]:

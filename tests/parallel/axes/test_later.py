@@ -7,7 +7,7 @@ from torch import Tensor
 
 from phalanx.parallel.axes.later import LaterLinear, known
 from phalanx.parallel.axes.pipeline import weight_gradient
-from phalanx.parallel.torch_private import storage_id
+from phalanx.parallel.torch_private import place_in_memory
 
 
 class Kept:
@@ -32,6 +32,6 @@ def test_the_weights_gradient_is_left_and_the_rest_is_not() -> None:
     assert torch.allclose(x.grad, expected[0])
     assert torch.allclose(bias.grad, expected[2])
     (found,) = kept.found
-    assert found[0] == storage_id(weight)
+    assert found[0] == place_in_memory(weight)
     assert torch.allclose(weight_gradient(*found[1:]), expected[1])
     assert found[1].data_ptr() != x.data_ptr(), "a program would use its memory again"

@@ -88,6 +88,7 @@ def run(layout: str, programs: int, backend: str) -> None:
     ("cp=2,cp_kind=ulysses,recompute=full,compile=blocks", ONE),
     ("fsdp=2,ep=2,compile=blocks", MORE),
     ("pp=2,schedule=zb,micro_batch=4,compile=blocks", ONE),
+    ("fsdp=2,pp=2,schedule=zb,micro_batch=4,compile=blocks", ONE),
 ])  # fmt: skip
 def test_compiled_blocks_train_like_one_device(layout: str, programs: int) -> None:
     assert str(Layout.parse(layout)).endswith(",compile=blocks")

@@ -62,3 +62,10 @@ def test_what_a_step_had_of_a_processor_and_compiled_is_known_when_the_next_begi
     assert compiled[COMPILING] > 0
     assert slept[COMPILED] == slept[COMPILING] == 0
     assert slept[HAD] < 0.1e9
+
+
+def test_steps_that_were_undone_are_forgotten(memory: bytearray) -> None:
+    sums = StepSums(memoryview(memory).cast("q"))
+    for step in (4, 5, 6, 7, 5):
+        sums.begin(step)
+    assert sorted(rows(memory)[:, 0][rows(memory)[:, 0] > 0]) == [5, 6]

@@ -47,3 +47,16 @@ def test_who_answers_first_is_given_what_would_have_answered() -> None:
         assert F.linear(x, weight).tolist() == [[3.0] * 4] * 3
     assert F.linear(x, weight).tolist() == [[2.0] * 4] * 3
     assert keyed.asked, "it would be left out after a step"
+
+
+def test_what_somebody_put_in_torchs_place_stays_there() -> None:
+    plain, own = F.scaled_dot_product_attention, lambda *args, **kwargs: "theirs"
+    keyed = Randomness(7, Moment(slots=np.arange(3)), torch.device("cpu"))
+    keyed.answers = ReplacedAnswers(keyed)
+    F.scaled_dot_product_attention = own
+    try:
+        with keyed.scope("block"):
+            assert F.scaled_dot_product_attention() == "theirs"
+        assert F.scaled_dot_product_attention is own
+    finally:
+        F.scaled_dot_product_attention = plain

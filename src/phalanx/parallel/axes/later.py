@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.library import custom_op
 
-from phalanx.parallel.torch_private import storage_id
+from phalanx.parallel.torch_private import place_in_memory
 
 linear = nn.functional.linear
 """torch's own, whatever stands in its place while a block runs."""
@@ -23,8 +23,8 @@ linear = nn.functional.linear
 class Leaves(Protocol):
     """Who is told of what is left."""
 
-    def left(self, weight: int, input: Tensor, gradient: Tensor) -> None:
-        """``weight``: the id of its storage, which a program knows it by."""
+    def left(self, weight: tuple[int, int], input: Tensor, gradient: Tensor) -> None:
+        """``weight``: its place in memory, which a program knows it by."""
 
 
 _whose: WeakValueDictionary[str, Leaves] = WeakValueDictionary()
@@ -60,7 +60,7 @@ class LaterLinear(Function):
 )
 def _linear_backward(gradient: Tensor, input: Tensor, weight: Tensor, whose: str) -> Tensor:
     """The gradient of the input, without which nothing would keep a compiler from leaving this out."""
-    _whose[whose].left(storage_id(weight), input.clone(), gradient.clone())
+    _whose[whose].left(place_in_memory(weight), input.clone(), gradient.clone())
     return gradient @ weight
 
 

@@ -71,7 +71,7 @@ class Pipeline:
         self._deferred: dict[tuple[int, int], Deferred] = {}
         self._current: Deferred | None = None
         self._checked: set[Any] = set()
-        self.weights: dict[int, nn.Parameter] = {}
+        self.weights: dict[tuple[int, int], nn.Parameter] = {}
         """By storage."""
         self._known = known(self)
 
@@ -245,8 +245,8 @@ class Pipeline:
             return func(input, weight, bias)  # there is nothing to leave it behind
         return LaterLinear.apply(input, weight, bias, self._known)
 
-    def left(self, weight: int, input: Tensor, gradient: Tensor) -> None:
-        """What a compiled block has left, of a weight by its storage."""
+    def left(self, weight: tuple[int, int], input: Tensor, gradient: Tensor) -> None:
+        """What a compiled block has left, of a weight by its place in memory."""
         self.defer(self.weights[weight], input, gradient)
 
     def defer(self, weight: nn.Parameter, input: Tensor, gradient: Tensor) -> None:

@@ -86,6 +86,8 @@ def _is_others(file: str) -> bool:
 def _launched(recorder: FlightRecorder, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     """The number of its record."""
     given = [*args, *kwargs.values()]
+    if any(isinstance(each, int) and each == dist.GroupMember.NON_GROUP_MEMBER for each in given):
+        return 0  # a group that this rank is none of: torch does nothing
     group = next((each for each in given if isinstance(each, dist.ProcessGroup)), None) or dist.group.WORLD
     assert group is not None
     named = f"{OUTSIDE} {group.group_name}"

@@ -48,10 +48,18 @@ class StepSums:
             if compiled > self._compiled:
                 self._numbers[self._at + COMPILED] = compiled - self._compiled
                 self._numbers[self._at + COMPILING] = round(1e9 * compile_seconds(compiled - self._compiled))
+            if step <= self.step:
+                self._forget(step)
         self.step, self._before, self._compiled = step, (had, queued), compiled
         self._at = STEPS_AT // 8 + step % STEPS * NUMBERS_A_STEP
         self._numbers[self._at : self._at + NUMBERS_A_STEP] = _nothing
         self._numbers[self._at] = step + 1
+
+    def _forget(self, step: int) -> None:
+        """Steps from this one on were undone."""
+        for at in range(STEPS_AT // 8, STEPS_AT // 8 + STEPS * NUMBERS_A_STEP, NUMBERS_A_STEP):
+            if self._numbers[at] > step:
+                self._numbers[at] = 0
 
     def spent(self, phase: int, nanoseconds: int) -> None:
         """In a phase that is over."""

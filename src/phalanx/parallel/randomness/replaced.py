@@ -32,10 +32,13 @@ class ReplacedAnswers:
         }  # one object each: programs are compiled for it
 
     def __enter__(self) -> None:
-        vars(F).update(self._instead)
+        """What somebody has put in torch's place is left there."""
+        own = [name for name, plain in self._plain.items() if vars(F)[name] is plain]
+        self._found = {name: self._plain[name] for name in own}
+        vars(F).update({name: self._instead[name] for name in own})
 
     def __exit__(self, *error: object) -> None:
-        vars(F).update(self._plain)
+        vars(F).update(self._found)
 
 
 def _answer(randomness: Randomness, func: Function, first: Function | None) -> Function:
