@@ -23,6 +23,14 @@ def test_views_share_a_storage_and_copies_do_not() -> None:
     assert torch_private.storage_id(x) != torch_private.storage_id(x.clone())
 
 
+def test_weights_in_one_memory_have_places_of_their_own() -> None:
+    room = torch.zeros(8)
+    first, second = room[:4], room[4:]
+    assert torch_private.storage_id(first) == torch_private.storage_id(second)
+    assert torch_private.place_in_memory(first) == torch_private.place_in_memory(room[:2])
+    assert torch_private.place_in_memory(first) != torch_private.place_in_memory(second)
+
+
 def test_in_place_operations_are_known() -> None:
     assert torch_private.mutates(torch.ops.aten.add_.Tensor)
     assert not torch_private.mutates(torch.ops.aten.add.Tensor)
