@@ -227,6 +227,9 @@ def annotate(spread: Spread, axes: Axes, others: Mapping[str, Any] | None = None
     known = list(spread.model.buffers())
     if spread.context is not None:
         known += leaves(vars(spread.context))
+    if spread.tensor is not None:
+        known += [columns.order for columns in spread.tensor.columns.values()]
+        known += leaves([(inside.features, inside.heads) for inside in spread.tensor.containers.values()])
     if spread.pipeline is not None:  # what stands for modules of other stages
         known += [w for shadow in leaves(vars(spread.pipeline), nn.Module) for w in shadow.parameters()]
     for same in known:

@@ -101,10 +101,11 @@ class Spread:
         hugging_face.prepare(self.model, dtypes.compute)
         self.fp8 = Fp8(self.model, placement, dtypes.fp8, device, mesh.world) if dtypes.fp8 else None
         tp = mesh.group("tp")
+        self.tensor: TensorParallel | None = None
         if tp.alone:
             make_heads_lazy(self.model, anatomy)
         else:
-            TensorParallel(self.plan, self.model, tp, self.randomness)
+            self.tensor = TensorParallel(self.plan, self.model, tp, self.randomness)
         if self.fp8 is not None:
             self.fp8.wrap_heads()
         ep = mesh.group(*EXPERTS)

@@ -75,13 +75,14 @@ class TensorParallel:
         self.activations = randomness.activations
         self._way_in: tuple[Tensor, Tensor] | None = None
         self._gathered_last: Tensor | None = None
-        self._containers = {name: self._container_of(name, model.get_submodule(name)) for name in plan.containers}
-        columns: dict[Cut, GatheredColumns] = {}
+        self.containers = {name: self._container_of(name, model.get_submodule(name)) for name in plan.containers}
+        self.columns: dict[Cut, GatheredColumns] = {}
         for name, container in plan.columns.items():
             module: Any = model.get_submodule(name)
             cut = plan.cuts[f"{name}.weight"]
-            columns[cut] = columns.get(cut) or GatheredColumns(cut, randomness.device)
-            wrap(module, Around("column-parallel", self._column, self._containers[container], columns[cut]))
+            if cut not in self.columns:
+                self.columns[cut] = GatheredColumns(cut, randomness.device)
+            wrap(module, Around("column-parallel", self._column, self.containers[container], self.columns[cut]))
             if (dropout := adapters.dropout(module)) is not None:
                 wrap(dropout, Around("whole features", self._whole_features))
             if hasattr(module, "nf"):  # Hugging Face's Conv1D shapes its output by it
@@ -89,8 +90,8 @@ class TensorParallel:
         for row in plan.rows:
             module = model.get_submodule(row)
             container = max((name for name in plan.containers if row.startswith(name + ".")), key=len)
-            wrap(module, Instead("row-parallel", self._row, module, self._containers[container]))
-        for inside in self._containers.values():
+            wrap(module, Instead("row-parallel", self._row, module, self.containers[container]))
+        for inside in self.containers.values():
             self._prepare_container(inside)
         for name in plan.vocabulary:
             module = model.get_submodule(name)
