@@ -14,6 +14,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -65,7 +66,7 @@ class FilePart:
     def kind(self) -> str:
         return kind_of(self.path)
 
-    @property
+    @cached_property
     def rows_before(self) -> int:
         """How many rows of the file lie before this part. Lines are counted for it: it is asked for bad rows only."""
         if self.kind == "parquet":
@@ -140,13 +141,11 @@ def rows(path: str | Path, columns: Sequence[str] | None = None, bad: Told | Non
 
 def read(part: FilePart, columns: Sequence[str] | None = None, bad: Told | None = None) -> Iterator[Row]:
     """The rows of a part. ``columns``: of a parquet file read these alone."""
-    before: int | None = None
     for found in READERS[part.kind](part, columns):
         if isinstance(found, Row):
             yield found
             continue
-        before = part.rows_before if before is None else before
-        wrong = BadRow(found.path, found.number + before, found.reason)
+        wrong = BadRow(found.path, found.number + part.rows_before, found.reason)
         if bad is None:
             raise wrong
         bad(wrong)
