@@ -120,7 +120,7 @@ def parts_of(path: Path, size: int) -> list[FilePart]:
     kind = kind_of(path)
     if kind == "parquet":
         ends, bytes_ = [0], 0
-        with _read_by_arrow(path) as file:
+        with read_by_arrow(path) as file:
             groups = file.metadata.num_row_groups
             for number in range(groups):
                 bytes_ += file.metadata.row_group(number).total_byte_size
@@ -256,7 +256,7 @@ def _csv(part: FilePart, columns: Sequence[str] | None) -> Iterator[Row | BadRow
 
 
 def _parquet(part: FilePart, columns: Sequence[str] | None) -> Iterator[Row | BadRow]:
-    with _read_by_arrow(part.path) as file:
+    with read_by_arrow(part.path) as file:
         _check_columns(part.path, columns, file.schema_arrow.names)
         groups = list(range(file.metadata.num_row_groups))[part.start : part.stop]
         number = 0
@@ -273,18 +273,22 @@ def _check_columns(path: Path, columns: Sequence[str] | None, known: Sequence[st
 
 
 def _groups(path: Path) -> list[int]:
-    with _read_by_arrow(path) as file:
+    with read_by_arrow(path) as file:
         return [file.metadata.row_group(number).num_rows for number in range(file.metadata.num_row_groups)]
 
 
 @contextmanager
-def _read_by_arrow(path: Path) -> Iterator[Any]:
+def read_by_arrow(path: Path) -> Iterator[Any]:
+    """A parquet file, open; one that is damaged is said to be so."""
     arrow = _arrow(f"reading {path}")
     try:
         with arrow.parquet.ParquetFile(path) as file:
             yield file
-    except arrow.ArrowInvalid as error:
-        raise WrongUse(f"{path} is no parquet file that can be read: {error}. Write it again.") from None
+    except (arrow.ArrowInvalid, OSError) as error:
+        if getattr(error, "errno", None) is not None:  # not of the file's content
+            raise
+        said = str(error).splitlines()[0]
+        raise WrongUse(f"{path} is no parquet file that can be read: {said}. Write it again.") from None
 
 
 def _arrow(purpose: str) -> Any:
