@@ -238,7 +238,7 @@ KEPT: dict[str, dict[str, int | tuple[str, ...]]] = {
         "test_it_is_the_same_in_every_process": 0,
     },
     "models/test_hugging_face.py": {
-        "test_what_is_no_causal_model_is_refused": 0,
+        "test_what_is_no_such_model_is_refused": 0,
     },
     "recipes/test_sft.py": {
         "test_it_begins_with_the_weights_of_a_folder": ("3",),

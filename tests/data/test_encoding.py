@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.data import encoding
+from phalanx.data import encoding, rows
 from phalanx.data.encoding import Encoder, pieces
 from phalanx.data.rows import FilePart
 from phalanx.data.tokenizer import Tokenizer
@@ -19,6 +19,17 @@ def test_long_texts_are_cut_after_lines(monkeypatch: pytest.MonkeyPatch) -> None
         assert "".join(found) == text
         assert all(len(piece) <= 10 for piece in found)
     assert pieces("line\n" * 3) == ["line\nline\n", "line\n"]
+
+
+def test_rows_before_a_part_are_counted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, opened = tmp_path / "a.jsonl", []
+    path.write_text('{"text": "good"}\n' + '{"text": 3}\n{"text": \n' * 20)
+    known = rows.opened
+    monkeypatch.setattr(rows, "opened", lambda path: opened.append(path) or known(path))
+    record = Encoder(Tokenizer.load("bytes"), [FilePart(path, 17)], "text", True, tmp_path).encode(0)
+    assert record.bad_rows[-2].startswith("a.jsonl, row 40: 'text' is a int")
+    assert record.bad_rows[-1].startswith("a.jsonl, row 41: it is not JSON")
+    assert len(opened) == 2, "for the rows themselves, and for those before them"
 
 
 def test_a_part_that_is_torn_is_encoded_again(tmp_path: Path) -> None:

@@ -58,6 +58,39 @@ def test_a_row_is_named_by_its_line(tmp_path: Path) -> None:
         rows[2]
 
 
+@pytest.mark.parametrize("kind", [".jsonl", ".json", ".csv"])
+def test_a_byte_order_mark_is_no_part_of_the_first_name(tmp_path: Path, kind: str) -> None:
+    path = written(tmp_path, kind)
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    rows = RowFile(path)
+    assert [rows[index] for index in range(len(rows))] == ROWS
+
+
+def test_a_row_with_other_cells_than_the_first_line_is_bad_by_itself(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_text('question,answer\n1,"a\nb"\n2\n3,c,d\n4,e\n')
+    rows = RowFile(path)
+    assert len(rows) == 4
+    assert (rows[0], rows[3]) == ({"question": "1", "answer": "a\nb"}, {"question": "4", "answer": "e"})
+    assert rows.place(3) == f"{path}, row 6"
+    for index, cells in ((1, 1), (2, 3)):
+        with pytest.raises(WrongUse, match=rf"rows\.csv, row {index + 3}: it has {cells} cells, and the first line 2"):
+            rows[index]
+
+
+@pytest.mark.parametrize("place", [4, -60])
+def test_a_damaged_parquet_file_is_refused(tmp_path: Path, place: int) -> None:
+    path = written(tmp_path, ".parquet")
+    content = bytearray(path.read_bytes())
+    content[place : place + 20] = b"\xff" * 20
+    path.write_bytes(content)
+    with pytest.raises(WrongUse, match="is no parquet file that can be read"):
+        RowFile(path)
+    path.write_bytes(content[: len(content) // 2])
+    with pytest.raises(WrongUse, match="is no parquet file that can be read"):
+        RowFile(path)
+
+
 def test_what_holds_no_rows_is_refused(tmp_path: Path) -> None:
     (tmp_path / "empty.jsonl").write_text("\n\n")
     (tmp_path / "rows.txt").write_text("hello")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -111,6 +112,68 @@ def test_a_block_order_visits_each_sample_once_by_any_number_of_ranks() -> None:
         loaders = [Loader(data, Task().collate, order, micro_batches=1, ranks=ranks, rank=r) for r in range(ranks)]
         batches = [next(loader.batches(7, 8)) for loader in loaders]
         assert [int(x) for b in batches for m in b.micro_batches for x in m.tensors["x"]] == order.ids(7).tolist()
+
+
+@pytest.mark.parametrize(("size", "window"), [(100, 32), (1, 8), (10, 1), (25, 1), (103, 4), (109, 3), (110, 4)])
+def test_samples_after_the_last_whole_block_are_shuffled_too(size: int, window: int) -> None:
+    ends = []
+    for seed in range(12):
+        ids = BlockOrder(size, size, seed, block=10, window=window).ids(0)
+        assert sorted(ids.tolist()) == list(range(size))
+        places = [np.flatnonzero(ids // 10 == block) for block in range(-(-size // 10))]
+        assert all(found.max() - found.min() < 10 * window for found in places), "a block is read at one time"
+        ends.append(tuple(places[-1].tolist()))
+    assert size <= 10 or len(set(ends)) > 1
+
+
+def test_less_than_a_block_is_in_another_order_each_epoch() -> None:
+    order = BlockOrder(100, 10, 0, block=16384)
+    epochs = [np.concatenate([order.ids(10 * epoch + step) for step in range(10)]).tolist() for epoch in range(2)]
+    assert [sorted(ids) for ids in epochs] == [list(range(100))] * 2
+    assert len({tuple(ids) for ids in [*epochs, range(100)]}) == 3
+
+
+def test_parts_kept_apart_are_read_block_by_block_too(store: str, tmp_path: Path) -> None:
+    samples = StreamedSamples(StreamedFiles(store, tmp_path / "cache", cache_bytes=1 << 20), 16)
+    for part in samples.apart(0.2):
+        assert isinstance(part.training_order(1, seed=0), BlockOrder)
+
+
+def test_a_cache_that_takes_nothing_loses_no_block(
+    folder: Path, store: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    samples = StreamedSamples(StreamedFiles(store, tmp_path / "cache", cache_bytes=1 << 20), 16)
+
+    def full(path: Path, content: bytes) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.warns(UserWarning, match="does not take a block: .*No space left"):
+        found = samples[0]["tokens"]
+    assert torch.equal(found, PackedFiles(TokenFiles(folder), 16)[0]["tokens"])
+    assert not list((tmp_path / "cache").iterdir())
+
+
+def test_what_another_process_writes_is_left_to_it(store: str, tmp_path: Path) -> None:
+    (tmp_path / "cache").mkdir()
+    written, abandoned = tmp_path / "cache" / "a.1234", tmp_path / "cache" / "b.1234"
+    for path in (written, abandoned):
+        path.write_bytes(b"x" * SMALL)
+    os.utime(abandoned, (0, 0))
+    samples = StreamedSamples(StreamedFiles(store, tmp_path / "cache", cache_bytes=4 * SMALL), 16)
+    for index in range(len(samples)):
+        samples[index]
+    assert written.exists()
+    assert not abandoned.exists()
+
+
+def test_the_ends_of_few_shards_are_kept(store: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streaming, "KEPT", 2)
+    files = StreamedFiles(store, tmp_path / "cache", cache_bytes=1 << 20)
+    assert len(files.manifest.shards) == 4
+    for number in range(0, len(files), 50):
+        files.window(number, min(number + 50, len(files)))
+    assert len(files._known_ends) + len(files._arrays) == 2
 
 
 def test_a_store_that_stalls_is_named_and_nothing_is_lost(folder: Path, store: str, tmp_path: Path) -> None:

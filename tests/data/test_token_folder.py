@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import shutil
 import signal
 import time
 from collections.abc import Iterator
@@ -177,6 +178,19 @@ def test_what_is_there_is_kept_and_what_was_made_otherwise_is_refused(
     (tmp_path / "mine" / "letter.txt").touch()
     with pytest.raises(WrongUse, match="holds other things"):
         tokenize([lines], tmp_path / "mine", "bytes", workers=0)
+
+
+def test_a_tokenizer_is_the_same_wherever_it_lies(
+    tmp_path: Path, lines: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = tokenize([lines], tmp_path / "out", tokenizer, workers=0)
+    monkeypatch.chdir(tokenizer)
+    assert Tokenizer.load(".").name == Tokenizer.load("tokenizer.json").name == tokenizer.name
+    assert tokenize([lines], tmp_path / "out", ".", workers=0) == first
+    shutil.copytree(tokenizer, tmp_path / "moved")
+    assert tokenize([lines], tmp_path / "out", tmp_path / "moved", workers=0) == first
+    with pytest.raises(WrongUse, match="another tokenizer"):
+        tokenize([lines], tmp_path / "out", ".", end="<end>", workers=0)
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from phalanx import WrongUse
-from phalanx.models.hugging_face import causal_model, configuration, local_folder, smaller
+from phalanx.models.hugging_face import check_apart, configuration, language_model, local_folder, smaller
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed (the dev extra has it)")
 
@@ -25,7 +25,8 @@ def test_a_folder_says_what_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_a_smaller_one_is_of_the_same_kind() -> None:
     config = transformers.Qwen2Config(num_hidden_layers=7, bos_token_id=151643)
     tiny = smaller(config, 2, 4, 131)
-    model = causal_model(tiny)
+    model = language_model(tiny, "causal")
+    check_apart(model, "texts", "")
     assert type(model) is transformers.Qwen2ForCausalLM
     assert len(model.model.layers) == 2
     assert sum(weight.numel() for weight in model.parameters()) < 100_000
@@ -33,6 +34,8 @@ def test_a_smaller_one_is_of_the_same_kind() -> None:
     assert config.num_hidden_layers == 7
 
 
-def test_what_is_no_causal_model_is_refused() -> None:
+def test_what_is_no_such_model_is_refused() -> None:
     with pytest.raises(WrongUse, match="CLIPVisionConfig is not of a causal language model"):
-        causal_model(transformers.CLIPVisionConfig())
+        language_model(transformers.CLIPVisionConfig(), "causal")
+    with pytest.raises(WrongUse, match="LlamaConfig is not of a masked language model"):
+        language_model(transformers.LlamaConfig(), "masked")

@@ -8,6 +8,7 @@ import pytest
 
 import phalanx
 from phalanx.data import Mixture, PackedFiles, tokenize
+from phalanx.data.tokenizer import train_tokenizer
 from phalanx.recipes.corpus import Corpus
 
 
@@ -34,6 +35,22 @@ def test_texts_are_tokenized_once_and_token_files_taken_as_they_are(tmp_path: Pa
     train = data.parts[0]
     assert isinstance(train, PackedFiles)
     assert train.stop == held.parts[0].start, "none of it is in both"
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_documents_of_all_sources_end_as_those_of_token_files(tmp_path: Path, given: bool) -> None:
+    pytest.importorskip("tokenizers", reason="no tokenizers (pip install 'phalanx[tokenizers]')")
+    one, two = text(tmp_path / "one.txt", "some words"), text(tmp_path / "two.txt", "and others")
+    bpe = train_tokenizer([one.read_text()], 270, tmp_path / "bpe", ["<eos>"])
+    tokenize([two], tmp_path / "two", bpe, end="<eos>", workers=0)
+    options = {"cache": str(tmp_path / "cache"), "length": 16, "tokenizer": str(bpe) if given else ""}
+    task = Corpus(sources=(str(tmp_path / "two"), str(one)), **options)  # type: ignore[arg-type]
+    assert task.known_tokenizer.end == task.known_tokenizer.special("<eos>")
+    for files in task._files.values():
+        assert files.window(0, len(files))[0][-1] == task.known_tokenizer.end
+    alone = Corpus(sources=(str(one),), **options | {"tokenizer": str(bpe)})  # type: ignore[arg-type]
+    files = alone._files["one"]
+    assert files.window(0, len(files))[0][-1] != task.known_tokenizer.end, "as the tokenizer itself says"
 
 
 def test_a_small_tokenizer_is_trained_where_none_is_given(tmp_path: Path) -> None:

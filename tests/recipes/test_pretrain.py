@@ -59,3 +59,10 @@ def test_a_configuration_of_hugging_face_is_trained(tmp_path: Path, sources: tup
     with phalanx.Engine(Pretrain(**SMALL | options), device="cpu") as engine:  # type: ignore[arg-type]
         losses = [engine.step(batch).loss for batch in engine.batches()]
     assert all(math.isfinite(loss) for loss in losses)
+
+
+def test_a_model_that_does_not_keep_documents_apart_is_refused(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers", reason="no transformers (pip install 'phalanx[hf]')")
+    transformers.OpenAIGPTConfig(vocab_size=256, n_embd=8, n_layer=1, n_head=2).save_pretrained(tmp_path)
+    with pytest.raises(phalanx.WrongUse, match="OpenAIGPTLMHeadModel does not keep packed documents apart"):
+        Pretrain(config=str(tmp_path), tokenizer="bytes").model()

@@ -5,14 +5,15 @@ Every row has a place, file and number, for whoever has to say that it is wrong.
 
 from __future__ import annotations
 
-import csv
 import json
+from codecs import BOM_UTF8
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from phalanx.data.rows import BadRow, Row, read_by_arrow, rows
 from phalanx.errors import CannotHere, WrongUse
 
 Read = Callable[[int], Any]
@@ -41,7 +42,7 @@ class RowFile:
             raise IndexError(index)
         try:
             row = self._read(index)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise WrongUse(f"{self.place(index)}: not JSON ({error}). Mend or remove it.") from None
         if not isinstance(row, Mapping):
             raise WrongUse(f"{self.place(index)}: a {type(row).__name__}, not an object with names. Mend or remove it.")
@@ -73,27 +74,33 @@ def _json_lines(path: Path) -> tuple[int, Read, np.ndarray | None]:
 def _json(path: Path) -> tuple[int, Read, np.ndarray | None]:
     """One array of objects; or objects line by line, as some name them so."""
     with path.open("rb") as file:
-        if not file.read(64).lstrip().startswith(b"["):
+        if not file.read(64).removeprefix(BOM_UTF8).lstrip().startswith(b"["):
             return _json_lines(path)
     try:
-        rows = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+        found = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
         raise WrongUse(f"{path} is not JSON ({error}). Mend it.") from None
-    return len(rows), rows.__getitem__, None
+    return len(found), found.__getitem__, None
 
 
 def _csv(path: Path) -> tuple[int, Read, np.ndarray | None]:
-    with path.open(newline="", encoding="utf-8") as file:
-        rows = list(csv.DictReader(file))
-    return len(rows), rows.__getitem__, None
+    """Bad rows keep their places, and are raised when they are asked for."""
+    found: list[Row | BadRow] = []
+    for good in rows(path, bad=found.append):
+        found.append(good)
+
+    def read(index: int) -> Any:
+        row = found[index]
+        if isinstance(row, BadRow):
+            raise row
+        return row.values
+
+    return len(found), read, np.array([row.number for row in found], dtype=np.int64)
 
 
 def _parquet(path: Path) -> tuple[int, Read, np.ndarray | None]:
-    try:
-        import pyarrow.parquet
-    except ImportError:
-        raise CannotHere("reading parquet needs pyarrow. Install it: pip install 'phalanx[parquet]'") from None
-    table = pyarrow.parquet.read_table(path, memory_map=True)
+    with read_by_arrow(path) as file:
+        table = file.read()
     return table.num_rows, lambda index: table.slice(index, 1).to_pylist()[0], None
 
 

@@ -14,6 +14,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -65,7 +66,7 @@ class FilePart:
     def kind(self) -> str:
         return kind_of(self.path)
 
-    @property
+    @cached_property
     def rows_before(self) -> int:
         """How many rows of the file lie before this part. Lines are counted for it: it is asked for bad rows only."""
         if self.kind == "parquet":
@@ -119,7 +120,7 @@ def parts_of(path: Path, size: int) -> list[FilePart]:
     kind = kind_of(path)
     if kind == "parquet":
         ends, bytes_ = [0], 0
-        with _read_by_arrow(path) as file:
+        with read_by_arrow(path) as file:
             groups = file.metadata.num_row_groups
             for number in range(groups):
                 bytes_ += file.metadata.row_group(number).total_byte_size
@@ -140,13 +141,11 @@ def rows(path: str | Path, columns: Sequence[str] | None = None, bad: Told | Non
 
 def read(part: FilePart, columns: Sequence[str] | None = None, bad: Told | None = None) -> Iterator[Row]:
     """The rows of a part. ``columns``: of a parquet file read these alone."""
-    before: int | None = None
     for found in READERS[part.kind](part, columns):
         if isinstance(found, Row):
             yield found
             continue
-        before = part.rows_before if before is None else before
-        wrong = BadRow(found.path, found.number + before, found.reason)
+        wrong = BadRow(found.path, found.number + part.rows_before, found.reason)
         if bad is None:
             raise wrong
         bad(wrong)
@@ -257,7 +256,7 @@ def _csv(part: FilePart, columns: Sequence[str] | None) -> Iterator[Row | BadRow
 
 
 def _parquet(part: FilePart, columns: Sequence[str] | None) -> Iterator[Row | BadRow]:
-    with _read_by_arrow(part.path) as file:
+    with read_by_arrow(part.path) as file:
         _check_columns(part.path, columns, file.schema_arrow.names)
         groups = list(range(file.metadata.num_row_groups))[part.start : part.stop]
         number = 0
@@ -274,18 +273,22 @@ def _check_columns(path: Path, columns: Sequence[str] | None, known: Sequence[st
 
 
 def _groups(path: Path) -> list[int]:
-    with _read_by_arrow(path) as file:
+    with read_by_arrow(path) as file:
         return [file.metadata.row_group(number).num_rows for number in range(file.metadata.num_row_groups)]
 
 
 @contextmanager
-def _read_by_arrow(path: Path) -> Iterator[Any]:
+def read_by_arrow(path: Path) -> Iterator[Any]:
+    """A parquet file, open; one that is damaged is said to be so."""
     arrow = _arrow(f"reading {path}")
     try:
         with arrow.parquet.ParquetFile(path) as file:
             yield file
-    except arrow.ArrowInvalid as error:
-        raise WrongUse(f"{path} is no parquet file that can be read: {error}. Write it again.") from None
+    except (arrow.ArrowInvalid, OSError) as error:
+        if getattr(error, "errno", None) is not None:  # not of the file's content
+            raise
+        said = str(error).splitlines()[0]
+        raise WrongUse(f"{path} is no parquet file that can be read: {said}. Write it again.") from None
 
 
 def _arrow(purpose: str) -> Any:

@@ -10,6 +10,8 @@ from __future__ import annotations
 import os
 import secrets
 import threading
+import time
+import warnings
 from collections import OrderedDict
 from contextlib import suppress
 from dataclasses import dataclass
@@ -32,7 +34,9 @@ CACHE_BYTES = 8 << 30
 WINDOW = 32
 """Blocks whose samples are shuffled among each other."""
 KEPT = 2 * WINDOW
-"""Blocks that a process has open, in the cache or taken out of it since."""
+"""Blocks that a process has open, in the cache or taken out of it since; of as many shards it knows the ends."""
+ABANDONED_SECONDS = 600.0
+"""After so long a block that was not written to its end is nobody's any more."""
 
 
 class StreamedFiles(TokenFiles):
@@ -55,6 +59,7 @@ class StreamedFiles(TokenFiles):
             raise WrongUse(f"a cache of {cache_bytes:,} bytes holds no two blocks. Give {2 * BLOCK_BYTES:,} or more.")
         self.store = BlockCache(url, Path(cache), cache_bytes, deadline)
         self._open: OrderedDict[tuple[int, str, int], np.ndarray] = OrderedDict()
+        self._known_ends: OrderedDict[int, np.ndarray] = OrderedDict()
         super().__init__(self.store.shown, tokenizer)
 
     def _manifest(self) -> TokenManifest | None:
@@ -71,10 +76,13 @@ class StreamedFiles(TokenFiles):
         return found
 
     def _ends(self, number: int) -> np.ndarray:
-        if (number, "ends") not in self._arrays:
+        if number not in self._known_ends:
             whole = self.manifest.shards[number].files["ends"].bytes
-            self._arrays[number, "ends"] = self._bytes(number, "ends", 0, whole).view(ENDS)
-        return self._arrays[number, "ends"]
+            self._known_ends[number] = self._bytes(number, "ends", 0, whole).view(ENDS)
+            while len(self._known_ends) > KEPT:
+                self._known_ends.popitem(last=False)
+        self._known_ends.move_to_end(number)
+        return self._known_ends[number]
 
     def _check_size(self, number: int, ending: str) -> None:
         """A block that is not what was written is refused when it comes."""
@@ -169,14 +177,22 @@ class BlockCache:
             with suppress(FileNotFoundError):  # another process made room
                 known.append((each.stat().st_mtime_ns, each.stat().st_size, each))
         size = sum(bytes_ for _, bytes_, _ in known) + len(content)
-        for _, bytes_, oldest in sorted(known):
+        abandoned = time.time_ns() - int(ABANDONED_SECONDS * 1e9)
+        for used, bytes_, oldest in sorted(known):
             if size <= self.most:
                 break
+            if oldest.suffix and used > abandoned:  # another process writes it
+                continue
             oldest.unlink(missing_ok=True)
             size -= bytes_
         unfinished = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
-        unfinished.write_bytes(content)
-        unfinished.replace(path)
+        try:
+            unfinished.write_bytes(content)
+            unfinished.replace(path)
+        except OSError as error:  # the block itself has come
+            warnings.warn(f"the cache {self.cache} does not take a block: {error}. See to its disk.", stacklevel=2)
+            with suppress(OSError):
+                unfinished.unlink(missing_ok=True)
 
 
 class StreamedSamples(PackedFiles):
@@ -205,16 +221,33 @@ class BlockOrder(Order):
         """The sample ids in slots ``start:stop`` of a step."""
         stop = self.slots(step) if stop is None else stop
         position = step % self.steps_per_epoch * self.global_batch + np.arange(start, stop, dtype=np.int64)
-        epoch, blocks = self.epoch(step), self.size // self.block
-        found, whole = np.empty_like(position), self.window * self.block
-        rest = position >= blocks * self.block  # after the last whole block
-        found[rest] = position[rest]
-        for number in np.unique(position[~rest] // whole):
-            here = ~rest & (position // whole == number)
-            first = int(number) * whole
-            size = min(whole, blocks * self.block - first)
-            key = counter.key(self.seed, "window", epoch, int(number))
-            place = first + permute(position[here] - first, size, key)
-            block = permute(place // self.block, blocks, counter.key(self.seed, "blocks", epoch))
-            found[here] = block * self.block + place % self.block
-        return found
+        epoch, whole = self.epoch(step), self.window * self.block
+        turn, missing = self._last_turn(epoch), self._count * self.block - self.size
+        own, later = turn // self.window, (position + missing) // whole
+        windows = np.where(later > own, later, position // whole)  # that of the last block is as short as it
+        places = np.empty_like(position)
+        """Among all samples of the epoch, laid block after block."""
+        for number in np.unique(windows).tolist():
+            here, first = windows == number, number * whole - missing * (number > own)
+            size = min(whole, self._count * self.block - number * whole) - missing * (number == own)
+            places[here] = first + permute(
+                position[here] - first, size, counter.key(self.seed, "window", epoch, number)
+            )
+        places += missing * (places >= (turn + 1) * self.block - missing)  # as if the last block were whole
+        return self._at(places // self.block, epoch) * self.block + places % self.block
+
+    @property
+    def _count(self) -> int:
+        """How many blocks there are; the last one may have fewer samples than the others."""
+        return -(-self.size // self.block)
+
+    def _last_turn(self, epoch: int) -> int:
+        """When the last block comes in an epoch."""
+        return int(permute(np.zeros(1), self._count, counter.key(self.seed, "last block", epoch))[0])
+
+    def _at(self, turns: np.ndarray, epoch: int) -> np.ndarray:
+        """Which blocks come at these turns of an epoch."""
+        turn, others = self._last_turn(epoch), max(1, self._count - 1)
+        index = np.minimum(turns - (turns > turn), others - 1)  # among the others
+        blocks = permute(index, others, counter.key(self.seed, "blocks", epoch))
+        return np.where(turns == turn, self._count - 1, blocks)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Self
 
 import numpy as np
 from torch import Tensor
@@ -143,7 +144,7 @@ class PackedFiles:
         tokens, ends = self.files.window(first, min(first + self.length + 1, self.stop))
         return packed(tokens, ends, self.length)
 
-    def apart(self, share: float) -> tuple[PackedFiles, PackedFiles]:
+    def apart(self, share: float) -> tuple[Self, Self]:
         """The documents to train on, and the last ones with about this share of all tokens to evaluate on.
 
         Where the last document is far larger than that, its end alone is kept aside.
@@ -156,5 +157,5 @@ class PackedFiles:
                 f"a share of {share:g} of the documents of {self.files.folder} leaves one part empty. Give a share "
                 "between 0 and 1, or more text."
             )
-        return (PackedFiles(self.files, self.length, self.start, cut),
-                PackedFiles(self.files, self.length, cut, self.stop))  # fmt: skip
+        kind = type(self)
+        return kind(self.files, self.length, self.start, cut), kind(self.files, self.length, cut, self.stop)

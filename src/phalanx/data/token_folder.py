@@ -91,7 +91,7 @@ def tokenize(
             work = Tokenizing(Encoder(model, parts, field, bad_rows == "skip", folder), shard_tokens, progress)
             work.run(len(os.sched_getaffinity(0)) if workers is None else workers)
             manifest = _manifest(work, made, files)
-            if model.name != BYTES:
+            if str(tokenizer) != BYTES:
                 shutil.copyfile(file_of(tokenizer), folder / FILE)
             write_whole(folder / MANIFEST, manifest.to_json())
         _commit(folder, output)
@@ -272,6 +272,7 @@ def _whole(output: Path, made: dict[str, Any], files: Sequence[Path]) -> TokenMa
 
 def _same(then: dict[str, Any], now: dict[str, Any], where: Path) -> None:
     """Refuse a folder that is made from something else."""
+    then, now = _compared(then), _compared(now)
     other = next((name for name in now if then.get(name) != now[name]), None)
     if other is None:
         return
@@ -279,6 +280,11 @@ def _same(then: dict[str, Any], now: dict[str, Any], where: Path) -> None:
         "tokenizer": "with another tokenizer", "sources": "from other inputs", "field": "from another field"
     }.get(other, f"with another {other}")  # fmt: skip
     raise WrongUse(f"{where} is made {words}. Give another folder, or remove that one.")
+
+
+def _compared(made: dict[str, Any]) -> dict[str, Any]:
+    """What a folder is made from, without the tokenizer's name: the same one may lie elsewhere."""
+    return {**made, "tokenizer": {name: fact for name, fact in made["tokenizer"].items() if name != "name"}}
 
 
 def _unchanged(files: Sequence[Path], made: Path, where: Path) -> None:

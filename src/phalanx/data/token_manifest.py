@@ -80,6 +80,11 @@ class TokenManifest:
         """The tokenizer's hash."""
         return str(self.made["tokenizer"]["hash"])
 
+    @property
+    def end_token(self) -> str:
+        """The token that closes each document; empty if none does."""
+        return str(self.made["tokenizer"]["end"])
+
     def to_json(self) -> str:
         return json.dumps({"format": FORMAT, "block_bytes": BLOCK_BYTES, **asdict(self)}, indent=1) + "\n"
 

@@ -44,7 +44,8 @@ class Tokenizer:
         if token and token not in known:
             raise WrongUse(f"{path} has no token {token!r} to end documents with; {closest(token, _special(model))}")
         hash = hashlib.sha256(json.dumps(json.loads(content), sort_keys=True).encode()).hexdigest()
-        return cls(path.parent.name, hash, max(known.values()) + 1, known[token] if token else None, token, model)
+        name = path.parent.resolve().name
+        return cls(name, hash, max(known.values()) + 1, known[token] if token else None, token, model)
 
     @property
     def dtype(self) -> np.dtype:

@@ -1,16 +1,19 @@
-"""Causal language models of Hugging Face's: found on this machine, described by their configuration, made smaller."""
+"""Language models of Hugging Face's: found on this machine, described by their configuration, built, made smaller."""
 
 from __future__ import annotations
 
 import copy
+import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 
 from phalanx.errors import CannotHere, WrongUse
 
 HEAD_WIDTH = 8
+LanguageModel = Literal["causal", "masked"]
+CLASSES: dict[LanguageModel, str] = {"causal": "AutoModelForCausalLM", "masked": "AutoModelForMaskedLM"}
 FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 
 
@@ -36,28 +39,35 @@ def local_folder(name: str | Path) -> Path:
 
 
 def configuration(folder: str | Path) -> Any:
-    """What a folder says of its model."""
+    """What a folder, or its ``config.json``, says of its model."""
     try:
         import transformers
     except ImportError:
-        raise CannotHere("fine-tuning needs transformers. Install it: pip install 'phalanx[sft]'") from None
+        raise CannotHere("models of Hugging Face's need transformers. Install it: pip install 'phalanx[hf]'") from None
     try:
         return transformers.AutoConfig.from_pretrained(str(folder), local_files_only=True)
     except (OSError, ValueError) as error:
         raise WrongUse(
-            f"{folder} does not say what model it is ({str(error).splitlines()[0]}). Give the folder of a saved model."
+            f"{folder} does not say what model it is ({str(error).splitlines()[0]}). Give a folder with the "
+            "config.json of a model."
         ) from None
 
 
-def causal_model(config: Any) -> nn.Module:
-    """A causal language model of this configuration, with weights of its own."""
+def language_model(config: Any, kind: LanguageModel) -> nn.Module:
+    """A language model of this configuration, with weights of its own."""
     import transformers
 
     try:
-        return transformers.AutoModelForCausalLM.from_config(copy.deepcopy(config))
+        return getattr(transformers, CLASSES[kind]).from_config(copy.deepcopy(config))
     except ValueError as error:
         said = str(error).splitlines()[0]
-        raise WrongUse(f"{type(config).__name__} is not of a causal language model ({said}). Give another.") from None
+        raise WrongUse(f"{type(config).__name__} is not of a {kind} language model ({said}). Give another.") from None
+
+
+def check_apart(model: nn.Module, texts: str, advice: str) -> None:
+    """Refuse a causal model that does not keep texts of one sample apart by positions that begin anew."""
+    if not hasattr(sys.modules[type(model).__module__], "create_causal_mask"):
+        raise WrongUse(f"{type(model).__name__} does not keep packed {texts} apart. {advice}")
 
 
 def smaller(config: Any, blocks: int, heads: int, vocabulary: int) -> Any:

@@ -77,7 +77,7 @@ class Bert(Corpus):
 
     def model(self) -> nn.Module:
         if self.config:
-            return from_config("AutoModelForMaskedLM", self.config, self._ids[1], self.length)
+            return from_config("masked", self.config, self._ids[1], self.length)
         return Transformer(TransformerConfig(
             vocabulary=self._ids[1], width=self.width, layers=self.layers, heads=self.heads, dropout=self.dropout,
             causal=False,

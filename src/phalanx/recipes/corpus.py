@@ -20,7 +20,7 @@ import phalanx
 from phalanx.data import Joined, Mixture, PackedFiles, TokenFiles
 from phalanx.data.rows import files_of, rows
 from phalanx.data.token_folder import tokenize
-from phalanx.data.token_manifest import MANIFEST
+from phalanx.data.token_manifest import MANIFEST, TokenManifest
 from phalanx.data.tokenizer import FILE, Tokenizer, train_tokenizer
 from phalanx.processes import aside
 from phalanx.run import held
@@ -96,13 +96,11 @@ class Corpus(phalanx.Task):
     @cached_property
     def known_tokenizer(self) -> Tokenizer:
         """The tokenizer of all sources: the one that is given, the token files' own, or a small one trained here."""
-        if self.tokenizer:
-            return Tokenizer.load(self.tokenizer)
-        folders = [path for path in map(Path, self.sources) if (path / MANIFEST).is_file()]
-        if folders:
-            bytes_ = not (folders[0] / FILE).is_file()
-            return Tokenizer.load("bytes" if bytes_ else folders[0])
-        return Tokenizer.load(self._small_tokenizer())
+        found, manifests = Tokenizer.load(self._tokenizer_name), map(TokenManifest.read, map(Path, self.sources))
+        made = next((each for each in manifests if each is not None), None)
+        if made is None or made.tokenizer != found.hash:
+            return found
+        return Tokenizer.load(self._tokenizer_name, made.end_token)  # documents of all sources end alike
 
     @cached_property
     def _files(self) -> dict[str, TokenFiles]:
@@ -135,14 +133,18 @@ class Corpus(phalanx.Task):
 
     def _tokenized(self, files: Sequence[Path]) -> Path:
         """The folder of these files' tokens, made by the first process that asks; others wait for it."""
-        folder = self._cache / f"tokens-{_key(files, self.known_tokenizer.hash)}"
+        model = self.known_tokenizer
+        folder = self._cache / f"tokens-{_key(files, f'{model.hash} {model.end_token}')}"
         if not (folder / MANIFEST).is_file():
             folder.parent.mkdir(parents=True, exist_ok=True)
-            name = self.tokenizer or self._tokenizer_folder()
-            aside(partial(_encode, files, folder, name))  # threads of a tokenizer do not survive a fork
+            # threads of a tokenizer do not survive a fork
+            aside(partial(_encode, files, folder, self._tokenizer_name, model.end_token))
         return folder
 
-    def _tokenizer_folder(self) -> str:
+    @cached_property
+    def _tokenizer_name(self) -> str:
+        if self.tokenizer:
+            return self.tokenizer
         folders = [path for path in map(Path, self.sources) if (path / MANIFEST).is_file()]
         if not folders:
             return str(self._small_tokenizer())
@@ -169,8 +171,8 @@ class Corpus(phalanx.Task):
         return Path(self.cache) if self.cache else Path(known or Path.home() / ".cache") / "phalanx"
 
 
-def _encode(files: Sequence[Path], folder: Path, tokenizer: str) -> None:
-    tokenize(files, folder, tokenizer, workers=0, patience=PATIENCE)
+def _encode(files: Sequence[Path], folder: Path, tokenizer: str, end: str) -> None:
+    tokenize(files, folder, tokenizer, end=end, workers=0, patience=PATIENCE)
 
 
 def _key(files: Sequence[Path], more: str) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 import phalanx
+from phalanx.models.hugging_face import check_apart
 from phalanx.models.transformer import Transformer, TransformerConfig
 from phalanx.recipes.corpus import Corpus
 from phalanx.recipes.hugging_face import from_config
@@ -34,7 +35,9 @@ class Pretrain(Corpus):
     def model(self) -> nn.Module:
         vocabulary = self.known_tokenizer.vocabulary
         if self.config:
-            return from_config("AutoModelForCausalLM", self.config, vocabulary, self.length)
+            model = from_config("causal", self.config, vocabulary, self.length)
+            check_apart(model, "documents", "Set config to that of another model, such as a Llama.")
+            return model
         return Transformer(TransformerConfig(
             vocabulary=vocabulary, width=self.width, layers=self.layers, heads=self.heads, kv_heads=self.kv_heads,
             dropout=self.dropout, tied=self.tied, experts=self.experts,

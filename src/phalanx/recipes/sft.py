@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,7 +19,7 @@ from phalanx.data.row_file import RowFile
 from phalanx.data.splitting import split
 from phalanx.data.supervised import BadRows, Document, Supervised, encoded, padded_together
 from phalanx.models.adapters import Adapter
-from phalanx.models.hugging_face import causal_model, configuration, local_folder, smaller
+from phalanx.models.hugging_face import check_apart, configuration, language_model, local_folder, smaller
 from phalanx.models.lora import FOUR_BITS, MAGNITUDE, Lora, LoraKind, attach, is_four_bit, is_lora, lengths
 from phalanx.models.nf4 import FourBits, quantised
 
@@ -127,11 +126,9 @@ class SFT(phalanx.Task):
         return next(token for token in known if token is not None)
 
     def model(self) -> nn.Module:
-        model = causal_model(self._config)
-        if self.packed and not hasattr(sys.modules[type(model).__module__], "create_causal_mask"):
-            raise phalanx.WrongUse(
-                f"{type(model).__name__} does not keep packed conversations apart. Set packed=false: each is a sample."
-            )
+        model = language_model(self._config, "causal")
+        if self.packed:
+            check_apart(model, "conversations", "Set packed=false: each is a sample.")
         if self.lora:
             attach(model, self._lora, self.lora_targets, self.four_bit)
         if self._adapter is not None:
