@@ -90,12 +90,13 @@ def test_when_one_is_done_others_are_not_waited_for_long(tmp_path: Path) -> None
 
 
 def test_a_request_to_stop_reaches_all(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    made = links(tmp_path, a=f"print('begun')\n{WAITS}", b=WAITS)
+    ready = [tmp_path / f"{name} is ready" for name in "ab"]
+    first, second = (WAITS.replace("time.sleep", f"open({str(path)!r}, 'w').close(); time.sleep") for path in ready)
+    made = links(tmp_path, a=f"print('begun')\n{first}", b=second)
 
     def ask() -> None:
-        while not (tmp_path / "a.out").exists():
+        while not all(path.exists() for path in ready):
             time.sleep(0.05)
-        time.sleep(0.5)
         os.kill(os.getpid(), signal.SIGTERM)
 
     asking = threading.Thread(target=ask)
