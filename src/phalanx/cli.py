@@ -7,7 +7,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any
@@ -285,13 +285,11 @@ def why(
 
     found = run_at(run)
     live = alive(found)
-    if stacks:
-        asking.ask(found)
+    missing = asking.unanswered(found) if stacks else ""
     verdict = why(found, stacks, live)
-    if verdict.kind in ("stuck", "deadlock") and live and not stacks:
-        with suppress(CannotHere):  # they run on another host
-            asking.ask(found)
-            verdict = why(found, stacks, live)
+    if verdict.kind in ("stuck", "deadlock") and live and not stacks and not asking.unanswered(found):
+        verdict = why(found, stacks, live)
+    verdict.evidence += [missing] if missing else []
     print(verdict.to_json() if json else verdict)
     raise SystemExit(verdict.exit_code)
 

@@ -106,3 +106,4 @@ def test_a_run_of_another_host_is_named(tmp_path: Path) -> None:
         (tmp_path / "lock").write_text("process 1 on far-away")
         with pytest.raises(CannotHere, match="process 1 on far-away, and no rank of it runs here"):
             stacks.ask(Run(tmp_path))
+        assert "no rank of it runs here" in stacks.unanswered(Run(tmp_path))

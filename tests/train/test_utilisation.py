@@ -48,6 +48,8 @@ def test_what_a_run_has_used(tmp_path: Path) -> None:
     assert used(run) == []
     (run.path / "flops.json").write_text('{"a_sample": 1e9, "why": "", "device": "a CPU", "peak": null}')
     with EventLog(run, 0) as log:
-        for number, rate in enumerate((1.0, 2.0, 9.0)):
-            log.write("step", step=number, samples="", tflops=rate)
-    assert used(run) == ["2 TFLOP/s a rank; no MFU: the peak rate of a CPU is not known for what it computes in"]
+        for number, rate in enumerate((0.1, 0.1, 0.1, 2.0, 0.5)):  # the first ones warm up, the last are of 8 and 1
+            log.write("step", step=number, samples="", tflops=rate, slots=8 if number % 2 else 1)
+    assert used(run) == ["1.5 TFLOP/s a rank; no MFU: the peak rate of a CPU is not known for what it computes in"]
+    (run.path / "flops.json").write_text('{"a_sample": 1e9, "why": "", "device": "an H200", "peak": 3e12}')
+    assert used(run) == ["1.5 TFLOP/s a rank, MFU 50.0%"]

@@ -143,6 +143,15 @@ def keep(run: Run, generation: int, rank: int, memory: int) -> None:
             write_whole(path, redact(f"rank {rank}, as it ended\n{text[begins:]}"))
 
 
+def unanswered(run: Run) -> str:
+    """Ask for them; why there is no answer, if there is none."""
+    try:
+        ask(run)
+    except CannotHere as reason:
+        return str(reason)
+    return ""
+
+
 def ask(run: Run) -> None:
     """Have the supervisor of this host write down the stacks of its ranks, and wait for them; nothing if none runs."""
     live = re.match(r"process (\d+) on (\S+)", holder(run.path))

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,6 +24,8 @@ if TYPE_CHECKING:
 
 
 CPU = "a CPU"
+WARM = 3
+"""Steps at the beginning, which compile and warm up."""
 FILE = "flops.json"
 """In a run's folder: what its model costs, and the peak of the first rank's device."""
 
@@ -98,14 +99,18 @@ def _note(run: Run, device: str, peak: float | None, flops: ModelFlops) -> None:
 
 
 def used(run: Run) -> list[str]:
-    """How much of its devices a run has used in a usual step: a line for people, or none."""
+    """How much of its devices a run has used, its first steps left out: a line for people, or none."""
     noted = _noted(run)
     if not noted:
         return []
     why = noted["why"] or unknown(noted["device"], noted["peak"])
-    steps = [event for event in run.ledger().values() if "tflops" in event]
+    steps = [event for event in run.ledger().values() if event.get("tflops")]
     if not steps:
         return [f"no MFU: {why}"] if noted["why"] else []
-    rate = f"{in_flops(1e12 * median(event['tflops'] for event in steps))} a rank"
-    shares = [event["mfu"] for event in steps if "mfu" in event]
-    return [f"{rate}, MFU {median(shares):.1%}" if shares else f"{rate}; no MFU: {why}"]
+    steps = steps[WARM:] or steps
+    samples = [event.get("slots") or 1 for event in steps]
+    seconds = [count / event["tflops"] for count, event in zip(samples, steps, strict=True)]  # in units of a sample's
+    rate = sum(samples) / sum(seconds)
+    told = f"{in_flops(1e12 * rate)} a rank"
+    peak = noted["peak"]
+    return [f"{told}, MFU {1e12 * rate / peak:.1%}" if peak else f"{told}; no MFU: {why}"]

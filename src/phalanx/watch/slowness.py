@@ -62,6 +62,7 @@ def usual_step(lines: dict[int, Timeline]) -> str:
         for phase in ("data", "forward", "backward", "reduce", "update", "checkpoint", "callbacks")
     }
     parts["waiting for other ranks"] = median(line.usual_wait for line in lines.values())
+    parts["other"] = max(0.0, seconds - sum(parts.values()))
     shown = [f"{name} {value / seconds:.0%}" for name, value in parts.items() if value > 0.005 * seconds]
     return f"a step takes {in_time(seconds)}: {', '.join(shown)}"
 
@@ -173,10 +174,18 @@ def _data(evidence: Evidence, lines: dict[int, Timeline]) -> Diagnosis | None:
     reading = frame is not None and evidence.flights[rank].phase == "data"
     return Diagnosis(
         False, f"slow: steps wait for data, {in_time(usual)} of {in_time(seconds)}",
-        [f"{evidence.who(rank)} waits longest, {in_time(waits[rank])}", usual_step(lines)],
-        next="Read ahead with --set workers=4, or with more of them, or make data() quicker.",
+        [f"{evidence.who(rank)} waits longest, {in_time(waits[rank])}", *_slept(lines[rank], usual), usual_step(lines)],
+        next="Read ahead with --set workers=4, or with more of them, or make what data() returns quicker to read.",
         kind="slow", rank=rank, host=evidence.host(rank), place=frame.place if frame and reading else "",
     )  # fmt: skip
+
+
+def _slept(line: Timeline, waits: float) -> list[str]:
+    """Whether reading computes, or waits for something itself; nothing where that is not known."""
+    had = float(np.median(line.processor[:, 0]))
+    if had <= 0 or line.on_gpu or line.seconds - had < waits / 2:
+        return []
+    return ["it has no processor meanwhile: what it reads is waited for, or it sleeps"]
 
 
 def _exposed(evidence: Evidence, lines: dict[int, Timeline]) -> Diagnosis | None:
