@@ -180,6 +180,12 @@ def _data(evidence: Evidence, lines: dict[int, Timeline]) -> Diagnosis | None:
     )  # fmt: skip
 
 
+def _exposed_seconds(event: dict[str, Any]) -> float:
+    """Of a step in which a rank did nothing but wait for messages, by its device's clock where that was read."""
+    noted = [seconds for name, seconds in event.items() if name.startswith("exposed_")]
+    return sum(noted) if noted else event["seconds"].get("reduce", 0.0) + event["seconds"].get("wait", 0.0)
+
+
 def _slept(line: Timeline, waits: float) -> list[str]:
     """Whether reading computes, or waits for something itself; nothing where that is not known."""
     had = float(np.median(line.processor[:, 0]))
@@ -199,8 +205,7 @@ def _exposed(evidence: Evidence, lines: dict[int, Timeline]) -> Diagnosis | None
     if slowest and taken[slowest] >= max(EXPOSED_SECONDS, EXPOSED * seconds):
         return _link(evidence, lines, taken, slowest)
     if any(line.on_gpu for line in lines.values()):  # by its own clock
-        steps = [event["seconds"] for event in evidence.events("step")][-LAST_STEPS:]
-        usual = median([step.get("reduce", 0.0) + step.get("wait", 0.0) for step in steps] or [0.0])
+        usual = median([_exposed_seconds(event) for event in evidence.events("step")][-LAST_STEPS:] or [0.0])
     if usual < EXPOSED_SECONDS or usual < EXPOSED * seconds or starved:
         return None
     axes = {row.axis for flight in evidence.flights.values() for row in flight.groups.values()}
