@@ -53,7 +53,7 @@ def flops_per_sample(task: Task) -> float:
     """The mean over some of the first samples, and over the task's turns. What the task's code raises is raised."""
     seed_globally(task.seed, "data")
     data = task.data()
-    ids = Order(len(data), task.global_batch, task.seed).ids(0)[:SAMPLES]
+    ids = Order.of(data, len(data), task.global_batch, task.seed).ids(0)[:SAMPLES]
     samples = [sample_at(data, int(index), task.seed) for index in ids]
     model = Blueprint(task.model, task.seed).model
     weights = dict(model.named_parameters())
