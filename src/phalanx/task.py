@@ -97,6 +97,10 @@ class Task:
         """Samples kept aside for `evaluate`, or None."""
         return None
 
+    def overview(self) -> tuple[dict[str, str], list[str]]:
+        """What rank 0 says of the task's data before the first step: facts by short names, and notes; a line each."""
+        return {}, []
+
     def collate(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Samples to one batch; by default tensors and numbers are stacked."""
         try:

@@ -76,6 +76,11 @@ def is_users_line(file: str) -> bool:
     return is_users(file) or os.path.realpath(file).startswith(AS_USERS)
 
 
+def is_ours(file: str) -> bool:
+    """Whether a file is ours, also one that is written as users write theirs."""
+    return os.path.realpath(file).startswith(f"{OWN}{os.sep}")
+
+
 @cache
 def _installed() -> tuple[str, ...]:
     names = ("stdlib", "platstdlib", "purelib", "platlib", "scripts")

@@ -31,6 +31,10 @@ def test_an_input_stands_below_its_instruction_and_a_system_before_all() -> None
 
 @pytest.mark.parametrize(("row", "words"), [
     ({"text": "hello"}, "its columns are text, and none of these are there: messages; prompt, completion"),
+    ({"question": "why?"}, "it has question, but no answer"),
+    ({"output": "so."}, "it has output, but no instruction"),
+    ({"question": "why?", "answer": 5}, "answer is a number, not text"),
+    ({"question": "why?", "answer": "so.", "system": True}, "system is true or false, not text"),
     ({"question": "why?", "answer": " "}, "no answer to learn from"),
     ({"question": "why?", "answer": None}, "no answer to learn from"),
     ({"messages": [ASKED]}, "no answer to learn from"),

@@ -51,7 +51,7 @@ def test_a_row_is_named_by_its_line(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text('{"a": 1}\n\n{"a": \n[1]\n')
     rows = RowFile(path)
-    assert rows.place(1) == f"{path}, row 3"
+    assert rows.number(1) == 3
     with pytest.raises(WrongUse, match=r"rows.jsonl, row 3: not JSON"):
         rows[1]
     with pytest.raises(WrongUse, match=r"rows.jsonl, row 4: a list, not an object"):
@@ -72,7 +72,7 @@ def test_a_row_with_other_cells_than_the_first_line_is_bad_by_itself(tmp_path: P
     rows = RowFile(path)
     assert len(rows) == 4
     assert (rows[0], rows[3]) == ({"question": "1", "answer": "a\nb"}, {"question": "4", "answer": "e"})
-    assert rows.place(3) == f"{path}, row 6"
+    assert rows.number(3) == 6
     for index, cells in ((1, 1), (2, 3)):
         with pytest.raises(WrongUse, match=rf"rows\.csv, row {index + 3}: it has {cells} cells, and the first line 2"):
             rows[index]

@@ -63,27 +63,56 @@ def test_others_are_padded_to_the_longest() -> None:
 
 
 @pytest.mark.parametrize(("bad", "options", "words"), [
-    ({"question": "What?"}, {}, r"rows.jsonl, row 2: its columns are question, and none of these"),
+    ({"question": "What?"}, {}, r"rows.jsonl, row 2: it has question, but no answer\. .*, or set bad_rows=skip\.$"),
     ({"question": "What?", "answer": ""}, {}, r"rows.jsonl, row 2: it has no answer .* or set bad_rows=skip"),
-    ([1], {}, r"rows.jsonl, row 2: a list, not an object"),
+    ([1], {}, r"rows.jsonl, row 2: a list, not an object .*, or set bad_rows=skip\.$"),
     ({"question": "What is " * 30, "answer": "It."}, {"length": 40}, r"row 2: there is no answer within length=40"),
     ({"question": "What?", "answer": "\u00e9"}, {"vocabulary": 170}, r"has the token \d+, and the model's vocabulary"),
 ])  # fmt: skip
 def test_a_bad_row_is_named_or_left_out(
-    tmp_path: Path, tokenizer: Any, bad: Any, options: dict[str, int], words: str, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, tokenizer: Any, bad: Any, options: dict[str, int], words: str
 ) -> None:
     given = {"length": 100, "vocabulary": 300} | options
     good = {"question": "?", "answer": "!"} if "vocabulary" in options else GOOD
     found = rows(tmp_path, good, bad, good)
     with pytest.raises(WrongUse, match=words):
         encoded(found, Chat(tokenizer), **given)
-    assert len(encoded(found, Chat(tokenizer), **given, bad_rows="skip")) == 2
-    assert "note  1 row left out: " in capsys.readouterr().err
-    with pytest.raises(WrongUse, match="has no row to train on"):
+    kept = encoded(found, Chat(tokenizer), **given, bad_rows="skip")
+    assert (len(kept.documents), kept.rows) == (2, 3)
+    assert "rows.jsonl, row 2: " in kept.left_out
+    assert "bad_rows" not in kept.left_out
+    with pytest.raises(WrongUse, match="has no row to train on: row 1: "):
         encoded(rows(tmp_path, bad), Chat(tokenizer), **given, bad_rows="skip")
 
 
-def test_long_rows_are_cut_and_it_is_said(tmp_path: Path, tokenizer: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    ((ids, counts),) = encoded(rows(tmp_path, GOOD | {"answer": "It is that. " * 20}), Chat(tokenizer), 24, 300)
+def test_rows_that_are_left_out_for_one_reason_are_named_together(tmp_path: Path, tokenizer: Any) -> None:
+    path = tmp_path / "rows.jsonl"
+    bad = json.dumps({"question": "What?"})
+    path.write_text("\n".join([json.dumps(GOOD), *[bad] * 4, "{broken"]))
+    with pytest.raises(WrongUse, match=r"row 2: it has question, but no answer"):
+        encoded(RowFile(path), Chat(tokenizer), 100, 300)
+    found = encoded(RowFile(path), Chat(tokenizer), 100, 300, "skip").left_out
+    assert found.startswith(f"{path}, rows 2, 3, 4 and 1 more: it has question, but no answer; row 6: not JSON (")
+    path.write_text("{broken")
+    with pytest.raises(WrongUse, match=r"row 1: not JSON \(.*\)\. Mend or remove it, or set bad_rows=skip\."):
+        encoded(RowFile(path), Chat(tokenizer), 100, 300)
+
+
+def test_long_rows_are_cut_and_it_is_counted(tmp_path: Path, tokenizer: Any) -> None:
+    found = encoded(rows(tmp_path, GOOD | {"answer": "It is that. " * 20}), Chat(tokenizer), 24, 300)
+    ((ids, counts),) = found.documents
     assert len(ids) == len(counts) == 24
-    assert "1 row of" in capsys.readouterr().err
+    assert (found.cut, found.left_out) == (1, "")
+
+
+def test_too_few_samples_after_packing_say_so_and_what_they_are() -> None:
+    documents = [(np.arange(4), np.array([False, False, True, True]))] * 5
+    samples = Supervised(documents, length=8)
+    assert samples.describe() == "5 packed into 3 samples of 8, 10 of 20 tokens have a loss, the longest row has 4"
+    assert samples.training_order(3, 0).size == 3
+    with pytest.raises(WrongUse, match=r"5 rows packed into samples of length=8 tokens make 3, fewer than one batch of "
+                       r"4\. Set a smaller length, packed=false, or global_batch=3\."):  # fmt: skip
+        samples.training_order(4, 0)
+    assert Supervised(documents).describe().startswith("5 a sample each, 10 of 20 tokens")
+    with pytest.raises(WrongUse, match="5 samples, fewer than one batch of 6"):
+        Supervised(documents).training_order(6, 0)

@@ -18,7 +18,7 @@ def test_a_folder_says_what_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     transformers.Qwen2Config(num_hidden_layers=7).save_pretrained(tmp_path)
     assert local_folder(tmp_path) == tmp_path
     assert configuration(tmp_path).num_hidden_layers == 7
-    with pytest.raises(WrongUse, match="there is no model 'no such model here' here"):
+    with pytest.raises(WrongUse, match="there is no folder 'no such model here', and no model of that name here"):
         local_folder("no such model here")
 
 

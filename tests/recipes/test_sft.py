@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ import phalanx
 from phalanx.models.lora import FOUR_BITS, is_lora
 from phalanx.models.nf4 import quantised
 from phalanx.recipes.sft import SFT
+from phalanx.train.check.beside import checked
+from phalanx.train.overview import Overview
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed (the dev extra has it)")
 
@@ -92,15 +95,58 @@ def test_what_cannot_be_is_refused(folder: Path) -> None:
     for settings, words in (
         ({"length": 4}, "no room for an answer"),
         ({"share_held_out": 1.0}, "is no share"),
-        ({"lora_kind": "dora"}, "have no effect without it"),
+        ({"lora_kind": "dora"}, "lora_kind would have no effect"),
+        ({"lora_alpha": 32, "four_bit": True}, "lora_alpha and four_bit would have no effect"),
+        ({"lora": 2, "lora_alpha": -3}, "lora_alpha=-3 is no factor"),
+        ({"lora": 2, "lora_dropout": 1.0}, "lora_dropout=1.0 is no share"),
         ({"lora": 2, "precision": "fp8"}, "not in 8 bits"),
         ({"lora": 2, "adapter": "somewhere"}, "base=tiny is none"),
-        ({"lora": -1}, "cannot be"),
+        ({"lora": -1}, "lora=-1 is no rank. Set lora to one from 1 up, or to 0 for none"),
     ):
         with pytest.raises(phalanx.WrongUse, match=words):
             SFT(**settings).check()
+    with pytest.raises(phalanx.WrongUse, match=r"lora=1000 is no low rank: .* have ranks of 64 at most"):
+        SFT(lora=1000).model()
+    assert SFT(lora=1000).tiny().lora == 8
+    with pytest.raises(phalanx.WrongUse, match="length=5000 is more than base=tiny has positions for, 4096"):
+        SFT(length=5000).data()
     with pytest.raises(phalanx.WrongUse, match="lora_targets=k_prj matches no linear"):
         SFT(lora=2, lora_targets=["k_prj"]).model()
+
+
+def asked(folder: Path, count: int) -> str:
+    path = folder / "rows.jsonl"
+    path.write_text("\n".join(json.dumps({"question": f"What is {n}?", "answer": "A number."}) for n in range(count)))
+    return str(path)
+
+
+@pytest.mark.parametrize(("rows", "share", "words"), [
+    (3, 0.1, "share_held_out=0.1 of 3 rows is none of them. Set share_held_out to 0, or to 0.34 or more."),
+    (3, 0.9, "share_held_out=0.9 of 3 rows is all of them. Set share_held_out to 0, or lower."),
+    (1, 0.1, "share_held_out=0.1 of 1 row is none of them. Set share_held_out to 0."),
+])  # fmt: skip
+def test_a_share_that_leaves_a_part_empty_is_named_by_its_setting(
+    tmp_path: Path, rows: int, share: float, words: str
+) -> None:
+    with pytest.raises(phalanx.WrongUse, match=words):
+        SFT(path=asked(tmp_path, rows), share_held_out=share).data()
+
+
+def test_what_became_of_rows_is_said_once(tmp_path: Path) -> None:
+    path = Path(asked(tmp_path, 60))
+    path.write_text(path.read_text() + '\n{"question": "What?"}')
+    with phalanx.Engine(SFT(path=str(path), bad_rows="skip", global_batch=2), device="cpu") as engine:
+        facts, notes = Overview(engine).facts(), Overview(engine).notes()
+    assert facts["rows"].startswith("61: 1 left out, 6 held out, 54 packed into ")
+    assert [note for note in notes if "row" in note] == [f"left out: {path}, row 61: it has question, but no answer"]
+
+
+def test_refusals_of_data_name_no_line_of_ours(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"question": "What?", "answer": 5}')
+    for settings in ({"path": str(tmp_path / "rows.jsonl")}, {"base": "no/such model"}, {"lora": 1000}):
+        found = checked(SFT(**settings))
+        assert found.anyway
+        assert "sft.py" not in found.refusal
 
 
 def test_schedules() -> None:

@@ -44,3 +44,13 @@ def test_callbacks_are_named() -> None:
 def test_a_layout_that_the_model_cannot_have_is_refused() -> None:
     with pytest.raises(WrongUse):
         described(Layout(pp=8))
+
+
+class Spoken(Digits):
+    def overview(self) -> tuple[dict[str, str], list[str]]:
+        return {"rows": "7: 2 held out"}, ["left out: one"]
+
+
+def test_a_task_says_lines_of_its_own() -> None:
+    told = described(Layout(), Spoken())
+    assert (told["rows"], told["note"]) == ("7: 2 held out", "left out: one")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +67,10 @@ def test_peft_reads_it_and_we_read_peft(base: Path, kind: str) -> None:
         begun = engine.whole_weights()
     assert all(torch.equal(begun[name], weight) for name, weight in weights.items())
 
+    (base / "generation_config.json").write_text('{"eos_token_id": [2, 3]}')
     export_run(run.path, base.parent / "merged", merge=True)
+    assert json.loads((base.parent / "merged" / "generation_config.json").read_text()) == {"eos_token_id": [2, 3]}
+    (base.parent / "merged" / "generation_config.json").unlink()
     whole = transformers.AutoModelForCausalLM.from_pretrained(base.parent / "merged").eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(base.parent / "merged")
     ids = tokenizer.apply_chat_template(QUESTION, add_generation_prompt=True, return_tensors="pt", return_dict=True)
@@ -82,7 +86,9 @@ def test_of_a_run_without_lora_nothing_is_merged(base: Path) -> None:
         export_run(run.path, base.parent / "to", merge=True)
     with pytest.raises(WrongUse, match="Leave --format safetensors out"):
         export_run(run.path, base.parent / "to", format="safetensors", merge=True)
+    (base / "generation_config.json").write_text('{"eos_token_id": [2, 3]}')
     export_run(run.path, base.parent / "to")
+    assert json.loads((base.parent / "to" / "generation_config.json").read_text()) == {"eos_token_id": [2, 3]}
     found = transformers.AutoModelForCausalLM.from_pretrained(base.parent / "to").state_dict()
     assert all(torch.equal(found[name], weight) for name, weight in weights.items())
     assert (base.parent / "to" / "tokenizer.json").exists()

@@ -64,3 +64,15 @@ def test_what_the_first_steps_find_out_is_news_once() -> None:
         (news,) = overview.news()
         assert "all micro-batches of a step at once" in news
         assert list(overview.news()) == []
+
+
+class Spoken(Digits):
+    def overview(self) -> tuple[dict[str, str], list[str]]:
+        return {"rows": "7: 2 held out"}, ["left out: one"]
+
+
+def test_a_task_says_lines_of_its_own() -> None:
+    with phalanx.Engine(Spoken(), device="cpu") as engine:
+        overview = Overview(engine)
+        assert overview.facts()["rows"] == "7: 2 held out"
+        assert overview.notes() == ["left out: one"]

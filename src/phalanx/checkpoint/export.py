@@ -23,8 +23,9 @@ from phalanx.checkpoint.weights import header, raw_bytes
 from phalanx.errors import CannotHere, WrongUse
 
 SHARD_BYTES = 4 << 30
-TOKENIZER = ("tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "*.model", "added_tokens.json",
-             "chat_template*")  # fmt: skip
+ALONG = ("generation_config.json", "tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "*.model",
+         "added_tokens.json", "chat_template*")  # fmt: skip
+"""Files of the folder that a model came from: how it ends and samples texts, and its tokenizer."""
 
 Progress = Callable[[int, int], None]
 
@@ -52,8 +53,8 @@ def export(
 ) -> list[Path]:
     """Write a checkpoint's weights into the new folder ``to``; with a ``config`` of Hugging Face's, as its folder.
 
-    ``beside`` is where the model came from, whose tokenizer goes along. ``selection``: other than all weights as they
-    are. ``along`` writes what else belongs there.
+    ``beside`` is where the model came from, whose tokenizer and settings of generation go along. ``selection``: other
+    than all weights as they are. ``along`` writes what else belongs there.
     """
     place = to.resolve()
     try:
@@ -106,11 +107,11 @@ def _write(
 
 
 def _describe(checkpoint: Checkpoint, folder: Path, config: Any, beside: Path | None) -> None:
-    """What Hugging Face wants to know of a model, and its tokenizer."""
+    """What Hugging Face wants to know of a model, and what goes along with it."""
     weights = [held for name, held in checkpoint.manifest.tensors.items() if name.startswith("model/")]
     config.dtype = max(weights, key=_size).dtype  # or from_pretrained would round to what it came with
     config.save_pretrained(folder)
-    for pattern in TOKENIZER if beside is not None and beside.is_dir() else ():
+    for pattern in ALONG if beside is not None and beside.is_dir() else ():
         for found in beside.glob(pattern) if beside else ():
             shutil.copy(found, folder / found.name)
 

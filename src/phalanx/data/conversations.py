@@ -28,10 +28,12 @@ def conversation(row: Mapping[str, Any]) -> list[Message]:
     else:
         asked, answered = _columns(row)
         question = row[asked]
-        if asked == "instruction" and row.get("input"):
+        if asked == "instruction" and row.get("input") and isinstance(question, str):
             question = f"{question}\n\n{row['input']}"
         messages = _side(question, "user", asked) + _side(row[answered], "assistant", answered)
     if row.get("system"):
+        if not isinstance(row["system"], str):
+            raise WrongUse(f"system is {_named(row['system'])}, not text")
         messages = [{"role": "system", "content": row["system"]}, *messages]
     if not any(_says(message) for message in messages if message["role"] == "assistant"):
         raise WrongUse("it has no answer to learn from: no message of the assistant's with a content")
@@ -42,6 +44,10 @@ def _columns(row: Mapping[str, Any]) -> tuple[str, str]:
     for asked, answered in PAIRS:
         if asked in row and answered in row:
             return asked, answered
+    for pair in PAIRS:
+        for here, missing in (pair, pair[::-1]):
+            if here in row:
+                raise WrongUse(f"it has {here}, but no {missing}")
     known = "; ".join(("messages", *(", ".join(pair) for pair in PAIRS)))
     raise WrongUse(f"its columns are {', '.join(map(str, row)) or 'none'}, and none of these are there: {known}")
 
@@ -51,7 +57,15 @@ def _side(value: Any, role: str, column: str) -> list[Message]:
         return [{"role": role, "content": value}] if value.strip() else []
     if value is None:
         return []
+    if not isinstance(value, (list, tuple)):
+        raise WrongUse(f"{column} is {_named(value)}, not text")
     return _messages(value, column)
+
+
+def _named(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true or false"
+    return "a number" if isinstance(value, (int, float)) else f"a {type(value).__name__}"
 
 
 def _messages(value: Any, column: str) -> list[Message]:

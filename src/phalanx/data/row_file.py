@@ -42,15 +42,17 @@ class RowFile:
             raise IndexError(index)
         try:
             row = self._read(index)
+        except BadRow:
+            raise
         except (ValueError, RecursionError) as error:
-            raise WrongUse(f"{self.place(index)}: not JSON ({error}). Mend or remove it.") from None
+            raise BadRow(self.path, self.number(index), f"not JSON ({error})") from None
         if not isinstance(row, Mapping):
-            raise WrongUse(f"{self.place(index)}: a {type(row).__name__}, not an object with names. Mend or remove it.")
+            raise BadRow(self.path, self.number(index), f"a {type(row).__name__}, not an object with names")
         return dict(row)
 
-    def place(self, index: int) -> str:
-        """Where a row stands, as an editor counts."""
-        return f"{self.path}, row {index + 1 if self._numbers is None else self._numbers[index]}"
+    def number(self, index: int) -> int:
+        """Where a row stands in its file, as an editor counts."""
+        return index + 1 if self._numbers is None else int(self._numbers[index])
 
 
 def _json_lines(path: Path) -> tuple[int, Read, np.ndarray | None]:

@@ -7,20 +7,21 @@ from its conversation's start; and ``documents``, which conversation each token 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from phalanx import streams
 from phalanx.data.best_fit import best_fit
 from phalanx.data.chat import Chat
 from phalanx.data.conversations import conversation
+from phalanx.data.order import Order
 from phalanx.data.packing import IGNORE
 from phalanx.data.row_file import RowFile
+from phalanx.data.rows import BadRow
 from phalanx.errors import WrongUse
-from phalanx.events import say
 from phalanx.words import listed, many
 
 BadRows = Literal["stop", "skip"]
@@ -29,44 +30,71 @@ FILLS = {"tokens": 0, "targets": IGNORE, "positions": 0, "documents": -1}
 SHOWN = 3
 
 
-def encoded(
-    rows: RowFile, chat: Chat, length: int, vocabulary: int, bad_rows: BadRows = "stop", tell: bool = True
-) -> list[Document]:
+class _Unfit(WrongUse):
+    """Why a row cannot be trained on, and what to do."""
+
+    def __init__(self, reason: str, advice: str = "Mend or remove it") -> None:
+        super().__init__(reason)
+        self.reason, self.advice = reason, advice
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """The rows of a file as tokens, and what became of the others."""
+
+    documents: list[Document]
+    rows: int
+    """How many the file has."""
+    left_out: str
+    """Which are not here, and why; empty: all are."""
+    cut: int
+    """How many were longer than they may be, and are cut off."""
+
+
+def encoded(rows: RowFile, chat: Chat, length: int, vocabulary: int, bad_rows: BadRows = "stop") -> Encoded:
     """Each row's tokens, cut off at ``length``, and which of them count; bad rows end it, or are left out and named."""
-    documents, skipped, cut = [], [], 0
+    documents, skipped, cut = [], dict[str, list[str]](), 0
     for index in range(len(rows)):
         try:
             ids, counted = _document(rows, index, chat, length, vocabulary)
-        except WrongUse as error:
+        except _Unfit as error:
+            number = f"{rows.number(index):,}"
             if bad_rows == "stop":
-                raise
-            skipped.append(str(error))
+                raise WrongUse(
+                    f"{rows.path}, row {number}: {error.reason}. {error.advice}, or set bad_rows=skip."
+                ) from None
+            skipped.setdefault(error.reason, []).append(number)
             continue
         cut += len(ids) > length
         documents.append((ids[:length], counted[:length]))
-    if skipped:
-        say(f"   note  {many(len(skipped), 'row')} left out: {listed(skipped, SHOWN)}", streams.stderr())
-    if cut and tell:
-        say(f"   note  {many(cut, 'row')} of {rows.path} cut off at length={length} tokens", streams.stderr())
+    left_out = _told(skipped)
     if not documents:
-        raise WrongUse(f"{rows.path} has no row to train on. Mend what is said of them above, or give another file.")
-    return documents
+        raise WrongUse(f"{rows.path} has no row to train on: {left_out}. Mend them, or give another file.")
+    return Encoded(documents, len(rows), left_out and f"{rows.path}, {left_out}", cut)
+
+
+def _told(skipped: Mapping[str, Sequence[str]]) -> str:
+    """``rows 2, 5: it has no answer; row 7: not JSON``."""
+    each = [f"{'row' if len(n) == 1 else 'rows'} {listed(n, SHOWN)}: {reason}" for reason, n in skipped.items()]
+    more = f"; and {many(len(each) - SHOWN, 'other reason')}" if len(each) > SHOWN else ""
+    return "; ".join(each[:SHOWN]) + more
 
 
 def _document(rows: RowFile, index: int, chat: Chat, length: int, vocabulary: int) -> Document:
-    row = rows[index]
     try:
-        ids, counted = chat.encode(conversation(row))
+        ids, counted = chat.encode(conversation(rows[index]))
+    except BadRow as error:
+        raise _Unfit(error.reason) from None
     except WrongUse as error:
-        raise WrongUse(f"{rows.place(index)}: {error}. Mend or remove it, or set bad_rows=skip.") from None
+        raise _Unfit(str(error)) from None
     if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < vocabulary:
-        raise WrongUse(
-            f"{rows.place(index)}: it has the token {int(ids.max())}, and the model's vocabulary has {vocabulary}. "
-            "Use the model's own tokenizer, or set bad_rows=skip."
+        raise _Unfit(
+            f"it has the token {int(ids.max())}, and the model's vocabulary has {vocabulary}",
+            "Use the model's own tokenizer",
         )
     if not counted[1:length].any():  # nothing predicts the first token
         why = f"within length={length} tokens of its {len(ids)}" if counted[1:].any() else "in its tokens"
-        raise WrongUse(f"{rows.place(index)}: there is no answer {why}. Set a larger length, or bad_rows=skip.")
+        raise _Unfit(f"there is no answer {why}", "Set a larger length")
     return ids, counted
 
 
@@ -80,6 +108,26 @@ class Supervised:
 
     def __len__(self) -> int:
         return len(self.places)
+
+    def training_order(self, global_batch: int, seed: int) -> Order:
+        """As of any data; where too few samples are left of packing, that is said."""
+        rows, size = len(self.documents), len(self)
+        if self.length is not None and size < global_batch:
+            raise WrongUse(
+                f"{many(rows, 'row')} packed into samples of length={self.length} tokens make {size:,}, fewer than one "
+                f"batch of {global_batch}. Set a smaller length, packed=false, or global_batch={size}."
+            )
+        return Order(size, global_batch, seed)
+
+    def describe(self) -> str:
+        """How many rows became how many samples, and how many of their tokens have a loss."""
+        into = "a sample each" if self.length is None else f"packed into {many(len(self), 'sample')} of {self.length}"
+        sizes = [len(ids) for ids, _ in self.documents]
+        tokens, counted = sum(sizes), sum(int(counts[1:].sum()) for _, counts in self.documents)
+        return (
+            f"{len(self.documents):,} {into}, {counted:,} of {many(tokens, 'token')} have a loss, the longest row "
+            f"has {max(sizes):,}"
+        )
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         if not 0 <= index < len(self):

@@ -31,10 +31,11 @@ def local_folder(name: str | Path) -> Path:
     try:
         return Path(huggingface_hub.snapshot_download(str(name), allow_patterns=FILES))
     except Exception as error:  # of HTTP, of the hub's own, of values: whichever, the model is not here
-        said = str(error).splitlines()[0]
+        answered = isinstance(error, huggingface_hub.errors.RepositoryNotFoundError)  # gated ones as well
+        why = f" (the hub: {str(error).splitlines()[0]})" if answered else ""
         raise WrongUse(
-            f"there is no model {str(name)!r} here, neither as a folder nor among those that were fetched "
-            f"({type(error).__name__}: {said}). Give the folder of a saved model."
+            f"there is no folder {str(name)!r}, and no model of that name here, nor could one be fetched{why}. Give "
+            "the folder of a saved model."
         ) from None
 
 
@@ -62,6 +63,13 @@ def language_model(config: Any, kind: LanguageModel) -> nn.Module:
     except ValueError as error:
         said = str(error).splitlines()[0]
         raise WrongUse(f"{type(config).__name__} is not of a {kind} language model ({said}). Give another.") from None
+
+
+def check_length(config: Any, length: int, whose: str) -> None:
+    """Refuse samples that are longer than a model has positions for."""
+    most = getattr(config, "max_position_embeddings", None)
+    if isinstance(most, int) and most < length:
+        raise WrongUse(f"length={length} is more than {whose} has positions for, {most}. Set length to {most} or less.")
 
 
 def check_apart(model: nn.Module, texts: str, advice: str) -> None:

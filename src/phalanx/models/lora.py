@@ -127,6 +127,13 @@ def attach(model: nn.Module, lora: Lora, targets: Sequence[str] = (), four_bit: 
     """
     kind = FourBitLoraLinear if four_bit else LoraLinear
     found = chosen(model, targets)
+    linears = (module for name, module in model.named_modules() if name in found and isinstance(module, nn.Linear))
+    most = max(min(linear.in_features, linear.out_features) for linear in linears)
+    if lora.rank > most:
+        raise WrongUse(
+            f"lora={lora.rank} is no low rank: the weights it would stand beside have ranks of {most} at most. Set "
+            "lora to less, such as 16, or to 0 to train all weights."
+        )
     for weight in model.parameters():
         weight.requires_grad_(False)
     for name in found:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from phalanx.errors import WrongUse
-from phalanx.models.hugging_face import LanguageModel, configuration, language_model
+from phalanx.models.hugging_face import LanguageModel, check_length, configuration, language_model
 
 
 def from_config(kind: LanguageModel, path: str, vocabulary: int, length: int) -> nn.Module:
@@ -19,7 +19,5 @@ def from_config(kind: LanguageModel, path: str, vocabulary: int, length: int) ->
             f"the tokenizer has {vocabulary:,} ids, and {path} says vocab_size={known:,}. Set it to {vocabulary} or "
             "more there."
         )
-    most = getattr(config, "max_position_embeddings", length)
-    if most < length:
-        raise WrongUse(f"length={length} is more than {path} has positions for, {most}. Set length to {most} or less.")
+    check_length(config, length, path)
     return language_model(config, kind)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,16 +18,20 @@ from phalanx.data.chat_tokenizer import opened, trained
 from phalanx.data.conversations import conversation
 from phalanx.data.row_file import RowFile
 from phalanx.data.splitting import split
-from phalanx.data.supervised import BadRows, Document, Supervised, encoded, padded_together
+from phalanx.data.supervised import BadRows, Encoded, Supervised, encoded, padded_together
 from phalanx.models.adapters import Adapter
-from phalanx.models.hugging_face import check_apart, configuration, language_model, local_folder, smaller
+from phalanx.models.hugging_face import check_apart, check_length, configuration, language_model, local_folder, smaller
 from phalanx.models.lora import FOUR_BITS, MAGNITUDE, Lora, LoraKind, attach, is_four_bit, is_lora, lengths
 from phalanx.models.nf4 import FourBits, quantised
+from phalanx.words import many
 
 HEALTH = Path(__file__).parent / "data" / "health.jsonl"
 """Questions about health and their answers: short, general, written for this recipe."""
 TINY = "tiny"
-TINY_TOKENS, SMALL_BLOCKS, SMALL_HEADS, SMALL_LENGTH = 512, 4, 4, 48
+TINY_TOKENS, SMALL_BLOCKS, SMALL_HEADS, SMALL_LENGTH, SMALL_RANK = 512, 4, 4, 48, 8
+ALPHA = 16.0
+OF_LORA = ("lora_alpha", "lora_targets", "lora_kind", "lora_dropout", "four_bit", "adapter")
+"""Settings that have no effect without it."""
 
 
 @dataclass
@@ -52,7 +57,7 @@ class SFT(phalanx.Task):
     """A model of the base's kind with few and narrow blocks, and weights of its own."""
     lora: int = 0
     """The rank of what is trained beside each linear; 0: all weights are trained."""
-    lora_alpha: float = 16.0
+    lora_alpha: float = ALPHA
     lora_targets: list[str] = dataclasses.field(default_factory=list)
     """Names of linears, or regular expressions; by default all of the blocks."""
     lora_kind: LoraKind = "lora"
@@ -77,16 +82,20 @@ class SFT(phalanx.Task):
         if not 0 <= self.share_held_out < 1:
             raise phalanx.WrongUse(f"share_held_out={self.share_held_out} is no share. Set it from 0 to below 1.")
 
-        if self.lora < 0 or not 0 <= self.lora_dropout < 1:
-            raise phalanx.WrongUse(
-                f"lora={self.lora} with lora_dropout={self.lora_dropout} cannot be. Set lora to a rank from 1 up, or "
-                "to 0 for none; lora_dropout from 0 to below 1."
-            )
+        if self.lora < 0:
+            raise phalanx.WrongUse(f"lora={self.lora} is no rank. Set lora to one from 1 up, or to 0 for none.")
+        if not 0 <= self.lora_dropout < 1:
+            raise phalanx.WrongUse(f"lora_dropout={self.lora_dropout} is no share. Set it from 0 to below 1.")
+        if not 0 < self.lora_alpha < math.inf:
+            raise phalanx.WrongUse(f"lora_alpha={self.lora_alpha} is no factor. Set it above 0, such as {ALPHA:g}.")
         if self.lora and self.precision.startswith("fp8"):
             raise phalanx.WrongUse(f"lora={self.lora} computes its linears itself, not in 8 bits. Set precision=bf16.")
-        chosen = self.lora_targets or self.lora_dropout or self.adapter or self.four_bit or self.lora_kind != "lora"
+        defaults = {field.name: field.default for field in dataclasses.fields(self)}
+        chosen = [name for name in OF_LORA if (value := getattr(self, name)) and value != defaults[name]]
         if chosen and not self.lora:
-            raise phalanx.WrongUse("settings of LoRA have no effect without it. Set lora to a rank, such as 16.")
+            raise phalanx.WrongUse(
+                f"{' and '.join(chosen)} would have no effect without LoRA. Set lora to a rank, such as 16."
+            )
         if self.adapter and self.base == TINY:
             raise phalanx.WrongUse(f"adapter={self.adapter} belongs to a model, and base=tiny is none. Set base to it.")
 
@@ -94,7 +103,7 @@ class SFT(phalanx.Task):
         """The same kind of model and task at small sizes, on the shipped rows."""
         return dataclasses.replace(
             self, small=True, path="", tokenizer=TINY, chat_template="", length=min(self.length, SMALL_LENGTH),
-            adapter="",
+            adapter="", lora=min(self.lora, SMALL_RANK),
         )  # fmt: skip
 
     @cached_property
@@ -168,24 +177,49 @@ class SFT(phalanx.Task):
         self._tokenizer.save_pretrained(folder)
 
     @cached_property
-    def _documents(self) -> list[Document]:
+    def _encoded(self) -> Encoded:
+        check_length(self._config, self.length, f"base={self.base}")
         chat = Chat(self._tokenizer, self.loss_on, self.marks)
-        return encoded(
-            RowFile(self.path or HEALTH), chat, self.length, self._config.vocab_size, self.bad_rows, not self.small
-        )
+        return encoded(RowFile(self.path or HEALTH), chat, self.length, self._config.vocab_size, self.bad_rows)
 
     def _samples(self, held_out: bool) -> Supervised:
-        documents = self._documents
+        documents = self._encoded.documents
         if self.share_held_out:
+            self._check_share(len(documents))
             part = split(documents, self.share_held_out)[held_out]
             documents = [part[index] for index in range(len(part))]
         return Supervised(documents, self.length if self.packed else None, self._pad)
 
-    def data(self) -> Supervised:
+    def _check_share(self, rows: int) -> None:
+        held_out = round(rows * self.share_held_out)
+        if 0 < held_out < rows:
+            return
+        other = f", or to {math.ceil(100 / rows) / 100:g} or more" if not held_out else ", or lower"
+        raise phalanx.WrongUse(
+            f"share_held_out={self.share_held_out} of {many(rows, 'row')} is {'all' if held_out else 'none'} of them. "
+            f"Set share_held_out to 0{other if rows > 1 else ''}."
+        )
+
+    @cached_property
+    def _training(self) -> Supervised:
         return self._samples(held_out=False)
+
+    def data(self) -> Supervised:
+        return self._training
 
     def held_out(self) -> Supervised | None:
         return self._samples(held_out=True) if self.share_held_out else None
+
+    def overview(self) -> tuple[dict[str, str], list[str]]:
+        """What became of the rows."""
+        found = self._encoded
+        good, trained_on = len(found.documents), len(self._training.documents)
+        apart = {"left out": found.rows - good, "held out": good - trained_on}
+        parts = [f"{number:,} {what}" for what, number in apart.items() if number]
+        notes = [f"left out: {found.left_out}"] if found.left_out else []
+        if found.cut:
+            notes.append(f"{many(found.cut, 'row')} of {self.path or HEALTH} cut off at length={self.length} tokens")
+        return {"rows": f"{found.rows:,}: {', '.join([*parts, self._training.describe()])}"}, notes
 
     def collate(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         return padded_together(samples, self._pad)

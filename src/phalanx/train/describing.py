@@ -27,7 +27,7 @@ def describe(job: Job, every_weight: bool = False) -> str:
     data = task.data()
     order = Order.of(data, length(data, "data", task), task.global_batch, task.seed)
     settings = ", ".join(f"{name}={value}" for name, value in plain_settings(task).items())
-    callbacks = made_callbacks(task)
+    callbacks, (facts, said) = made_callbacks(task), task.overview()
     dtypes, micro_batches = DTYPES[task.precision], layout.micro_batches(task.global_batch)
     lines = {
         "task": f"{job.reference} ({type(task).__name__})",
@@ -36,6 +36,7 @@ def describe(job: Job, every_weight: bool = False) -> str:
         "model": anatomy.describe(),
         "memory": f"about {fullest(placement, Kept.of(task, placement, dtypes, callbacks), dtypes)}",
         "data": f"{many(order.size, 'sample')}, {many(order.steps_per_epoch, 'step')} an epoch",
+        **facts,
         "micro": f"{many(micro_batches, 'micro-batch', 'micro-batches')} a step",
         "dtypes": dtypes.table(),
     }
@@ -45,5 +46,5 @@ def describe(job: Job, every_weight: bool = False) -> str:
     for table in (inventory.table(inventory.parts(model, anatomy)), listed(placement, every_weight)):
         told += ["", *(f"         {line}" for line in table)]
     device = job.cluster.device
-    notes = layout.notes(device, micro_batches) + dtypes.notes(device)
+    notes = layout.notes(device, micro_batches) + said + dtypes.notes(device)
     return "\n".join([*told, *(f"   note  {note}" for note in notes)])

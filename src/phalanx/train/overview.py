@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cached_property
 
 from phalanx.cluster import devices
 from phalanx.kernels.fp8 import MULTIPLE
@@ -31,14 +32,19 @@ class Overview:
             "memory": str(fullest(engine.spread.placement, engine.kept, engine.dtypes)),
             "batch": f"{many(engine.task.global_batch, 'sample')} as {micro} a step, "
             f"{many(engine.order.size, 'sample')} an epoch",
+            **self._of_task[0],
             "dtypes": engine.dtypes.table(),
         }
+
+    @cached_property
+    def _of_task(self) -> tuple[dict[str, str], list[str]]:
+        return self.engine.task.overview()
 
     def notes(self) -> list[str]:
         """Settings that have no effect, or cost more than they need."""
         device = self.engine.device.type
         settings = self.engine.layout.notes(device, self.engine.loader.micro_batches)
-        return [*settings, *self.engine.dtypes.notes(device), *self._wide(), *self.news()]
+        return [*settings, *self._of_task[1], *self.engine.dtypes.notes(device), *self._wide(), *self.news()]
 
     def _wide(self) -> Iterator[str]:
         """What of a model in 8 bits is not."""

@@ -97,7 +97,9 @@ def _subject(task: Task) -> Subject:
 
 class _Check:
     def __init__(self, task: Task, pretrained: bool, warnings: list[str]) -> None:
-        self.task, self.pretrained, self.warnings = task, pretrained or task.pretrained() is not None, warnings
+        self.task, self.warnings = task, warnings
+        with raising(f"{type(task).__name__}.pretrained()"):
+            self.pretrained = pretrained or task.pretrained() is not None
         seed_globally(task.seed, "data")
         with raising(f"{type(task).__name__}.data()"):
             self.data = task.data()

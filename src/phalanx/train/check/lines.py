@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from phalanx.parallel.randomness.answers import generator_state
-from phalanx.user_code import innermost, is_users_line, place
+from phalanx.user_code import innermost, is_ours, is_users_line, place
 
 CALLER = str(Path(__file__).with_name("subject.py"))
 """From where the check calls the user's code."""
@@ -34,6 +34,15 @@ def of_error(error: BaseException) -> str:
     """The innermost line of the user's that an error came through; empty if there is none."""
     frame = innermost(error.__traceback__)
     return written(frame.filename, frame.lineno or 0) if frame else ""
+
+
+def of_refusal(error: BaseException, method: Any = None) -> str:
+    """Likewise of what was refused, or of a method; empty where that is ours: what we refuse is in the message."""
+    frame = innermost(error.__traceback__)
+    if frame is not None:
+        return "" if is_ours(frame.filename) else of_error(error)
+    code = getattr(inspect.unwrap(method), "__code__", None) if method is not None else None
+    return "" if code is not None and is_ours(code.co_filename) else first_of(method)
 
 
 def last_in(text: str) -> str:

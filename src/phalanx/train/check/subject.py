@@ -70,9 +70,7 @@ def raising(where: str, method: Any = None) -> Iterator[None]:
     except (CannotCheck, Fails):
         raise
     except WrongUse as refusal:
-        raise RefusedAnyway(
-            f"{refusal}{unless_said(lines.first_of(lines.of_error(refusal), method), str(refusal))}"
-        ) from refusal
+        raise RefusedAnyway(f"{refusal}{unless_said(lines.of_refusal(refusal, method), str(refusal))}") from refusal
     except Exception as error:
         raise Fails(where, error, method) from error
 
@@ -318,7 +316,9 @@ def read(task: Task, data: Any, index: int) -> Any:
 
 def first_ids(task: Task, data: Any) -> list[int]:
     """The first samples that will be trained on."""
-    return [int(index) for index in Order.of(data, len(data), task.global_batch, task.seed).ids(0)[:SAMPLES]]
+    with raising(f"{type(task).__name__}.data()"):
+        order = Order.of(data, len(data), task.global_batch, task.seed)
+    return [int(index) for index in order.ids(0)[:SAMPLES]]
 
 
 def _size(sample: Any) -> int:
