@@ -27,6 +27,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parent))
 
+from tests.forking import printing_into
 from tests.hosts import Hosts, missing, on_host
 
 import planted
@@ -116,10 +117,7 @@ def command(words: list[str], folder: str, group: str = "") -> None:
     if group:
         Path(group, "cgroup.procs").write_text(str(os.getpid()))
     os.chdir(folder)
-    out = os.open("out", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(out, 1)
-    os.dup2(out, 2)
-    sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
+    printing_into("out")
     sys.argv = ["phalanx", *words]
     cli.main()
 

@@ -16,7 +16,7 @@ from phalanx import Run, cli
 from phalanx.launch import heartbeats
 from phalanx.launch.forkserver import Forked
 from phalanx.watch.why import why
-from tests.forking import fork
+from tests.forking import fork, printing_into
 from tests.nccl import as_host
 from tests.test_recovery import TASK, ended, ranks_of, same, until_step
 from tests.watch import faults
@@ -63,10 +63,7 @@ def _main(words: list[str], cwd: Path, host: str) -> None:
     os.chdir(cwd)
     os.environ.update(as_host(host))
     heartbeats.LEAST_SECONDS = 5.0
-    out = os.open(f"out of {host}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(out, 1)
-    os.dup2(out, 2)
-    sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
+    printing_into(f"out of {host}")
     sys.argv = ["phalanx", "train", *words]
     cli.main()
 

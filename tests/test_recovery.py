@@ -23,7 +23,7 @@ from phalanx.launch import heartbeats, stopping
 from phalanx.launch.forkserver import Forked
 from phalanx.words import many
 from tests.conftest import children
-from tests.forking import fork
+from tests.forking import fork, printing_into
 from tests.test_cli import phalanx
 
 TASK = """
@@ -65,10 +65,7 @@ def folder(tmp_path: Path) -> Path:
 def _main(words: list[str], cwd: Path) -> None:
     os.chdir(cwd)
     heartbeats.LEAST_SECONDS = 1.0
-    out = os.open("out", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(out, 1)
-    os.dup2(out, 2)
-    sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
+    printing_into("out")
     sys.argv = ["phalanx", "train", *words]
     cli.main()
 

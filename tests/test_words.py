@@ -6,12 +6,21 @@ import math
 
 import pytest
 
-from phalanx.words import in_bytes, in_flops, in_time, listed, many, round_number, sparkline
+from phalanx.words import in_bytes, in_flops, in_time, listed, many, ranks_named, round_number, six_digits, sparkline
 
 
 def test_one_is_not_many() -> None:
     assert [many(n, "step") for n in (0, 1, 2, 1000)] == ["0 steps", "1 step", "2 steps", "1,000 steps"]
     assert many(2, "micro-batch", "micro-batches") == "2 micro-batches"
+
+
+def test_ranks_by_their_numbers() -> None:
+    found = [ranks_named(ranks, 2) for ranks in ([3], [0, 1], [0, 1, 5])]
+    assert found == ["rank 3", "ranks 0, 1", "ranks 0, 1 and 1 more"]
+
+
+def test_numbers_for_json() -> None:
+    assert [six_digits(value) for value in (1 / 3, 2e9, math.nan, math.inf)] == [0.333333, 2e9, None, None]
 
 
 def test_a_long_list_is_cut() -> None:

@@ -31,7 +31,7 @@ def tokenize(
     json: Annotated[bool, typer.Option("--json", help="print one JSON object and nothing else")] = False,
 ) -> None:
     """Encode documents once, into a folder of token files that training reads; run again, it goes on where it was."""
-    from phalanx.data.token_folder import BadRows
+    from phalanx.data.rows import BadRows
     from phalanx.data.token_folder import tokenize as encode
 
     if len(paths) < 2:

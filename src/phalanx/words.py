@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Collection, Sequence
 
@@ -17,6 +18,11 @@ def listed(names: Sequence[str], most: int) -> str:
     """``a, b``, ``a, b and 3 more``."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
+
+
+def ranks_named(ranks: Sequence[int], most: int = 8) -> str:
+    """``rank 3``, ``ranks 0, 1 and 6 more``."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {listed([str(rank) for rank in ranks], most)}"
 
 
 def columns(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[str]:
@@ -59,6 +65,11 @@ def in_time(seconds: float) -> str:
         if whole < 60 or small == 3600:
             return f"{whole} {names[0]}" + (f" {rest} {names[1]}" if rest else "")
     raise AssertionError("days are the last")
+
+
+def six_digits(value: float) -> float | None:
+    """For JSON, which has no word for what is not finite."""
+    return float(f"{float(value):.6g}") if math.isfinite(value) else None
 
 
 def round_number(least: float) -> int:

@@ -26,6 +26,7 @@ TOLERANCE = 1e-5
 @pytest.fixture
 def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.setattr(tqdm, "monitor_interval", 0)  # or its bar leaves a thread behind
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_TELEMETRY", True)  # or TRL tells its makers
     torch.manual_seed(0)
     task = SFT(small=True)
     task.model().save_pretrained(tmp_path / "base")

@@ -13,7 +13,7 @@ from phalanx.launch.forkserver import Forked
 from phalanx.run import Run
 from phalanx.watch.diagnosis import Diagnosis
 from phalanx.watch.why import why
-from tests.forking import fork
+from tests.forking import fork, printing_into
 
 TASK = """
 import ctypes
@@ -131,10 +131,7 @@ def _main(words: list[str], cwd: Path, least: float) -> None:
     os.chdir(cwd)
     faulthandler.disable()  # pytest's
     heartbeats.LEAST_SECONDS, heartbeats.WINDOW_SECONDS = least, 0.3
-    out = os.open("out", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(out, 1)
-    os.dup2(out, 2)
-    sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
+    printing_into("out")
     sys.argv = ["phalanx", *words]
     cli.main()
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from phalanx.data.tokenizer import byte_pairs
 from phalanx.errors import CannotHere, WrongUse
 
 PAD, END = "<|pad|>", "<|end|>"
@@ -44,16 +45,7 @@ def opened(folder: str | Path, template: str = "") -> Any:
 def trained(texts: Iterable[str], size: int) -> Any:
     """A byte-level BPE tokenizer of at most so many tokens, made from texts, with a chat template of its own."""
     kind = _transformers().PreTrainedTokenizerFast
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
     special = [PAD, END, *(f"<|{role}|>" for role in ROLES)]
-    tokenizer.train_from_iterator(texts, trainers.BpeTrainer(
-        vocab_size=size, special_tokens=special, show_progress=False,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-    ))  # fmt: skip
-    made = kind(tokenizer_object=tokenizer, pad_token=PAD, eos_token=END)
+    made = kind(tokenizer_object=byte_pairs(texts, size, special), pad_token=PAD, eos_token=END)
     made.chat_template = TEMPLATE
     return made

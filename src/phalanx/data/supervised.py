@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,11 +20,10 @@ from phalanx.data.conversations import conversation
 from phalanx.data.order import Order
 from phalanx.data.packing import IGNORE
 from phalanx.data.row_file import RowFile
-from phalanx.data.rows import BadRow
+from phalanx.data.rows import BadRow, BadRows
 from phalanx.errors import WrongUse
 from phalanx.words import listed, many
 
-BadRows = Literal["stop", "skip"]
 Document = tuple[np.ndarray, np.ndarray]
 FILLS = {"tokens": 0, "targets": IGNORE, "positions": 0, "documents": -1}
 SHOWN = 3

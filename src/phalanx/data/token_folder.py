@@ -20,12 +20,12 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from phalanx.data.encoding import NAMED, Encoder, PartRecord, closes
-from phalanx.data.rows import FilePart, files_of, parts_of
+from phalanx.data.rows import BadRows, FilePart, files_of, parts_of
 from phalanx.data.token_manifest import ENDS, MANIFEST, BlockHash, Progress, ShardRecord, TokenManifest
 from phalanx.data.tokenizer import BYTES, FILE, Tokenizer, file_of, on_one_thread
 from phalanx.errors import CannotHere, WrongUse
@@ -41,8 +41,6 @@ ENDING_SECONDS = 5.0
 """So long workers of a process that was killed may still hold its folder."""
 AHEAD = 4
 """Parts a worker that are asked for before the first of them is joined to a shard."""
-
-BadRows = Literal["stop", "skip"]
 
 
 def tokenize(

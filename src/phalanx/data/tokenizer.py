@@ -89,13 +89,15 @@ def on_one_thread() -> None:
 
 def train_tokenizer(texts: Sequence[str], vocabulary: int, folder: Path, special: Sequence[str] = ()) -> Path:
     """Train a byte-level BPE on texts and write it to a folder; returns that. The same texts give the same bytes."""
-    content = aside(lambda: _trained(texts, vocabulary, special))  # its threads would not survive a fork
+    # its threads would not survive a fork
+    content = aside(lambda: str(byte_pairs(texts, vocabulary, special).to_str()))
     folder.mkdir(parents=True, exist_ok=True)
     write_whole(folder / FILE, content)
     return folder
 
 
-def _trained(texts: Sequence[str], vocabulary: int, special: Sequence[str]) -> str:
+def byte_pairs(texts: Iterable[str], vocabulary: int, special: Sequence[str]) -> Any:
+    """A byte-level BPE of at most so many ids, special tokens among them, as the library has it."""
     tokenizers = _library()
     model = tokenizers.Tokenizer(tokenizers.models.BPE())
     model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -105,7 +107,7 @@ def _trained(texts: Sequence[str], vocabulary: int, special: Sequence[str]) -> s
         initial_alphabet=sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()),
     )  # fmt: skip
     model.train_from_iterator(texts, trainer)
-    return str(model.to_str())
+    return model
 
 
 def _loaded(path: Path) -> Any:

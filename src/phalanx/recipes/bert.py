@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,14 +54,9 @@ class Masked:
 
 @dataclass
 class Bert(Corpus):
-    """Tell hidden tokens. ``config``: a Hugging Face configuration to build the model from, instead of ours."""
+    """Tell hidden tokens."""
 
-    width: int = 128
-    layers: int = 4
-    heads: int = 4
-    dropout: float = 0.0
     masked: float = 0.15
-    config: str = ""
     global_batch: int = 16
     steps: int = 300
     learning_rate: float = 2e-3
@@ -82,12 +76,6 @@ class Bert(Corpus):
             vocabulary=self._ids[1], width=self.width, layers=self.layers, heads=self.heads, dropout=self.dropout,
             causal=False,
         ))  # fmt: skip
-
-    def tiny(self) -> Bert:
-        return dataclasses.replace(
-            self, width=8 * self.heads, layers=min(self.layers, 2), length=min(self.length, 12), megabytes=0.2,
-            vocabulary=min(self.vocabulary, 300),
-        )  # fmt: skip
 
     @property
     def _ids(self) -> tuple[int, int]:
@@ -110,15 +98,9 @@ class Bert(Corpus):
             return {"input_ids": batch["tokens"], "attention_mask": (batch["documents"] >= 0).long()}
         return {name: batch[name] for name in ("tokens", "positions", "documents")}
 
-    def loss(self, output: Any, batch: dict[str, Any]) -> phalanx.Loss:
-        return phalanx.losses.cross_entropy(self._logits(output), batch["targets"])
-
     def evaluate(self, output: Any, batch: dict[str, Any]) -> dict[str, phalanx.Loss]:
-        logits, targets = self._logits(output), batch["targets"]
+        logits, targets = self.logits(output), batch["targets"]
         found = self.by_source(lambda those: phalanx.losses.cross_entropy(logits, those), batch)
         whole = logits.tensor() if isinstance(logits, phalanx.Logits) else logits
         right = ((whole.argmax(-1) == targets) & (targets != IGNORE)).sum()
         return found | {"accuracy": phalanx.Loss(right, (targets != IGNORE).sum())}
-
-    def _logits(self, output: Any) -> Any:
-        return output.logits if self.config else output

@@ -5,6 +5,7 @@ Without any of these, Python's own standard library is the text.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import math
@@ -14,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
 import phalanx
 from phalanx.data import Joined, Mixture, PackedFiles, TokenFiles
@@ -34,8 +35,16 @@ LAST_RATE = 0.1
 
 @dataclass
 class Corpus(phalanx.Task):
-    """A task on text: where that is, how it is cut into tokens and samples, and which of it is held out."""
+    """A language model on text: where that is, how it is cut into tokens and samples, and which of it is held out.
 
+    ``config``: a Hugging Face configuration to build the model from, instead of ours.
+    """
+
+    width: int = 128
+    layers: int = 4
+    heads: int = 4
+    dropout: float = 0.0
+    config: str = ""
     sources: tuple[str, ...] = ()
     weights: tuple[float, ...] | dict[str, tuple[float, ...]] = ()
     tokenizer: str = ""
@@ -51,6 +60,18 @@ class Corpus(phalanx.Task):
     counts = "tokens"
     special: ClassVar[Sequence[str]] = ()
     """Tokens that a small tokenizer has besides."""
+
+    def tiny(self) -> Self:
+        return dataclasses.replace(
+            self, width=8 * self.heads, layers=min(self.layers, 2), length=min(self.length, 12), megabytes=0.2,
+            vocabulary=min(self.vocabulary, 300),
+        )  # fmt: skip
+
+    def logits(self, output: Any) -> Any:
+        return output.logits if self.config else output
+
+    def loss(self, output: Any, batch: dict[str, Any]) -> phalanx.Loss:
+        return phalanx.losses.cross_entropy(self.logits(output), batch["targets"])
 
     def data(self) -> Any:
         parts = {name: self._parts(files)[0] for name, files in self._files.items()}
@@ -121,10 +142,9 @@ class Corpus(phalanx.Task):
     def _texts(self, source: str) -> list[Path]:
         if self.sources:
             return files_of([source])
-        library = Path(sysconfig.get_paths()["stdlib"])
         files, limit = [], self.megabytes * 1e6
-        for path in sorted(library.glob("*.py")) + sorted(library.glob("[a-z]*/*.py")):
-            if limit > 0 and "site-packages" not in path.parts and path.stat().st_size:
+        for path in standard_library():
+            if limit > 0 and path.stat().st_size:
                 files.append(path)
                 limit -= path.stat().st_size
         if len(files) < 2:
@@ -169,6 +189,13 @@ class Corpus(phalanx.Task):
     def _cache(self) -> Path:
         known = os.environ.get("XDG_CACHE_HOME")
         return Path(self.cache) if self.cache else Path(known or Path.home() / ".cache") / "phalanx"
+
+
+def standard_library() -> list[Path]:
+    """Python's own modules, and those of its packages, in the order of their names."""
+    library = Path(sysconfig.get_paths()["stdlib"])
+    found = sorted(library.glob("*.py")) + sorted(library.glob("[a-z]*/*.py"))
+    return [path for path in found if "site-packages" not in path.parts]
 
 
 def _encode(files: Sequence[Path], folder: Path, tokenizer: str, end: str) -> None:

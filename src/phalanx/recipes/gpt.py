@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import sysconfig
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +13,7 @@ from torch import nn
 import phalanx
 from phalanx.data import PackedTokens
 from phalanx.models.transformer import Transformer, TransformerConfig
+from phalanx.recipes.corpus import standard_library
 
 HELD_OUT_BYTES = 1 << 16
 
@@ -54,10 +53,9 @@ class GPT(phalanx.Task):
     @cached_property
     def _text(self) -> tuple[np.ndarray, np.ndarray]:
         """The bytes of the library's files, and where each file ends."""
-        library = Path(sysconfig.get_paths()["stdlib"])
         files, limit = [], int(self.megabytes * 1e6)
-        for path in sorted(library.glob("*.py")) + sorted(library.glob("[a-z]*/*.py")):
-            if limit > 0 and "site-packages" not in path.parts:
+        for path in standard_library():
+            if limit > 0:
                 files.append(path.read_bytes()[:limit])
                 limit -= len(files[-1])
         files = [file for file in files if file]

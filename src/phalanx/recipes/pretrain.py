@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,16 +16,11 @@ from phalanx.recipes.hugging_face import from_config
 
 @dataclass
 class Pretrain(Corpus):
-    """Predict the next token. ``config``: a Hugging Face configuration to build the model from, instead of ours."""
+    """Predict the next token."""
 
-    width: int = 128
-    layers: int = 4
-    heads: int = 4
     kv_heads: int = 2
     tied: bool = False
-    dropout: float = 0.0
     experts: int = 0
-    config: str = ""
     global_batch: int = 16
     steps: int = 200
     learning_rate: float = 2e-3
@@ -43,23 +37,11 @@ class Pretrain(Corpus):
             dropout=self.dropout, tied=self.tied, experts=self.experts,
         ))  # fmt: skip
 
-    def tiny(self) -> Pretrain:
-        return dataclasses.replace(
-            self, width=8 * self.heads, layers=min(self.layers, 2), length=min(self.length, 12), megabytes=0.2,
-            vocabulary=min(self.vocabulary, 300),
-        )  # fmt: skip
-
     def inputs(self, batch: dict[str, Any]) -> dict[str, Any]:
         if self.config:
             return {"input_ids": batch["tokens"], "position_ids": batch["positions"]}
         return {name: batch[name] for name in ("tokens", "positions", "documents")}
 
-    def loss(self, output: Any, batch: dict[str, Any]) -> phalanx.Loss:
-        return phalanx.losses.cross_entropy(self._logits(output), batch["targets"])
-
     def evaluate(self, output: Any, batch: dict[str, Any]) -> dict[str, phalanx.Loss]:
-        logits = self._logits(output)
+        logits = self.logits(output)
         return self.by_source(lambda targets: phalanx.losses.cross_entropy(logits, targets), batch)
-
-    def _logits(self, output: Any) -> Any:
-        return output.logits if self.config else output

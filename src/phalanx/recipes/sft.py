@@ -17,8 +17,9 @@ from phalanx.data.chat import Chat, LossOn, Marks
 from phalanx.data.chat_tokenizer import opened, trained
 from phalanx.data.conversations import conversation
 from phalanx.data.row_file import RowFile
+from phalanx.data.rows import BadRows
 from phalanx.data.splitting import split
-from phalanx.data.supervised import BadRows, Encoded, Supervised, encoded, padded_together
+from phalanx.data.supervised import Encoded, Supervised, encoded, padded_together
 from phalanx.models.adapters import Adapter
 from phalanx.models.hugging_face import check_apart, check_length, configuration, language_model, local_folder, smaller
 from phalanx.models.lora import FOUR_BITS, MAGNITUDE, Lora, LoraKind, attach, is_four_bit, is_lora, lengths

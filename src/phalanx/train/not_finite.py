@@ -18,7 +18,7 @@ from phalanx.train.guard import first_not_finite
 from phalanx.train.rounds import copies, put_back
 from phalanx.train.step import compute
 from phalanx.trees import leaves
-from phalanx.words import listed
+from phalanx.words import ranks_named
 
 if TYPE_CHECKING:
     from phalanx.train.engine import Engine
@@ -45,13 +45,15 @@ def located(engine: Engine, batch: StepBatch) -> dict[str, Any]:
     with_loss = [rank for rank in ranks if told[rank][0]]
     if with_weight:
         name = told[with_weight[0]][1]
-        return _event(f"the weight {name} of {_named(with_weight)} was not finite before", name, with_weight)
+        return _event(f"the weight {name} of {ranks_named(with_weight)} was not finite before", name, with_weight)
     if with_module:
         first = told[with_module[0]]
         found = [f"on rank {rank} {told[rank][3]}" for rank in with_module[:SHOWN]]
-        return _event(f"{first[3]}, on {_named(with_module)}", first[2], with_module, found)
+        return _event(f"{first[3]}, on {ranks_named(with_module)}", first[2], with_module, found)
     if with_loss:
-        words = f"the loss of {_named(with_loss)}, while all that the model gives is finite when it is computed again"
+        words = (
+            f"the loss of {ranks_named(with_loss)}, while all that the model gives is finite when it is computed again"
+        )
         return _event(words, "", with_loss)
     names = list(dict.fromkeys(name for said in told for name in said[4:]))
     if not names:
@@ -65,10 +67,6 @@ def located(engine: Engine, batch: StepBatch) -> dict[str, Any]:
 
 def _event(where: str, module: str, ranks: list[int], found: list[str] | None = None) -> dict[str, Any]:
     return {"where": where, "module": module, "rank": ranks[0] if len(ranks) == 1 else None, "found": found or []}
-
-
-def _named(ranks: list[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {listed([str(rank) for rank in ranks], SHOWN)}"
 
 
 def _gradients(engine: Engine) -> list[str]:

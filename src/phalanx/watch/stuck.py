@@ -9,7 +9,7 @@ from phalanx.flight import OUTSIDE, Flight, Launch
 from phalanx.watch.diagnosis import Diagnosis
 from phalanx.watch.evidence import Evidence
 from phalanx.watch.waits import Waits, sides
-from phalanx.words import listed
+from phalanx.words import ranks_named
 
 STILL_SECONDS, TIMES_MEDIAN, LAST_STEPS = 5.0, 10, 32
 """In a run that goes on, a rank may stand still for so long, or for so many times the median of so many steps."""
@@ -20,10 +20,6 @@ LONG_SECONDS = 60.0
 """And for so long in what is no step, and in the first ones."""
 SHOWN = 8
 """So many ranks, and lines of a stack, are named."""
-
-
-def named(ranks: list[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {listed([str(rank) for rank in ranks], SHOWN)}"
 
 
 def desynchronised(evidence: Evidence) -> Diagnosis | None:
@@ -37,7 +33,7 @@ def desynchronised(evidence: Evidence) -> Diagnosis | None:
     sure = most_count > other_count
     one = other[0]
     both = [
-        f"{side[0].kind} {side[0].content} of {named([each.rank for each in side])} at {side[0].place}"
+        f"{side[0].kind} {side[0].content} of {ranks_named([each.rank for each in side])} at {side[0].place}"
         for side in (other, most)
     ]
     words = [
@@ -49,7 +45,9 @@ def desynchronised(evidence: Evidence) -> Diagnosis | None:
     if not sure:
         words.append("they are equally many, so that which of them is right is not known")
     elif len(most) <= len(other):
-        words.append(f"ranks of other groups along {one.axis} brought what {named([each.rank for each in most])} did")
+        words.append(
+            f"ranks of other groups along {one.axis} brought what {ranks_named([each.rank for each in most])} did"
+        )
     words += [f"rank {failure['rank']} then {failure['reason']}" for failure in evidence.failures[:2]]
     return Diagnosis(
         False, f"desynchronised: collective {one.sequence} on {one.axis} is {' and '.join(both)}", words,
@@ -110,7 +108,7 @@ def _missing(evidence: Evidence, waits: Waits, rank: int, waiting: list[int], re
         words = f"has been in {own.name} for {still(evidence.flights[rank]):.0f} s; they were called at {place}"
     flight = evidence.flights.get(rank)
     if direct:
-        never = f"never came to {direct[0].name}, where {named([each.rank for each in direct])} "
+        never = f"never came to {direct[0].name}, where {ranks_named([each.rank for each in direct])} "
         never += "waits for it; it " if len(direct) == 1 else "wait for it; it "
     else:
         never = ""
@@ -190,7 +188,7 @@ def _network(evidence: Evidence, waits: Waits, reason: str) -> Diagnosis:
     missing = waits.unknown(one)
     words = f"{missing} of its ranks have left no record" if missing else "all of its ranks have come there"
     return Diagnosis(
-        False, f"stuck: {named([each.rank for each in launches])} wait in {one.name}, and {words}",
+        False, f"stuck: {ranks_named([each.rank for each in launches])} wait in {one.name}, and {words}",
         [*(_waits_in(evidence, each) for each in launches[:SHOWN]), *([reason] if reason else [])],
         next="Look at the network between their hosts: phalanx doctor." if not missing
         else "Look at the hosts of the others: nothing of theirs is in this folder.",

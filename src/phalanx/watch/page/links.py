@@ -16,6 +16,7 @@ import numpy as np
 from phalanx import flight
 from phalanx.flight import DTYPES, HEADER, KINDS, ON_GPU, PHASES, Flight
 from phalanx.run import Run
+from phalanx.words import six_digits
 
 MOST_ROWS = 64
 """So many ranks the picture shows by themselves; of more than that several share a row."""
@@ -145,7 +146,7 @@ def told(found: Mapping[str, AxisUse], ran: Mapping[int, str], steps: np.ndarray
         "axes": {
             axis: {
                 "groups": own.groups, "size": own.size, "sent": _folded(own.sent, share),
-                "calls": _six(own.calls.max()), "waits": [_six(value) for value in own.waited.tolist()],
+                "calls": six_digits(own.calls.max()), "waits": [six_digits(value) for value in own.waited.tolist()],
                 "pairs": _pairs(own.sent),
             }
             for axis, own in sorted(found.items(), key=lambda item: -item[1].sent.sum())
@@ -164,7 +165,3 @@ def _pairs(sent: np.ndarray) -> list[list[float]]:
     order = np.argsort(-sent, axis=None, kind="stable")[:MOST_PAIRS]
     pairs = [divmod(int(at), len(sent)) for at in order]
     return [[a, b, float(f"{sent[a, b]:.4g}")] for a, b in pairs if sent[a, b] > 0]
-
-
-def _six(value: float) -> float | None:
-    return float(f"{value:.6g}") if np.isfinite(value) else None

@@ -12,6 +12,7 @@ import numpy as np
 
 from phalanx.watch.page.grid import bucket_width, thinned
 from phalanx.watch.page.table import RunTable
+from phalanx.words import six_digits
 
 MOST_ROWS = 256
 """So many ranks the map shows by themselves; of more than that several share a row."""
@@ -103,7 +104,7 @@ def _both(values: np.ndarray, first: int, width: int) -> dict[str, list[float | 
 
 
 def _plain(values: np.ndarray) -> list[float | None]:
-    return [float(f"{value:.6g}") if math.isfinite(value) else None for value in values.tolist()]
+    return [six_digits(value) for value in values.tolist()]
 
 
 def heat(table: RunTable, window: Window, phase: str = OWN_TIME) -> dict[str, Any]:
@@ -163,12 +164,9 @@ def _by_rank(seconds: np.ndarray, first: int) -> list[dict[str, Any]]:
         known = own[np.isfinite(own)]
         if known.size:
             at = int(np.nanargmax(own))
-            found.append({"rank": rank, "usual": _six(np.median(known)), "most": _six(own[at]), "step": first + at + 1})
+            usual, most = six_digits(np.median(known)), six_digits(own[at])
+            found.append({"rank": rank, "usual": usual, "most": most, "step": first + at + 1})
     return found
-
-
-def _six(value: Any) -> float:
-    return float(f"{float(value):.6g}")
 
 
 def spans(table: RunTable, window: Window) -> dict[str, Any]:

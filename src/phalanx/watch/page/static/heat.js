@@ -1,5 +1,5 @@
 // A map of ranks by steps: the stronger a cell, the longer its longest step took.
-import { NARROW, lane, make, number, picture, replace, seconds, sharp, table, ticks } from "./words.js";
+import { drawLane, lane, make, number, picture, replace, seconds, sharp, table, ticks } from "./words.js";
 import { colour, shadeBar, shades } from "./theme.js";
 
 const FOOT = 20;
@@ -89,18 +89,7 @@ export class HeatMap {
   #axes(ctx) {
     const { left, wide, tall, high } = this.box;
     ctx.fillStyle = colour("quiet");
-    ctx.font = "11px system-ui";
-    ctx.textBaseline = "middle";
-    const every = Math.ceil(13 / tall);
-    let before = null;
-    this.#labels().forEach(({ text, host }, row) => {
-      if (row % every) return;
-      ctx.textAlign = "right";
-      ctx.fillText(text, left - 6, row * tall + Math.min(tall, 13) / 2);
-      ctx.textAlign = "left";
-      if (this.canvas.clientWidth >= NARROW && host !== before) ctx.fillText(host, 0, row * tall + Math.min(tall, 13) / 2, left - 34);
-      before = host;
-    });
+    drawLane(ctx, this.canvas.clientWidth, this.#labels(), this.box, Math.min(tall, 13) / 2);
     const { first, last } = this.heat;
     ctx.textAlign = "center";
     for (const step of ticks(first + 1, last, Math.max(2, Math.floor(wide / 110)))) {

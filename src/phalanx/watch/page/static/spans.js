@@ -1,5 +1,5 @@
 // The time line: what each rank did when, phase by phase, in a few steps; a part of it can be looked at closely.
-import { NARROW, lane, make, number, phaseColour, picture, replace, seconds, sharp, table, ticks } from "./words.js";
+import { drawLane, lane, make, number, phaseColour, picture, replace, seconds, sharp, table, ticks } from "./words.js";
 import { colour } from "./theme.js";
 
 const BELOW = 20;
@@ -112,19 +112,8 @@ export class TimeLine {
 
   #axes(ctx, labels) {
     const { left, tall } = this.box;
-    ctx.font = "11px system-ui";
-    ctx.textBaseline = "middle";
     ctx.fillStyle = colour("quiet");
-    let before = null;
-    const every = Math.ceil(13 / tall);
-    labels.forEach(({ text, host }, place) => {
-      if (place % every) return;
-      ctx.textAlign = "right";
-      ctx.fillText(text, left - 6, place * tall + Math.max(tall, 6) / 2);
-      ctx.textAlign = "left";
-      if (this.canvas.clientWidth >= NARROW && host !== before) ctx.fillText(host, 0, place * tall + Math.max(tall, 6) / 2, left - 34);
-      before = host;
-    });
+    drawLane(ctx, this.canvas.clientWidth, labels, this.box, Math.max(tall, 6) / 2);
     const [from, to] = this.#shown;
     const wide = this.canvas.clientWidth - left;
     ctx.textAlign = "center";

@@ -116,6 +116,22 @@ export function lane(ctx, width, labels) {
 }
 
 // Round numbers from the first to the last, about so many.
+// Ranks and their hosts beside the rows of a picture, each `tall`, their names `middle` below a row's top.
+export function drawLane(ctx, width, labels, { left, tall }, middle) {
+  const every = Math.ceil(13 / tall);
+  let before = null;
+  ctx.font = "11px system-ui";
+  ctx.textBaseline = "middle";
+  labels.forEach(({ text, host }, row) => {
+    if (row % every) return;
+    ctx.textAlign = "right";
+    ctx.fillText(text, left - 6, row * tall + middle);
+    ctx.textAlign = "left";
+    if (width >= NARROW && host !== before) ctx.fillText(host, 0, row * tall + middle, left - 34);
+    before = host;
+  });
+}
+
 export function ticks(first, last, count) {
   const rough = (last - first) / Math.max(1, count) || 1;
   const power = 10 ** Math.floor(Math.log10(rough));
