@@ -23,7 +23,7 @@ import numpy as np
 
 from phalanx.run import Run
 
-MAGIC = b"PHLXFLT2"
+MAGIC = b"PHLXFLT3"
 GROUPS, SITES, RECORDS = 48, 256, 4096
 """How many groups, places in the code and records are kept."""
 HEADER = struct.Struct("<8s5I64sQ")
@@ -43,13 +43,14 @@ place, place in the user's code, nothing; kind, dtype, phase, flags; shape; its 
 STEPS_AT = RECORDS_AT + RECORDS * RECORD.size
 STEPS, MOST_PHASES = 64, 16
 """So many steps are kept as sums, however many records one has."""
-HAD, QUEUED, COMPILED, COMPILING, SPENT = range(1, 6)
+HAD, QUEUED, COMPILED, COMPILING, ON_DEVICE, DEVICE_WAITED, SPENT = range(1, 8)
 WAITED = SPENT + MOST_PHASES
 WAITED_ALONG = WAITED + MOST_PHASES
 NUMBERS_A_STEP = WAITED_ALONG + GROUPS
 """Of a step: its number and one more; what its main thread had of a processor, and how long it waited for one; how many
-functions were compiled, and how long that took; then by phase, of these in collectives, and the same by group. All but
-the counts are nanoseconds."""
+functions were compiled, and how long that took; by the clock of its GPU, how long the step took, and how much of it was
+spent waiting in collectives; then by phase, of these in collectives, and the same by group. All but the counts are
+nanoseconds."""
 BYTES = STEPS_AT + STEPS * NUMBERS_A_STEP * 8
 LAUNCHED, ARRIVED, WAITING, LEFT = (8 * column for column in range(4))
 ON_GPU = 1

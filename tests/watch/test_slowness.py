@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.flight import COMPILED, COMPILING, HAD, QUEUED
+from phalanx.flight import COMPILED, COMPILING, DEVICE_WAITED, HAD, ON_DEVICE, ON_GPU, QUEUED
 from phalanx.watch.slowness import crowded, slow, timelines
 from tests.watch.records import Scribe, evidence
 
@@ -35,6 +35,28 @@ def test_a_rank_that_is_slow_is_named_with_its_phase(tmp_path: Path, phase: str)
     assert found is not None
     assert (found.kind, found.rank) == ("slow", 2)
     assert found.summary.endswith(f"in {phase}")
+
+
+@pytest.mark.parametrize("phase", ["forward", "computing on its GPU"])
+def test_a_rank_whose_gpu_is_late_is_named(tmp_path: Path, phase: str) -> None:
+    """Hosts launch ahead, and stand in their update until their GPUs are there: only these know who waits."""
+
+    def write(rank: int, scribe: Scribe) -> None:
+        scribe.collective("fsdp a", on_gpu=True)
+        slept = 0.5 if rank == 2 and phase == "forward" else 0.0
+        steps(scribe, wait=0.0, forward=0.01 + slept, backward=0.01, update=0.6 - slept)
+
+    found = evidence(tmp_path, 4, write)
+    for rank, flight in found.flights.items():
+        assert (flight.records["flags"] & ON_GPU).any()
+        flight.steps[:, [ON_DEVICE, DEVICE_WAITED]] = 620_000_000, 20_000_000 if rank == 2 else 520_000_000
+    said = slow(found)
+    assert said is not None
+    assert (said.kind, said.rank) == ("slow", 2)
+    assert (
+        said.summary
+        == f"slow: rank 2 on {found.host(2)} holds the others up, by 500 ms in a step of 630 ms, in {phase}"
+    )
 
 
 def test_stages_of_a_pipeline_are_not_held_against_each_other(tmp_path: Path) -> None:

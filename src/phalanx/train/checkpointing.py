@@ -253,7 +253,7 @@ class Checkpointer(Callback):
         """The copy of what it will change must be whole."""
         if self._last is not None and self._last.stage < Stage.STAGED:
             began = time.monotonic()
-            with engine.traffic.during("checkpoint"):
+            with engine.traffic.recorder.during("checkpoint"):
                 self._last.wait(Stage.STAGED)
             self._rest_until = time.monotonic() + REST * (time.monotonic() - began)
 

@@ -81,7 +81,7 @@ class Rank:
             with memory_told(self.run, rank):
                 engine = undo.enter_context(self._engine(Traffic(row[ARRIVED:], recorder)))
             undo.enter_context(memory_told(self.run, rank, engine))
-            engine.callbacks.during = engine.traffic.during
+            engine.callbacks.during = engine.traffic.recorder.during
             if rank == 0:
                 undo.enter_context(kept_origin(self.run, self.job.task))
                 for logger in chosen(options.log, options.metrics_port):

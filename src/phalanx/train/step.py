@@ -132,6 +132,7 @@ def train_step(engine: Engine, batch: StepBatch, rounds: Rounds | None = None) -
         engine.update.forget()
     scale.update(finite)
     spread.end_step(counts)
+    seconds = clock.seconds()
     return Metrics(
         step=batch.step,
         loss=mean,
@@ -145,9 +146,9 @@ def train_step(engine: Engine, batch: StepBatch, rounds: Rounds | None = None) -
         samples=batch.samples,
         skipped=not counts,
         bad=bad,
-        seconds=clock.seconds(),
+        seconds=seconds,
         sent=_by_axis(engine.traffic.sent - before),
-        communication=engine.traffic.exposure.taken(),
+        communication=engine.traffic.end_step(seconds),
         signals=agreed.signals,
     )
 

@@ -11,7 +11,7 @@ import numpy as np
 from phalanx.watch.diagnosis import Diagnosis
 from phalanx.watch.evidence import Evidence
 from phalanx.watch.host_notes import host_notes
-from phalanx.watch.timeline import Timeline, lateness, timeline, transfers
+from phalanx.watch.timeline import STEPS_OWN, Timeline, lateness, timeline, transfers
 from phalanx.words import in_bytes, in_time, listed, many
 
 STRAGGLES, STRAGGLES_SECONDS = 0.2, 0.02
@@ -99,13 +99,10 @@ def _straggler(evidence: Evidence, lines: dict[int, Timeline]) -> Diagnosis | No
         excess = line.usual_busy - median(peer.usual_busy for peer in peers)
         if excess < STRAGGLES_SECONDS or excess < STRAGGLES * line.seconds:
             return None
-        more = {phase: line.usual(phase) - median(peer.usual(phase) for peer in peers) for phase in line.own}
-        phase = max(more, key=lambda each: more[each])
-        others = median(peer.usual(phase) for peer in peers)
+        phase, own, others = _most(line, peers, excess)
         starved = line.usual_queue - median(peer.usual_queue for peer in peers) > excess / 2
         words = [
-            f"{evidence.who(rank)} takes {in_time(line.usual(phase))} for {phase} in a step, where others take "
-            f"{in_time(others)}",
+            f"{evidence.who(rank)} takes {in_time(own)} for {phase} in a step, where others take {in_time(others)}",
             f"it computes for {in_time(line.usual_busy)} of a step and waits for {in_time(line.usual_wait)}; the "
             f"others wait for {in_time(median(peer.usual_wait for peer in peers))}",
             *_processor(line, peers, starved),
@@ -127,6 +124,15 @@ def _straggler(evidence: Evidence, lines: dict[int, Timeline]) -> Diagnosis | No
             kind="slow", rank=rank, host=evidence.host(rank), place=place, step=line.steps[-1] + 1,
         )  # fmt: skip
     return None
+
+
+def _most(line: Timeline, peers: Sequence[Timeline], excess: float) -> tuple[str, float, float]:
+    """The phase in which a rank takes most of that longer than others do; how long it and they take for it."""
+    found = [(phase, line.usual(phase), median(peer.usual(phase) for peer in peers)) for phase in STEPS_OWN]
+    most = max(found, key=lambda each: each[1] - each[2])
+    if line.on_gpu and most[1] - most[2] < excess / 2:  # its host launches as quickly as others do
+        return "computing on its GPU", line.usual_device, median(peer.usual_device for peer in peers)
+    return most
 
 
 def _processor(line: Timeline, peers: Sequence[Timeline], starved: bool) -> list[str]:

@@ -7,7 +7,19 @@ from statistics import median
 
 import numpy as np
 
-from phalanx.flight import COMPILED, COMPILING, HAD, ON_GPU, PHASES, QUEUED, SPENT, WAITED, Flight
+from phalanx.flight import (
+    COMPILED,
+    COMPILING,
+    DEVICE_WAITED,
+    HAD,
+    ON_DEVICE,
+    ON_GPU,
+    PHASES,
+    QUEUED,
+    SPENT,
+    WAITED,
+    Flight,
+)
 
 STEPS_OWN = ("data", "forward", "backward", "reduce", "update", "wait", "checkpoint", "callbacks")
 HOSTS_OWN = ("data", "checkpoint", "callbacks")
@@ -29,8 +41,10 @@ class Timeline:
     """By step, seconds that its main thread had one, and that it waited for one; zeros: the system does not say."""
     compiled: np.ndarray
     """By step, how many functions were compiled, and for how long."""
-    on_gpu: bool = False
+    on_gpu: bool
     """Its collectives are a GPU's: what the host waits for is not known, and counts as computed."""
+    device: np.ndarray
+    """By step, seconds that its GPU took, and of these in collectives, by the GPU's own clock; zeros: it has none."""
 
     @property
     def seconds(self) -> float:
@@ -47,14 +61,16 @@ class Timeline:
         return float(np.median(self.busy[:, PHASES.index(phase)]))
 
     @property
-    def own(self) -> tuple[str, ...]:
-        """Phases in which a rank's host waits for nobody, but for what is known of it."""
-        return HOSTS_OWN if self.on_gpu else STEPS_OWN
+    def usual_device(self) -> float:
+        """What its GPU computes in a usual step, by its own clock."""
+        return float(np.median(self.device[:, 0] - self.device[:, 1]))
 
     @property
     def usual_busy(self) -> float:
-        """In these phases."""
-        return float(np.median(self.busy[:, [PHASES.index(phase) for phase in self.own]].sum(1)))
+        """What a usual step takes without waiting for others, on the host and on its GPU."""
+        own = HOSTS_OWN if self.on_gpu else STEPS_OWN
+        host = float(np.median(self.busy[:, [PHASES.index(phase) for phase in own]].sum(1)))
+        return host + self.usual_device
 
     @property
     def usual_queue(self) -> float:
@@ -89,7 +105,8 @@ def timeline(flight: Flight) -> Timeline | None:
     on_gpu = bool((flight.records["flags"] & ON_GPU).any())
     steps = (rows[:, 0] - 1).tolist()
     compiled = rows[:, [COMPILED, COMPILING]] / (1, 1e9)
-    return Timeline(flight.rank, steps, spent - waited, waited, rows[:, [HAD, QUEUED]] / 1e9, compiled, on_gpu)
+    processor, device = rows[:, [HAD, QUEUED]] / 1e9, rows[:, [ON_DEVICE, DEVICE_WAITED]] / 1e9
+    return Timeline(flight.rank, steps, spent - waited, waited, processor, compiled, on_gpu, device)
 
 
 def transfers(flights: dict[int, Flight], lines: dict[int, Timeline]) -> dict[str, float]:

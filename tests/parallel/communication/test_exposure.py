@@ -10,65 +10,59 @@ import torch
 import torch.distributed as dist
 
 from phalanx.parallel.communication.communicator import Communicator
-from phalanx.parallel.communication.exposure import Exposure
+from phalanx.parallel.communication.launched import Launched
 from phalanx.parallel.communication.traffic import Traffic
 from tests.ranks import Ranks
 
 
-class Work:
-    """One that is over when it is told to be."""
-
-    over = False
-
-    def is_completed(self) -> bool:
-        return self.over
+def launched(traffic: Traffic, axis: str = "dp") -> Launched:
+    return traffic.launched(f"{axis} of 0", axis, 2, "all-reduce", torch.ones(1), 1)
 
 
-def test_a_collective_that_is_over_before_it_is_waited_for_overlaps_until_then() -> None:
-    exposure, work = Exposure(), Work()
-    exposure.start()
-    one = exposure.launched("dp", cuda=False)
-    one.works = [work]  # type: ignore[list-item]
-    time.sleep(0.02)
-    work.over = True
-    exposure.look()
+def test_a_collective_is_beside_what_is_computed_until_it_is_waited_for() -> None:
+    traffic = Traffic()
+    traffic.exposure.start()
+    one = launched(traffic, "dp+fsdp")
     time.sleep(0.05)
-    exposure.waits(one)
-    time.sleep(0.01)
-    exposure.waited(one)
-    found = exposure.taken()
-    assert 0.02 <= found["overlapped_dp"] < 0.05
-    assert 0.01 <= found["exposed_dp"] < 0.04
-    assert exposure.taken() == {}
+    with one:
+        time.sleep(0.01)
+    found = traffic.exposure.taken()
+    assert 0.05 <= found["overlapped_dp_fsdp"] < 0.2
+    assert 0.01 <= found["exposed_dp_fsdp"] < 0.05
+    traffic.exposure.start()
+    assert traffic.exposure.taken() == {}
 
 
 def test_two_at_once_along_one_axis_count_once() -> None:
-    exposure = Exposure()
-    exposure.start()
+    traffic = Traffic()
+    traffic.exposure.start()
     began = time.perf_counter()
-    first, second = exposure.launched("fsdp", cuda=False), exposure.launched("fsdp", cuda=False)
-    other = exposure.launched("tp", cuda=False)
+    first, second, other = launched(traffic, "fsdp"), launched(traffic, "fsdp"), launched(traffic, "tp")
     time.sleep(0.03)
     for one in (first, second, other):
-        exposure.waits(one)
-        exposure.waited(one)
+        with one:
+            pass
     spent = time.perf_counter() - began
-    found = exposure.taken()
+    found = traffic.exposure.taken()
     assert 0.03 <= found["overlapped_fsdp"] <= spent
     assert 0.03 <= found["overlapped_tp"] <= spent
 
 
 def test_between_steps_and_behind_them_nothing_is_counted() -> None:
-    exposure = Exposure()
-    assert not exposure.launched("dp", cuda=False).axis
-    exposure.start()
-    found = []
-    thread = threading.Thread(target=lambda: found.append(exposure.launched("dp", cuda=False)))
+    traffic = Traffic()
+
+    def wait() -> None:
+        with launched(traffic):
+            time.sleep(0.01)
+
+    wait()
+    traffic.exposure.start()
+    thread = threading.Thread(target=wait)
     thread.start()
     thread.join()
-    exposure.waits(found[0])
-    exposure.waited(found[0])
-    assert exposure.taken() == {}
+    assert traffic.exposure.taken() == {}
+    wait()
+    assert traffic.exposure.taken() == {}
 
 
 def late() -> dict[str, float]:
@@ -93,14 +87,14 @@ def test_ranks_wait_for_one_that_is_late_and_not_for_what_they_compute_beside(ra
 
 @pytest.mark.gpu
 def test_a_gpus_clock_is_read_when_it_is_there() -> None:
-    exposure = Exposure()
-    exposure.start()
-    one = exposure.launched("dp", cuda=True)
+    traffic = Traffic()
+    traffic.exposure.start()
+    one = traffic.launched("a", "dp", 2, "all-reduce", torch.ones(1, device="cuda"), 1)
     torch.cuda._sleep(1_000_000_000)
-    exposure.waits(one)
-    torch.cuda._sleep(500_000_000)
-    exposure.waited(one)
-    assert exposure.taken() == {}
+    with one:
+        torch.cuda._sleep(500_000_000)
+    assert "exposed_dp" not in traffic.exposure.taken()
     torch.cuda.synchronize()
-    found = exposure.taken()
+    traffic.exposure.start()
+    found = traffic.exposure.taken()
     assert found["overlapped_dp"] > found["exposed_dp"] > 0.05

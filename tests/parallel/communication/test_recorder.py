@@ -41,7 +41,7 @@ def every_collective() -> list[Launch]:
     (group.send if rank == 0 else group.receive)(row, 1 - rank).wait()
     group.broadcast_words(["a"])
     group.all_gather_words(["b"])
-    with traffic.during("checkpoint"):
+    with traffic.recorder.during("checkpoint"):
         group.all_reduce(torch.ones(())).wait()
     record = Flight.of(bytes(memory))
     assert record.phase == "backward"
@@ -107,13 +107,14 @@ def test_what_a_killed_rank_was_in_is_there() -> None:
 def test_a_gpu_is_where_it_has_come_to() -> None:
     memory, events = bytearray(BYTES), []
     recorder = FlightRecorder(memoryview(memory), 0, 2, 1)
-    arrivals = Arrivals(lambda: events.append(Event()) or events[-1], recorder.arrived)
+    arrivals = Arrivals(
+        memoryview(bytearray(24)).cast("q"), recorder.arrived, lambda: events.append(Event()) or events[-1]
+    )
     arrivals._thread = threading.current_thread()  # looked at here instead
-    signs = memoryview(bytearray(24)).cast("q")
     for _ in range(3):
-        arrivals.launching(signs, recorder.launched("g", "dp", 2, "all-reduce", torch.ones(1), awaited=True))
+        arrivals.launching(recorder.launched("g", "dp", 2, "all-reduce", torch.ones(1), awaited=True))
     events[0].passed = events[1].passed = True
-    arrivals.look(signs)
+    arrivals.look()
     record = Flight.of(bytes(memory))
     assert (record.groups["g"].launched, record.groups["g"].arrived) == (3, 2)
     inside = record.inside()

@@ -12,8 +12,10 @@ from phalanx.flight import (
     BYTES,
     COMPILED,
     COMPILING,
+    DEVICE_WAITED,
     HAD,
     NUMBERS_A_STEP,
+    ON_DEVICE,
     SPENT,
     STEPS,
     STEPS_AT,
@@ -34,15 +36,19 @@ def rows(memory: bytearray) -> np.ndarray:
 
 def test_what_passes_is_added_to_the_step_that_runs(memory: bytearray) -> None:
     sums = StepSums(memoryview(memory).cast("q"))
-    sums.spent(2, 100)  # before the first step
-    for step in (7, 8):
+    sums.spent[2] += 100  # before the first step
+    sums.along[5] += 100
+    for step in (7, 8, 9):
         sums.begin(step)
-        sums.spent(2, 100 * step)
-        sums.spent(2, 1)
-        sums.waited(2, 5, 40)
+        sums.spent[2] += 100 * step
+        sums.spent[2] += 1
+        sums.waited[2] += 40
+        sums.along[5] += 40
+        sums.on_device(1000 * step, 10)
     first, second = rows(memory)[[7, 8]]
     assert (first[0], first[SPENT + 2], first[WAITED + 2], first[WAITED_ALONG + 5]) == (8, 701, 40, 40)
-    assert (second[0], second[SPENT + 2]) == (9, 801)
+    assert (second[0], second[SPENT + 2], second[WAITED_ALONG + 5]) == (9, 801, 40)
+    assert (first[ON_DEVICE], first[DEVICE_WAITED]) == (7000, 10)
     sums.begin(7 + STEPS)  # takes the place of the first
     assert rows(memory)[7][0] == 8 + STEPS
     assert not rows(memory)[7][SPENT:].any()

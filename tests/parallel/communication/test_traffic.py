@@ -37,8 +37,8 @@ def test_a_rank_that_waits_says_so(ranks: Ranks) -> None:
 def test_every_watcher_is_told_and_bytes_are_counted_by_axis_and_kind() -> None:
     traffic, told = Traffic(), []
     traffic.watchers += [lambda axis, kind, tensor: told.append((axis, kind, len(tensor)))] * 2
-    traffic.launched("dp", "all-reduce", torch.ones(8), 0.5)
-    traffic.told("pp", "receive", torch.ones(3))
+    traffic.launched("a", "dp", 2, "all-reduce", torch.ones(8), 0.5)
+    traffic.recorded("b", "pp", 2, "receive", torch.ones(3))
     assert told == [("dp", "all-reduce", 8)] * 2 + [("pp", "receive", 3)] * 2
     assert traffic.sent == {("dp", "all-reduce"): 16}
     assert traffic.calls == {("dp", "all-reduce"): 1}
@@ -74,5 +74,5 @@ def test_who_watches_waits_is_told_of_axis_and_kind(ranks: Ranks) -> None:
 
 def test_a_supervisor_sees_it_in_memory_that_it_lends() -> None:
     lent = memoryview(bytearray(24)).cast("q")
-    Traffic(lent).launched("dp", "all-reduce", torch.ones(1), 1)
+    Traffic(lent).launched("a", "dp", 2, "all-reduce", torch.ones(1), 1)
     assert lent.tolist() == [1, 0, 0]

@@ -18,36 +18,35 @@ class Arrivals:
     """Events recorded before each collective, and looked at now and then by a thread: never waited for."""
 
     def __init__(
-        self, event: Callable[[], Any] = torch.cuda.Event, arrived: Callable[[int], None] | None = None
+        self, signs: memoryview, arrived: Callable[[int], None], event: Callable[[], Any] = torch.cuda.Event
     ) -> None:
-        """``arrived`` is told the number of each collective that the GPU has come to."""
-        self._event, self._arrived = event, arrived
+        """``signs[0]``: how many it has come to, each of which ``arrived`` is told; ``signs[1]``: has yet to."""
+        self._signs, self._arrived, self._event = signs, arrived, event
         self._recorded: deque[tuple[Any, int]] = deque()
         self._spare: deque[Any] = deque()
         self._thread: threading.Thread | None = None
 
-    def launching(self, signs: memoryview, number: int = 0) -> None:
-        """A collective is launched next: counted in ``signs[0]`` once the GPU is there, in ``signs[1]`` till then."""
+    def launching(self, record: int) -> None:
+        """A collective is launched next."""
         if self._thread is None:
-            self._thread = threading.Thread(target=self._watch, args=(signs,), name="arrivals", daemon=True)
+            self._thread = threading.Thread(target=self._watch, name="arrivals", daemon=True)
             self._thread.start()
         event = self._spare.popleft() if self._spare else self._event()
         event.record()
-        self._recorded.append((event, number))
-        signs[1] = len(self._recorded)
+        self._recorded.append((event, record))
+        self._signs[1] = len(self._recorded)
 
-    def look(self, signs: memoryview) -> None:
+    def look(self) -> None:
         """Count those that the GPU has come to."""
         while self._recorded and self._recorded[0][0].query():
-            event, number = self._recorded.popleft()
+            event, record = self._recorded.popleft()
             self._spare.append(event)
-            signs[0] += 1
-            if self._arrived and number:
-                self._arrived(number)
-        signs[1] = len(self._recorded)
+            self._signs[0] += 1
+            self._arrived(record)
+        self._signs[1] = len(self._recorded)
 
-    def _watch(self, signs: memoryview) -> None:
+    def _watch(self) -> None:
         with suppress(RuntimeError):  # where CUDA has failed, whoever computes says so
             while True:
                 time.sleep(LOOK_SECONDS)
-                self.look(signs)
+                self.look()

@@ -6,10 +6,7 @@ counted and watched, which algorithm is the best on a backend, and how what is s
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -17,28 +14,13 @@ from torch import Tensor
 
 from phalanx.parallel.communication import words as spelling
 from phalanx.parallel.communication.exact import fold
-from phalanx.parallel.communication.exposure import Underway
+from phalanx.parallel.communication.launched import Launched
 from phalanx.parallel.communication.memory import Buffers
 from phalanx.parallel.communication.pending import Pending
 from phalanx.parallel.communication.traffic import Traffic
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-
-@dataclass(slots=True)
-class Launched:
-    """A collective that was launched; called, it gives what is entered to wait for it."""
-
-    traffic: Traffic
-    axis: str
-    kind: str
-    record: int
-    """Its number in the flight record."""
-    underway: Underway
-
-    def __call__(self) -> AbstractContextManager[None]:
-        return self.traffic.waiting(self.axis, self.kind, self.record, self.underway)
 
 
 class Communicator:
@@ -52,7 +34,6 @@ class Communicator:
         """``name``: the axis in logs, errors and counts, where the group does not say it."""
         self.traffic, self._group = traffic, group
         self.name = name if group is None else group.group_desc
-        self._axis = re.sub(r"\W+", "_", self.name)
         self._own_name = "" if group is None else group.group_name
         self.handle = ""
         """What compiled programs know it by (`operators`)."""
@@ -76,13 +57,13 @@ class Communicator:
             return Pending()
         waiting = self._count("all-reduce", tensor, self._both_ways)
         if not self._is_small(tensor):
-            return self._pending([dist.all_reduce(tensor, group=self._group, async_op=True)], waiting)
+            return Pending([dist.all_reduce(tensor, group=self._group, async_op=True)], None, waiting)
         work, rows = self._start_all_to_all(tensor.expand(self.size, *tensor.shape))
 
         def finish() -> None:
             fold(rows, tensor)
 
-        return self._pending([work], waiting, finish)
+        return Pending([work], finish, waiting)
 
     def all_reduce_exactly(self, tensor: Tensor, buffers: Buffers) -> Pending:
         """Sum a flat tensor over the ranks, in place and by the tree, with the bytes of an ordinary all-reduce.
@@ -109,16 +90,16 @@ class Communicator:
         def gather() -> Pending:
             own = fold(rows, parts[self.rank])
             buffers.give(rows)
-            return self._pending(self._start_all_gather(parts, own), waiting, finish)
+            return Pending(self._start_all_gather(parts, own), finish, waiting)
 
-        return self._pending([dist.all_to_all_single(rows, parts, group=self._group, async_op=True)], waiting, gather)
+        return Pending([dist.all_to_all_single(rows, parts, group=self._group, async_op=True)], gather, waiting)
 
     def all_reduce_max(self, tensor: Tensor) -> None:
         """The largest over the ranks, in place, element by element."""
         if self.alone:
             return
         waiting = self._count("all-reduce", tensor, self._both_ways)
-        with waiting():
+        with waiting:
             dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._group)
 
     def all_gather(self, output: Tensor, part: Tensor) -> Pending:
@@ -132,13 +113,13 @@ class Communicator:
             return Pending()
         waiting = self._count("all-gather", part, self.size - 1)
         if not self._is_small(part):
-            return self._pending(self._start_all_gather(output, part), waiting)
+            return Pending(self._start_all_gather(output, part), None, waiting)
         work, rows = self._start_all_to_all(part.expand(self.size, *part.shape))
 
         def finish() -> None:
             output.copy_(rows)
 
-        return self._pending([work], waiting, finish)
+        return Pending([work], finish, waiting)
 
     def reduce_scatter(
         self, output: Tensor, parts: Tensor, buffers: Buffers | None = None, exactly: bool = False
@@ -155,7 +136,7 @@ class Communicator:
         waiting = self._count("reduce-scatter", output, self.size - 1)
         if not self._gloo and not exactly:
             work = _reduce_scatter(output.view(-1), parts.view(-1), group=self._group, async_op=True)
-            return self._pending([work], waiting)
+            return Pending([work], None, waiting)
         rows = buffers.take(*parts.shape, dtype=parts.dtype) if buffers else torch.empty_like(parts)
 
         def finish() -> None:
@@ -163,14 +144,14 @@ class Communicator:
             if buffers:
                 buffers.give(rows)
 
-        return self._pending([dist.all_to_all_single(rows, parts, group=self._group, async_op=True)], waiting, finish)
+        return Pending([dist.all_to_all_single(rows, parts, group=self._group, async_op=True)], finish, waiting)
 
     def all_to_all(self, rows: Tensor) -> Tensor:
         """Row r goes to rank r; what comes back holds row r from rank r."""
         if self.alone:
             return rows
         waiting = self._count("all-to-all", rows, (self.size - 1) / self.size)
-        with waiting():
+        with waiting:
             work, received = self._start_all_to_all(rows)
             work.wait()
         return received
@@ -181,7 +162,7 @@ class Communicator:
             return rows
         waiting = self._count("all-to-all", rows, 1 - out[self.rank] / max(1, len(rows)))
         received = rows.new_empty(sum(back), *rows.shape[1:])
-        with waiting():
+        with waiting:
             dist.all_to_all_single(received, rows.contiguous(), list(back), list(out), group=self._group)
         return received
 
@@ -196,19 +177,18 @@ class Communicator:
         if self.alone:
             return
         waiting = self._count("broadcast", tensor, self.rank == source)
-        with waiting():
+        with waiting:
             dist.broadcast(tensor, group=self._group, group_src=source)
 
     def send(self, tensor: Tensor, to: int) -> Pending:
         """To a rank of the world that is among these. A batch of one: NCCL makes no communicator of its own for it."""
         waiting = self._count("send", tensor, 1)
-        return self._pending(dist.batch_isend_irecv([dist.P2POp(dist.isend, tensor, to, self._group)]), waiting)
+        return Pending(dist.batch_isend_irecv([dist.P2POp(dist.isend, tensor, to, self._group)]), None, waiting)
 
     def receive(self, tensor: Tensor, source: int) -> Pending:
         """From a rank of the world that is among these."""
         waiting = self._recorded("receive", tensor)
-        self.traffic.told(self.name, "receive", tensor)
-        return self._pending(dist.batch_isend_irecv([dist.P2POp(dist.irecv, tensor, source, self._group)]), waiting)
+        return Pending(dist.batch_isend_irecv([dist.P2POp(dist.irecv, tensor, source, self._group)]), None, waiting)
 
     def broadcast_words(self, words: list[str], source: int = 0) -> list[str]:
         """What one rank says."""
@@ -216,7 +196,7 @@ class Communicator:
             return words
         own = spelling.spelled(words if self.rank == source else [], self._words_device)
         size = own.new_tensor([len(own)], dtype=torch.int64)
-        with self._recorded("words", own)():
+        with self._recorded("words", own):
             dist.broadcast(size, group=self._group, group_src=source)
             letters = own if self.rank == source else own.new_empty(spelling.bounded(int(size)))
             dist.broadcast(letters, group=self._group, group_src=source)
@@ -228,7 +208,7 @@ class Communicator:
             return [words]
         own = spelling.spelled(words, self._words_device)
         sizes = own.new_empty(self.size, dtype=torch.int64)
-        with self._recorded("words", own)():
+        with self._recorded("words", own):
             _all_gather(sizes, own.new_tensor([len(own)], dtype=torch.int64), group=self._group)
             each = spelling.bounded(int(sizes.max()))
             rows = own.new_empty(self.size, each)
@@ -251,21 +231,11 @@ class Communicator:
 
     def _count(self, kind: str, tensor: Tensor, share: float) -> Launched:
         """A collective is launched, and counted."""
-        launched = self._recorded(kind, tensor, counted=True)
-        self.traffic.launched(self.name, kind, tensor, share, launched.record)
-        return launched
+        return self.traffic.launched(self._own_name, self.name, self.size, kind, tensor, share)
 
-    def _recorded(self, kind: str, tensor: Tensor, counted: bool = False) -> Launched:
-        record = self.traffic.recorded(self._own_name, self.name, self.size, kind, tensor, counted)
-        return Launched(
-            self.traffic, self.name, kind, record, self.traffic.exposure.launched(self._axis, tensor.is_cuda)
-        )
-
-    def _pending(
-        self, works: Sequence[dist.Work], waiting: Launched, finish: Callable[[], Pending | None] | None = None
-    ) -> Pending:
-        waiting.underway.works = works
-        return Pending(works, finish, waiting)
+    def _recorded(self, kind: str, tensor: Tensor) -> Launched:
+        """One that its sender counts, or nobody."""
+        return self.traffic.recorded(self._own_name, self.name, self.size, kind, tensor)
 
     def _is_small(self, part: Tensor) -> bool:
         return self._gloo and part.numel() * part.element_size() * self.size <= self.small_bytes

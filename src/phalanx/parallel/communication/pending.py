@@ -7,9 +7,6 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch.distributed as dist
 
-Waiting = Callable[[], AbstractContextManager[None]]
-"""Gives what is entered while a rank waits for a collective."""
-
 
 class Pending:
     """A collective on its way; `wait` returns once its result may be used.
@@ -17,13 +14,15 @@ class Pending:
     ``finish`` is done at its end, and may give another collective that belongs to it.
     """
 
+    __slots__ = ("_finish", "_following", "_waiting", "_works")
+
     def __init__(
         self,
         works: Sequence[dist.Work] = (),
         finish: Callable[[], Pending | None] | None = None,
-        waiting: Waiting = nullcontext,
+        waiting: AbstractContextManager[None] = nullcontext(),  # noqa: B008 - it has no state
     ) -> None:
-        """``waiting`` says that this rank waits, while it does."""
+        """``waiting`` is entered while this rank waits."""
         self._works, self._finish, self._waiting = works, finish, waiting
         self._following: Pending | None = None
 
@@ -34,17 +33,20 @@ class Pending:
 
     def advance(self) -> None:
         """Wait for what is on its way, and launch what follows it, if anything does."""
-        works, self._works = self._works, ()
+        works = self._works
         if works:
-            with self._waiting():
+            self._works = ()
+            with self._waiting:
                 for work in works:
                     work.wait()
-        if self._finish is not None:
-            finish, self._finish = self._finish, None
+        finish = self._finish
+        if finish is not None:
+            self._finish = None
             self._following = finish()
 
     def wait(self) -> None:
         self.advance()
-        if self._following is not None:
-            self._following.wait()
+        following = self._following
+        if following is not None:
+            following.wait()
             self._following = None

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from phalanx import flight, user_code
 from phalanx.flight import (
-    ARRIVED,
     DOING,
     DTYPES,
     FIRST,
@@ -29,7 +28,6 @@ from phalanx.flight import (
     GROUPS_AT,
     HEADER,
     KINDS,
-    LEFT,
     MAGIC,
     NOW_AT,
     ON_GPU,
@@ -37,13 +35,11 @@ from phalanx.flight import (
     RECORD,
     RECORDS,
     RECORDS_AT,
-    SEQUENCE,
     SINCE,
     SITE_BYTES,
     SITES,
     SITES_AT,
     STEP,
-    WAITING,
 )  # fmt: skip
 from phalanx.parallel.communication.step_sums import StepSums
 
@@ -56,6 +52,13 @@ LARGEST = 0xFFFFFFFF
 OURS, OTHERS, USERS, ROOT = range(4)
 """Whose a frame is: this room's, anybody's, the user's; or the first of a rank."""
 SIZE, pack = RECORD.size, RECORD.pack_into
+RECORDS_IN, WIDTH = RECORDS_AT // 8, RECORD.size // 8
+LAST = WIDTH - 1
+GROUPS_IN, GROUP_WIDTH = (GROUPS_AT + GROUP.size) // 8 + 1, GROUP_BYTES // 8
+"""Places in memory, as numbers of 8 bytes: of a record and of its last number, of how far a group has come."""
+ARRIVED, WAITING, LEFT, SEQUENCE = (
+    place // 8 for place in (flight.ARRIVED, flight.WAITING, flight.LEFT, flight.SEQUENCE)
+)
 _phases = {name: number for number, name in enumerate(PHASES)}
 _kinds = {name: number for number, name in enumerate(KINDS)}
 _dtypes = {getattr(torch, name): number for number, name in enumerate(DTYPES) if hasattr(torch, name)}
@@ -73,12 +76,18 @@ class FlightRecorder:
         """By code and place in it. Code is known by its id: to hash it would take as long as all the rest."""
         self._whose: dict[int, tuple[int, CodeType]] = {}
         self._ours: set[int] = set()
+        self._further = [0] * SITES
+        """By place: how many frames above it a line of the user's was last found; 0: none was."""
         self._in_vain = [0] * SITES
         """How often no line of the user's was found above a place."""
         self._now = NOW_AT // 8
         self.step = 0
         self._phase, self._since, self._main = 0, time.time_ns(), threading.get_ident()
         self._sums = StepSums(self._numbers)
+        self.axes: list[str] = []
+        """By row of a group."""
+        self._covered = [0] * GROUPS
+        """By row: until when its time has been counted."""
         HEADER.pack_into(
             self.memory, 0, MAGIC, rank, world, generation, os.getpid(), os.getppid(),
             socket.gethostname().encode()[:64], threading.main_thread().ident or 0,
@@ -87,14 +96,14 @@ class FlightRecorder:
 
     def doing(self, phase: str) -> str:
         """This rank begins with something; what it did before."""
-        now, numbers, at = time.time_ns(), self._numbers, self._now
+        now, numbers, at, sums = time.time_ns(), self._numbers, self._now, self._sums
         before, self._phase = self._phase, _phases[phase]
-        self._sums.spent(before, now - self._since)
+        sums.spent[before] += now - self._since
         self._since = now
-        if self._sums.step != self.step and self._phase:
-            if self._sums.step is None:
+        if sums.step != self.step and self._phase:
+            if sums.step is None:
                 numbers[at + FIRST] = self.step
-            self._sums.begin(self.step)
+            sums.begin(self.step)
         numbers[at + DOING], numbers[at + SINCE], numbers[at + STEP] = self._phase, now, self.step
         number = next(self._count)
         pack(
@@ -116,11 +125,11 @@ class FlightRecorder:
         row = self._groups.get(group)
         if row is None:
             row = self._new_group(group, axis, size)
-        counted = (GROUPS_AT + row * GROUP_BYTES + GROUP.size) // 8
+        counted = GROUPS_IN + row * GROUP_WIDTH
         numbers = self._numbers
-        numbers[counted] = sequence = numbers[counted] + 1
+        numbers[counted - 1] = sequence = numbers[counted - 1] + 1
         if not awaited and not tensor.is_cuda:
-            numbers[counted + 1] = sequence
+            numbers[counted] = sequence
         site, user = self._called()
         dims, first = _told(tensor.shape)
         now, number = time.time_ns(), next(self._count)
@@ -133,41 +142,58 @@ class FlightRecorder:
 
     def arrived(self, record: int) -> None:
         """The GPU has come to a collective."""
-        if at := self._stamp(record, ARRIVED):
-            self._came(record, at)
+        number, row = divmod(record, GROUPS)
+        at = RECORDS_IN + number % RECORDS * WIDTH
+        if self._numbers[at + LAST] == number:
+            self._numbers[at + ARRIVED] = time.time_ns()
+            self._came(row, self._numbers[at + SEQUENCE] & LARGEST)
 
     def waiting(self, record: int) -> None:
         """From now on a collective is waited for."""
-        self._stamp(record, WAITING)
+        at = RECORDS_IN + record // GROUPS % RECORDS * WIDTH
+        if self._numbers[at + LAST] == record // GROUPS:  # else its place is another's by now
+            self._numbers[at + WAITING] = time.time_ns()
 
     def left(self, record: int) -> None:
         """And now not any more. Where nobody tells when a GPU comes to it, it has by now."""
-        at = self._stamp(record, LEFT)
-        if at and not self.memory[at + FLAGS] & ON_GPU:
-            self._came(record, at)
-            if threading.get_ident() == self._main:
-                row = at // 8
-                self._sums.waited(self._phase, record % GROUPS, self._numbers[row + 3] - self._numbers[row + 2])
+        number, row = divmod(record, GROUPS)
+        at, numbers = RECORDS_IN + number % RECORDS * WIDTH, self._numbers
+        if numbers[at + LAST] != number:
+            return
+        numbers[at + LEFT] = now = time.time_ns()
+        if self.memory[8 * at + FLAGS] & ON_GPU:
+            return
+        if numbers[GROUPS_IN + row * GROUP_WIDTH] < (sequence := numbers[at + SEQUENCE] & LARGEST):
+            self._came(row, sequence)
+        if threading.get_ident() == self._main:
+            sums, waiting = self._sums, numbers[at + WAITING]
+            sums.waited[self._phase] += now - waiting
+            sums.along[row] += now - waiting
+            begun = max(numbers[at], self._covered[row])
+            if begun < waiting:
+                sums.beside[row] += waiting - begun
+            self._covered[row] = now
 
-    def _came(self, record: int, at: int) -> None:
+    def along(self) -> list[tuple[int, int]]:
+        """By row of a group, since ever: nanoseconds waited, and those from launches until then."""
+        rows = len(self.axes)
+        return list(zip(self._sums.along[:rows], self._sums.beside[:rows], strict=True))
+
+    def on_device(self, spent: float, waited: float) -> None:
+        """Seconds of a step by the clock of this rank's GPU; of these, in collectives."""
+        self._sums.on_device(round(1e9 * spent), round(1e9 * waited))
+
+    def _came(self, row: int, sequence: int) -> None:
         """To this collective of its group, and so to all before it."""
-        place = (GROUPS_AT + record % GROUPS * GROUP_BYTES + GROUP.size) // 8 + 1
-        sequence = self._numbers[(at + SEQUENCE) // 8] & LARGEST
+        place = GROUPS_IN + row * GROUP_WIDTH
         if self._numbers[place] < sequence:
             self._numbers[place] = sequence
-
-    def _stamp(self, record: int, column: int) -> int:
-        """Where it is; 0: so many came after it that its place is another's by now."""
-        number = record // GROUPS
-        at = RECORDS_AT + number % RECORDS * SIZE
-        if self._numbers[(at + SIZE) // 8 - 1] != number:
-            return 0
-        self._numbers[(at + column) // 8] = time.time_ns()
-        return at
 
     def _new_group(self, group: str, axis: str, size: int) -> int:
         """Those for which there is no row share the last."""
         row = self._groups[group] = min(len(self._groups), GROUPS - 1)
+        if row == len(self.axes):
+            self.axes.append(axis)
         axis = "world" if axis == "default_pg" else axis
         GROUP.pack_into(self.memory, GROUPS_AT + row * GROUP_BYTES, group.encode()[:72], axis.encode()[:24], size, 0)
         return row
@@ -175,9 +201,27 @@ class FlightRecorder:
     def _called(self) -> tuple[int, int]:
         """Where the communicator was called, and the user's line that led there, as numbers of sites."""
         frame: FrameType | None = sys._getframe(4)
-        site, whose, ours = 0, self._whose, self._ours
+        ours, depth = self._ours, 4
         while frame is not None and id(frame.f_code) in ours:
-            frame = frame.f_back
+            frame, depth = frame.f_back, depth + 1
+        if frame is None:
+            return 0, 0
+        site = self._sites.get((id(frame.f_code), frame.f_lasti), 0)
+        if site and (further := self._further[site]):
+            try:
+                found = sys._getframe(depth + further)
+            except ValueError:  # the stack is not so deep
+                return self._searched(frame, depth)
+            user = self._sites.get((id(found.f_code), found.f_lasti), 0)
+            if user and self._whose[id(found.f_code)][0] == USERS:
+                return site, user
+        elif self._in_vain[site] >= TRIES:
+            return site, 0
+        return self._searched(frame, depth)
+
+    def _searched(self, frame: FrameType | None, depth: int) -> tuple[int, int]:
+        """The same, frame by frame."""
+        site, whose, begun = 0, self._whose, depth
         for _ in range(DEEPEST):
             if frame is None:
                 break
@@ -186,14 +230,13 @@ class FlightRecorder:
             owner = known[0] if known is not None else self._new_owner(code)
             if owner == USERS:
                 found = self._site(frame)
+                self._further[site] = depth - begun if site else 0
                 return site or found, found
             if owner == ROOT:
                 break
             if not site and owner == OTHERS:
-                site = self._site(frame)
-                if self._in_vain[site] >= TRIES:
-                    return site, 0
-            frame = frame.f_back
+                site, begun = self._site(frame), depth
+            frame, depth = frame.f_back, depth + 1
         self._in_vain[site] += 1
         return site, 0
 

@@ -1,18 +1,25 @@
 """Nanoseconds of a rank's last steps, by phase and by group, added up as they pass: a few additions a phase.
 
-The ring of records holds few steps where a step has many collectives; these hold the same number of steps always.
+The ring of records holds few steps where a step has many collectives; these hold the same number of steps always. A
+step's sums are put into the flight record when the next one begins.
 """
 
 from __future__ import annotations
 
 import os
+from array import array
 from contextlib import suppress
+from operator import sub
 
 from phalanx.flight import (
     COMPILED,
     COMPILING,
+    DEVICE_WAITED,
+    GROUPS,
     HAD,
+    MOST_PHASES,
     NUMBERS_A_STEP,
+    ON_DEVICE,
     QUEUED,
     SPENT,
     STEPS,
@@ -33,6 +40,11 @@ class StepSums:
         self._numbers = numbers
         self.step: int | None = None
         """The one that is added up."""
+        self.spent, self.waited = [0] * MOST_PHASES, [0] * MOST_PHASES
+        """By phase: all, and of that in collectives."""
+        self.along, self.beside = [0] * GROUPS, [0] * GROUPS
+        """By group, since ever: waited for its collectives; and from their launch until then."""
+        self._along = list(self.along)
         self._at = STEPS_AT // 8
         self._before, self._compiled = (0, 0), 0
         self._file = -1
@@ -42,35 +54,39 @@ class StepSums:
     def begin(self, step: int) -> None:
         """Of the step before, what it had of a processor is known now, and what it compiled."""
         (had, queued), compiled = self._processor(), compiled_frames()
+        numbers, at = self._numbers, self._at
         if self.step is not None:
-            self._numbers[self._at + HAD] = had - self._before[0]
-            self._numbers[self._at + QUEUED] = queued - self._before[1]
+            numbers[at + HAD] = had - self._before[0]
+            numbers[at + QUEUED] = queued - self._before[1]
             if compiled > self._compiled:
-                self._numbers[self._at + COMPILED] = compiled - self._compiled
-                self._numbers[self._at + COMPILING] = round(1e9 * compile_seconds(compiled - self._compiled))
+                numbers[at + COMPILED] = compiled - self._compiled
+                numbers[at + COMPILING] = round(1e9 * compile_seconds(compiled - self._compiled))
+            self._put(at)
             if step <= self.step:
                 self._forget(step)
         self.step, self._before, self._compiled = step, (had, queued), compiled
-        self._at = STEPS_AT // 8 + step % STEPS * NUMBERS_A_STEP
-        self._numbers[self._at : self._at + NUMBERS_A_STEP] = _nothing
-        self._numbers[self._at] = step + 1
+        self.spent[:] = self.waited[:] = _no_phases
+        self._along[:] = self.along
+        self._at = at = STEPS_AT // 8 + step % STEPS * NUMBERS_A_STEP
+        numbers[at : at + NUMBERS_A_STEP] = _nothing
+        numbers[at] = step + 1
+
+    def on_device(self, spent: int, waited: int) -> None:
+        """What the clock of a GPU says of steps, as far as it has come by now."""
+        self._numbers[self._at + ON_DEVICE], self._numbers[self._at + DEVICE_WAITED] = spent, waited
+
+    def _put(self, at: int) -> None:
+        spent, waited = array("q", self.spent), array("q", self.waited)
+        self._numbers[at + SPENT : at + WAITED] = spent
+        self._numbers[at + WAITED : at + WAITED_ALONG] = waited
+        along = array("q", map(sub, self.along, self._along))
+        self._numbers[at + WAITED_ALONG : at + NUMBERS_A_STEP] = along
 
     def _forget(self, step: int) -> None:
         """Steps from this one on were undone."""
         for at in range(STEPS_AT // 8, STEPS_AT // 8 + STEPS * NUMBERS_A_STEP, NUMBERS_A_STEP):
             if self._numbers[at] > step:
                 self._numbers[at] = 0
-
-    def spent(self, phase: int, nanoseconds: int) -> None:
-        """In a phase that is over."""
-        if self.step is not None:
-            self._numbers[self._at + SPENT + phase] += nanoseconds
-
-    def waited(self, phase: int, group: int, nanoseconds: int) -> None:
-        """In a collective."""
-        if self.step is not None:
-            self._numbers[self._at + WAITED + phase] += nanoseconds
-            self._numbers[self._at + WAITED_ALONG + group] += nanoseconds
 
     def _processor(self) -> tuple[int, int]:
         if self._file >= 0:
@@ -81,3 +97,4 @@ class StepSums:
 
 
 _nothing = memoryview(bytes(NUMBERS_A_STEP * 8)).cast("q")
+_no_phases = [0] * MOST_PHASES

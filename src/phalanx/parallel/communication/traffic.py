@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 
 from torch import Tensor
 
+from phalanx.flight import BYTES
 from phalanx.parallel.communication.arrivals import Arrivals
-from phalanx.parallel.communication.exposure import UNCOUNTED, Exposure, Underway
+from phalanx.parallel.communication.exposure import Exposure
+from phalanx.parallel.communication.launched import Launched
 from phalanx.parallel.communication.recorder import FlightRecorder
 
 Watcher = Callable[[str, str, Tensor], None]
@@ -22,8 +24,8 @@ class Traffic:
 
     def __init__(self, signs: memoryview | None = None, recorder: FlightRecorder | None = None) -> None:
         """``signs``: memory that a supervisor lends, in which it sees `signs` even of a frozen process."""
-        self.recorder = recorder
-        """Keeps the last collectives, if anybody will read them."""
+        self.recorder = recorder or FlightRecorder(memoryview(bytearray(BYTES)), 0, 1, 0)
+        """Keeps the last collectives; in memory of its own where nobody will read them."""
         self.sent: Counter[tuple[str, str]] = Counter()
         """Bytes that this rank has had to send, by axis and kind: what a good algorithm sends, which is what ours do,
         but for small messages that go to everybody at once."""
@@ -36,72 +38,54 @@ class Traffic:
         """Told of every message or collective, when it is launched: its axis, its kind, and what this rank brings."""
         self.wait_watchers: list[WaitWatcher] = []
         """Each gives what is entered while this rank waits in one: its axis, its kind."""
-        self._main = threading.main_thread().ident
-        self.exposure = Exposure()
+        self.main = threading.main_thread().ident
+        self.exposure = Exposure(self.recorder)
         """What of a step is spent on them, by axis."""
-        self._arrivals = Arrivals(arrived=recorder.arrived if recorder else None)
+        self._arrivals = Arrivals(signs, self.recorder.arrived) if signs is not None else None
+        self._on_gpu = False
 
-    def launched(self, axis: str, kind: str, tensor: Tensor, share: float, record: int = 0) -> None:
-        """A collective of which this rank sends ``share`` times the tensor; ``record``: what `recorded` said of it."""
-        self.told(axis, kind, tensor)
-        self.calls[axis, kind] += 1
-        if tensor.is_cuda and isinstance(self.signs, memoryview):
-            self._arrivals.launching(self.signs, record)
+    def launched(self, group: str, axis: str, size: int, kind: str, tensor: Tensor, share: float) -> Launched:
+        """A collective of a group along an axis, of which this rank sends ``share`` times the tensor."""
+        cuda = tensor.is_cuda
+        arrivals = self._arrivals if cuda else None
+        record = self.recorder.launched(group, axis, size, kind, tensor, arrivals is not None)
+        for watcher in self.watchers:
+            watcher(axis, kind, tensor)
+        key = axis, kind
+        self.calls[key] += 1
+        self.sent[key] += round(tensor.nbytes * share)
+        if arrivals is not None:
+            self._on_gpu = True
+            arrivals.launching(record)
         else:
             self.signs[0] += 1
-        self.sent[axis, kind] += round(tensor.numel() * tensor.element_size() * share)
+        return Launched(self, axis, kind, record, cuda)
 
-    def recorded(self, group: str, axis: str, size: int, kind: str, tensor: Tensor, counted: bool = True) -> int:
-        """The number of a collective in the flight record, as it is launched; 0: there is no record.
-
-        ``counted``: `launched` is told of it too, and so when a GPU comes to it.
-        """
-        awaited = counted and tensor.is_cuda and isinstance(self.signs, memoryview)
-        return self.recorder.launched(group, axis, size, kind, tensor, awaited) if self.recorder else 0
+    def recorded(self, group: str, axis: str, size: int, kind: str, tensor: Tensor) -> Launched:
+        """One that is not counted; who watches is told of messages that are received."""
+        if kind == "receive":
+            for watcher in self.watchers:
+                watcher(axis, kind, tensor)
+        return Launched(self, axis, kind, self.recorder.launched(group, axis, size, kind, tensor), tensor.is_cuda)
 
     def doing(self, phase: str) -> None:
         """What this rank does from now on, for the flight record; nothing said is nothing new."""
-        if self.recorder and phase:
+        if phase:
             self.recorder.doing(phase)
-
-    def during(self, phase: str) -> AbstractContextManager[None]:
-        return self.recorder.during(phase) if self.recorder else nullcontext()
 
     def begins(self, step: int) -> None:
         """A step begins, with the samples it needs."""
-        if self.recorder:
-            self.recorder.step = step
+        self.recorder.step = step
 
     def start_step(self) -> Counter[tuple[str, str]]:
         """What is spent on collectives is counted from here on; what was `sent` until now."""
         self.exposure.start()
         return self.sent.copy()
 
-    def told(self, axis: str, kind: str, tensor: Tensor) -> None:
-        """Who watches is told, and nothing is counted."""
-        for watcher in self.watchers:
-            watcher(axis, kind, tensor)
-
-    @contextmanager
-    def waiting(self, axis: str, kind: str, record: int = 0, underway: Underway = UNCOUNTED) -> Iterator[None]:
-        """While this rank's main thread can do nothing but wait for others, in a collective that was `recorded`."""
-        main = threading.get_ident() == self._main
-        if main:
-            self.signs[2] = 1
-        if self.recorder and record:
-            self.recorder.waiting(record)
-        self.exposure.waits(underway)
-        try:
-            if self.wait_watchers:
-                with ExitStack() as watched:
-                    for watcher in self.wait_watchers:
-                        watched.enter_context(watcher(axis, kind))
-                    yield
-            else:
-                yield
-            self.exposure.waited(underway)
-            if self.recorder and record:
-                self.recorder.left(record)  # not where it failed: it was never left
-        finally:
-            if main:
-                self.signs[2] = 0
+    def end_step(self, seconds: Mapping[str, float]) -> dict[str, float]:
+        """What collectives took of it, ``exposed_AXIS`` and ``overlapped_AXIS``. ``seconds``: its own, by phase."""
+        found = self.exposure.taken()
+        if self._on_gpu:
+            waited = sum(value for name, value in found.items() if name.startswith("exposed_"))
+            self.recorder.on_device(sum(seconds.values()), waited)
+        return found

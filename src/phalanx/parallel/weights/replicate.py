@@ -71,7 +71,6 @@ class Reduction:
     def _arrived(self, bucket: Bucket, weight: Weight, parameter: nn.Parameter) -> None:
         if parameter.grad is None:
             return  # it was left for `deposit`
-        self.replicas.traffic.exposure.look()
         key = id(bucket)
         assert self._position[key] >= self._turn, f"the gradient of {weight.name} came after its bucket was reduced"
         if not bucket.is_whole:
