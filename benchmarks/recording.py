@@ -9,14 +9,18 @@ memory. The ratio is of medians; processor time is that of the rank's main threa
 from __future__ import annotations
 
 import argparse
+import multiprocessing
+import os
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -25,8 +29,10 @@ from torch import nn
 
 import phalanx
 from phalanx import flight
+from phalanx.event_ring import EventRing
 from phalanx.events import EventLog
 from phalanx.launch.environment import Environment
+from phalanx.launch.event_writer import EventWriter
 from phalanx.launch.local import run_ranks
 from phalanx.parallel.communication.recorder import FlightRecorder
 from phalanx.parallel.communication.traffic import Traffic
@@ -63,26 +69,56 @@ class Digits(phalanx.Task):
         return phalanx.losses.cross_entropy(output, batch["y"])
 
 
-def _recording(engine: phalanx.Engine, folder: Path) -> StepRecording:
+class Unrecorded(FlightRecorder):
+    """Notes nothing."""
+
+    def doing(self, phase: str) -> str:
+        return ""
+
+    def launched(self, *given: Any, **named: Any) -> int:
+        return 0
+
+    arrived = waiting = left = lambda self, record: None
+
+
+def _recording(engine: phalanx.Engine, folder: Path, ring: EventRing | None = None) -> StepRecording:
     rank = engine.rank
-    log = EventLog(Run(folder), rank, shared=rank == 0)
+    log = EventLog(Run(folder), rank, shared=rank == 0, ring=ring)
     used = Utilisation(engine.world, "a CPU", 1e12, lambda: ModelFlops(1e9)) if rank == 0 else None
     return StepRecording(engine, log, used)
+
+
+@contextmanager
+def taken(folder: Path, rank: int) -> Iterator[EventRing]:
+    """A ring whose other end is a process of its own, as a rank's supervisor is."""
+    writer, over = EventWriter(Run(folder), 1), multiprocessing.get_context("fork").Event()
+    writer.begin(rank)
+    pid = os.fork()
+    if not pid:
+        while not over.wait(0.05):
+            writer.look()
+        writer.end()
+        os._exit(0)
+    yield writer.rings[0]
+    over.set()
+    os.waitpid(pid, 0)
 
 
 def compare(layout: str, batch: int, pairs: int, folder: Path) -> list[list[list[float]]]:
     """On a rank: seconds and processor seconds of steps, recorded and not; and processor seconds of what notes them."""
     environment = Environment.detect()
-    traffic = Traffic()
-    recorder = FlightRecorder(memoryview(bytearray(flight.BYTES)), environment.rank, environment.world, 1)
-    with phalanx.Engine(GPT(**SHAPE, global_batch=batch), layout, device="cpu", traffic=traffic) as engine:
-        recording, batches = _recording(engine, folder), engine.batches()
-        start = traffic.exposure.start
+    here = environment.rank, environment.world, 1
+    recorders = [kind(memoryview(bytearray(flight.BYTES)), *here) for kind in (Unrecorded, FlightRecorder)]
+    traffic = Traffic(recorder=recorders[1])
+    with (
+        taken(folder, environment.rank) as ring,
+        phalanx.Engine(GPT(**SHAPE, global_batch=batch), layout, device="cpu", traffic=traffic) as engine,
+    ):
+        recording, batches = _recording(engine, folder, ring), engine.batches()
         found: list[list[list[float]]] = [[[], []], [[], [], []]]
         for turn in range(2 * pairs + 20):
             on = turn % 2 == 0
-            traffic.recorder = recorder if on else None
-            traffic.exposure.start = start if on else lambda: None  # type: ignore[method-assign]
+            traffic.recorder = recorders[on]
             data = next(batches)
             began, used = time.perf_counter(), time.thread_time()
             traffic.begins(engine.step_number)

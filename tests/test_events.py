@@ -91,7 +91,8 @@ def test_events_wait_in_memory_while_the_disk_is_full(tmp_path: Path, capsys: py
         log.write("checkpoint", step=3)
         assert capsys.readouterr().err.count("No space left on device; going on, events wait in memory") == 1
         real = os.open(tmp_path / "real", os.O_WRONLY | os.O_CREAT)
-        os.dup2(real, log._file or -1)
+        assert log._file is not None
+        os.dup2(real, log._file._file or -1)
         os.close(real)
         log.write("step", step=3)
         assert "can be written again" in capsys.readouterr().err
@@ -111,7 +112,8 @@ def test_not_more_events_wait_than_memory_may_hold(
     for step in range(20):
         log.write("step", step=step)
     log.close()
-    assert len(log._waiting) <= 200
+    assert log._file is not None
+    assert len(log._file._waiting) <= 200
     assert "lacks 3 events, for which there was no room to the end" in capsys.readouterr().err
 
 

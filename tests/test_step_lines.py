@@ -41,13 +41,12 @@ HELD = {f"memory_{part}": 12_345_678_901 for part in ("weights", "gradients", "o
 def written(folder: Path, steps: int, **unusual: dict[str, Any]) -> Run:
     run = Run.create(folder, "x")
     for rank, shared in ((0, True), (1, False)):
-        lines = StepLines(shared)
         with EventLog(run, rank, shared=shared) as log:
             log.write("start", step=0)
             for step in range(steps):
                 held = HELD if step % 500 == 0 else {}
                 own = facts(step, **unusual.get(f"step_{step}", {}))
-                log.write("step", **lines.of(own, numbers(step), held, last=step == steps - 1))
+                log.step(own, numbers(step), held, last=step == steps - 1)
     return run
 
 
@@ -104,8 +103,8 @@ def test_charts_have_every_loss_and_no_gaps(tmp_path: Path) -> None:
 
 def test_who_goes_on_late_begins_with_a_whole_line() -> None:
     lines = StepLines(shared=True)
-    assert lines.of(facts(5000), {}, {})["sent"]
-    assert "sent" not in lines.of(facts(5001), {}, {})
+    assert lines.of(1.0, facts(5000), {}, {})["sent"]
+    assert "sent" not in lines.of(1.0, facts(5001), {}, {})
 
 
 def test_other_events_and_old_steps_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:

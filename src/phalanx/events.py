@@ -5,22 +5,29 @@ from __future__ import annotations
 import json
 import math
 import os
+import pickle
 import threading
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
 
 from phalanx import streams
+from phalanx.event_ring import IS_SHARED, PAUSE, RING_BYTES, EventRing
 from phalanx.files import no_room
 from phalanx.redact import redact
 from phalanx.run import Run
+from phalanx.step_lines import StepLines
 
 BACKLOG_BYTES = 64 << 20
 """Events that wait in memory for a disk to take them; more than that are lost, and counted."""
-
+SETTLE_SECONDS = 60.0
+LARGEST_EVENT = RING_BYTES // 2
+StepFields = tuple[Mapping[str, Any], Mapping[str, float], Mapping[str, int], bool]
+"""What `StepLines.of` takes."""
 
 SHARED = frozenset(
     {
@@ -62,15 +69,16 @@ def say(line: str, file: IO[str] | None = None) -> None:
         print(line, file=file or streams.stdout(), flush=True)
 
 
-class EventLog:
-    """Appends a rank's events, each flushed as it is written; what the disk does not take waits in memory.
+class EventAppender:
+    """Where a rank's events are written: each at once, and what the disk does not take waits in memory.
 
     Steps may wait for a ``pause`` between two writes. Not ``shared``: another rank writes what all of them share.
     """
 
     def __init__(self, run: Run, rank: int, pause: float = 0.0, *, shared: bool = True) -> None:
-        self._pause, self._written, self.shared = pause, time.monotonic(), shared
+        self._pause, self._written, self._shared = pause, time.monotonic(), shared
         self._path = run.events_path(rank)
+        self._steps = StepLines(shared)
         self._file: int | None = None
         self._waiting = bytearray()
         self._lost = 0
@@ -82,13 +90,14 @@ class EventLog:
             if not no_room(error):
                 raise
 
-    def write(self, kind: str, **fields: Any) -> None:
+    def take(self, kind: str, when: float, fields: dict[str, Any] | StepFields) -> None:
         """A line, in one piece; with a checkpoint, all before it is on disk too."""
-        if not self.shared and kind in SHARED:
+        found = self._steps.of(when, *fields) if isinstance(fields, tuple) else fields
+        if not self._shared and kind in SHARED:
             return
-        if not self.shared and kind == "step":
-            fields = {name: value for name, value in fields.items() if name not in SHARED_OF_A_STEP}
-        line = json.dumps({"kind": kind, "time": time.time(), **plain(fields)}).encode() + b"\n"
+        if not self._shared and kind == "step":
+            found = {name: value for name, value in found.items() if name not in SHARED_OF_A_STEP}
+        line = json.dumps({"kind": kind, "time": when, **plain(found)}).encode() + b"\n"
         with self._lock:
             if len(self._waiting) + len(line) <= BACKLOG_BYTES:
                 self._waiting += line
@@ -134,6 +143,65 @@ class EventLog:
             if self._file is not None:
                 os.close(self._file)
                 self._file = None
+
+
+class EventLog:
+    """A rank's events: written by itself, or by its supervisor, which takes them from a ``ring``."""
+
+    def __init__(
+        self, run: Run, rank: int, pause: float = 0.0, *, shared: bool = True, ring: EventRing | None = None
+    ) -> None:
+        """``pause`` and ``shared``: as `EventAppender` has them."""
+        self._ring, self._file = ring, None if ring else EventAppender(run, rank, pause, shared=shared)
+        self._unsent: deque[bytes] = deque()
+        self._bytes = 0
+        self._lock = threading.Lock()
+        if ring is not None:
+            ring.header[PAUSE], ring.header[IS_SHARED] = round(1000 * pause), shared
+
+    def write(self, kind: str, **fields: Any) -> None:
+        """An event; of a checkpoint, once it is on disk with all before it."""
+        self._give(kind, plain(fields))
+        if kind == "checkpoint":
+            self.settle()
+
+    def step(
+        self, facts: Mapping[str, Any], numbers: Mapping[str, float], held: Mapping[str, int], last: bool = False
+    ) -> None:
+        """A step, as `StepLines` takes it."""
+        self._give("step", (facts, numbers, held, last))
+
+    def _give(self, kind: str, fields: dict[str, Any] | StepFields) -> None:
+        if self._file is not None:
+            self._file.take(kind, time.time(), fields)
+            return
+        piece = pickle.dumps((kind, time.time(), fields), pickle.HIGHEST_PROTOCOL)
+        with self._lock:
+            if self._bytes + len(piece) <= BACKLOG_BYTES:
+                self._unsent.append(piece)
+                self._bytes += len(piece)
+            self._send()
+
+    def _send(self) -> None:
+        """What there is room for; one that never fits is none."""
+        assert self._ring is not None
+        while self._unsent and (len(self._unsent[0]) > LARGEST_EVENT or self._ring.put(self._unsent[0])):
+            self._bytes -= len(self._unsent.popleft())
+
+    def settle(self, seconds: float = SETTLE_SECONDS) -> None:
+        """Wait until all events so far are in their file; not for ever, where a disk does not answer."""
+        deadline = time.monotonic() + seconds
+        while self._ring is not None and time.monotonic() < deadline:
+            with self._lock:
+                self._send()
+                if not self._unsent and self._ring.empty:
+                    return
+            time.sleep(0.002)
+
+    def close(self) -> None:
+        self.settle()
+        if self._file is not None:
+            self._file.close()
 
     def __enter__(self) -> Self:
         return self

@@ -7,7 +7,6 @@ steps. Who reads a run's events gets whole ones: what a short line lacks is as t
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -33,12 +32,19 @@ class StepLines:
         self._held: dict[str, int] = {}
 
     def of(
-        self, facts: Mapping[str, Any], numbers: Mapping[str, float], held: Mapping[str, int], last: bool = False
+        self,
+        when: float,
+        facts: Mapping[str, Any],
+        numbers: Mapping[str, float],
+        held: Mapping[str, int],
+        last: bool = False,
     ) -> dict[str, Any]:
-        """What is written of a step: facts, numbers of its own, and those that change seldom.
+        """What is written of a step at that time: facts, numbers of its own, and those that change seldom.
 
         ``last``: no more are to come.
         """
+        facts = {**facts, "seconds": {phase: round(value, 6) for phase, value in facts["seconds"].items()}}
+        numbers = {name: round(value, 6) for name, value in numbers.items()}
         if facts["step"] < WHOLE:
             self._begun = True
             return {**facts, **numbers, **held}
@@ -47,7 +53,7 @@ class StepLines:
         unusual = any(facts[name] for name in USUAL if name != "turn")
         if last or unusual or not self._begun or self._since >= EVERY:
             return self._whole(facts)
-        found = {"time": round(time.time(), 3), "step": facts["step"]}
+        found = {"time": round(when, 3), "step": facts["step"]}
         if not self._shared:
             return found | {"seconds": {phase: float(f"{value:.4g}") for phase, value in facts["seconds"].items()}}
         found |= {"loss": facts["loss"], "grad_norm": float(f"{facts['grad_norm']:.6g}"), "samples": facts["samples"]}

@@ -24,6 +24,7 @@ from phalanx.events import EventLog
 from phalanx.files import write_whole
 from phalanx.launch import network
 from phalanx.launch.black_box import BlackBox
+from phalanx.launch.event_writer import EventWriter
 from phalanx.launch.heartbeats import STEPS, Heartbeats, Watch
 from phalanx.launch.local import Failure, HostOutcome, World, run_ranks
 from phalanx.launch.rendezvous import Rendezvous
@@ -50,6 +51,7 @@ class Host:
     """Ranks of all hosts together."""
     heartbeats: Heartbeats
     black_box: BlackBox
+    events: EventWriter
     memory: list[list[int]]
     """By rank of this host, a file descriptor a slot."""
     guests: list[list[int]] = field(default_factory=list)
@@ -88,6 +90,7 @@ class Supervisor:
     def __post_init__(self) -> None:
         self.heartbeats = Heartbeats(self.ranks)
         self.black_box = BlackBox(self.run, self.ranks, self.new_memory)
+        self.events = EventWriter(self.run, self.ranks)
         self.memory = [[self.new_memory(), self.new_memory()] for _ in range(self.ranks)]
         self.guests: list[list[int]] = []
         self.reached, self.fruitless, self.leniency = 0, 0, 1.0
@@ -130,14 +133,16 @@ class Supervisor:
                 return HostOutcome(interrupted=True)
             world, generation = gathered
             host = Host(
-                generation, world.size or self.ranks, self.heartbeats, self.black_box, self.memory, self.guests,
-                self.recoveries > 0, stopping=self.rendezvous is None and self.stop.asked,
+                generation, world.size or self.ranks, self.heartbeats, self.black_box, self.events, self.memory,
+                self.guests, self.recoveries > 0, stopping=self.rendezvous is None and self.stop.asked,
             )  # fmt: skip
             watch = Watch(self.heartbeats, world.first, self.leniency, alone=world.size in (0, world.ranks))
             look = partial(self._look, watch)
             self.black_box.begin(generation, world.first, host.world)
+            self.events.begin(world.first)
             given = world, look, self.stop, self.black_box.collect
             outcome = run_ranks(partial(program, host), *given) if world.ranks else self._stand_by()
+            self.events.end()
             failures = [self._drilled(failure, world) for failure in outcome.failures or ()]
             outcome.failures = [self._filed(failure, generation) for failure in failures] or None
             self.black_box.over(outcome.failures or (), self.heartbeats.steps(), bool(outcome.interrupted))
@@ -242,6 +247,7 @@ class Supervisor:
     def _look(self, watch: Watch, pids: dict[int, int]) -> Failure | str | None:
         seen = watch.look(pids)
         self.black_box.look(pids)
+        self.events.look()
         if seen is not None:
             self.black_box.collect(pids)
             return Failure(seen[0], time.monotonic(), seen[1], by_signal=True, stuck=True)

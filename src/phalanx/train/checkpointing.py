@@ -70,8 +70,12 @@ class Checkpointer(Callback):
         slots: Sequence[Slot] = (),
         guests: Sequence[Sequence[Slot]] | None = None,
         note: Note | None = None,
+        settle: Callable[[], None] = lambda: None,
     ) -> None:
-        """``slots`` are this rank's; ``guests``, where hosts exchange copies, for those of ranks of the host before."""
+        """``slots`` are this rank's; ``guests``, where hosts exchange copies, for those of ranks of the host before.
+
+        ``settle`` returns when what was noted is in the run's folder.
+        """
         self.engine, self.manager, self.policy, self.generation = engine, manager, policy, generation
         self._own = [] if slots else [Slot(), Slot()]
         self.slots, self.guests = list(slots) or self._own, guests or ()
@@ -79,7 +83,7 @@ class Checkpointer(Callback):
             slot.pinned = engine.device.type == "cuda"
         self.neighbours = None if guests is None else Neighbours(engine, guests)
         nobody: Note = lambda kind, **fields: None  # noqa: E731
-        self.writer = Writer(engine, manager, generation, policy.keep, policy.keep_every, note or nobody)
+        self.writer = Writer(engine, manager, generation, policy.keep, policy.keep_every, note or nobody, settle)
         self.state = State(engine.spread, engine.optimizer, engine.environment.hosts, engine.callbacks.tensors())
         if engine.environment.rank == 0:
             self._begin()

@@ -200,6 +200,7 @@ class Loop:
 
     def _noted(self, *kinds: str) -> Iterator[dict[str, Any]]:
         """What the run's events say, to rank 0, which tells the others."""
+        self.log.settle()
         return self.run.events(0, *kinds) if self.engine.environment.rank == 0 else iter(())
 
     def _find_bad_device(self) -> None:

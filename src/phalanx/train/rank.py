@@ -113,7 +113,8 @@ class Rank:
 
     def _log(self) -> EventLog:
         rank, hosts = self.environment.rank, self.environment.hosts
-        return EventLog(self.run, rank, pause_of(rank, hosts), shared=rank in writers(hosts))
+        ring = self.host.events.rings[self.environment.local_rank]
+        return EventLog(self.run, rank, pause_of(rank, hosts), shared=rank in writers(hosts), ring=ring)
 
     def _recorder(self) -> FlightRecorder:
         """Of this rank's last moments; and its stacks are to be had from now on."""
@@ -150,6 +151,7 @@ class Rank:
             engine, self.manager, self.job.options.policy(), generation=self.host.generation,
             slots=self.own[self.environment.local_rank],
             guests=self._taken_in if len(set(self.environment.hosts)) > 1 else None, note=log.write,
+            settle=log.settle,
         )  # fmt: skip
 
     def _listener(self, engine: Engine, notes: list[str]) -> Listener:

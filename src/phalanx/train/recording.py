@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from phalanx.events import EventLog
-from phalanx.step_lines import StepLines
 from phalanx.train.held import HeldMemory
 from phalanx.train.utilisation import Utilisation
 
@@ -28,7 +27,6 @@ class StepRecording:
     def __init__(self, engine: Engine, log: EventLog, utilisation: Utilisation | None = None) -> None:
         """``utilisation``: of all ranks, where this one tells it."""
         self.engine, self.log, self.utilisation = engine, log, utilisation
-        self.lines = StepLines(log.shared)
         self.memory = HeldMemory(engine)
         self._checkpoint, self._last = 0.0, 0.0
 
@@ -47,14 +45,14 @@ class StepRecording:
         """A step is done."""
         before, self._last = self._last, time.perf_counter()
         took = self._last - before if before else 0.0
-        numbers = {name: round(value, 6) for name, value in self._between(metrics, took).items()}
+        numbers = self._between(metrics, took)
         if self.utilisation is not None:
             numbers |= self.utilisation.measure(metrics, took)
-        facts = {name: value for name, value in vars(metrics).items() if name not in NUMBERS}
+        facts = vars(metrics).copy()
+        for name in NUMBERS:
+            del facts[name]
         facts["signals"] = metrics.signals.names()
-        facts["seconds"] = {phase: round(value, 6) for phase, value in metrics.seconds.items()}
-        last = self.engine.step_number == self.engine.task.steps
-        self.log.write("step", **self.lines.of(facts, numbers, self.memory.changed(), last))
+        self.log.step(facts, numbers, self.memory.changed(), self.engine.step_number == self.engine.task.steps)
 
     def _between(self, metrics: Metrics, took: float) -> dict[str, float]:
         """Seconds of collectives, of what lies between the step before and this one, and of what is in no phase."""

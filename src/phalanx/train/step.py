@@ -132,7 +132,6 @@ def train_step(engine: Engine, batch: StepBatch, rounds: Rounds | None = None) -
         engine.update.forget()
     scale.update(finite)
     spread.end_step(counts)
-    seconds = clock.seconds()
     return Metrics(
         step=batch.step,
         loss=mean,
@@ -146,7 +145,7 @@ def train_step(engine: Engine, batch: StepBatch, rounds: Rounds | None = None) -
         samples=batch.samples,
         skipped=not counts,
         bad=bad,
-        seconds=seconds,
+        seconds=(seconds := clock.seconds()),
         sent=_by_axis(engine.traffic.sent - before),
         communication=engine.traffic.end_step(seconds),
         signals=agreed.signals,

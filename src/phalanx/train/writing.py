@@ -37,15 +37,19 @@ class Writer:
         keep: int,
         keep_every: int,
         note: Callable[..., None],
+        settle: Callable[[], None],
     ) -> None:
+        """``settle`` returns when what was noted is in the run's folder."""
         self.engine, self.manager, self.generation, self.note = engine, manager, generation, note
         self.keep, self.keep_every = keep, keep_every
+        self.settle = settle
         self._failing = ""
         self._failed_at = 0.0
 
     def write(self, staged: Staged, written: Callable[[], None], given_up: Callable[[], bool]) -> None:
         """Write this rank's part, tell that it is ``written``, and on rank 0 commit all of them."""
         began, rank, step = time.monotonic(), self.engine.environment.rank, staged.step
+        self.settle()  # the steps that led here are accounted for before anybody can go on from it
         self._check_weights(staged)
         self._check_room(staged)
         if rank == 0:
