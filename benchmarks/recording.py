@@ -95,8 +95,8 @@ def taken(folder: Path, rank: int) -> Iterator[EventRing]:
     writer.begin(rank)
     pid = os.fork()
     if not pid:
-        while not over.wait(0.05):
-            writer.look()
+        writer.start()
+        over.wait()
         writer.end()
         os._exit(0)
     yield writer.rings[0]

@@ -94,12 +94,16 @@ def test_a_damaged_parquet_file_is_refused(tmp_path: Path, place: int) -> None:
 def test_what_holds_no_rows_is_refused(tmp_path: Path) -> None:
     (tmp_path / "empty.jsonl").write_text("\n\n")
     (tmp_path / "rows.txt").write_text("hello")
-    (tmp_path / "folder").mkdir()
     for name, words in {
         "empty.jsonl": "is empty: it has no row",
         "rows.txt": "is none of .jsonl, .json, .csv, .parquet",
         "nowhere.csv": "is not there",
-        "folder": "not one that datasets' save_to_disk left",
     }.items():
         with pytest.raises(WrongUse, match=words):
             RowFile(tmp_path / name)
+
+
+def test_a_folder_that_datasets_did_not_leave_is_refused(tmp_path: Path) -> None:
+    pytest.importorskip("datasets", reason="datasets is not installed: pip install 'phalanx[sft]'")
+    with pytest.raises(WrongUse, match="not one that datasets' save_to_disk left"):
+        RowFile(tmp_path)

@@ -46,6 +46,7 @@ def test_events_of_ranks_that_were_killed_are_written_by_their_host(tmp_path: Pa
         if not pid:
             _killed(writer, rank, rank == 0)
         os.waitpid(pid, 0)
+    writer.start()
     writer.end()
     first, second = (list(writer.run.events(rank)) for rank in (4, 5))
     assert [event["kind"] for event in first] == ["start", *["step"] * 3]
@@ -59,7 +60,7 @@ def test_what_was_noted_is_settled_while_ranks_run_and_a_new_generation_goes_on(
     for generation in (1, 2):
         writer.begin(4)
         mine = log(writer, 0)
-        writer.look()
+        writer.start()
         mine.write("start", generation=generation)
         mine.settle()
         assert len(list(writer.run.events(4))) == generation
@@ -72,7 +73,7 @@ def test_more_than_the_ring_holds_waits_in_memory(tmp_path: Path) -> None:
     mine = log(writer, 0)
     for number in range(30):
         mine.write("note", number=number, text="x" * (RING_BYTES // 10))
-    threading.Timer(0.2, writer.look).start()
+    threading.Timer(0.2, writer.start).start()
     mine.close()
     writer.end()
     assert [event["number"] for event in writer.run.events(4)] == list(range(30))
@@ -85,7 +86,7 @@ def test_a_folder_that_does_not_answer_holds_up_no_rank(tmp_path: Path, monkeypa
     monkeypatch.setattr("phalanx.launch.event_writer.LAST_SECONDS", 0.2)
     writer.begin(4)
     mine = log(writer, 0)
-    writer.look()
+    writer.start()
     began = time.monotonic()
     mine.write("start", step=0)
     assert time.monotonic() - began < 1
@@ -95,6 +96,7 @@ def test_a_folder_that_does_not_answer_holds_up_no_rank(tmp_path: Path, monkeypa
     hung.set()
     mine = log(writer, 0)
     mine.write("start", step=1)
+    writer.start()
     writer.end()
     for _ in range(100):
         if len(found := list(writer.run.events(4))) == 2:

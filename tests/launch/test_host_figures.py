@@ -21,6 +21,7 @@ def test_this_host_is_looked_at() -> None:
     while time.monotonic() - began < 0.15:  # busy
         pass
     found = figures.look()
+    figures.close()
     assert 0 < float(found["cpu"]) <= 100
     assert 0 < float(found["memory_used"]) < float(found["memory_total"])
     assert float(found["disk_written"]) >= 0

@@ -37,21 +37,19 @@ class EventWriter:
         """By rank of this host. New ones: the thread of a folder that hung may yet read the last."""
         self._first = first
 
-    def look(self) -> None:
-        """Called often while ranks run."""
-        if self._thread is None:  # not before: no thread is forked
-            self._over = threading.Event()
-            given = self.rings, self._first, self._over
-            self._thread = threading.Thread(target=self._taking, args=given, name="event writer", daemon=True)
-            self._thread.start()
+    def start(self) -> None:
+        """Ranks have been forked: not before, since a thread is not."""
+        self._over = threading.Event()
+        given = self.rings, self._first, self._over
+        self._thread = threading.Thread(target=self._taking, args=given, name="event writer", daemon=True)
+        self._thread.start()
 
     def end(self) -> None:
         """Ranks have ended: what they left is written."""
-        self.look()
-        self._over.set()
-        assert self._thread is not None
-        self._thread.join(LAST_SECONDS)
-        self._thread = None
+        if self._thread is not None:
+            self._over.set()
+            self._thread.join(LAST_SECONDS)
+            self._thread = None
 
     def _taking(self, rings: list[EventRing], first: int, over: threading.Event) -> None:
         files: dict[int, EventAppender] = {}

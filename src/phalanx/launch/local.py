@@ -124,8 +124,9 @@ def run_ranks(
     look: Look | None = None,
     stop: Stop | None = None,
     missed: Callable[[dict[int, int]], object] = lambda pids: None,
+    forked: Callable[[], object] = lambda: None,
 ) -> HostOutcome:
-    """Run ``program`` on this host's ranks and wait for all of them.
+    """Run ``program`` on this host's ranks and wait for all of them. ``forked`` is called when all have begun.
 
     When one has waited for others until its time was up, ``missed`` is told who still runs, before they are ended.
 
@@ -169,6 +170,7 @@ def run_ranks(
             store = StoreServer(listening, world.key, world.size or world.ranks)
         if printing is not None:
             printing.start()
+        forked()
         outcome = _supervise(processes, pipes, asked, world.first, look, stop, missed)
         _end(processes)
         while wait([asked], timeout=0):  # asked while the others were being ended

@@ -140,7 +140,7 @@ class Supervisor:
             look = partial(self._look, watch)
             self.black_box.begin(generation, world.first, host.world)
             self.events.begin(world.first)
-            given = world, look, self.stop, self.black_box.collect
+            given = world, look, self.stop, self.black_box.collect, self.events.start
             outcome = run_ranks(partial(program, host), *given) if world.ranks else self._stand_by()
             self.events.end()
             failures = [self._drilled(failure, world) for failure in outcome.failures or ()]
@@ -247,7 +247,6 @@ class Supervisor:
     def _look(self, watch: Watch, pids: dict[int, int]) -> Failure | str | None:
         seen = watch.look(pids)
         self.black_box.look(pids)
-        self.events.look()
         if seen is not None:
             self.black_box.collect(pids)
             return Failure(seen[0], time.monotonic(), seen[1], by_signal=True, stuck=True)
