@@ -1,6 +1,8 @@
-"""How long a long run of many ranks takes to open: its events read, thinned and shown.
+"""What it costs to watch a run: to record its steps, and to open a long run of many ranks.
 
-python benchmarks/watch.py [--quick] [--screenshot docs/watch.png]
+    python benchmarks/watch.py [--quick] [--screenshot docs/watch.png]
+
+Recording is `recording.py`'s; then events of a long run are read, thinned and shown.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
+import recording
 from report import Figure, report
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -26,6 +29,7 @@ from tests.browser import CHROMIUM, Browser
 from tests.watch.page.folders import BEGAN, SECONDS, append, start, step, write
 
 from phalanx.run import Run
+from phalanx.step_lines import EVERY, WHOLE
 from phalanx.watch.page.answers import RunPages
 from phalanx.watch.page.report import write_report
 from phalanx.watch.page.table import RunTable
@@ -49,16 +53,25 @@ def generate(folder: Path, ranks: int, steps: int) -> Run:
             slow = (np.arange(steps) // (steps // 8) == 5) & (rank == ranks // 3)
             seconds = draw.uniform(0.9, 1.2, (steps, len(SECONDS))) * list(SECONDS.values())
             seconds[:, 1:3] *= 1 + 0.7 * slow[:, None]
-            names = ", ".join(f'"{phase}": %r' for phase in SECONDS)
-            line = f'{{"kind": "step", "time": %r, "step": %d, "seconds": {{{names}}}, '
-            line += '"sent": {"fsdp": 1048576, "tp": 262144}}\n'
             times = (BEGAN + 0.12 * np.arange(steps) + draw.uniform(0.1, 0.11, steps)).tolist()
             with run.events_path(rank).open("a") as file:
-                file.writelines(line % (times[at], at, *seconds[at].tolist()) for at in range(begin, end))
+                file.writelines(
+                    _line(at, begin, times[at], dict(zip(SECONDS, seconds[at].tolist(), strict=True)))
+                    for at in range(begin, end)
+                )
     killed = {"step": steps // 2, "reason": "was ended by SIGKILL", "generation": 1}
     append(run, ranks // 2, {"kind": "failure", "time": BEGAN + 0.06 * steps, **killed})
     append(run, 0, *_story(steps))
     return run
+
+
+def _line(at: int, begin: int, when: float, seconds: dict[str, float]) -> str:
+    """What another rank than the first writes of a step (`StepLines`)."""
+    whole = at < WHOLE or (at - begin) % EVERY == 0
+    moment, digits = (f"{when!r}", "%.6f") if whole else (f"{when:.3f}", "%.4g")
+    phases = ", ".join(f'"{phase}": {digits % value}' for phase, value in seconds.items())
+    sent = ', "sent": {"fsdp": 1048576, "tp": 262144}' if whole else ""
+    return f'{{"kind": "step", "time": {moment}, "step": {at}, "seconds": {{{phases}}}{sent}}}\n'
 
 
 def _story(steps: int) -> Iterator[dict]:
@@ -163,7 +176,8 @@ def main() -> None:
     options = parser.parse_args()
     ranks, steps = (16, 2000) if options.quick else (64, 10_000)
     with tempfile.TemporaryDirectory() as place:
-        figures = [*opening(Path(place), ranks, steps, options.quick), *reporting(Path(place))]
+        figures = [*recording.sizes(Path(place) / "sizes"), *recording.overhead(options.quick, Path(place))]
+        figures += [*opening(Path(place), ranks, steps, options.quick), *reporting(Path(place))]
         if CHROMIUM is not None:
             figures += browsing(Path(place), options.screenshot, options.quick)
     report(figures)
