@@ -77,6 +77,13 @@ class Traffic:
         self.exposure.start()
         return self.sent.copy()
 
+    def sent_since(self, before: Counter[tuple[str, str]]) -> dict[str, int]:
+        """Bytes by axis."""
+        found: Counter[str] = Counter()
+        for (axis, _), count in (self.sent - before).items():
+            found[axis] += count
+        return dict(found)
+
     def told(self, axis: str, kind: str, tensor: Tensor) -> None:
         """Who watches is told, and nothing is counted."""
         for watcher in self.watchers:
