@@ -18,11 +18,24 @@ SHAPES = ("linear", "sqrt")
 
 
 @dataclass(frozen=True)
+class StepPlace:
+    """Where a step is: its number, of so many, of which the first are the warm-up."""
+
+    step: int
+    warmup: int
+    steps: int
+
+    @property
+    def done(self) -> float:
+        """How much of the steps after the warm-up, from 0 to 1."""
+        return min(1.0, (self.step - self.warmup) / max(1, self.steps - self.warmup))
+
+
+@dataclass(frozen=True)
 class ScheduleKind:
     """A schedule after its warm-up."""
 
-    after: Callable[[float, Options], float]
-    """The factor, by how much of the steps after the warm-up is done, from 0 to 1."""
+    after: Callable[[StepPlace, Options], float]
     options: Options
     """What may be given, and what it is without."""
 
@@ -42,30 +55,34 @@ def _half_wave(done: float, options: Options) -> float:
     return end + (1 - end) / 2 * (1 + math.cos(math.pi * done))
 
 
-def _restarts(done: float, options: Options) -> float:
-    cycles = _number(options, "cycles")
-    return _half_wave(1.0 if done >= 1 else done * cycles % 1.0, options)
+def _restarts(place: StepPlace, options: Options) -> float:
+    return _half_wave(1.0 if place.done >= 1 else place.done * _number(options, "cycles") % 1.0, options)
 
 
-def _stable_then_decay(done: float, options: Options) -> float:
-    part = (done - 1) / _number(options, "decay") + 1
-    if part <= 0:
-        return 1.0
+def _stable_then_decay(place: StepPlace, options: Options) -> float:
+    falls = max(1, round(_number(options, "decay") * place.steps))
+    first = max(place.warmup, place.steps - falls)
+    part = min(1.0, max(0, place.step - first) / max(1, place.steps - first))
     return _between(1 - (math.sqrt(part) if options["shape"] == "sqrt" else part), options)
 
 
+def _inverse_root(place: StepPlace, options: Options) -> float:
+    return math.sqrt(max(1, place.warmup) / (place.step + 1))
+
+
+def _power(place: StepPlace, options: Options) -> float:
+    return _between((1 - place.done) ** _number(options, "power"), options)
+
+
 KINDS: Mapping[str, ScheduleKind] = {
-    "cosine": ScheduleKind(_half_wave, {"end": 0.1}),
-    "linear": ScheduleKind(lambda done, options: _between(1 - done, options), {"end": 0.0}),
-    "constant": ScheduleKind(lambda done, options: 1.0, {}),
-    "wsd": ScheduleKind(_stable_then_decay, {"decay": 0.2, "shape": "linear", "end": 0.0}),
-    "inverse_sqrt": ScheduleKind(lambda done, options: 1.0, {}),
-    "polynomial": ScheduleKind(
-        lambda done, options: _between((1 - done) ** _number(options, "power"), options), {"power": 2.0, "end": 0.0}
-    ),
+    "cosine": ScheduleKind(lambda place, options: _half_wave(place.done, options), {"end": 0.1}),
+    "linear": ScheduleKind(lambda place, options: _between(1 - place.done, options), {"end": 0.0}),
+    "constant": ScheduleKind(lambda place, options: 1.0, {}),
+    "wsd": ScheduleKind(_stable_then_decay, {"decay": 0.2, "shape": "linear", "end": 0.1}),
+    "inverse_sqrt": ScheduleKind(_inverse_root, {}),
+    "polynomial": ScheduleKind(_power, {"power": 2.0, "end": 0.0}),
     "restarts": ScheduleKind(_restarts, {"cycles": 4.0, "end": 0.0}),
 }
-"""``inverse_sqrt`` follows from the step alone, wherever the run ends: `schedule` has it."""
 
 
 def parsed(text: str) -> tuple[str, dict[str, Option]]:
@@ -88,7 +105,7 @@ def parsed(text: str) -> tuple[str, dict[str, Option]]:
 
 BOUNDS: Mapping[str, tuple[Callable[[float], bool], str]] = {
     "end": (lambda value: 0 <= value <= 1, "a share of the learning rate, from 0 to 1"),
-    "decay": (lambda value: 0 < value <= 1, "a share of the steps after the warm-up, above 0 and at most 1"),
+    "decay": (lambda value: 0 < value <= 1, "a share of all steps, above 0 and at most 1"),
     "power": (lambda value: 0 < value < math.inf, "a number above 0"),
     "cycles": (lambda value: value >= 1 and value == int(value), "a whole number from 1 on"),
 }
@@ -112,16 +129,12 @@ def _option(text: str, option: str, value: str) -> Option:
 def schedule(text: str, steps: int, warmup_steps: int, first: int = 0) -> Callable[[int], float]:
     """The factor of each step of a run of so many. ``first``: the step that it begins with; the factor is 0 before."""
     name, options = parsed(text)
-    kind, whole = KINDS[name], steps - first
+    kind = KINDS[name]
 
     def factor(step: int) -> float:
-        place = step - first
-        if place < 0:
+        place = StepPlace(step - first, warmup_steps, steps - first)
+        if place.step < 0:
             return 0.0
-        if place < warmup_steps:
-            return (place + 1) / warmup_steps
-        if name == "inverse_sqrt":
-            return math.sqrt(max(1, warmup_steps) / (place + 1))
-        return kind.after(min(1.0, (place - warmup_steps) / max(1, whole - warmup_steps)), options)
+        return (place.step + 1) / warmup_steps if place.step < warmup_steps else kind.after(place, options)
 
     return factor
