@@ -53,8 +53,11 @@ KEPT: dict[str, dict[str, int | tuple[str, ...]]] = {
         "test_weights_that_learn_nothing": 0,
     },
     "test_cli_tune.py": {
-        "test_the_largest_micro_batch_by_memory_that_ranks_hold": 0,
         "test_a_rate_is_found_drawn_and_written": ("dp=1",),
+        "test_a_rate_that_nothing_learns_at_is_no_rate": 0,
+        "test_the_curve_is_drawn_and_a_rate_said": 0,
+        "test_the_largest_micro_batch_by_memory_that_ranks_hold": 0,
+        "test_what_cannot_be_is_refused": 1,
     },
     "train/test_parameter_groups.py": {
         "test_exact_sums_give_the_same_bits_at_any_number_of_ranks": 0,

@@ -86,6 +86,25 @@ def test_muon_has_matrices_of_blocks_alone() -> None:
     assert len(hidden) + sum(len(group["params"]) for group in adamw.param_groups) == len(weights)
 
 
+class Tied(Deep):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.weight = self.embed.weight
+
+
+class Shared(Named):
+    def model(self) -> nn.Module:
+        return Tied()
+
+
+def test_a_second_name_of_a_tied_weight_is_told() -> None:
+    with pytest.raises(WrongUse, match=r"matches head.weight, a second name of embed.weight. Use that one"):
+        building(Shared(parameters={"head.weight": ParameterGroup(clip=1.0)}))()
+    task = Shared(layer_decay=0.5, parameters={"head.*": ParameterGroup(clip=1.0)})
+    found = {name: settings_of(weight) for name, weight in building(task)().named_parameters()}
+    assert (found["embed.weight"].factor, found["embed.weight"].clip, found["head.bias"].clip) == (0.0625, None, 1.0)
+
+
 def test_nothing_is_noted_where_nothing_is_said() -> None:
     task = Named()
     assert building(task) == task.model

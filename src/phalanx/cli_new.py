@@ -47,7 +47,7 @@ def written(kind: str, name: str) -> Path:
 
 
 def new(
-    kind: Annotated[str, typer.Argument(help="sft, pretrain, bert, or task: one of your own")],
+    kind: Annotated[str, typer.Argument(help="a recipe, such as sft, or task: one of your own")],
     name: Annotated[str, typer.Argument(help="of the file to write, NAME.py")],
 ) -> None:
     """Write a commented task file to start from; it trains as it is."""

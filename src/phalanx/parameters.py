@@ -129,7 +129,9 @@ def building(task: Task) -> Callable[[], nn.Module]:
 
 def _note(task: Task, model: nn.Module) -> None:
     weights = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
-    said = _said(task.parameters, list(weights))
+    tied = {name: weight for name, weight in model.named_parameters(remove_duplicate=False) if name not in weights}
+    names = {id(weight): name for name, weight in weights.items()}
+    said = _said(task.parameters, list(weights), {n: names[id(w)] for n, w in tied.items() if id(w) in names})
     depths: dict[str, int] = {}
     anatomy = task.anatomy(model) if task.layer_decay != 1 or task.optimizer_kind == "muon" else None
     if task.layer_decay != 1 and anatomy is not None:
@@ -168,12 +170,22 @@ def _last(groups: Mapping[str, ParameterGroup], name: str, setting: str) -> str:
     return said[-1] if said else ""
 
 
-def _said(groups: Mapping[str, ParameterGroup], names: Sequence[str]) -> dict[str, ParameterGroup]:
-    """Of each weight what is said of it, later patterns before earlier ones; refused where one has no effect."""
+def _said(
+    groups: Mapping[str, ParameterGroup], names: Sequence[str], tied: Mapping[str, str]
+) -> dict[str, ParameterGroup]:
+    """Of each weight what is said of it, later patterns before earlier ones; refused where one has no effect.
+
+    ``tied``: second names of weights, each with the first.
+    """
     found: dict[str, dict[str, Any]] = {name: {} for name in names}
     given: dict[str, dict[str, tuple[str, Any]]] = {name: {} for name in names}
     for pattern, group in groups.items():
         matched = _matches(pattern, names)
+        if not matched and (second := _matches(pattern, list(tied))):
+            raise WrongUse(
+                f"parameters[{pattern!r}] matches {second[0]}, a second name of {tied[second[0]]}. Use that one: a "
+                "weight has one set of settings."
+            )
         if not matched:
             raise WrongUse(
                 f"parameters[{pattern!r}] matches no weight that is trained (* is anything, as in 'encoder.*'); "
