@@ -10,7 +10,7 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -210,14 +210,33 @@ class Trace:
     """Seconds until the first step could begin."""
 
 
+class Hand(Protocol):
+    """What is other for some weights, written down once more."""
+
+    def is_frozen(self, name: str) -> bool: ...
+
+    def optimizers(self, weights: list[nn.Parameter]) -> Mapping[str, torch.optim.Optimizer]:
+        """Each weight in a group of its own."""
+
+    def clipped_together(self, names: list[str]) -> list[tuple[float, list[str]]]:
+        """Limits, and of what norms."""
+
+    def factor(self, step: int, name: str) -> float:
+        """On the learning rate of a weight's group."""
+
+
 def reference(
     task: phalanx.Task,
     micro_batches: int = 1,
     device: str = "cpu",
     trains: Callable[[int, str], bool] = lambda step, name: True,
     decay: float = 0.0,
+    hand: Hand | None = None,
 ) -> Trace:
-    """The task on one device, by hand. ``trains``: whether a step updates a weight; ``decay``: of its average."""
+    """The task on one device, by hand. ``trains``: whether a step updates a weight; ``decay``: of its average.
+
+    ``hand``: what is other for some weights.
+    """
     blueprint = Blueprint(task.model, task.seed)
     values = {name: blueprint.value(p, "cpu").double() for name, p in blueprint.model.named_parameters()}
     model = task.model().double().to(device)
@@ -228,10 +247,12 @@ def reference(
     randomness.answers = Answers(randomness)
     for name in task.anatomy(model).blocks:
         wrap(model.get_submodule(name), RandomKeys(name, randomness))
-    trainable = [p for p in model.parameters() if p.requires_grad]
     for name, weight in model.named_parameters():
         weight.logical_name = name
-    made = task.optimizer(trainable)
+        if hand is not None and hand.is_frozen(name):
+            weight.requires_grad_(False)
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    made = task.optimizer(trainable) if hand is None else hand.optimizers(trainable)
     optimizers = list(made.values()) if isinstance(made, Mapping) else [made]
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     rates = [group["lr"] for group in groups]
@@ -258,10 +279,16 @@ def reference(
             if weight.grad is not None:
                 weight.grad.div_(count)
         trace.gradients.append(_kept({n: p.grad for n, p in named.items()}))
-        trace.norms.append(float(nn.utils.clip_grad_norm_(trainable, task.clip)))
+        if hand is None:
+            trace.norms.append(float(nn.utils.clip_grad_norm_(trainable, task.clip)))
+        else:
+            trace.norms.append(float(nn.utils.get_total_norm([p.grad for p in trainable if p.grad is not None])))
+            for limit, names in hand.clipped_together(list(named)):
+                nn.utils.clip_grad_norm_([named[name] for name in names], limit)
         trace.losses.append(total / count)
         for group, rate in zip(groups, rates, strict=True):
-            group["lr"] = rate * task.schedule()(step)
+            factor = task.schedule()(step) if hand is None else hand.factor(step, group["params"][0].logical_name)
+            group["lr"] = rate * factor
         for optimizer in optimizers:
             optimizer.step()
         model.zero_grad()

@@ -132,7 +132,7 @@ def test_a_table_can_be_set_by_a_word() -> None:
     assert isinstance(task, Nested)
     assert (task.options, task.inner, task.dtype) == ({"a": 1}, Inner(9), torch.float16)
     for wrong in ("3", "{", '{"wdith": 9}', '{"width": "x"}'):
-        with pytest.raises(WrongUse, match="inner="):
+        with pytest.raises(WrongUse, match="inner"):
             make_task(Nested, {"inner": wrong})
 
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from phalanx.losses import Loss
     from phalanx.metrics import log
     from phalanx.parallel.axes.samples import gather, rows
+    from phalanx.parameters import ParameterGroup
     from phalanx.run import Run
     from phalanx.task import Task
     from phalanx.train.check.checking import check
@@ -27,15 +28,15 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "EMA", "Anatomy", "Callback", "CannotHere", "Cluster", "EarlyStopping", "Engine", "Freeze", "Layout", "Logits",
-    "Loss", "Run", "RunFailed", "Task", "Verdict", "WrongUse",
+    "Loss", "ParameterGroup", "Run", "RunFailed", "Task", "Verdict", "WrongUse",
     "check", "data", "gather", "load", "log", "loggers", "losses", "optim", "prove", "rows", "save", "train",
 ]  # fmt: skip
 
 _HOMES = {
     "Anatomy": "anatomy", "Callback": "callbacks", "CannotHere": "errors", "Cluster": "cluster", "EMA": "callbacks",
     "EarlyStopping": "callbacks", "Engine": "train.engine", "Freeze": "callbacks", "Layout": "layout",
-    "Logits": "logits", "Loss": "losses", "Run": "run", "RunFailed": "train.from_python", "Task": "task",
-    "Verdict": "verdict", "WrongUse": "errors",
+    "Logits": "logits", "Loss": "losses", "ParameterGroup": "parameters", "Run": "run",
+    "RunFailed": "train.from_python", "Task": "task", "Verdict": "verdict", "WrongUse": "errors",
     "check": "train.check.checking", "gather": "parallel.axes.samples", "load": "train.restoring",
     "log": "metrics",
     "rows": "parallel.axes.samples", "save": "train.checkpointing",

@@ -18,8 +18,8 @@ os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # or torch.cuda.is_
 import typer
 
 from phalanx import __version__ as version
+from phalanx import cli_new, cli_tokenize, cli_tune
 from phalanx import cli_options as option
-from phalanx import cli_tokenize
 from phalanx.errors import CannotHere, WrongUse
 from phalanx.launch import verbs
 from phalanx.launch.stopping import ENDING
@@ -296,7 +296,8 @@ def why(
 
 for _verb in (
     verbs.runs, verbs.status, verbs.cancel, _stoppable("the run goes on")(verbs.logs), watching.watch, watching.report,
-    _stoppable("what was encoded is kept, and taken up by the same command")(cli_tokenize.tokenize),
+    _stoppable("what was encoded is kept, and taken up by the same command")(cli_tokenize.tokenize), cli_new.new,
+    _stoppable("no rank is left, and nothing was concluded")(cli_tune.tune),
 ):  # fmt: skip
     app.command()(_verb)
 

@@ -15,8 +15,8 @@ from phalanx.layout import Layout
 from phalanx.task import Task
 
 FREE = {
-    "seed", "steps", "epochs", "precision", "learning_rate", "warmup_steps", "weight_decay", "clip", "workers",
-    "evaluate_every", "global_batch",
+    "seed", "steps", "epochs", "precision", "learning_rate", "warmup_steps", "rate", "weight_decay", "clip",
+    "layer_decay", "workers", "evaluate_every", "global_batch",
 }  # fmt: skip
 """Settings that a proof does not hang on."""
 

@@ -82,7 +82,8 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (set, frozenset)):
         return sorted((_plain(item) for item in value), key=repr)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value) if f.init}
+        held = {f: getattr(value, f.name) for f in dataclasses.fields(value) if f.init}
+        return {f.name: _plain(item) for f, item in held.items() if item is not None or f.default is not None}
     raise NotPlain
 
 
@@ -143,6 +144,8 @@ def convert(value: Any, hint: Any, name: str) -> Any:
     """``value``, text or already typed, as the type a field declares."""
     try:
         return _convert(value, hint)
+    except WrongUse as refusal:
+        raise WrongUse(f"{name}: {refusal}") from None
     except (ValueError, TypeError, OverflowError):
         raise WrongUse(f"{name}={value!r} is not {_describe(hint)}. Give {name} such a value.") from None
 
@@ -189,9 +192,11 @@ def _convert_sequence(items: list[Any], kind: Any, args: tuple[Any, ...]) -> Any
 
 def _convert_dataclass(given: Mapping[str, Any], kind: type) -> Any:
     hints = _hints(kind)
-    if not given.keys() <= {f.name for f in dataclasses.fields(kind) if f.init}:
-        raise ValueError(given)
-    return kind(**{name: _convert(item, hints.get(name, Any)) for name, item in given.items()})
+    known = [f.name for f in dataclasses.fields(kind) if f.init]
+    for name in given:
+        if name not in known:
+            raise WrongUse(f"{kind.__name__} has no field {name!r}; {closest(name, known)}")
+    return kind(**{name: convert(item, hints.get(name, Any), name) for name, item in given.items()})
 
 
 def _convert_union(value: Any, options: tuple[Any, ...]) -> Any:
@@ -239,5 +244,7 @@ def _describe(hint: Any) -> str:
         return "one of: " + ", ".join(map(str, get_args(hint)))
     if isinstance(hint, type) and issubclass(hint, enum.Enum):
         return "one of: " + ", ".join(hint.__members__)
+    if (get_origin(hint) or hint) in MAPPINGS:
+        return 'a table, in JSON as in {"name": value}'
     words = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
     return words.get(hint, getattr(hint, "__name__", str(hint)) if not get_args(hint) else str(hint))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, field, fields
 from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
@@ -16,16 +16,19 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 import torch
 from torch import Tensor, nn
 
+from phalanx import schedules
 from phalanx.adamw import AdamW
 from phalanx.anatomy import Anatomy
 from phalanx.errors import WrongUse, closest
 from phalanx.kernels.moments import Moments
 from phalanx.losses import Loss
+from phalanx.parameters import ParameterGroup, check_parameters, settings_of
 
 if TYPE_CHECKING:
     from phalanx.callbacks import Callback
 
 Precision = Literal["fp32", "bf16", "fp16", "fp8", "fp8_rowwise", "float64"]
+OptimizerKind = Literal["adamw", "muon"]
 
 
 class NoSuchColumn(WrongUse, KeyError):
@@ -59,8 +62,16 @@ class Task:
     precision: Precision = "fp32"
     learning_rate: float = 1e-3
     warmup_steps: int = 10
+    rate: str = "cosine"
+    """How the learning rate goes on after the warm-up: a name of `schedules`, with options if it has some."""
     weight_decay: float = 0.1
+    optimizer_kind: OptimizerKind = "adamw"
+    """Or Muon for matrices of the model's blocks, and AdamW for the rest."""
     moments: Moments = "float32"
+    layer_decay: float = 1.0
+    """The learning rate falls by this factor from each block to the one before it."""
+    parameters: dict[str, ParameterGroup] = field(default_factory=dict)
+    """By patterns of weights' names, what is other for them; later ones before earlier ones."""
     clip: float = 1.0
     workers: int = 0
     evaluate_every: int = 0
@@ -154,30 +165,41 @@ class Task:
         Where one of them does not update each element by itself, parameters have their whole shapes under any layout.
         It may be called several times, with stand-ins first: what it returns must follow from ``params`` alone.
         """
-        decayed = [p for p in params if p.ndim >= 2]
-        plain = [p for p in params if p.ndim < 2]
+        if self.optimizer_kind == "muon":
+            return self._muon(params)
+        return self._adamw(params)
+
+    def _adamw(self, params: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
+        """Matrices decay, the rest does not."""
         groups = [
-            {"params": decayed, "weight_decay": self.weight_decay},
-            {"params": plain, "weight_decay": 0.0},
+            {"params": [p for p in params if p.ndim >= 2], "weight_decay": self.weight_decay},
+            {"params": [p for p in params if p.ndim < 2], "weight_decay": 0.0},
         ]
         groups = [group for group in groups if group["params"]]
         if self.moments == "float32":
             return torch.optim.AdamW(groups, lr=self.learning_rate, fused=True)
         return AdamW(groups, lr=self.learning_rate, moments=self.moments, seed=self.seed)
 
+    def _muon(self, params: Sequence[nn.Parameter]) -> dict[str, torch.optim.Optimizer]:
+        """Matrices of blocks by Muon, its steps as long as AdamW's would be, so that one learning rate is for all."""
+        hidden = [p for p in params if p.ndim == 2 and settings_of(p).in_block]
+        chosen = {id(p) for p in hidden}
+        rest = [p for p in params if id(p) not in chosen]
+        if not hidden:
+            raise WrongUse(
+                f"optimizer_kind=muon updates matrices of repeated blocks, and {type(self).__name__} trains none that "
+                "are known. Name the blocks: anatomy(model) returns phalanx.Anatomy.of(model, blocks='layers.*')."
+            )
+        numbers = {"lr": self.learning_rate, "weight_decay": self.weight_decay}
+        muon = torch.optim.Muon(hidden, adjust_lr_fn="match_rms_adamw", **numbers)  # type: ignore[arg-type]
+        return {"muon": muon, "adamw": self._adamw(rest)} if rest else {"muon": muon}
+
     def schedule(self) -> Callable[[int], float] | Mapping[str, Callable[[int], float]]:
-        """A factor on the learning rate as a pure function of the step; by default warm-up, then cosine to a tenth.
+        """A factor on the learning rate as a pure function of the step; by default warm-up, then as ``rate`` says.
 
         Where there are turns it may be a dict of such functions, one for each.
         """
-
-        def factor(step: int) -> float:
-            if step < self.warmup_steps:
-                return (step + 1) / self.warmup_steps
-            done = (step - self.warmup_steps) / max(1, self.steps - self.warmup_steps)
-            return 0.1 + 0.45 * (1 + math.cos(math.pi * min(1.0, done)))
-
-        return factor
+        return schedules.schedule(self.rate, self.steps, self.warmup_steps)
 
     def plan_steps(self, samples: int) -> None:
         """Where epochs are given, set ``steps`` to as many as they take with so many samples to train on."""
@@ -224,29 +246,36 @@ class Task:
                 raise WrongUse(f"{name}={value} is no rate. Set {name} to a number from 0 up, such as 0.001.")
         if not self.clip > 0:
             raise WrongUse(f"clip={self.clip} would stop all learning. Set clip above 0, or clip=inf for no clipping.")
-        for name, kind in (("precision", Precision), ("moments", Moments)):
+        for name, kind in (("precision", Precision), ("moments", Moments), ("optimizer_kind", OptimizerKind)):
             value, known = getattr(self, name), get_args(kind)
             if value not in known:
                 raise WrongUse(f"{name}={value!r} is not known. Choose one of: {', '.join(known)}.")
+        schedules.parsed(self.rate)
+        check_parameters(self)
 
     def _check_written(self) -> None:
         """Refuse defaults that are written down and not taken, and numbers that are none."""
         kind = type(self)
-        for field in fields(kind):
-            holder = next((each for each in kind.__mro__ if field.name in vars(each)), Task)
-            written = vars(holder).get(field.name)
-            taken = written is field.default or written == field.default
-            if taken or holder is Task or hasattr(written, "__get__") or field.default is MISSING:
+        for own in fields(kind):
+            holder = next((each for each in kind.__mro__ if own.name in vars(each)), Task)
+            written = vars(holder).get(own.name)
+            if own.default_factory is not MISSING and written is not None and not hasattr(written, "__get__"):
+                raise WrongUse(
+                    f"{own.name} = ... in {holder.__name__} is not taken. Put @dataclass above the class, and write "
+                    f"it with its type: {own.name}: {own.type} = dataclasses.field(default_factory=lambda: ...)"
+                )
+            taken = written is own.default or written == own.default
+            if taken or holder is Task or hasattr(written, "__get__") or own.default is MISSING:
                 continue
             raise WrongUse(
-                f"{field.name} = {written!r} in {holder.__name__} is not taken: {field.default!r} is. Put @dataclass "
-                f"above the class, and write it with its type: {field.name}: {type(written).__name__} = {written!r}"
+                f"{own.name} = {written!r} in {holder.__name__} is not taken: {own.default!r} is. Put @dataclass "
+                f"above the class, and write it with its type: {own.name}: {type(written).__name__} = {written!r}"
             )
-        for field in fields(Task):
-            value = getattr(self, field.name)
+        for own in fields(Task):
+            value = getattr(self, own.name)
             number = isinstance(value, Real) and not isinstance(value, bool)
-            if isinstance(field.default, (int, float)) and not number:
-                raise WrongUse(f"{field.name}={value!r} is a {type(value).__name__}, not a number. Write a number.")
+            if isinstance(own.default, (int, float)) and not number:
+                raise WrongUse(f"{own.name}={value!r} is a {type(value).__name__}, not a number. Write a number.")
 
     def _missing(self, method: str, what: str) -> WrongUse:
         return WrongUse(f"{type(self).__name__} has no {method}(). Define it: {what}.")

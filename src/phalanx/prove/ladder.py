@@ -190,8 +190,7 @@ class Standard:
             weight, _, moment = name.rpartition(" ")
             return found.moments[weight].get(moment)
         if rung == "given gradients":
-            gradient = found.gradients.get(name)
-            return None if gradient is None else gradient * found.clip_factor
+            return found.clipped(name)
         return {"gradients": found.gradients, "weights": found.weights, "buffers": found.buffers}[rung].get(name)  # type: ignore[attr-defined]
 
     def error(self, step: int, rung: str, name: str, found: Tensor | None, part: Any = None) -> float:
@@ -219,8 +218,7 @@ def _tensors(step: Step) -> list[tuple[str, str, Tensor | None]]:
     found: list[tuple[str, str, Tensor | None]] = []
     if not step.skipped:
         found += [("gradients", name, g) for name, g in step.gradients.items()]
-        clipped = {name: None if g is None else g * step.clip_factor for name, g in step.gradients.items()}
-        found += [("given gradients", name, g) for name, g in clipped.items()]
+        found += [("given gradients", name, step.clipped(name)) for name in step.gradients]
     for name, moments in step.moments.items():
         found += [("moments", f"{name} {moment}", value) for moment, value in moments.items()]
     found += [("weights", name, weight) for name, weight in step.weights.items()]

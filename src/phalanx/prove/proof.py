@@ -16,6 +16,7 @@ from phalanx.launch import blame, forkserver
 from phalanx.launch.forkserver import ForkServer, without_copying
 from phalanx.layout import Layout
 from phalanx.parallel.weights.blueprint import Blueprint
+from phalanx.parameters import building
 from phalanx.prove.bugs import known
 from phalanx.prove.cases import Docket, applicable
 from phalanx.prove.findings import Findings
@@ -103,7 +104,7 @@ class _Prover:
         self.imported: set[str] = set()
         self.docket = Docket(task, steps, 1)
         try:
-            self.model = Blueprint(task.model, task.seed).model
+            self.model = Blueprint(building(task), task.seed).model
             self.anatomy = task.anatomy(self.model)
         except (WrongUse, CannotHere):
             raise

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Self
 
 import phalanx
 from phalanx.data import Joined, Mixture, PackedFiles, TokenFiles
@@ -30,7 +30,6 @@ PATIENCE = 3600.0
 """Seconds that ranks wait for the one of them that tokenizes."""
 LEARNT_FROM = 1 << 20
 """Characters that a small tokenizer is trained on."""
-LAST_RATE = 0.1
 
 
 @dataclass
@@ -54,8 +53,6 @@ class Corpus(phalanx.Task):
     held_out_share: float = 0.05
     held_out_tokens: int = 1 << 16
     cache: str = ""
-    schedule_kind: Literal["cosine", "wsd"] = "cosine"
-    decay_share: float = 0.2
 
     counts = "tokens"
     special: ClassVar[Sequence[str]] = ()
@@ -91,25 +88,8 @@ class Corpus(phalanx.Task):
                 found[f"loss_{name}"] = loss(targets.where(own, -100))
         return found
 
-    def schedule(self) -> Callable[[int], float]:
-        """Warm-up, then a cosine to a tenth; or wsd: a plateau, and a line to a tenth over the last steps."""
-        if self.schedule_kind == "cosine":
-            found = super().schedule()
-            assert callable(found)
-            return found
-        falls = max(1, round(self.decay_share * self.steps))
-
-        def factor(step: int) -> float:
-            if step < self.warmup_steps:
-                return (step + 1) / self.warmup_steps
-            return 1 - (1 - LAST_RATE) * min(1.0, max(0.0, (step - (self.steps - falls)) / falls))
-
-        return factor
-
     def check(self) -> None:
         super().check()
-        if not 0 < self.decay_share <= 1:
-            raise phalanx.WrongUse(f"decay_share={self.decay_share} is no share. Set it above 0, up to 1.")
         several = len(self.sources) > 1
         if self.weights and not several:
             raise phalanx.WrongUse(f"weights={self.weights} has no effect with one source. Name several in sources.")

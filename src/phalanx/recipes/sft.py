@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -70,8 +70,6 @@ class SFT(phalanx.Task):
     global_batch: int = 8
     steps: int = 100
     learning_rate: float = 2e-4
-    rate: Literal["cosine", "linear", "constant"] = "cosine"
-    """How the learning rate goes on after the warm-up: down to a tenth, down to nothing, or as it is."""
     weight_decay: float = 0.0
 
     counts = "tokens"
@@ -232,15 +230,3 @@ class SFT(phalanx.Task):
 
     def loss(self, output: Any, batch: dict[str, Any]) -> phalanx.Loss:
         return phalanx.losses.cross_entropy(output.logits, batch["targets"])
-
-    def schedule(self) -> Callable[[int], float] | Mapping[str, Callable[[int], float]]:
-        if self.rate == "cosine":
-            return super().schedule()
-
-        def factor(step: int) -> float:
-            if step < self.warmup_steps:
-                return (step + 1) / self.warmup_steps
-            done = (step - self.warmup_steps) / max(1, self.steps - self.warmup_steps)
-            return 1.0 if self.rate == "constant" else max(0.0, 1.0 - done)
-
-        return factor

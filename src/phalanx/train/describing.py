@@ -7,6 +7,7 @@ from phalanx.data.loader import seed_globally
 from phalanx.data.order import Order
 from phalanx.parallel.weights.blueprint import Blueprint
 from phalanx.parallel.weights.placement import Placement
+from phalanx.parameters import building
 from phalanx.precision import DTYPES
 from phalanx.settings import plain_settings
 from phalanx.train.calling import made_callbacks
@@ -20,7 +21,7 @@ from phalanx.words import many
 def describe(job: Job, every_weight: bool = False) -> str:
     """What would run; weights of blocks that are alike in one line, or each in its own."""
     task, layout = job.task, job.layout
-    model = Blueprint(task.model, task.seed).model
+    model = Blueprint(building(task), task.seed).model
     anatomy = task.anatomy(model)
     placement = Placement.of(model, anatomy, layout, DTYPES[task.precision])
     seed_globally(task.seed, "data")

@@ -34,6 +34,7 @@ from phalanx.parallel.spread import Spread
 from phalanx.parallel.weights.blueprint import Blueprint
 from phalanx.parallel.weights.filling import Saved
 from phalanx.parallel.weights.placement import Placement
+from phalanx.parameters import building
 from phalanx.precision import DTYPES
 from phalanx.run import Run
 from phalanx.task import Batch, Task
@@ -50,6 +51,7 @@ from phalanx.train.matrices import spread_optimizer
 from phalanx.train.memory import Kept
 from phalanx.train.numbers import Numbers
 from phalanx.train.optimizers import make_schedule
+from phalanx.train.parameter_groups import Clipping, frozen_first, set_rates
 from phalanx.train.scale import LossScale
 from phalanx.train.signals import Signals
 from phalanx.train.steady import in_one_way, steady
@@ -131,7 +133,7 @@ class Engine:
         self.mesh = Mesh(self.layout, self.environment.rank, timeout, self.traffic)
         undo.callback(self.mesh.close)
         agree_on_kernels(self)
-        blueprint = Blueprint(task.model, task.seed)
+        blueprint = Blueprint(building(task), task.seed)
         self.anatomy = task.anatomy(blueprint.model)
         placement = Placement.of(blueprint.model, self.anatomy, self.layout, self.dtypes)
         described_weights, saved = dict(blueprint.model.named_parameters()), self._saved(blueprint.model)
@@ -139,7 +141,9 @@ class Engine:
         undo.callback(self.spread.reduction.close)
         undo.callback(self.callbacks.call, "close")
         self.callbacks.call("on_model", [name for name, trained in self.spread.trainable.items() if trained])
-        self.turns = Turns(task, self.spread.trainable, self.callbacks.tasks)
+        first = frozen_first(described_weights)
+        self.turns = Turns(task, self.spread.trainable, [*self.callbacks.tasks, *first])
+        self.clipping = Clipping.of(task, described_weights)
         self._in_turn = {name: weight.full for name, weight in self.spread.weights.items() if weight.trainable}
         if task.turns and self.guard.spike:
             raise WrongUse("--spike holds a loss against the last ones, which are other turns' here. Leave it out.")
@@ -295,10 +299,7 @@ class Engine:
 
     def set_learning_rate(self, step: int) -> float:
         """The schedule's rate for a step, set in every group; returns the first group's."""
-        factor = self.schedule(step)
-        for group in self.optimizer.param_groups:
-            group["lr"] = group["initial_lr"] * factor
-        return self.optimizer.param_groups[0]["lr"]
+        return set_rates(self.optimizer, self.schedule, step)
 
     def take_turn(self, step: int) -> str:
         """Whose turn a step is, and nobody else's weights get gradients."""

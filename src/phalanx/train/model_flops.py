@@ -17,7 +17,9 @@ from phalanx.data.loader import sample_at, seed_globally
 from phalanx.data.order import Order
 from phalanx.parallel.torch_private import FakeTensor, FakeTensorMode
 from phalanx.parallel.weights.blueprint import Blueprint
+from phalanx.parameters import building
 from phalanx.task import Batch, Task, as_loss, called
+from phalanx.train.parameter_groups import frozen_first
 from phalanx.train.profile.flops import FlopCount
 from phalanx.trees import mapped
 
@@ -55,13 +57,13 @@ def flops_per_sample(task: Task) -> float:
     data = task.data()
     ids = Order.of(data, len(data), task.global_batch, task.seed).ids(0)[:SAMPLES]
     samples = [sample_at(data, int(index), task.seed) for index in ids]
-    model = Blueprint(task.model, task.seed).model
+    model = Blueprint(building(task), task.seed).model
     weights = dict(model.named_parameters())
     fake = next((w.fake_mode for w in weights.values() if isinstance(w, FakeTensor)), None)
     if fake is None:
         raise ValueError("its model has no weights")
     trainable = [name for name, weight in weights.items() if weight.requires_grad]
-    callbacks = list(task.callbacks())
+    callbacks = [*task.callbacks(), *frozen_first(weights)]
     for each in callbacks:
         each.on_model(trainable)
     turns = task.turns or ("",)

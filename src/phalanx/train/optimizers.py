@@ -14,6 +14,7 @@ from phalanx.errors import WrongUse
 from phalanx.task import Task, rates
 from phalanx.traces import described
 from phalanx.train.check import lines
+from phalanx.train.parameter_groups import split
 
 ELEMENTWISE = (
     optim.SGD, optim.Adam, optim.AdamW, optim.NAdam, optim.RAdam, optim.Adagrad, optim.Adadelta, optim.Adamax,
@@ -41,6 +42,9 @@ def make_optimizer(task: Task, shards: Sequence[nn.Parameter], trained: bool) ->
         nothing.logical_name = "nothing"  # type: ignore[attr-defined]
         shards = [nothing]
     made = task.optimizer(shards)
+    for part in made.values() if isinstance(made, Mapping) else [made]:
+        if isinstance(part, optim.Optimizer):
+            split(part, task)
     optimizer = Several(made, name) if isinstance(made, Mapping) else made
     where = lines.at(lines.of(type(task).optimizer))
     if not isinstance(optimizer, optim.Optimizer):
@@ -57,6 +61,11 @@ def make_optimizer(task: Task, shards: Sequence[nn.Parameter], trained: bool) ->
         raise WrongUse(
             f"moments={task.moments} has no effect: {name}.optimizer makes another optimizer{where}. Return "
             "phalanx.optim.AdamW(params, moments=self.moments, seed=self.seed), or leave moments out."
+        )
+    if task.optimizer_kind == "muon" and not any(isinstance(part, optim.Muon) for part in parts_of(optimizer)):
+        raise WrongUse(
+            f"optimizer_kind=muon has no effect: {name}.optimizer makes another optimizer{where}. Leave one of the two "
+            "out."
         )
     if any(isinstance(part, optim.LBFGS) for part in parts_of(optimizer)):
         raise WrongUse("LBFGS evaluates the loss many times in a step. Use an optimizer with one gradient a step.")

@@ -16,6 +16,7 @@ from phalanx.errors import WrongUse
 from phalanx.layout import Layout
 from phalanx.models.hugging_face import HEAD_WIDTH, smaller
 from phalanx.parallel.weights.blueprint import Blueprint
+from phalanx.parameters import fitted
 from phalanx.task import Task
 from phalanx.train.variant import Variant, variant
 
@@ -74,6 +75,8 @@ def shrunk(task: Task, needs: Needs) -> Shrunk:
             found.length = SMALL_LENGTH // 2
     now = Blueprint(found.task.model, task.seed).model
     changed = _changes(task, found.task)
+    found.task, lost = fitted(found.task, [name for name, _ in now.named_parameters()])
+    changed += [f"parameters {pattern!r} left out: the smaller model has no such weight" for pattern in lost]
     if weights != _weights(now):
         changed.append(f"weights {weights:,} -> {_weights(now):,}")
     if found.length:

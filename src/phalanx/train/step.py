@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -45,7 +44,7 @@ class Metrics:
     grad_norm: float
     """Of the mean gradient, before clipping."""
     clip_factor: float
-    """What the gradient was multiplied by; 1 where it was short enough."""
+    """What the gradient was multiplied by; 1 where it was short enough. Of weights that have no limit of their own."""
     lr: float
     count: float
     """Terms of the loss in the global batch: samples, or tokens."""
@@ -75,7 +74,7 @@ def train_step(engine: Engine, batch: StepBatch, rounds: Rounds | None = None) -
 
     ``rounds``: the losses of all micro-batches, where none of them can be had alone.
     """
-    task, spread, scale, clock = engine.task, engine.spread, engine.loss_scale, engine.clock
+    spread, scale, clock = engine.spread, engine.loss_scale, engine.clock
     if spread.probe.untried:
         try_blocks(engine, batch)
     spread.reduction.start_step(as_made=engine.update.takes_as_made and len(batch.micro_batches) == 1)
@@ -124,10 +123,10 @@ def train_step(engine: Engine, batch: StepBatch, rounds: Rounds | None = None) -
     engine.callbacks.call("on_gradients", engine, divisor, without)
 
     lr = engine.set_learning_rate(batch.step)
-    clip_factor = min(1.0, task.clip / (norm + 1e-6))
+    clip_factor, apart = engine.clipping.factors(norm, agreed.norms, divisor)
     engine.callbacks.call("before_update", engine)
     if counts := finite and not bad and count > 0:
-        engine.update(clip_factor / divisor, without)
+        engine.update(clip_factor / divisor, without, {name: own / divisor for name, own in apart.items()})
     else:
         engine.update.forget()
     scale.update(finite)
@@ -146,7 +145,7 @@ def train_step(engine: Engine, batch: StepBatch, rounds: Rounds | None = None) -
         skipped=not counts,
         bad=bad,
         seconds=(seconds := clock.seconds()),
-        sent=_by_axis(engine.traffic.sent - before),
+        sent=engine.traffic.sent_since(before),
         communication=engine.traffic.end_step(seconds),
         signals=agreed.signals,
     )
@@ -252,13 +251,6 @@ def silent(model: nn.Module) -> WrongUse:
     return WrongUse(f"forward of {type(model).__name__} returned nothing. Return what Task.loss needs.")
 
 
-def _by_axis(sent: Counter[tuple[str, str]]) -> dict[str, int]:
-    found: Counter[str] = Counter()
-    for (axis, _), count in sent.items():
-        found[axis] += count
-    return dict(found)
-
-
 def _global_count(engine: Engine, own: Loss | None, micro_batches: int) -> float:
     """About how many terms the global batch has, from everybody's first micro-batch."""
     count = counted(own, torch.zeros(2, dtype=torch.float64, device=engine.device))[1]
@@ -282,6 +274,8 @@ class Agreed:
     named: list[float]
     """Likewise of losses that have names, then of what is logged."""
     norm: float
+    norms: list[float]
+    """Of groups of weights that have limits of their own."""
     missing: float
     """How many weights some ranks have no gradient of."""
     signals: Signals
@@ -302,26 +296,28 @@ def _agreed(engine: Engine, step: int, sums: Tensor) -> Agreed:
 
 def _agree(engine: Engine, sums: Tensor, trained: int) -> Agreed:
     """``trained``: says which weights this rank trains."""
-    spread = engine.spread
-    own = sums.sum(0)
-    agreed = torch.cat([own[:2], spread.gradients.norm_squared()[None], _told(engine, trained), own[2:]])
+    gradients, own = engine.spread.gradients, sums.sum(0)
+    apart = gradients.norms_squared(engine.clipping.groups)
+    agreed = torch.cat([own[:2], gradients.norm_squared()[None], _told(engine, trained), own[2:], apart])
     summed_over_ranks(engine, agreed)
     total, count, squared, missing, trained_by_all, *rest = agreed.tolist()
     alike = trained_by_all == trained * engine.mesh.world.size
-    signals, named = Signals.unpacked(rest[: len(NAMES)]), rest[len(NAMES) :]
-    return Agreed(total, count, named, math.sqrt(squared) if squared >= 0 else math.nan, missing, signals, alike)
+    signals, named = Signals.unpacked(rest[: len(NAMES)]), rest[len(NAMES) : len(rest) - len(apart)]
+    norm, *norms = (math.sqrt(each) if each >= 0 else math.nan for each in (squared, *rest[len(rest) - len(apart) :]))
+    return Agreed(total, count, named, norm, norms, missing, signals, alike)
 
 
 def _agree_exactly(engine: Engine, sums: Tensor, trained: int) -> Agreed:
     """The same to the same bits at any number of ranks: losses by the tree, the norm as a sum of whole numbers."""
-    spread = engine.spread
-    few = torch.cat([spread.gradients.largest()[None], _told(engine, trained)])
+    gradients = engine.spread.gradients
+    few = torch.cat([gradients.largest()[None], _told(engine, trained)])
     every = engine.gathered(torch.cat([few, sums.view(-1)]))
     largest, missing, alike = float(every[:, 0].amax()), float(every[:, 1].sum()), bool(every[:, 2].eq(trained).all())
     signals = Signals.unpacked(every[:, 3 : 3 + len(NAMES)].sum(0).tolist())
     total, count, *named = fold(by_leaf(engine, every[:, 3 + len(NAMES) :].reshape(-1, sums.shape[1]))).tolist()
-    norm = spread.gradients.exact_norm(largest) if math.isfinite(largest) else math.inf
-    return Agreed(total, count, named, norm, missing, signals, alike)
+    wanted = [None, *engine.clipping.groups]
+    norm, *norms = (gradients.exact_norm(largest, each) if math.isfinite(largest) else math.inf for each in wanted)
+    return Agreed(total, count, named, norm, norms, missing, signals, alike)
 
 
 def _told(engine: Engine, trained: int) -> Tensor:

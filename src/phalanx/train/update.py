@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import chain
 from operator import is_, itemgetter
@@ -23,6 +23,7 @@ from phalanx.train.agreement import settle
 from phalanx.train.streaming import Homes, StreamedPass
 
 KEPT = "exp_avg", "exp_avg_sq", "step"
+NONE: Mapping[str, float] = {}
 
 
 class Lot:
@@ -122,8 +123,11 @@ class Update:
         self._at_home: Prepared | None = None
         """The same, where it was seen that what is offloaded is where it is to be."""
 
-    def __call__(self, factor: float, without: set[str]) -> None:
-        """``factor``: of the summed gradients. Weights in ``without`` have none."""
+    def __call__(self, factor: float, without: set[str], apart: Mapping[str, float] = NONE) -> None:
+        """``factor``: of the summed gradients; ``apart``: of weights that have one of their own.
+
+        Weights in ``without`` have none.
+        """
         as_prepared = not without and self._as_prepared()
         if not as_prepared or self._prepared is None or self._prepared is not self._at_home:
             if self._moved_home(without) or not as_prepared:
@@ -131,10 +135,10 @@ class Update:
                 self.prepare(without)
             self._at_home = self._prepared
         if self._prepared is not None:
-            self._pass(self._prepared.lots, factor)
+            self._pass(self._prepared.lots, factor, apart)
             self.spread.updated(copied=self._prepared.names)
         else:
-            self.spread.gradients.give(factor, without)
+            self.spread.gradients.give(factor, without, apart)
             self.optimizer.step()
             self.spread.updated()
         self.forget(all_trained=not without)
@@ -210,9 +214,11 @@ class Update:
         return self.in_one_pass and self.spread.mesh.world.alone
 
     @torch.no_grad()
-    def _pass(self, lots: Sequence[Lot], factor: float) -> None:
+    def _pass(self, lots: Sequence[Lot], factor: float, apart: Mapping[str, float]) -> None:
         for lot in lots:
-            lot.launch(_numbers(lot.step, self.optimizer.param_groups[lot.group], self.optimizer), factor)
+            name = lot.shards[0].logical_name  # type: ignore[attr-defined]
+            numbers = _numbers(lot.step, self.optimizer.param_groups[lot.group], self.optimizer)
+            lot.launch(numbers, apart.get(name, factor))  # a group's weights are clipped alike
         self._streamed.finish()
         for lot in lots:
             lot.updated()

@@ -54,7 +54,7 @@ def test_narrow_gradients_are_measured_and_scaled_wide() -> None:
         spread.gradients.buckets = [bucket]
         elements = sum(weight.shape.numel() for weight in bucket.trainable)
         assert float(spread.gradients.norm_squared()) == pytest.approx(elements, rel=1e-6)
-        spread.gradients.give(1 / 3, set())
+        spread.gradients.give(1 / 3, set(), {})
         for weight in bucket.trainable:
             assert weight.shard.grad is not None
             assert float(weight.shard.grad.flatten()[0]) == pytest.approx(1 / 3, rel=1e-7)

@@ -89,3 +89,10 @@ class Traffic:
             waited = sum(value for name, value in found.items() if name.startswith("exposed_"))
             self.recorder.on_device(sum(seconds.values()), waited)
         return found
+
+    def sent_since(self, before: Counter[tuple[str, str]]) -> dict[str, int]:
+        """Bytes by axis."""
+        found: Counter[str] = Counter()
+        for (axis, _), count in (self.sent - before).items():
+            found[axis] += count
+        return dict(found)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 
 import torch
 from torch import Tensor
@@ -39,14 +39,31 @@ class Gradients:
         owned = self._owned()
         if self._divided:
             owned = [own for weight, own in self.each() if self.holding.counts(weight.name)]
-        if not owned:
-            return self.like.new_zeros((), dtype=torch.float64)
-        return norms(owned, self.like.dtype).double().square().sum() / self.mesh.size("dp")
+        return self._squared(owned)
 
-    def exact_norm(self, largest: float) -> float:
-        """The norm of all gradients, none of which is above ``largest``, to the same bits at any number of ranks."""
+    def norms_squared(self, groups: Sequence[Set[str]]) -> Tensor:
+        """The same of each of these groups of weights."""
+        found: list[list[Tensor]] = [[] for _ in groups]
+        for weight, own in self.each() if groups else ():
+            if not self._divided or self.holding.counts(weight.name):
+                for members, pieces in zip(groups, found, strict=True):
+                    pieces += [own] if weight.name in members else []
+        none = self.like.new_zeros(0, dtype=torch.float64)
+        return torch.cat([none, *(self._squared(pieces)[None] for pieces in found)])
+
+    def _squared(self, pieces: list[Tensor]) -> Tensor:
+        if not pieces:
+            return self.like.new_zeros((), dtype=torch.float64)
+        return norms(pieces, self.like.dtype).double().square().sum() / self.mesh.size("dp")
+
+    def exact_norm(self, largest: float, members: Set[str] | None = None) -> float:
+        """The norm of all gradients, none of which is above ``largest``, to the same bits at any number of ranks.
+
+        ``members``: of these weights alone.
+        """
         squares = exact.Squares(largest, sum(w.shape.numel() for bucket in self.buckets for w in bucket.trainable))
-        sums = squares.sum(self._owned(), self.like.device) * (self.mesh.index("dp") == 0)  # replicas have the same
+        owned = self._owned() if members is None else [own for weight, own in self.each() if weight.name in members]
+        sums = squares.sum(owned, self.like.device) * (self.mesh.index("dp") == 0)  # replicas have the same
         self.mesh.world.all_reduce(sums).wait()
         return squares.root(sums)
 
@@ -54,10 +71,16 @@ class Gradients:
         """The largest absolute value in this rank's part of all gradients; infinity if one is not finite."""
         return exact.largest(self._owned(), self.like.device)
 
-    def give(self, factor: float, without: set[str]) -> None:
-        """Scale them and hand each shard its own; those in ``without`` get none."""
+    def give(self, factor: float, without: set[str], apart: Mapping[str, float]) -> None:
+        """Scale them and hand each shard its own; those in ``without`` get none, those ``apart`` have own factors."""
         for bucket in self.buckets:
-            scaled = bucket.owned_row(self.like.dtype).mul_(factor).to(bucket.storage.home)
+            row = bucket.owned_row(self.like.dtype)
+            if any(weight.name in apart for weight in bucket.trainable):
+                for weight in bucket.trainable:
+                    bucket.gradient_packing.own(weight, row).mul_(apart.get(weight.name, factor))
+            else:
+                row.mul_(factor)
+            scaled = row.to(bucket.storage.home)
             for weight in bucket.trainable:
                 own = None if weight.name in without else bucket.gradient_packing.own(weight, scaled)
                 weight.shard.grad = own

@@ -288,7 +288,7 @@ class Witness(Callback):
         for step in FAR:
             self.engine.set_learning_rate(step)
             for group in self.engine.optimizer.param_groups:
-                want = group["initial_lr"] * schedule(step)
+                want = group["initial_lr"] * group.get("rate", schedule)(step)
                 if not math.isclose(group["lr"], want, rel_tol=1e-12):
                     self._same("settings", f"lr in step {step}", group["lr"], want)
 

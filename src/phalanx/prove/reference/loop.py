@@ -25,6 +25,7 @@ from phalanx.parallel.randomness.answers import Answers
 from phalanx.parallel.randomness.draws import Moment, RandomKeys, Randomness
 from phalanx.parallel.weights import keras
 from phalanx.parallel.weights.blueprint import Blueprint
+from phalanx.parameters import building, settings_of
 from phalanx.precision import cast
 from phalanx.prove.layouts import One
 from phalanx.prove.reference.evaluation import Measures, measured
@@ -33,6 +34,7 @@ from phalanx.prove.reference.steady import Decisions, Idle, Steady, homes
 from phalanx.task import Batch, Task, as_loss, called, rates
 from phalanx.train.calling import made_callbacks
 from phalanx.train.optimizers import make_optimizer
+from phalanx.train.parameter_groups import frozen_first
 from phalanx.train.turns import Turns
 
 State = dict[str, Tensor]
@@ -59,6 +61,13 @@ class Step:
     moments: dict[str, State] = field(default_factory=dict)
     weights: State = field(default_factory=dict)
     buffers: State = field(default_factory=dict)
+    factors: dict[str, float] = field(default_factory=dict)
+    """What clipping multiplies each weight's gradient by."""
+
+    def clipped(self, name: str) -> Tensor | None:
+        """What the optimizer is given of a weight."""
+        gradient = self.gradients.get(name)
+        return None if gradient is None else gradient * self.factors[name]
 
 
 @dataclass(frozen=True)
@@ -72,7 +81,7 @@ class Beginning:
 
     @classmethod
     def of(cls, task: Task) -> Beginning:
-        blueprint = Blueprint(task.model, task.seed)
+        blueprint = Blueprint(building(task), task.seed)
         once, again = (dict(_made(task, stream).named_buffers()) for stream in ("reference", "another"))
         drawn = [n for n, b in blueprint.model.named_buffers() if not torch.equal(once[n], again[n])]
         weights = {name: blueprint.value(weight, "cpu") for name, weight in blueprint.model.named_parameters()}
@@ -110,7 +119,7 @@ class Reference:
         callbacks = made_callbacks(task)
         for callback in callbacks:
             callback.on_model(list(self.trained))
-        self.turns = Turns(task, dict.fromkeys(self.trained, True), callbacks)
+        self.turns = Turns(task, dict.fromkeys(self.trained, True), [*callbacks, *frozen_first(self.trained)])
         seed_globally(task.seed, "data")
         self.data = task.data()
         self.order = Order(len(self.data), task.global_batch, task.seed)
@@ -184,7 +193,7 @@ class Reference:
         return self
 
     def step(self, number: int) -> Step:
-        order, task = self.order, self.task
+        order = self.order
         ids = order.ids(number)
         step = Step(ids, [], digest(ids))
         self.model.train()
@@ -199,14 +208,13 @@ class Reference:
             step.gradients[name] = None if weight.grad is None else weight.grad.to_dense() / divisor
         step.norm = float(torch.cat([g.flatten() for g in step.gradients.values() if g is not None]).norm())
         step.skipped = not math.isfinite(step.norm) or not math.isfinite(step.total) or step.count <= 0
-        step.clip_factor = min(1.0, task.clip / (step.norm + 1e-6))
+        self._clip(step)
         factor = self.schedule(number)
         for group in self.optimizer.param_groups:
-            group["lr"] = group["initial_lr"] * factor
+            group["lr"] = group["initial_lr"] * (group["rate"](number) if "rate" in group else factor)
         if not step.skipped:
             for name, weight in self.trained.items():
-                gradient = step.gradients[name]
-                weight.grad = None if gradient is None else gradient * step.clip_factor
+                weight.grad = step.clipped(name)
             self.optimizer.step()
         for weight in self.trained.values():  # those in no group of the optimizer, too
             weight.grad = None
@@ -214,6 +222,20 @@ class Reference:
         step.moments = {name: self.moments(weight) for name, weight in self.trained.items()}
         step.weights, step.buffers = self._weights(), {n: b.clone() for n, b in self.model.named_buffers()}
         return step
+
+    def _clip(self, step: Step) -> None:
+        """The factor for each weight's gradient: by the norm of all, or of those that share a limit of their own."""
+        together: dict[str, list[str]] = {"": []}
+        for name, weight in self.trained.items():
+            together.setdefault(settings_of(weight).clipped_with, []).append(name)
+        for pattern, names in together.items():
+            limit = settings_of(self.trained[names[0]]).clip if pattern else self.task.clip
+            present = [g.flatten() for name in names if (g := step.gradients[name]) is not None]
+            norm = float(torch.cat(present).norm()) if present else 0.0
+            factor = min(1.0, float(limit or 0) / (norm + 1e-6))
+            step.factors |= dict.fromkeys(names, factor)
+            if not pattern:
+                step.clip_factor = factor
 
     def batch(self, step: int, ids: Sequence[int] | np.ndarray) -> tuple[Batch, list[tuple[int, str]]]:
         """These samples as a batch of float64, and what was read for it."""
@@ -274,7 +296,7 @@ def options(optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
 
 def _made(task: Task, stream: str) -> nn.Module:
     seed_globally(task.seed, stream)
-    return keras.build(task.model, task.seed)
+    return keras.build(building(task), task.seed)
 
 
 def _signs(weight: Tensor, nudge: int, name: str) -> Tensor:

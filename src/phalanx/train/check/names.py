@@ -18,6 +18,8 @@ NEAR = 0.75
 OTHERWISE = {
     "lr": "learning_rate", "batch_size": "global_batch", "max_steps": "steps", "num_workers": "workers",
     "max_epochs": "epochs", "num_epochs": "epochs", "grad_clip": "clip", "dtype": "precision", "decay": "weight_decay",
+    "scheduler": "rate", "lr_scheduler": "rate", "lr_scheduler_type": "rate", "layerwise_decay": "layer_decay",
+    "param_groups": "parameters", "parameter_groups": "parameters",
 }  # fmt: skip
 """What settings are called elsewhere."""
 

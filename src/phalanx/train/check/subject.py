@@ -24,6 +24,7 @@ from phalanx.parallel.randomness.answers import Answers, generator_state
 from phalanx.parallel.randomness.draws import Moment, Randomness
 from phalanx.parallel.weights import keras
 from phalanx.parallel.weights.blueprint import Blueprint
+from phalanx.parameters import building, fitted
 from phalanx.precision import cast
 from phalanx.task import Batch, Task, as_loss, called
 from phalanx.train.check import lines
@@ -152,7 +153,8 @@ class Subject:
                 f"{self.name} has {weights:,} weights, too many to try it on the CPU first, and it is not known how to "
                 "make it smaller: give it a tiny(), which returns a copy of itself with small sizes"
             )
-        return self._built(small), True
+        names = [name for name, _ in Blueprint(small.model, small.seed).model.named_parameters()]
+        return self._built(fitted(small, names)[0]), True
 
     def _enough(self) -> int:
         """How many samples are computed: fewer where each is much work."""
@@ -166,7 +168,7 @@ class Subject:
     @staticmethod
     def _built(task: Task) -> nn.Module:
         seed_globally(task.seed, "check")
-        return keras.build(task.model, task.seed)
+        return keras.build(building(task), task.seed)
 
     def _moved(self) -> Iterator[tuple[str, Tensor]]:
         """What a forward may change: buffers, and weights that nobody trains."""
