@@ -18,8 +18,8 @@ os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # or torch.cuda.is_
 import typer
 
 from phalanx import __version__ as version
+from phalanx import cli_evaluate, cli_tokenize
 from phalanx import cli_options as option
-from phalanx import cli_tokenize
 from phalanx.errors import CannotHere, WrongUse
 from phalanx.launch import verbs
 from phalanx.launch.stopping import ENDING
@@ -107,6 +107,7 @@ def train(
     spike: option.Spike = None,
     compare_steps: option.CompareSteps = None,
     grace: option.Grace = None,
+    evaluate_on: option.EvaluateOn = None,
     exact: option.Exact = False,
     unchecked: option.Unchecked = False,
     dry_run: option.DryRun = False,
@@ -121,6 +122,7 @@ def train(
         task=task, layout=layout, on=on, assignments=set_, steps=steps, epochs=epochs, config=config, device=device,
         save_steps=save_steps, save_minutes=save_minutes, keep=keep, keep_every=keep_every, memory_steps=memory_steps,
         checkpoints=checkpoints, restarts=restarts, grace=grace, init_from=init_from, timeout=timeout,
+        evaluate_on=evaluate_on,
         bad=bad, spike=spike, compare_steps=compare_steps, min_nodes=min_nodes, max_nodes=max_nodes, meet=meet,
         host=host, interface=interface, kill=kill, allow=allow, resume=resume, exact=exact, unchecked=unchecked or None,
         run=run, log=log or None, metrics_port=metrics_port, log_every=log_every, quiet=quiet or None, profile=profile,
@@ -296,6 +298,7 @@ def why(
 
 for _verb in (
     verbs.runs, verbs.status, verbs.cancel, _stoppable("the run goes on")(verbs.logs), watching.watch, watching.report,
+    _stoppable("nothing was concluded")(cli_evaluate.evaluate),
     _stoppable("what was encoded is kept, and taken up by the same command")(cli_tokenize.tokenize),
 ):  # fmt: skip
     app.command()(_verb)
