@@ -18,7 +18,7 @@ os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # or torch.cuda.is_
 import typer
 
 from phalanx import __version__ as version
-from phalanx import cli_new, cli_tokenize, cli_tune
+from phalanx import cli_evaluate, cli_new, cli_tokenize, cli_tune
 from phalanx import cli_options as option
 from phalanx.errors import CannotHere, WrongUse
 from phalanx.launch import verbs
@@ -107,6 +107,7 @@ def train(
     spike: option.Spike = None,
     compare_steps: option.CompareSteps = None,
     grace: option.Grace = None,
+    evaluate_on: option.EvaluateOn = None,
     exact: option.Exact = False,
     unchecked: option.Unchecked = False,
     dry_run: option.DryRun = False,
@@ -121,6 +122,7 @@ def train(
         task=task, layout=layout, on=on, assignments=set_, steps=steps, epochs=epochs, config=config, device=device,
         save_steps=save_steps, save_minutes=save_minutes, keep=keep, keep_every=keep_every, memory_steps=memory_steps,
         checkpoints=checkpoints, restarts=restarts, grace=grace, init_from=init_from, timeout=timeout,
+        evaluate_on=evaluate_on,
         bad=bad, spike=spike, compare_steps=compare_steps, min_nodes=min_nodes, max_nodes=max_nodes, meet=meet,
         host=host, interface=interface, kill=kill, allow=allow, resume=resume, exact=exact, unchecked=unchecked or None,
         run=run, log=log or None, metrics_port=metrics_port, log_every=log_every, quiet=quiet or None, profile=profile,
@@ -298,6 +300,7 @@ for _verb in (
     verbs.runs, verbs.status, verbs.cancel, _stoppable("the run goes on")(verbs.logs), watching.watch, watching.report,
     _stoppable("what was encoded is kept, and taken up by the same command")(cli_tokenize.tokenize), cli_new.new,
     _stoppable("no rank is left, and nothing was concluded")(cli_tune.tune),
+    _stoppable("nothing was concluded")(cli_evaluate.evaluate),
 ):  # fmt: skip
     app.command()(_verb)
 

@@ -63,6 +63,12 @@ Spike = Annotated[
 CompareSteps = Annotated[
     int | None, typer.Option(help="ranks that hold the same compare it every so many steps; by default 500")
 ]
+EvaluateOn = Annotated[
+    str | None,
+    typer.Option(
+        metavar="DEVICE", help="evaluate each checkpoint beside training, in a process on cpu, cuda or cuda:1"
+    ),
+]
 Grace = Annotated[float | None, typer.Option(help="seconds to save in when asked to stop; by default 30")]
 Exact = Annotated[bool, typer.Option("--exact", help="the same bits at any number of ranks: docs/exact.md")]
 Unchecked = Annotated[bool, typer.Option("--unchecked", help="do not check the task: docs/check.md")]

@@ -26,6 +26,7 @@ from phalanx.parameters import ParameterGroup, check_parameters, settings_of
 
 if TYPE_CHECKING:
     from phalanx.callbacks import Callback
+    from phalanx.questions import Questions
 
 Precision = Literal["fp32", "bf16", "fp16", "fp8", "fp8_rowwise", "float64"]
 OptimizerKind = Literal["adamw", "muon"]
@@ -150,6 +151,10 @@ class Task:
             "numbers of it. Define summarise(self, gathered) -> dict of numbers; for a sum over the batch return "
             "phalanx.Loss(total, count)."
         )
+
+    def questions(self) -> Questions | None:
+        """Of held-out data, what a causal language model is asked at evaluations, or None."""
+        return None
 
     def turn(self, step: int) -> str:
         """Whose turn a step is; empty where there are none."""

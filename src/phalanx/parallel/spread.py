@@ -75,7 +75,7 @@ class Spread:
             blueprint.model, anatomy, layout, mesh, dtypes, device,
         )  # fmt: skip
         self.moment, self.activations = Moment(), Activations()
-        self.randomness = Randomness(seed, self.moment, device, self.activations)
+        self.randomness = Randomness(seed, self.moment, device, self.activations, self.model)
         self.state_names = set(self.model.state_dict())
         passing = Buffers(device), Copying(device)
         self.storages = {

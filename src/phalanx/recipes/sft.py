@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 import phalanx
+from phalanx.data.asked import asked
 from phalanx.data.chat import Chat, LossOn, Marks
 from phalanx.data.chat_tokenizer import opened, trained
 from phalanx.data.conversations import conversation
@@ -24,6 +25,7 @@ from phalanx.models.adapters import Adapter
 from phalanx.models.hugging_face import check_apart, check_length, configuration, language_model, local_folder, smaller
 from phalanx.models.lora import FOUR_BITS, MAGNITUDE, Lora, LoraKind, attach, is_four_bit, is_lora, lengths
 from phalanx.models.nf4 import FourBits, quantised
+from phalanx.questions import Questions
 from phalanx.words import many
 
 HEALTH = Path(__file__).parent / "data" / "health.jsonl"
@@ -54,6 +56,8 @@ class SFT(phalanx.Task):
     loss_on: LossOn = "answers"
     marks: Marks = "auto"
     bad_rows: BadRows = "stop"
+    answers: int = 3
+    """At each evaluation, so many held-out questions are answered, in a file of the run's folder."""
     small: bool = False
     """A model of the base's kind with few and narrow blocks, and weights of its own."""
     lora: int = 0
@@ -81,6 +85,8 @@ class SFT(phalanx.Task):
         if not 0 <= self.share_held_out < 1:
             raise phalanx.WrongUse(f"share_held_out={self.share_held_out} is no share. Set it from 0 to below 1.")
 
+        if self.answers < 0:
+            raise phalanx.WrongUse(f"answers={self.answers} is no number of answers. Set it to 0 or more.")
         if self.lora < 0:
             raise phalanx.WrongUse(f"lora={self.lora} is no rank. Set lora to one from 1 up, or to 0 for none.")
         if not 0 <= self.lora_dropout < 1:
@@ -208,6 +214,11 @@ class SFT(phalanx.Task):
 
     def held_out(self) -> Supervised | None:
         return self._samples(held_out=True) if self.share_held_out else None
+
+    def questions(self) -> Questions | None:
+        if not self.share_held_out:
+            return None
+        return asked(self._samples(held_out=True).documents, self._tokenizer, self.length, self._pad, self.answers)
 
     def overview(self) -> tuple[dict[str, str], list[str]]:
         """What became of the rows."""

@@ -277,9 +277,11 @@ class Engine:
         """The task's held-out data in order, or None."""
         seed_globally(self.task.seed, "held out")
         data = self.task.held_out()
-        if data is None:
-            return None
-        size = length(data, "held_out", self.task)
+        return None if data is None else self.in_order(data, "held_out")
+
+    def in_order(self, data: Any, method: str) -> Loader:
+        """The samples that a method of the task gave, in order."""
+        size = length(data, method, self.task)
         return self._loader(data, Order(size, self.task.global_batch, self.task.seed, shuffle=False))
 
     def evaluate(self, batches: int | None = None, on_batch: Callable[[], None] = lambda: None) -> dict[str, float]:

@@ -24,6 +24,7 @@ from phalanx.files import no_room, pauses
 from phalanx.launch.heartbeats import STEPS, RankHeartbeat
 from phalanx.launch.stopping import give_requests
 from phalanx.run import Run
+from phalanx.train.answering import note_answers, rehearse_answers
 from phalanx.train.calling import Ended
 from phalanx.train.checkpointing import FULL_ATTEMPTS, Checkpointer
 from phalanx.train.collecting import CannotSummarise
@@ -294,6 +295,7 @@ class Loop:
         """Evaluate a little, so that a mistake there shows now and not after the last step."""
         try:
             self.engine.callbacks.call("on_rehearsal", self.engine, self.engine.evaluate(batches=1))
+            rehearse_answers(self.engine)
         except CannotSummarise as failure:  # one batch may have too few samples for it
             self.listener.said(
                 f"   note  with the first {self.engine.task.global_batch} held-out samples alone, {failure}"
@@ -307,6 +309,7 @@ class Loop:
         step = self.engine.step_number - 1
         self.log.write("evaluation", step=step, held_out=self.summary.held_out)
         self.listener.evaluation(step, self.summary.held_out)
+        note_answers(self.engine, self.run, self.heartbeat.may_take_long)
 
     def _undone(self, metrics: Metrics) -> bool:
         """A bad step: noted with its samples; rolled back where that is the policy, and there is a state to go to."""

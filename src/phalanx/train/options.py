@@ -15,6 +15,7 @@ from phalanx.launch.stopping import GRACE
 from phalanx.launch.supervisor import FRUITLESS
 from phalanx.redact import is_redacted, redact_field
 from phalanx.settings import convert
+from phalanx.train import evaluated_beside
 from phalanx.train.guard import Guard
 from phalanx.train.policy import Policy
 from phalanx.train.profile.request import ProfileRequest
@@ -64,6 +65,8 @@ class Options:
     """Nothing is printed but what is noted, and the verdict."""
     kill: str | None = None
     """A drill: ``1@60`` kills rank 1 after step 60."""
+    evaluate_on: str | None = None
+    """The device of a process that evaluates checkpoints beside training: cpu, cuda, cuda:1."""
     profile: str | None = None
     """``10:12``: steps 10 to 12 are profiled; see `train.profile.request`."""
 
@@ -107,6 +110,12 @@ class Options:
             raise WrongUse(
                 f"--quiet prints no lines, and --log-every {self.log_every} asks for some. Give one of them."
             )
+        if self.evaluate_on is not None:
+            evaluated_beside.check(self.evaluate_on)
+            if self.meet is not None:
+                raise WrongUse(
+                    "--evaluate-on is a process on one host. With several, run phalanx evaluate RUN --follow on one."
+                )
         loggers.check(self.log, self.metrics_port)
         self.drill()
         self.profiled()

@@ -31,6 +31,7 @@ from phalanx.settings import plain_settings
 from phalanx.train.certificate import NotDone, certified
 from phalanx.train.choosing import full_reference
 from phalanx.train.ending import conclude, not_done
+from phalanx.train.evaluated_beside import EvaluatedBeside
 from phalanx.train.folders import check_there, held_store
 from phalanx.train.job import Job
 from phalanx.train.loop import Summary
@@ -57,16 +58,20 @@ def train(
         return _Running.at(job, Run.folder(path, name), resume=True).or_put_back()  # the first host will hold it
     new = path is None or not exists(path)
     running = _Running.at(job, Run.folder(path, name) if resume else Run.create(path, name), resume)
-    run, manager = running.run, running.manager
+    run, manager, beside = running.run, running.manager, running.beside
     begun(run)
-    with run.held(LINGER_SECONDS), held_store(manager.store):
-        if resume:
-            taken_back(run)
-        else:
-            run.check_free()  # somebody may have been faster
-        verdict = running.or_put_back()
-        if new and verdict.exit_code in (2, 3) and not run.ledger() and not manager.steps():
-            shutil.rmtree(run.path)  # it did nothing, and its name should be free for the next try
+    try:
+        with run.held(LINGER_SECONDS), held_store(manager.store):
+            if resume:
+                taken_back(run)
+            else:
+                run.check_free()  # somebody may have been faster
+            verdict = running.or_put_back()
+            if new and verdict.exit_code in (2, 3) and not run.ledger() and not manager.steps():
+                shutil.rmtree(run.path)  # it did nothing, and its name should be free for the next try
+        beside.finish(verdict)
+    finally:
+        beside.end()
     return verdict
 
 
@@ -78,12 +83,14 @@ class _Running:
     run: Run
     manager: CheckpointManager
     resume: bool
+    beside: EvaluatedBeside
 
     @classmethod
     def at(cls, job: Job, run: Run, resume: bool) -> _Running:
         manager = CheckpointManager(open_store(job.options.checkpoints or run.checkpoints_path))
         check_there(run, manager)
-        return cls(job, run, manager, resume)
+        beside = EvaluatedBeside(job.options.evaluate_on, run, job.options.quiet)
+        return cls(job, run, manager, resume, beside)
 
     def or_put_back(self) -> Verdict:
         """What was refused before a step is not what the run is: its settings and certificate stay as they were."""
@@ -116,6 +123,7 @@ class _Running:
             print(f"  proof  {proven}", flush=True)
         if job.options.meet is None or not self.run.settings_path.exists():
             self.run.write_settings({"run": self._words(), "settings": plain_settings(job.task)})
+        self.beside.start()
         supervisor = self._supervisor()
         with supervisor.heeding():
             return self._supervised(supervisor)

@@ -93,6 +93,23 @@ def test_padding_a_sample_longer_changes_nothing() -> None:
     assert torch.equal(short, long[:, :3])
 
 
+@pytest.mark.parametrize("inner", [(7, 6), (2, 7, 7), (6, 3)])
+def test_sequences_of_a_sample_draw_the_same_in_any_micro_batch(inner: tuple[int, ...]) -> None:
+    """Three a sample, also where heads or positions are as many as samples."""
+    model = nn.Module()
+    model.sequences = 3  # type: ignore[assignment]
+
+    def drawn(*slots: int) -> Tensor:
+        keyed = randomness(list(slots))
+        keyed.model = model
+        with keyed.scope("block"):
+            return F.dropout(torch.ones(3 * len(slots), *inner), 0.5)
+
+    whole = drawn(*range(6))
+    assert torch.equal(whole, torch.cat([drawn(0, 1), drawn(2, 3, 4, 5)]))
+    assert not any(torch.equal(whole[a], whole[b]) for a in range(18) for b in range(a))
+
+
 def test_dropout_is_off_where_torch_has_it_off() -> None:
     x = torch.ones(2, 3)
     keyed = randomness([0, 1])

@@ -52,8 +52,11 @@ class Moment:
 class Randomness:
     """Keyed draws. `scope` names the block that draws; draws are counted from its start."""
 
-    def __init__(self, seed: int, moment: Moment, device: torch.device, activations: Activations | None = None) -> None:
-        self.seed, self.moment, self.device = seed, moment, device
+    def __init__(
+        self, seed: int, moment: Moment, device: torch.device, activations: Activations | None = None,
+        model: nn.Module | None = None,
+    ) -> None:  # fmt: skip
+        self.seed, self.moment, self.device, self.model = seed, moment, device, model
         self.activations = activations or Activations()
         """Which part of a sample is drawn for."""
         self.asked = False
@@ -144,8 +147,9 @@ class Randomness:
         """Random values of a shape: ``values(keys, inner)`` gives a grid of shape ``inner`` under each key.
 
         The batch is the first dim, or the second of three and more (``[time, batch, ...]``). In a draw ``like`` what
-        the model computed it may be folded with others (``[batch * time, ...]``). What has no batch dim, and a draw
-        like a weight, is the same on every rank.
+        the model computed it may be folded with others (``[batch * time, ...]``). Where a sample is several sequences,
+        which the model has as its ``sequences``, those are folded so (``[batch * sequences, time, ...]``). What has no
+        batch dim, and a draw like a weight, is the same on every rank.
         """
         self._call += 1
         self.asked = True
@@ -154,10 +158,13 @@ class Randomness:
         rows, shared = self.keys()
         batch, call = rows.shape[0], counter.call_offset(self._call)
         folded = like is not None and bool(shape) and shape[0] % batch == 0
+        several = getattr(self.model, "sequences", 1)
         if isinstance(like, nn.Parameter) or not shape or (len(shape) == 1 and shape[0] == 1):
             return values(counter.mix(shared + call), shape)
         if shape[0] == batch:
             return values(counter.mix(rows + call), self._grid(shape[1:])).view(shape)
+        if like is not None and 1 < several == shape[0] / batch and len(shape) > 2:
+            return values(counter.mix(rows + call), [several, *self._grid(shape[1:])]).view(shape)
         if len(shape) > 1 and shape[1] == batch and (len(shape) > 2 or not folded):
             return values(counter.mix(rows + call), self._grid([shape[0], *shape[2:]])).transpose(0, 1)
         if folded:

@@ -111,7 +111,7 @@ class Reference:
         self.task, self.micro_batches = task, micro_batches
         self._make_model(task, nudge)
         self.moment = task.proof_trial.moment = Moment()
-        self.randomness = Randomness(task.seed, self.moment, torch.device("cpu"))
+        self.randomness = Randomness(task.seed, self.moment, torch.device("cpu"), model=self.model)
         self._key_randomness(task, decisions)
         self.trained = {n: p for n, p in self.parameters.items() if p.requires_grad}
         self.optimizer = make_optimizer(task, list(self.trained.values()), bool(self.trained))

@@ -127,7 +127,7 @@ class Subject:
         self.model.to(self.dtype)
         hugging_face.prepare(self.model, torch.float64)
         self.moment = Moment()
-        self.randomness = Randomness(task.seed, self.moment, torch.device("cpu"))
+        self.randomness = Randomness(task.seed, self.moment, torch.device("cpu"), model=self.model)
         self.randomness.answers = Answers(self.randomness)
         self._begun = {name: tensor.detach().clone() for name, tensor in self._moved()}
         self._trainable = [name for name, weight in self.model.named_parameters() if weight.requires_grad]

@@ -1,0 +1,34 @@
+"""Questions made of encoded conversations."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from phalanx.data.asked import asked
+
+
+class Letters:
+    """A tokenizer of letters, of which 0 is special."""
+
+    all_special_ids = (0,)
+
+    def decode(self, tokens: list[int], skip_special_tokens: bool = False) -> str:
+        return "".join("." if token == 0 else chr(96 + token) for token in tokens if token or not skip_special_tokens)
+
+
+def document(tokens: list[int], counted: list[int]) -> tuple[np.ndarray, np.ndarray]:
+    return np.array(tokens), np.array(counted, dtype=bool)
+
+
+def test_the_last_answer_is_asked_for() -> None:
+    several = document([1, 2, 3, 0, 4, 5, 6, 0], [0, 0, 1, 1, 0, 0, 1, 1])
+    found = asked([several], Letters(), length=20, pad=0, shown=2)
+    (question,) = found.every
+    assert (question.tokens, question.text, question.reference) == ([1, 2, 3, 0, 4, 5], "abc.de", "f")
+    assert (found.ends, found.shown) == (frozenset([0]), 2)
+
+
+def test_what_was_cut_off_or_has_no_question_is_not() -> None:
+    whole, cut = document([1, 2, 3], [1, 1, 1]), document([1, 2, 3, 4], [0, 1, 1, 1])
+    nothing = document([1, 2], [0, 0])
+    assert not asked([whole, cut, nothing], Letters(), length=4, pad=0, shown=1).every
