@@ -6,6 +6,7 @@ runs/<name>/events/rank-00000.jsonl    one JSON object a line: start, step, eval
 runs/<name>/events/host-00000.jsonl    likewise, of a host, by its first rank: processors, disks, network, GPUs
 runs/<name>/flops.json                 what its model costs a sample, and what its devices can do
 runs/<name>/flight/ stacks/ failures/   the last moments of ranks, and who failed
+runs/<name>/beforehand.safetensors     what a task wanted to know of its samples before the first step
 runs/<name>/checkpoints/step-00000100/ committed or absent
 runs/<name>/final/model.safetensors    full weights under the model's own names
 runs/<name>/final/certificate.json     that every planned step was done, once, and what came of it
