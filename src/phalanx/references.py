@@ -20,6 +20,7 @@ from phalanx.user_code import is_users_line
 RECIPES = {
     "gpt": "phalanx.recipes.gpt:GPT",
     "sft": "phalanx.recipes.sft:SFT",
+    "dpo": "phalanx.recipes.dpo:DPO",
     "shapes": "phalanx.recipes.shapes:Shapes",
     "pretrain": "phalanx.recipes.pretrain:Pretrain",
     "bert": "phalanx.recipes.bert:Bert",
