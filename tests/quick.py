@@ -255,8 +255,13 @@ KEPT: dict[str, dict[str, int | tuple[str, ...]]] = {
         "test_losses_are_those_of_trl": 0,
         "test_losses_are_those_of_a_plain_loop": 0,
     },
+    "recipes/test_reward.py": {
+        "test_it_learns_to_tell_answers_apart": 0,
+        "test_losses_are_those_of_trl": 0,
+        "test_hugging_face_reads_what_was_trained": 0,
+    },
     "recipes/test_fine_tuning.py": {
-        "test_each_is_made_small_on_the_shipped_rows": ("DPO",),
+        "test_each_is_made_small_on_the_shipped_rows": ("Reward",),
         "test_a_model_and_the_one_beside_it_begin_in_folders_of_their_own": 0,
     },
     "prove/reference/test_beforehand.py": {

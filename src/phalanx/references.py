@@ -21,6 +21,7 @@ RECIPES = {
     "gpt": "phalanx.recipes.gpt:GPT",
     "sft": "phalanx.recipes.sft:SFT",
     "dpo": "phalanx.recipes.dpo:DPO",
+    "reward": "phalanx.recipes.reward:Reward",
     "shapes": "phalanx.recipes.shapes:Shapes",
     "pretrain": "phalanx.recipes.pretrain:Pretrain",
     "bert": "phalanx.recipes.bert:Bert",

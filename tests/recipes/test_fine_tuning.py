@@ -12,19 +12,20 @@ import phalanx
 from phalanx.models.lora import is_lora
 from phalanx.recipes.dpo import DPO
 from phalanx.recipes.fine_tuning import TINY
+from phalanx.recipes.reward import Reward
 from phalanx.recipes.sft import SFT
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed (the dev extra has it)")
 
 
-@pytest.mark.parametrize("kind", [SFT, DPO])
+@pytest.mark.parametrize("kind", [SFT, DPO, Reward])
 def test_each_is_made_small_on_the_shipped_rows(kind: type[phalanx.Task]) -> None:
     task = kind(path="somewhere", length=4096, lora=64, tokenizer="there").tiny()  # type: ignore[call-arg]
     assert isinstance(task, kind)
     assert (task.path, task.tokenizer, task.length, task.lora, task.small) == ("", TINY, 48, 8, True)  # type: ignore[attr-defined]
     trained = [name for name, weight in task.model().named_parameters() if weight.requires_grad]
     assert trained
-    assert all(is_lora(name) for name in trained)
+    assert all(is_lora(name) or name.startswith("score.") for name in trained)
 
 
 def test_a_model_and_the_one_beside_it_begin_in_folders_of_their_own(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from phalanx.data.row_file import RowFile
 from phalanx.recipes.dpo import DPO
 from phalanx.recipes.preferring import PREFERENCES
+from phalanx.recipes.reward import Reward
 
 
 def test_shipped_rows_are_different_and_held_out_in_part() -> None:
@@ -12,7 +13,7 @@ def test_shipped_rows_are_different_and_held_out_in_part() -> None:
     texts = [rows[index] for index in range(len(rows))]
     assert len({row["prompt"] for row in texts}) == len(rows) == 102
     assert all(row["chosen"] != row["rejected"] for row in texts)
-    task = DPO()
+    task = Reward()
     data, held = task.data(), task.held_out()
     assert held is not None
     assert (len(data), len(held)) == (92, 10)
