@@ -109,6 +109,19 @@ def test_it_is_kept_with_the_run_and_taken_up_again(tmp_path: Path) -> None:
     assert torch.equal(known(run=run)[0], before)
 
 
+def signs(layout: str) -> int:
+    with phalanx.Engine(FromWhereItBegan(), Layout.parse(layout), device="cpu") as engine:
+        before = engine.traffic.signs[0]
+        join_beforehand(engine)
+        return engine.traffic.signs[0] - before
+
+
+def test_a_supervisor_sees_that_it_goes_on(ranks: Ranks) -> None:
+    batches = 3 + 2
+    assert signs("dp=1") >= batches
+    assert min(ranks(2, signs, "dp=2")) >= batches
+
+
 def test_joining_it_twice_is_joining_it_once() -> None:
     with phalanx.Engine(FromWhereItBegan(), device="cpu") as engine:
         first = engine.loader.reader.data[3]

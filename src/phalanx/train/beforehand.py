@@ -67,7 +67,7 @@ def _computed(engine: Engine, loader: Loader, measure: Callable[..., Mapping[str
     order = Order(size, task.global_batch, task.seed, shuffle=False)
     in_order = engine.loader_of(loader.reader.data, order)
     engine.spread.refresh()
-    _, collected = computed(engine, in_order, order.steps_per_epoch, measure)
+    _, collected = computed(engine, in_order, order.steps_per_epoch, measure, partial(_beat, engine))
     gathered, _ = collected.gathered(engine, size)
     own = [] if gathered is None else [json.dumps([n, list(t.shape), str(t.dtype)[6:]]) for n, t in gathered.items()]
     found: Columns = {}
@@ -81,6 +81,14 @@ def _computed(engine: Engine, loader: Loader, measure: Callable[..., Mapping[str
             "with a row a sample, or let beforehand return None."
         )
     return found
+
+
+def _beat(engine: Engine) -> None:
+    """A batch was computed: it may take long, and whoever watches sees that it goes on."""
+    if engine.mesh.world.alone:
+        engine.traffic.alive()
+    else:
+        engine.mesh.world.all_reduce(torch.zeros(1, device=engine.device)).wait()
 
 
 def _told(engine: Engine, whole: Tensor) -> Tensor:

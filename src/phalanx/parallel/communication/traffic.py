@@ -67,6 +67,10 @@ class Traffic:
     def during(self, phase: str) -> AbstractContextManager[None]:
         return self.recorder.during(phase) if self.recorder else nullcontext()
 
+    def alive(self) -> None:
+        """A sign of life of a rank that has nobody to say anything to."""
+        self.signs[0] += 1
+
     def begins(self, step: int) -> None:
         """A step begins, with the samples it needs."""
         if self.recorder:
