@@ -15,6 +15,7 @@ from phalanx.data.compared import Compared, Judgements, stacked
 from phalanx.data.preferences import PreferenceReader, Preferences, pairs
 from phalanx.data.row_file import RowFile
 from phalanx.data.splitting import split
+from phalanx.errors import WrongUse
 from phalanx.models.hugging_face import check_length
 from phalanx.recipes.fine_tuning import FineTuning
 from phalanx.words import many
@@ -25,7 +26,24 @@ PREFERENCES = Path(__file__).parent / "data" / "preferences.jsonl"
 
 @dataclass
 class Preferring(FineTuning):
-    """Samples of two sequences each, made of a file's rows."""
+    """Samples of two sequences each, made of a file's rows. Nothing is dropped: differences of answers are compared."""
+
+    def check(self) -> None:
+        super().check()
+        if self.lora_dropout:
+            raise WrongUse(
+                f"lora_dropout={self.lora_dropout} would differ from answer to answer of a pair, which are compared. "
+                "Leave it out."
+            )
+
+    @cached_property
+    def _config(self) -> Any:
+        """The base's, without dropout."""
+        config = super()._config
+        for name, value in vars(config).items():
+            if isinstance(value, float) and ("dropout" in name or "pdrop" in name):
+                setattr(config, name, 0.0)
+        return config
 
     @cached_property
     def _preferences(self) -> Preferences:
