@@ -260,8 +260,13 @@ KEPT: dict[str, dict[str, int | tuple[str, ...]]] = {
         "test_losses_are_those_of_trl": 0,
         "test_hugging_face_reads_what_was_trained": 0,
     },
+    "recipes/test_distil.py": {
+        "test_a_student_comes_near_its_teacher": 0,
+        "test_both_models_are_spread": ("tp=2",),
+        "test_what_cannot_be_is_refused": 0,
+    },
     "recipes/test_fine_tuning.py": {
-        "test_each_is_made_small_on_the_shipped_rows": ("Reward",),
+        "test_each_is_made_small_on_the_shipped_rows": ("Distil",),
         "test_a_model_and_the_one_beside_it_begin_in_folders_of_their_own": 0,
     },
     "prove/reference/test_beforehand.py": {

@@ -22,6 +22,7 @@ RECIPES = {
     "sft": "phalanx.recipes.sft:SFT",
     "dpo": "phalanx.recipes.dpo:DPO",
     "reward": "phalanx.recipes.reward:Reward",
+    "distil": "phalanx.recipes.distil:Distil",
     "shapes": "phalanx.recipes.shapes:Shapes",
     "pretrain": "phalanx.recipes.pretrain:Pretrain",
     "bert": "phalanx.recipes.bert:Bert",
