@@ -48,6 +48,8 @@ class Anatomy:
     """Blocks at which a pipeline stage may begin."""
     experts: tuple[str, ...] = ()
     """Modules that hold weights stacked by expert, which ``ep`` divides."""
+    apart: tuple[str, ...] = ()
+    """Modules that are models by themselves: the stream through their blocks begins and ends there."""
     units: tuple[Unit, ...] = ()
     sources: Mapping[str, str] = field(default_factory=dict)
     """Where blocks, splits and cuts come from: ``task``, ``hugging face`` or ``detection``."""
@@ -61,6 +63,7 @@ class Anatomy:
         splits: Mapping[str, Split] | None = None,
         cuts: str | Iterable[str] | None = None,
         experts: str | Iterable[str] | None = None,
+        apart: str | Iterable[str] = (),
     ) -> Anatomy:
         """Read a model. Rules are patterns over module names: ``blocks="trunk.*"``, ``splits={"*.up": "column"}``."""
         names = [name for name, _ in model.named_modules()]
@@ -86,7 +89,22 @@ class Anatomy:
         before, after = _around(model, found)
         tied = _tied(model)
         units = _units(model, found, before, after, tied)
-        return cls(found, before, after, tied, split, cut, stacked, units, sources)
+        own = _matching(names, apart, "apart") if apart else ()
+        return cls(found, before, after, tied, split, cut, stacked, own, units, sources)
+
+    @property
+    def in_line(self) -> bool:
+        """Whether blocks run one after another: all in one list, or those of each model apart in one."""
+        lists = [{name.rpartition(".")[0] for name in self.chain(block)} for block in self.blocks]
+        return bool(self.cuts) or (bool(self.apart) and all(len(each) == 1 for each in lists))
+
+    def chain(self, block: str) -> tuple[str, ...]:
+        """The blocks that the stream goes through together with this one, in their order."""
+
+        def home(name: str) -> str:
+            return next((module for module in self.apart if _inside(name, module)), "")
+
+        return tuple(name for name in self.blocks if home(name) == home(block))
 
     def describe(self) -> str:
         """One line for people."""

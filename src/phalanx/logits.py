@@ -14,6 +14,8 @@ from torch import Tensor
 
 from phalanx.kernels.cross_entropy import AS_THEY_ARE
 from phalanx.kernels.linear_cross_entropy import Kind, Vocabulary, linear_cross_entropy
+from phalanx.kernels.linear_divergence import LinearHead, linear_divergence
+from phalanx.kernels.linear_log_probs import linear_log_probs
 from phalanx.trees import mapped
 
 
@@ -77,15 +79,49 @@ class Logits:
     def cross_entropy(self, targets: Tensor, ignore: int = -100, smoothing: float = 0.0) -> Tensor:
         """Summed over all targets but those to ignore; computed in chunks."""
         with torch.set_grad_enabled(self._grad and torch.is_grad_enabled()):
-            hidden = self.hidden
-            if self.sequence is not None:
-                hidden, targets = self.sequence.own(hidden), self.sequence.own(targets)
-            hidden = hidden.reshape(-1, hidden.shape[-1])
-            if self.vocabulary is not None:
-                hidden = self.vocabulary.replicate(hidden)
+            hidden, targets = self._counted(targets)
             kind = Kind(ignore, smoothing, self.bending, self.narrow)
-            total = linear_cross_entropy(hidden, self.weight, self.bias, targets.reshape(-1), kind, self.vocabulary)
+            total = linear_cross_entropy(
+                hidden.flatten(0, -2), self.weight, self.bias, targets.flatten(), kind, self.vocabulary
+            )
             return total if self.sequence is None else self.sequence.all_reduce(total)
+
+    def log_probs(self, targets: Tensor, ignore: int = -100) -> Tensor:
+        """Of each sequence, summed over all its targets but those to ignore; computed in chunks."""
+        with torch.set_grad_enabled(self._grad and torch.is_grad_enabled()):
+            hidden, targets = self._counted(targets)
+            rows = linear_log_probs(
+                hidden.flatten(0, -2), self.weight, self.bias, targets.flatten(), Kind(ignore, bending=self.bending),
+                self.vocabulary,
+            )  # fmt: skip
+            total = rows.view(targets.shape).sum(-1)
+            return total if self.sequence is None else self.sequence.all_reduce(total)
+
+    def divergence(self, goal: Logits, counted: Tensor, reverse: bool = False) -> Tensor:
+        """Of KL(goal || these), or with ``reverse`` of KL(these || goal), summed where it is ``counted``; in chunks."""
+        with torch.set_grad_enabled(self._grad and torch.is_grad_enabled()):
+            hidden, counted = self._counted(counted)
+            others = goal.hidden if goal.sequence is None else goal.sequence.own(goal.hidden)
+            total = linear_divergence(
+                hidden.flatten(0, -2), self._head(), others.flatten(0, -2), goal._head(), counted.flatten(), reverse
+            )
+            return total if self.sequence is None else self.sequence.all_reduce(total)
+
+    def meets(self, other: Logits) -> bool:
+        """Whether both can be computed in the same chunks: lazily, of the same positions and parts of a vocabulary."""
+        alike = (self.sequence is None) == (other.sequence is None)
+        starts = [None if logits.vocabulary is None else logits.vocabulary.start for logits in (self, other)]
+        return self.lazy and other.lazy and alike and starts[0] == starts[1] and self.shape == other.shape
+
+    def _head(self) -> LinearHead:
+        return LinearHead(self.weight, self.bias, self.bending, self.vocabulary)
+
+    def _counted(self, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """What this rank computes the loss of, and its targets."""
+        hidden = self.hidden
+        if self.sequence is not None:
+            hidden, targets = self.sequence.own(hidden), self.sequence.own(targets)
+        return (hidden if self.vocabulary is None else self.vocabulary.replicate(hidden)), targets
 
     # What is done lazily, in the ways in which it is commonly written; in others it is done to the tensor.
 

@@ -16,8 +16,8 @@ from phalanx.logits import Logits
 from phalanx.loss import Loss, sum
 
 __all__ = [
-    "Logits", "Loss", "binary_cross_entropy", "cross_entropy", "mean_squared_error", "penalised",
-    "penalty_factor", "sum",
+    "Logits", "Loss", "binary_cross_entropy", "cross_entropy", "divergence", "log_probs",
+    "mean_squared_error", "penalised", "penalty_factor", "sum",
 ]  # fmt: skip
 
 
@@ -107,6 +107,48 @@ def _soft_cross_entropy(output: Tensor | Logits, targets: Tensor, smoothing: flo
     wanted = targets.reshape(logits.shape).to(logits.dtype)
     total = F.cross_entropy(logits, wanted, label_smoothing=smoothing, reduction="sum")
     return Loss(total, len(logits))
+
+
+def log_probs(output: Tensor | Logits, targets: Tensor, *, ignore: int = -100) -> Tensor:
+    """The log-probability of each sequence: summed over its targets, ``[batch, time]``, but those equal to ``ignore``.
+
+    Not a loss yet: what preferences between sequences are made of.
+    """
+    if output.shape[:-1] != targets.shape:
+        raise _mismatch(output.shape, targets.shape)
+    if isinstance(output, Logits) and output.lazy:
+        return output.log_probs(targets, ignore)
+    logits = output.tensor() if isinstance(output, Logits) else output
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, -2)
+    rows = F.cross_entropy(logits, targets.flatten(), ignore_index=ignore, reduction="none")
+    return -rows.view(targets.shape).sum(-1)
+
+
+def divergence(
+    output: Tensor | Logits, goal: Tensor | Logits, counted: Tensor, *, reverse: bool = False, temperature: float = 1.0
+) -> Loss:
+    """How far predictions, ``[..., classes]``, are from another model's: summed where ``counted``, and how many.
+
+    KL(goal || output), or with ``reverse`` KL(output || goal), of logits that are divided by ``temperature``. The goal
+    gets no gradient.
+    """
+    if output.shape != goal.shape or output.shape[:-1] != counted.shape:
+        raise WrongUse(
+            f"logits of shape {tuple(output.shape)} are to be held against others of {tuple(goal.shape)} where "
+            f"{tuple(counted.shape)} count: they do not belong together. Use models with one vocabulary."
+        )
+    warm, other = output / temperature, goal / temperature
+    if isinstance(warm, Logits) and isinstance(other, Logits) and warm.meets(other):
+        return Loss(warm.divergence(other, counted, reverse), counted.sum())
+    logs, wanted = (_log_softmax(each) for each in (warm, other))
+    one, two = (logs, wanted.detach()) if reverse else (wanted.detach(), logs)
+    rows = (one.exp() * (one - two)).sum(-1)
+    return Loss(rows.where(counted, 0).sum(), counted.sum())
+
+
+def _log_softmax(logits: Tensor | Logits) -> Tensor:
+    logits = logits.tensor() if isinstance(logits, Logits) else logits
+    return logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
 
 
 def mean_squared_error(output: Tensor, targets: Tensor) -> Loss:

@@ -8,6 +8,7 @@ runs/<name>/flops.json                 what its model costs a sample, and what i
 runs/<name>/flight/ stacks/ failures/   the last moments of ranks, and who failed
 runs/<name>/evaluations.jsonl          what was measured of its checkpoints beside training
 runs/<name>/answers/                   what its language model said at evaluations
+runs/<name>/beforehand.safetensors     what a task wanted to know of its samples before the first step
 runs/<name>/checkpoints/step-00000100/ committed or absent
 runs/<name>/final/model.safetensors    full weights under the model's own names
 runs/<name>/final/certificate.json     that every planned step was done, once, and what came of it

@@ -86,8 +86,11 @@ class Task:
         """The model, built as for one device; its constructor's own initialisation is kept."""
         raise self._missing("model", "return an nn.Module")
 
-    def pretrained(self) -> str | Path | None:
-        """Where to begin: a folder of safetensors files with the model's own names, or None for its own weights."""
+    def pretrained(self) -> str | Path | Mapping[str, Path] | None:
+        """Where to begin: a folder of safetensors files with the model's own names, or None for its own weights.
+
+        Or several folders, by what names of the model have before those in the files: ``{"teacher.": folder}``.
+        """
         return None
 
     def added(self, weight: str) -> bool:
@@ -107,6 +110,15 @@ class Task:
 
     def held_out(self) -> Any:
         """Samples kept aside for `evaluate`, or None."""
+        return None
+
+    def beforehand(self) -> Callable[[Any, dict[str, Any]], Mapping[str, Tensor]] | None:
+        """What to compute of every sample before the first step, held-out ones too; None: nothing.
+
+        A function of a batch's output and the batch, as `evaluate` is one, that gives tensors by name with a row a
+        sample. It is called with the weights that training begins with; from then on samples have its rows under those
+        names. Batches that it is called with do not have them.
+        """
         return None
 
     def overview(self) -> tuple[dict[str, str], list[str]]:

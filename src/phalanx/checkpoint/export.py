@@ -8,8 +8,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -40,6 +40,11 @@ class Selection:
     """What is written for a weight, in its dtype and shape."""
     file: str = "model"
 
+    def without(self, modules: Sequence[str]) -> Selection:
+        """Those that are in none of some modules."""
+        inside = tuple(f"{module}." for module in modules)
+        return replace(self, names={name: own for name, own in self.names.items() if not own.startswith(inside)})
+
 
 def export(
     checkpoint: Checkpoint,
@@ -64,7 +69,7 @@ def export(
         with TemporaryDirectory(prefix=".exporting-", dir=place.parent) as aside:
             unfinished = Path(aside) / "weights"
             unfinished.mkdir()
-            _write(checkpoint, unfinished, shard_bytes, progress, selection or _everything(checkpoint))
+            _write(checkpoint, unfinished, shard_bytes, progress, selection or everything(checkpoint))
             if config is not None:
                 _describe(checkpoint, unfinished, config, beside)
             along(unfinished)
@@ -74,7 +79,8 @@ def export(
     return sorted(to.iterdir())
 
 
-def _everything(checkpoint: Checkpoint) -> Selection:
+def everything(checkpoint: Checkpoint) -> Selection:
+    """All weights, as they are."""
     names = [name.removeprefix("model/") for name in checkpoint.manifest.tensors if name.startswith("model/")]
     return Selection(dict(zip(names, names, strict=True)))
 

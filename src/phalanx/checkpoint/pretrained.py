@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -33,25 +34,46 @@ def _kind(dtype: str) -> str:
     return {"F": "real", "B": "real", "C": "complex"}.get("I" if dtype == "BOOL" else dtype[0], "whole")
 
 
-def beginning(path: str | Path, model: nn.Module, tied: Mapping[str, str], task: Task) -> Saved:
-    """Where a described model's weights begin: in a folder, but for those that the task has added to it."""
-    kept = set(model.state_dict(keep_vars=True))
+def beginning(path: str | Path | Mapping[str, Path], model: nn.Module, tied: Mapping[str, str], task: Task) -> Saved:
+    """Where a described model's weights begin: in a folder, but for those that the task has added to it.
+
+    Or in several, each with the names that begin in one way; what is in none of them begins as it is made.
+    """
+    paths = path if isinstance(path, Mapping) else {"": Path(path)}
+    kept, found = set(model.state_dict(keep_vars=True)), dict[str, Pretrained]()
     tensors = {n: t for n, t in [*model.named_parameters(), *model.named_buffers()] if n in kept}
-    shapes, dtypes = ({n: getattr(t, what) for n, t in tensors.items()} for what in ("shape", "dtype"))
-    found = Pretrained(path, shapes, tied, dtypes, task.added)
+    home = partial(_home, paths)
+    for prefix, folder in paths.items():
+        own = {n.removeprefix(prefix): t for n, t in tensors.items() if home(n) == prefix}
+        ties = {n.removeprefix(prefix): first.removeprefix(prefix) for n, first in tied.items() if home(n) == prefix}
+        shapes, dtypes = ({n: getattr(t, what) for n, t in own.items()} for what in ("shape", "dtype"))
+        found[prefix] = Pretrained(folder, shapes, ties, dtypes, partial(_added, task, prefix))
 
     def part(name: str, cut: Cut | None, rank: int) -> Tensor | None:
-        if found.has(name):
-            return found.part(name, cut, rank)
-        made = task.begins(name, found.whole)
-        if made is not None and made.shape != shapes[name]:
+        prefix = home(name)
+        if prefix is None:
+            return None
+        held, inner = found[prefix], name.removeprefix(prefix)
+        if held.has(inner):
+            return held.part(inner, cut, rank)
+        made = task.begins(name, held.whole)
+        if made is not None and made.shape != tensors[name].shape:
             raise WrongUse(
-                f"{name} would begin as a tensor of shape {tuple(made.shape)}, and has {tuple(shapes[name])} in the "
-                "model. Build the model as what it begins from was."
+                f"{name} would begin as a tensor of shape {tuple(made.shape)}, and has {tuple(tensors[name].shape)} in "
+                "the model. Build the model as what it begins from was."
             )
         return made if made is None or cut is None else cut.take(made, rank)
 
     return part
+
+
+def _home(paths: Mapping[str, Path], name: str) -> str | None:
+    """The longest beginning of a name that there is a folder for."""
+    return max((prefix for prefix in paths if name.startswith(prefix)), key=len, default=None)
+
+
+def _added(task: Task, prefix: str, name: str) -> bool:
+    return task.added(prefix + name)
 
 
 class Pretrained:

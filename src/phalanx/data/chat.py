@@ -40,9 +40,9 @@ class Chat:
             )
         self.by_template = marked and marks != "turns"
 
-    def encode(self, messages: Sequence[Message]) -> tuple[np.ndarray, np.ndarray]:
-        """The tokens of a conversation, and which of them count in the loss."""
-        if self.tokenizer.chat_template is None:
+    def encode(self, messages: Sequence[Message], plain: bool = False) -> tuple[np.ndarray, np.ndarray]:
+        """The tokens of a conversation, and which of them count in the loss. ``plain``: written without a template."""
+        if self.tokenizer.chat_template is None or plain:
             text, spans = self._plainly(messages)
         elif self.by_template:
             return self._by_template(messages)
@@ -57,6 +57,14 @@ class Chat:
         for start, stop in spans:
             counted |= (ends > start) & (begins < stop)
         return ids, counted
+
+    def asked(self, messages: Sequence[Message], plain: bool = False) -> np.ndarray:
+        """The tokens of what an answer is to follow, up to where it begins."""
+        if self.tokenizer.chat_template is None or plain:
+            text = self._plainly(messages)[0]
+        else:
+            text = self._templated(messages, add_generation_prompt=True) if messages else ""
+        return np.asarray(self.tokenizer(text, add_special_tokens=False)["input_ids"], dtype=np.int64)
 
     def _by_template(self, messages: Sequence[Message]) -> tuple[np.ndarray, np.ndarray]:
         found = self._templated(messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)

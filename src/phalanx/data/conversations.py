@@ -30,14 +30,20 @@ def conversation(row: Mapping[str, Any]) -> list[Message]:
         question = row[asked]
         if asked == "instruction" and row.get("input") and isinstance(question, str):
             question = f"{question}\n\n{row['input']}"
-        messages = _side(question, "user", asked) + _side(row[answered], "assistant", answered)
-    if row.get("system"):
-        if not isinstance(row["system"], str):
-            raise WrongUse(f"system is {_named(row['system'])}, not text")
-        messages = [{"role": "system", "content": row["system"]}, *messages]
+        messages = said_by(question, "user", asked) + said_by(row[answered], "assistant", answered)
+    messages = said_first(row) + messages
     if not any(_says(message) for message in messages if message["role"] == "assistant"):
         raise WrongUse("it has no answer to learn from: no message of the assistant's with a content")
     return messages
+
+
+def said_first(row: Mapping[str, Any]) -> list[Message]:
+    """What a column ``system`` says, if there is one."""
+    if not row.get("system"):
+        return []
+    if not isinstance(row["system"], str):
+        raise WrongUse(f"system is {_named(row['system'])}, not text")
+    return [{"role": "system", "content": row["system"]}]
 
 
 def _columns(row: Mapping[str, Any]) -> tuple[str, str]:
@@ -52,7 +58,8 @@ def _columns(row: Mapping[str, Any]) -> tuple[str, str]:
     raise WrongUse(f"its columns are {', '.join(map(str, row)) or 'none'}, and none of these are there: {known}")
 
 
-def _side(value: Any, role: str, column: str) -> list[Message]:
+def said_by(value: Any, role: str, column: str) -> list[Message]:
+    """What a column says as messages: they are there, or it is text of this role's."""
     if isinstance(value, str):
         return [{"role": role, "content": value}] if value.strip() else []
     if value is None:

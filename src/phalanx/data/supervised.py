@@ -6,9 +6,9 @@ from its conversation's start; and ``documents``, which conversation each token 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -25,11 +25,12 @@ from phalanx.errors import WrongUse
 from phalanx.words import listed, many
 
 Document = tuple[np.ndarray, np.ndarray]
+Made = TypeVar("Made")
 FILLS = {"tokens": 0, "targets": IGNORE, "positions": 0, "documents": -1}
 SHOWN = 3
 
 
-class _Unfit(WrongUse):
+class Unfit(WrongUse):
     """Why a row cannot be trained on, and what to do."""
 
     def __init__(self, reason: str, advice: str = "Mend or remove it") -> None:
@@ -52,24 +53,30 @@ class Encoded:
 
 def encoded(rows: RowFile, chat: Chat, length: int, vocabulary: int, bad_rows: BadRows = "stop") -> Encoded:
     """Each row's tokens, cut off at ``length``, and which of them count; bad rows end it, or are left out and named."""
-    documents, skipped, cut = [], dict[str, list[str]](), 0
+    found, left_out = fit_rows(
+        rows, lambda row: fitting(*chat.encode(conversation(row)), length, vocabulary), bad_rows
+    )  # fmt: skip
+    documents = [(ids[:length], counted[:length]) for ids, counted in found]
+    return Encoded(documents, len(rows), left_out, sum(len(ids) > length for ids, _ in found))
+
+
+def fit_rows(rows: RowFile, make: Callable[[dict[str, Any]], Made], bad_rows: BadRows) -> tuple[list[Made], str]:
+    """What is made of each row, and which are left out and why; a bad row ends it, or is left out."""
+    found, skipped = list[Made](), dict[str, list[str]]()
     for index in range(len(rows)):
         try:
-            ids, counted = _document(rows, index, chat, length, vocabulary)
-        except _Unfit as error:
+            found.append(_made(rows, index, make))
+        except Unfit as error:
             number = f"{rows.number(index):,}"
             if bad_rows == "stop":
                 raise WrongUse(
                     f"{rows.path}, row {number}: {error.reason}. {error.advice}, or set bad_rows=skip."
                 ) from None
             skipped.setdefault(error.reason, []).append(number)
-            continue
-        cut += len(ids) > length
-        documents.append((ids[:length], counted[:length]))
     left_out = _told(skipped)
-    if not documents:
+    if not found:
         raise WrongUse(f"{rows.path} has no row to train on: {left_out}. Mend them, or give another file.")
-    return Encoded(documents, len(rows), left_out and f"{rows.path}, {left_out}", cut)
+    return found, left_out and f"{rows.path}, {left_out}"
 
 
 def _told(skipped: Mapping[str, Sequence[str]]) -> str:
@@ -79,21 +86,27 @@ def _told(skipped: Mapping[str, Sequence[str]]) -> str:
     return "; ".join(each[:SHOWN]) + more
 
 
-def _document(rows: RowFile, index: int, chat: Chat, length: int, vocabulary: int) -> Document:
+def _made(rows: RowFile, index: int, make: Callable[[dict[str, Any]], Made]) -> Made:
     try:
-        ids, counted = chat.encode(conversation(rows[index]))
+        return make(rows[index])
+    except Unfit:
+        raise
     except BadRow as error:
-        raise _Unfit(error.reason) from None
+        raise Unfit(error.reason) from None
     except WrongUse as error:
-        raise _Unfit(str(error)) from None
+        raise Unfit(str(error)) from None
+
+
+def fitting(ids: np.ndarray, counted: np.ndarray, length: int, vocabulary: int) -> Document:
+    """The tokens of a row and which of them count, if a model can learn from them."""
     if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < vocabulary:
-        raise _Unfit(
+        raise Unfit(
             f"it has the token {int(ids.max())}, and the model's vocabulary has {vocabulary}",
             "Use the model's own tokenizer",
         )
     if not counted[1:length].any():  # nothing predicts the first token
         why = f"within length={length} tokens of its {len(ids)}" if counted[1:].any() else "in its tokens"
-        raise _Unfit(f"there is no answer {why}", "Set a larger length")
+        raise Unfit(f"there is no answer {why}", "Set a larger length")
     return ids, counted
 
 
@@ -131,13 +144,14 @@ class Supervised:
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         if not 0 <= index < len(self):
             raise IndexError(index)
-        parts = [_columns(*self.documents[number], place) for place, number in enumerate(self.places[index])]
+        parts = [columns(*self.documents[number], place) for place, number in enumerate(self.places[index])]
         whole = {name: np.concatenate([part[name] for part in parts]) for name in FILLS}
         sample = {name: torch.from_numpy(column) for name, column in whole.items()}
         return sample if self.length is None else padded(sample, self.length, self.pad)
 
 
-def _columns(ids: np.ndarray, counted: np.ndarray, place: int) -> dict[str, np.ndarray]:
+def columns(ids: np.ndarray, counted: np.ndarray, place: int = 0) -> dict[str, np.ndarray]:
+    """A document's tokens, and what each of them is to predict."""
     targets = np.full(len(ids), IGNORE, dtype=np.int64)
     targets[:-1] = np.where(counted[1:], ids[1:], IGNORE)
     return {

@@ -189,7 +189,7 @@ def row_losses(
     known = (targets >= 0) & (targets < classes)
     found = cross_entropy.statistics(logits, index, kind.bending)
     if vocabulary is not None:
-        found = _over_vocabulary(found, vocabulary)
+        found = over_vocabulary(found, vocabulary)
     # a target that there is none of must not go unseen
     normaliser = (found.top + found.spread.log()).where(known | ~valid, math.nan)
     loss = normaliser - (1 - kind.smoothing) * found.chosen
@@ -204,7 +204,7 @@ def row_losses(
     )
 
 
-def _over_vocabulary(own: cross_entropy.Statistics, vocabulary: Vocabulary) -> cross_entropy.Statistics:
+def over_vocabulary(own: cross_entropy.Statistics, vocabulary: Vocabulary) -> cross_entropy.Statistics:
     """Over all ranks' parts of the vocabulary."""
     top = own.top.clone()
     vocabulary.all_reduce_max(top)

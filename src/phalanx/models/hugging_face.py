@@ -12,8 +12,10 @@ from torch import nn
 from phalanx.errors import CannotHere, WrongUse
 
 HEAD_WIDTH = 8
-LanguageModel = Literal["causal", "masked"]
-CLASSES: dict[LanguageModel, str] = {"causal": "AutoModelForCausalLM", "masked": "AutoModelForMaskedLM"}
+LanguageModel = Literal["causal", "masked", "scoring"]
+CLASSES: dict[LanguageModel, str] = {
+    "causal": "AutoModelForCausalLM", "masked": "AutoModelForMaskedLM", "scoring": "AutoModelForSequenceClassification",
+}  # fmt: skip
 FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 
 
@@ -58,11 +60,17 @@ def language_model(config: Any, kind: LanguageModel) -> nn.Module:
     """A language model of this configuration, with weights of its own."""
     import transformers
 
+    own = copy.deepcopy(config)
+    if kind == "scoring":
+        own.num_labels = 1
     try:
-        return getattr(transformers, CLASSES[kind]).from_config(copy.deepcopy(config))
+        model: nn.Module = getattr(transformers, CLASSES[kind]).from_config(own)
     except ValueError as error:
         said = str(error).splitlines()[0]
         raise WrongUse(f"{type(config).__name__} is not of a {kind} language model ({said}). Give another.") from None
+    if kind == "scoring":  # the base was of another kind, mostly
+        model.config.architectures = [type(model).__name__]  # type: ignore[union-attr]
+    return model
 
 
 def check_length(config: Any, length: int, whose: str) -> None:

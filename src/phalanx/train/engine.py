@@ -41,6 +41,7 @@ from phalanx.task import Batch, Task
 from phalanx.traces import explain
 from phalanx.train import rounds
 from phalanx.train.agreement import agree_on_kernels, check_agreement
+from phalanx.train.beforehand import join_beforehand
 from phalanx.train.calling import Callbacks, Ended
 from phalanx.train.changes import allowed_changes, described
 from phalanx.train.clock import Clock
@@ -154,17 +155,19 @@ class Engine:
         if self.layout.exact:
             in_one_way(self.optimizer, self.device)
         self._numbers, self.update = Numbers(self.optimizer), Update(self.optimizer, self.spread)
-        self.loader = self._loader(data, self.order)
+        self.loader = self.loader_of(data, self.order)
         check_agreement(self, "data", "model")
         check_writable(self.spread)
         self.described = described(self)
+        join_beforehand(self)
 
     def _saved(self, model: nn.Module) -> Saved | None:
         """Where the task's weights begin, if not as its model's constructor makes them."""
         path = self.init_from or self.task.pretrained()
         return None if path is None else beginning(path, model, self.anatomy.tied, self.task)
 
-    def _loader(self, data: Any, order: Order) -> Loader:
+    def loader_of(self, data: Any, order: Order) -> Loader:
+        """This rank's part of a data set's batches, in an order."""
         return Loader(
             data, self.task.collate, order, micro_batches=self.layout.micro_batches(self.task.global_batch),
             ranks=self.mesh.size(*BATCH), rank=self.mesh.index(*BATCH), workers=self.task.workers,
@@ -276,13 +279,12 @@ class Engine:
     def held_out(self) -> Loader | None:
         """The task's held-out data in order, or None."""
         seed_globally(self.task.seed, "held out")
-        data = self.task.held_out()
-        return None if data is None else self.in_order(data, "held_out")
+        return None if (data := self.task.held_out()) is None else self.in_order(data, "held_out")
 
     def in_order(self, data: Any, method: str) -> Loader:
         """The samples that a method of the task gave, in order."""
-        size = length(data, method, self.task)
-        return self._loader(data, Order(size, self.task.global_batch, self.task.seed, shuffle=False))
+        task, size = self.task, length(data, method, self.task)
+        return self.loader_of(data, Order(size, task.global_batch, task.seed, shuffle=False))
 
     def evaluate(self, batches: int | None = None, on_batch: Callable[[], None] = lambda: None) -> dict[str, float]:
         """The task's measures over its held-out data, or so many batches of it, every sample counted once."""

@@ -44,7 +44,7 @@ def evaluate(
     """What ``Task.evaluate`` measures over all samples, or so many batches of them."""
     task, order = engine.task, loader.order
     steps = min(order.steps_per_epoch, batches or order.steps_per_epoch)
-    sums, collected = _computed(engine, loader, steps, on_batch)
+    sums, collected = computed(engine, loader, steps, task.evaluate, on_batch)
     totals = totals_over_ranks(engine, loader, sums)
     on_batch()
     gathered, any_rows = collected.gathered(engine, min(order.size, steps * order.global_batch))
@@ -59,10 +59,14 @@ def evaluate(
 
 
 @torch.no_grad()
-def _computed(
-    engine: Engine, loader: Loader, steps: int, on_batch: Callable[[], None]
+def computed(
+    engine: Engine,
+    loader: Loader,
+    steps: int,
+    measure: Callable[..., Mapping[str, Any]],
+    on_batch: Callable[[], None] = lambda: None,
 ) -> tuple[dict[str, Tensor], Collected]:
-    """This rank's sums and rows."""
+    """This rank's sums and rows of what a function measures."""
     task, model = engine.task, engine.spread.model
     model.eval()
     sums: dict[str, Tensor] = {}
@@ -72,7 +76,7 @@ def _computed(
         on_batch()
         actions = engine.spread.forwards(len(batch.micro_batches))
         engine.spread.start(batch.micro_batches, actions)
-        measured = Measured(engine, loader, batch, task.evaluate)
+        measured = Measured(engine, loader, batch, measure)
         for action in actions:
             micro = batch.micro_batches[action.micro]
             measures = measured(action)

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from torch import nn
 
-from phalanx.checkpoint.export import Progress, export
+from phalanx.checkpoint.export import Progress, everything, export
 from phalanx.checkpoint.manager import Checkpoint, CheckpointManager
 from phalanx.checkpoint.manifest import Damaged
 from phalanx.checkpoint.verify import manager_of
 from phalanx.errors import WrongUse
 from phalanx.files import exists
+from phalanx.models.beside import beside_names
 from phalanx.parallel.weights.blueprint import Blueprint
 from phalanx.references import find_task
 from phalanx.run import Run
@@ -48,6 +49,8 @@ def export_run(
     if merge and lora is None:
         raise WrongUse(f"{path} has trained no LoRA to merge. Leave --merge out.")
     selection = None if lora is None else lora.merged(checkpoint) if merge else lora.alone()
+    if others := beside_names(model):
+        selection = (selection or everything(checkpoint)).without(others)
     if lora is not None and not merge:
         config, along = None, lora.describing(along)
     try:
@@ -96,6 +99,7 @@ def _hugging_face(run: Run) -> _Exported:
     model = Blueprint(task.model, task.seed).model
     config = getattr(model, "config", None)
     begun = saved["run"].get("init_from") or task.pretrained()
+    begun = begun.get("") if isinstance(begun, Mapping) else begun
     known = hasattr(config, "save_pretrained")
     beside = Path(begun) if begun is not None else None
     return (config if known else None), beside, model, task.write_along

@@ -28,6 +28,8 @@ class LoraExport:
     """All of LoRA's."""
     base: Path | None
     """Where the model's own weights came from."""
+    others: tuple[str, ...] = ()
+    """What was trained beside LoRA, as the head of a reward model."""
 
     @classmethod
     def of(cls, model: nn.Module, base: Path | None) -> LoraExport | None:
@@ -37,10 +39,15 @@ class LoraExport:
         inner = {f"{name}.{part}" for name in found for part in (A, B)}
         every = tuple(name for name, m in modules.items() if isinstance(m, nn.Linear) and name not in inner)
         weights = tuple(name for name, _ in model.named_parameters() if is_lora(name))
-        return cls(found, every, weights, base) if found else None
+        others = tuple(n for n, weight in model.named_parameters() if weight.requires_grad and not is_lora(n))
+        return cls(found, every, weights, base, others) if found else None
 
     def alone(self) -> Selection:
         """LoRA under peft's names."""
+        if self.others:
+            raise WrongUse(
+                f"{', '.join(self.others)} was trained beside LoRA, and would be lost without it. Export with --merge."
+            )
         return Selection({PREFIX + name: name for name in self.weights}, file=Path(WEIGHTS).stem)
 
     def describing(self, along: Callable[[Path], None]) -> Callable[[Path], None]:

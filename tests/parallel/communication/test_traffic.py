@@ -76,3 +76,11 @@ def test_a_supervisor_sees_it_in_memory_that_it_lends() -> None:
     lent = memoryview(bytearray(24)).cast("q")
     Traffic(lent).launched("a", "dp", 2, "all-reduce", torch.ones(1), 1)
     assert lent.tolist() == [1, 0, 0]
+
+
+def test_a_rank_that_is_alone_can_show_that_it_lives() -> None:
+    traffic = Traffic()
+    traffic.alive()
+    traffic.alive()
+    assert list(traffic.signs) == [2, 0, 0]
+    assert not traffic.calls

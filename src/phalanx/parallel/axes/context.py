@@ -43,7 +43,7 @@ NO_ATTENTION = "Write attention with torch.nn.functional.scaled_dot_product_atte
 
 def check_context(model: nn.Module, anatomy: Anatomy, ranks: int) -> None:
     """Refuse a model whose positions cannot be divided."""
-    if not anatomy.cuts:
+    if not anatomy.in_line:
         raise WrongUse(
             f"cp={ranks} needs a model whose blocks follow each other in one list, and none was found in "
             f"{type(model).__name__}. Name them in Task.anatomy, or use fsdp instead of cp."

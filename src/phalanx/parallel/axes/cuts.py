@@ -105,7 +105,7 @@ def make_plan(model: nn.Module, anatomy: Anatomy, ranks: int) -> Plan:
             "and for rows. Give rules in Task.anatomy, e.g. Anatomy.of(model, splits={'*.up': 'column', "
             "'*.down': 'row'}), or use fsdp instead of tp."
         )
-    plan.sequence_parallel = closed and bool(anatomy.cuts) and all(_tokenwise(model, b, plan) for b in anatomy.blocks)
+    plan.sequence_parallel = closed and anatomy.in_line and all(_tokenwise(model, b, plan) for b in anatomy.blocks)
     _find_partial(plan, model, anatomy)
     _cut_vocabulary(plan, model, anatomy, ranks)
     return plan

@@ -62,12 +62,12 @@ class Blocks:
 
     def layers(self, name: str) -> Iterator[Layer]:
         """Of a block, outermost first."""
-        blocks, layout = self.anatomy.blocks, self.layout
+        chain, layout = self.anatomy.chain(name), self.layout
         if self.pipeline is not None:
             yield self.pipeline.layer(name)
         if self.sharding.axes or self.pipeline is not None:
             receive = None if self.pipeline is None else self.pipeline.receive
-            yield Boundary(name, self.sharding, name == blocks[0], name == blocks[-1], receive)
+            yield Boundary(name, self.sharding, name == chain[0], name == chain[-1], receive)
         yield RandomKeys(name, self.randomness)
         if layout.recompute == "full" or (layout.recompute == "selective" and layout.compile == "none"):
             yield Recompute(self.randomness, layout.recompute)

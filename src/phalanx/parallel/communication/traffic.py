@@ -73,6 +73,10 @@ class Traffic:
         if phase:
             self.recorder.doing(phase)
 
+    def alive(self) -> None:
+        """A sign of life of a rank that has nobody to say anything to."""
+        self.signs[0] += 1
+
     def begins(self, step: int) -> None:
         """A step begins, with the samples it needs."""
         self.recorder.step = step

@@ -30,6 +30,7 @@ from phalanx.prove.ranks.witness import Testimony, Witness
 from phalanx.prove.reference.hostile import Hostile, cramped
 from phalanx.prove.reference.steady import Steady, homes
 from phalanx.task import Task
+from phalanx.train.beforehand import join_beforehand
 from phalanx.train.engine import Engine
 
 Call = tuple[str, str, int]
@@ -186,6 +187,9 @@ class TrialRun:
             engine.spread.probe.untried.clear()
         self.task.proof_trial.moment = engine.spread.moment
         _steady(engine, self.standard)
+        self.standard.decisions.resting = True
+        join_beforehand(engine)  # once more, in the arithmetic of the proof
+        self.standard.decisions.resting = False
         return engine
 
 

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from phalanx.data.joined import JoinedSamples
 from phalanx.data.loader import seed_globally
 from phalanx.logits import Logits
 from phalanx.prove.reference.hostile import wide_batch
@@ -59,9 +60,10 @@ def measured(reference: Reference, together: int | None = None) -> Measures | No
     """One device's, so many samples at a time; None if the task keeps nothing aside."""
     task, decisions = reference.task, reference.decisions
     seed_globally(task.seed, "held out")
-    held = task.held_out()
+    held: Any = task.held_out()
     if held is None:
         return None
+    held = JoinedSamples(held, reference.known) if reference.known else held
     each = together or task.global_batch
     found, rows = Measures(), Collected(task)
     reference.model.eval()

@@ -28,6 +28,7 @@ from phalanx.parallel.weights.blueprint import Blueprint
 from phalanx.parameters import building, settings_of
 from phalanx.precision import cast
 from phalanx.prove.layouts import One
+from phalanx.prove.reference.beforehand import known_beforehand
 from phalanx.prove.reference.evaluation import Measures, measured
 from phalanx.prove.reference.hostile import Hostile, wide_batch
 from phalanx.prove.reference.steady import Decisions, Idle, Steady, homes
@@ -121,8 +122,10 @@ class Reference:
             callback.on_model(list(self.trained))
         self.turns = Turns(task, dict.fromkeys(self.trained, True), [*callbacks, *frozen_first(self.trained)])
         seed_globally(task.seed, "data")
-        self.data = task.data()
+        self.data: Any = task.data()
         self.order = Order(len(self.data), task.global_batch, task.seed)
+        self.known = known_beforehand(self)
+        """Of held-out samples, what the task wants to know of them before the first step."""
         self.steps: list[Step] = []
         self.gathers, self.uneven = False, False
         """Whether the loss has gathered samples; whether it was a sum of losses with different counts."""
