@@ -130,8 +130,7 @@ def train_step(engine: Engine, batch: StepBatch, rounds: Rounds | None = None) -
         engine.update(clip_factor / divisor, without)
     else:
         engine.update.forget()
-    scale.update(finite)
-    spread.end_step(counts)
+    spread.end_step(counts, scale.update(finite))
     return Metrics(
         step=batch.step,
         loss=mean,
