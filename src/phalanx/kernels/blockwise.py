@@ -6,7 +6,8 @@ A code is a number divided by the scale and rounded to the nearest, halves to ev
 number by ``full``, which rounds to the largest code. Of two codes that share a byte, the lower half of it is of the
 first half of the block. A block with a number that is not finite becomes one of which none is.
 
-Here everything is made of torch's operations. Faster ones give the same bits: `blockwise_cpu`, `blockwise_triton`.
+Here everything is made of torch's operations. What is faster gives the same bits: on a processor `blockwise_cpu`, on a
+GPU `blockwise_triton`.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def encode(
     size = BLOCKS[bits]
     rows = (x if owed is None else x + owed).view(-1, size)
     largest = rows.abs().amax(1, keepdim=True)
-    finite, inverse = largest.isfinite(), full / largest
+    finite, inverse = largest.isfinite(), torch.full_like(largest, full) / largest  # not torch's reciprocal times full
     usable = finite & inverse.isfinite()
     scale = torch.where(usable | ~finite, largest / full, 0)
     codes = torch.where(usable, (rows * inverse).round_(), 0)
