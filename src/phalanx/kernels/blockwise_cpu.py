@@ -14,6 +14,7 @@ import platform
 import warnings
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,15 +45,19 @@ def decode(rows: Tensor, bits: int, out: Tensor) -> None:
     _call("phalanx_decode", rows, out, len(rows), len(out) // BLOCKS[bits], bits)
 
 
-_WORDS = {int: ctypes.c_int64, float: ctypes.c_float, type(None): ctypes.c_void_p}
-
-
 def _call(name: str, *given: Tensor | float | None) -> None:
     found = library()
     assert found is not None
     assert all(each.is_contiguous() for each in given if isinstance(each, Tensor))
-    words = [ctypes.c_void_p(v.data_ptr()) if isinstance(v, Tensor) else _WORDS[type(v)](v) for v in given]
-    getattr(found, name)(*words)
+    getattr(found, name)(*map(_word, given))
+
+
+def _word(value: Tensor | float | None) -> Any:
+    if isinstance(value, float):
+        return ctypes.c_float(value)
+    if isinstance(value, int):
+        return ctypes.c_int64(value)
+    return ctypes.c_void_p(None if value is None else value.data_ptr())
 
 
 @cache

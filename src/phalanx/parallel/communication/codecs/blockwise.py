@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from types import ModuleType
-
 import torch
 from torch import Tensor
 
-from phalanx.kernels import blockwise, blockwise_cpu
+from phalanx.kernels import blockwise
+from phalanx.kernels.blockwise_choice import fastest
 from phalanx.parallel.communication.codecs.codec import Codec
 
 UNEVEN = 1 / 16
@@ -31,8 +30,3 @@ class Blockwise(Codec):
 
     def decode(self, rows: Tensor, out: Tensor) -> None:
         fastest(out).decode(rows, self.bits, out)
-
-
-def fastest(like: Tensor) -> ModuleType:
-    """Of those that give the same bits, what is used for numbers like these."""
-    return blockwise_cpu if blockwise_cpu.used(like) else blockwise
