@@ -10,12 +10,18 @@ from phalanx.layout import Layout
 def test_a_method_is_read() -> None:
     assert Comm.parse("exact") is None
     assert Comm.parse("int4") == Comm("int4", sharding=True, owes=True)
+    assert Comm.parse("topk:0.5") == Comm("topk", sharding=False, owes=True, number=0.5)
     assert Comm.parse("int8") == Comm("int8", sharding=True, owes=False)
 
 
 def test_an_unknown_one_is_refused_with_the_closest() -> None:
     with pytest.raises(WrongUse, match="comm=int9 is not known in a layout; did you mean 'int8'"):
         Layout.parse("dp=2,comm=int9")
+    for text in ("topk", "topk:0", "topk:many", "topk:60"):
+        with pytest.raises(WrongUse, match=f"comm={text} does not say how many percent are sent"):
+            Comm.parse(text)
+    with pytest.raises(WrongUse, match="comm=int8:3 is not known"):
+        Comm.parse("int8:3")
 
 
 def test_a_layout_says_over_which_axis() -> None:
@@ -35,6 +41,7 @@ def test_a_layout_says_over_which_axis() -> None:
     ("layout", "why"),
     [
         ("dp=2,exact=2,comm=int8", "exact=2 is not offered with comm=int8, which rounds what ranks send"),
+        ("fsdp=2,comm=topk:1", "comm=topk:1 sums over replicas alone, and dp=1"),
         ("fsdp=2,cp=2,comm=int8", "comm=int8 over fsdp is not offered with cp=2"),
         ("fsdp=2,ep=2,comm=int8", "comm=int8 over fsdp is not offered with ep=2"),
     ],

@@ -36,7 +36,8 @@ class CodedGradients:
         ranks = storage.ranks if self.over_shards else 1
         self.owed = self._owed(ranks, self.length)
         """``[ranks, length]``: of this rank's own gradients."""
-        self.owed_of_sums = None if self.over_shards else self._owed(self.length // storage.replicas)
+        again = self.codec.two_hops and not self.over_shards
+        self.owed_of_sums = self._owed(self.length // storage.replicas) if again else None
         """Of the part of the sums that it encodes for all replicas."""
         self.taken_up: list[Tensor] = []
         """What senders of a saved state owed, where they were more or fewer: this rank's rows of it, or all."""

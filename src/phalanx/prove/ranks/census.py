@@ -33,10 +33,8 @@ def expected(engine: Engine, micro_batches: int) -> Bounds:
     dp = mesh.group("dp")
     if not dp.alone:
         sums = sum(round(_as_it_is(b, "dp") * _wide(b) * _both_ways(dp)) for b in trained)
-        coded = sum(_coded(b, "dp") * (dp.size - 1) // dp.size for b in trained)
-        if coded:
-            found["dp", "all-to-all"] = coded, coded
-            found["dp", "all-gather"] = coded, math.inf
+        for kind, coded in sum((_coded_sums(b, dp.size) for b in trained), Counter()).items():
+            found["dp", kind] = coded, math.inf if kind == "all-gather" else coded
         exact = sums + (_agreed(engine, dp) if mesh.world is dp else 0)
         also = exact if mesh.group(*BATCH) is not dp else math.inf  # batch-norm may add to it
         if exact:
@@ -71,6 +69,13 @@ def _coded(bucket: Bucket, axis: str) -> int:
     if bucket.coded is None or bucket.coded.axis != axis:
         return 0
     return bucket.coded.codec.size(bucket.coded.length, bucket.storage.reduce)
+
+
+def _coded_sums(bucket: Bucket, ranks: int) -> Counter[str]:
+    """By kind, bytes of a row of gradients that is encoded for replicas."""
+    if bucket.coded is None or bucket.coded.axis != "dp":
+        return Counter()
+    return Counter(bucket.coded.codec.sent(bucket.coded.length, bucket.storage.reduce, ranks))
 
 
 def _agreed(engine: Engine, world: Communicator) -> int:

@@ -21,7 +21,9 @@ from phalanx.parallel.weights.weight import Rows
 
 BLOCKS = {"int8": (256, 126.9375), "int4": (128, 6.9375), "weights": (256, 127)}
 """Numbers in a block, and what its largest is before it is rounded to a code."""
-OWING = ("int4",)
+OWING = ("int4", "topk")
+ONCE = ("topk",)
+"""Those whose sums are not rounded again."""
 GATHERED = {"bf16": "bf16", "int8": "weights", "int4": "weights"}
 """By method: how weights are gathered."""
 Slots = tuple[int, int]
@@ -35,7 +37,8 @@ class Coded:
         """``batch``: samples of a whole step."""
         method = Comm.parse(layout.comm)
         assert method is not None
-        self.method, self.layout, self.over_shards = method.name, layout, layout.coded_axis == "fsdp"
+        self.method, self.number, self.layout = method.name, method.number, layout
+        self.over_shards = layout.coded_axis == "fsdp"
         self.micro_batches = layout.micro_batches(batch)
         self.pieces = {name: list(_pieces(name, placement)) for name in placement.weights}
         """By weight, the indices of each part that a rank holds, in order."""
@@ -64,7 +67,7 @@ class Coded:
             return torch.stack(gradients).sum(0)
         said = [self._said(name, sender, gradient) for sender, gradient in enumerate(gradients)]
         total = torch.stack(said).sum(0)
-        return total if self.over_shards else self._said(name, len(gradients), total)
+        return total if self.over_shards or self.method in ONCE else self._said(name, len(gradients), total)
 
     def _said(self, name: str, sender: int, numbers: Tensor) -> Tensor:
         """What one sender says of a tensor, and of what it owes of it; the last one has the sum."""
@@ -78,7 +81,7 @@ class Coded:
     def _rounded(self, method: str, name: str, numbers: Tensor) -> Tensor:
         found, flat = torch.empty_like(numbers), numbers.flatten()
         for indices in self.pieces[name]:
-            found.view(-1)[indices] = rounded(method, flat[indices])
+            found.view(-1)[indices] = rounded(method, flat[indices], self.number)
         return found
 
     def end_step(self, counts: bool) -> None:
@@ -107,8 +110,10 @@ class Coded:
             parameters[name].data.copy_(value)
 
 
-def rounded(method: str, numbers: Tensor) -> Tensor:
+def rounded(method: str, numbers: Tensor, percent: float = 0.0) -> Tensor:
     """Flat numbers as they are after a codec's round trip."""
+    if method == "topk":
+        return torch.cat([*(_largest(block, percent) for block in numbers.split(1024)), numbers[:0]])
     if method == "bf16":
         return numbers.to(torch.bfloat16).to(numbers.dtype)
     size, most = BLOCKS[method]
@@ -122,6 +127,13 @@ def rounded(method: str, numbers: Tensor) -> Tensor:
         else:
             found.append((block * (most / largest)).round() * (largest / most))
     return torch.cat([*found, numbers[:0]])
+
+
+def _largest(block: Tensor, percent: float) -> Tensor:
+    """A block of up to 1024 numbers with nothing but the largest of them."""
+    count = min(max(1, round(1024 * percent / 100)), len(block))
+    order = block.abs().argsort(descending=True, stable=True)
+    return block.index_fill(0, order[count:], 0)
 
 
 def _pieces(name: str, placement: Placement) -> Iterator[Tensor]:

@@ -78,9 +78,10 @@ def many(comm: str, steps: int, leave_out: int) -> tuple[Tensor, Tensor]:
     return came, rest
 
 
-def test_nothing_that_is_owed_is_lost(ranks: Ranks) -> None:
+@pytest.mark.parametrize("comm", ["int4", "topk:1"])
+def test_nothing_that_is_owed_is_lost(ranks: Ranks, comm: str) -> None:
     steps, left_out = 6, 3
-    found = ranks(RANKS, many, "int4", steps, left_out)
+    found = ranks(RANKS, many, comm, steps, left_out)
     right = sum(numbers(rank, step) for rank in range(RANKS) for step in range(steps) if step != left_out)
     total = found[0][0] + sum(rest for _, rest in found)
     assert torch.allclose(total, right, atol=1e-4)

@@ -10,6 +10,7 @@ from phalanx.layout import Layout
 from phalanx.parallel.communication.codecs.bfloat16 import Bfloat16
 from phalanx.parallel.communication.codecs.blockwise import UNEVEN, Blockwise
 from phalanx.parallel.communication.codecs.codec import Codec
+from phalanx.parallel.communication.codecs.topk import TopK
 
 
 @dataclass(frozen=True)
@@ -36,5 +37,7 @@ class Coding:
 def _codec(method: Comm) -> Codec:
     if method.name == "bf16":
         return Bfloat16()
+    if method.name == "topk":
+        return TopK(method.number)
     bits = int(method.name.removeprefix("int"))
     return Blockwise(bits, FULL[bits] - UNEVEN)

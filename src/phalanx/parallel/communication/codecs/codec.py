@@ -26,6 +26,9 @@ class Codec(ABC):
     feedback = False
     """Whether what was not sent is owed, and added to what is sent next."""
 
+    two_hops = True
+    """Whether sums are encoded again, so that something of them may be owed."""
+
     @abstractmethod
     def size(self, numbers: int, dtype: torch.dtype) -> int:
         """Bytes that so many numbers become."""
@@ -37,6 +40,11 @@ class Codec(ABC):
     @abstractmethod
     def decode(self, rows: Tensor, out: Tensor) -> None:
         """The sum over the first dim of what ``rows`` of bytes say, in this order, into flat numbers."""
+
+    def sent(self, numbers: int, dtype: torch.dtype, ranks: int) -> dict[str, int]:
+        """By kind, the bytes that a rank sends for a sum of so many numbers."""
+        each = self.size(numbers, dtype) * (ranks - 1) // ranks
+        return {"all-to-all": each, "all-gather": each}
 
     def all_reduce(
         self, group: Communicator, x: Tensor, owed: Owed | None, owed_of_sums: Owed | None, buffers: Buffers
