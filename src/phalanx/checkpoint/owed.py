@@ -4,7 +4,8 @@ comm/owed/<sender>/<weight>     of each sender's own gradients: a replica's, or 
 comm/sums/<part>/<weight>       of the sums over replicas, flat, of each part that ``tp`` or ``ep`` has cut
 
 As many senders as there were take up each its own. Otherwise all that was owed is added up, and every sender takes an
-equal share: so does it with what was owed of sums, where there are no sums to owe of, or other parts.
+equal share: so does it with what was owed of sums, where there are none to owe of. Of parts that are cut otherwise what
+was owed of sums is left out, which `train.changes` says.
 """
 
 from __future__ import annotations

@@ -121,14 +121,13 @@ def _settings(engine: Engine, facts: Mapping[str, Any]) -> list[Change]:
 def _owed(then: Layout, now: Layout) -> Change | None:
     """Where gradients are sent otherwise than they were, and something of them was still owed."""
     before, after = Comm.parse(then.comm), Comm.parse(now.comm)
-    if (
-        before is None
-        or not before.owes
-        or not then.coded_axis
-        or (after is not None and after.owes and now.coded_axis)
-    ):
+    if before is None or not before.owes or not then.coded_axis:
         return None
-    return Change(f"comm was {then.comm} and is {now.comm}: what was still owed of gradients is left out")
+    if after is None or not after.owes or not now.coded_axis:
+        return Change(f"comm was {then.comm} and is {now.comm}: what was still owed of gradients is left out")
+    if then.coded_axis == "dp" and (then.tp, then.ep) != (now.tp, now.ep):
+        return Change("weights are cut otherwise: what was still owed of sums over replicas is left out")
+    return None
 
 
 def _callbacks(then: Sequence[str], now: Sequence[str]) -> list[Change]:
