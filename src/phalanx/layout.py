@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields, replace
 from itertools import product
 from typing import Any, get_type_hints
 
+from phalanx.comm import EXACT, Comm
 from phalanx.errors import WrongUse, closest
 
 DEGREES = ("dp", "fsdp", "tp", "cp", "pp", "ep")
@@ -58,6 +59,8 @@ class Layout:
     offload_percent: int = 100
     """How much of the weights ``offload`` takes, the first blocks' first; what stays needs no way to the device."""
     compile: str = "none"
+    comm: str = EXACT
+    """How gradients travel: as they are, or in few bits over `coded_axis`."""
 
     def __post_init__(self) -> None:
         for name in (*DEGREES, "zero", "micro_batch", "offload_percent"):
@@ -87,6 +90,7 @@ class Layout:
             value = getattr(self, name)
             if value not in known:
                 raise WrongUse(f"{name}={value} is not known in a layout; {closest(str(value), known)}")
+        Comm.parse(self.comm)
 
     def __str__(self) -> str:
         parts = [f"{f.name}={getattr(self, f.name)}" for f in fields(self) if getattr(self, f.name) != f.default]
@@ -139,6 +143,13 @@ class Layout:
         """Whether gradients are summed over ``fsdp`` after each micro-batch, or stay whole until the last."""
         return self.zero > 1 and self.fsdp * self.cp > 1
 
+    @property
+    def coded_axis(self) -> str:
+        """The axis over which gradients travel in few bits: the one whose ranks are further apart; none if empty."""
+        if self.comm == EXACT or self.batch_ranks == 1:
+            return ""
+        return "dp" if self.dp > 1 else "fsdp"
+
     def leaves(self, batch_rank: int) -> list[int]:
         """The virtual micro-batches that a rank computes, in order, so that every sum it takes part in is a node.
 
@@ -187,6 +198,7 @@ class Layout:
                 "recompute=selective has no effect with compile=blocks: its compiler keeps costly results and computes "
                 "cheap ones again by itself"
             )
+        notes += self._notes_of_comm()
         if self.exact and device == "cpu":
             notes.append(
                 f"exact={self.exact} computes on 1 thread, or OMP_NUM_THREADS, at any number of ranks, and takes plain "
@@ -195,6 +207,20 @@ class Layout:
         if self.offload != "none" and device == "cpu":
             notes.append(f"offload={self.offload} saves nothing on a CPU: its memory is the host's already")
         return notes
+
+    def _notes_of_comm(self) -> list[str]:
+        if self.comm == EXACT:
+            return []
+        if not self.coded_axis:
+            return [f"comm={self.comm} has no effect at dp=1,fsdp=1: no gradients travel"]
+        others = [
+            f"{name}={degree}" for name in DEGREES if name != self.coded_axis and (degree := getattr(self, name)) > 1
+        ]
+        kept = f"; {', '.join(others)} send what they sent" if others else ""
+        weights = " and gathers weights in few bits" if self.coded_axis == "fsdp" else ""
+        return [
+            f"comm={self.comm} sums gradients over {self.coded_axis}={getattr(self, self.coded_axis)}{weights}{kept}"
+        ]
 
     def idle(self, micro_batches: int) -> float:
         """The share of the time that a pipeline's ranks wait: to fill it, and to drain it."""
@@ -213,6 +239,7 @@ class Layout:
                 f"dp={self.dp} x fsdp={self.fsdp}: some would never see a sample"
             )
         yield from self._not_exact(global_batch)
+        yield from self._not_coded()
         share = math.ceil(global_batch / self.batch_ranks)
         if self.micro_batch is not None and self.micro_batch > share:
             yield (
@@ -230,6 +257,8 @@ class Layout:
                 yield f"{text} is not offered with {name}={degree}, which cuts sums inside of layers"
         if self.compile != "none":
             yield f"{text} is not offered with compile={self.compile}, whose kernels depend on what ran before"
+        if self.comm != EXACT:
+            yield f"{text} is not offered with comm={self.comm}, which rounds what ranks send"
         if self.micro_batch is not None:
             yield f"{text} cuts a step into micro-batches, and so would micro_batch={self.micro_batch}"
         if self.exact > global_batch:
@@ -239,6 +268,16 @@ class Layout:
                 f"the {self.batch_ranks} ranks of dp={self.dp} x fsdp={self.fsdp} are not a power of two that divides "
                 f"{text}, so they cannot share its virtual micro-batches"
             )
+
+    def _not_coded(self) -> Iterator[str]:
+        method = Comm.parse(self.comm)
+        if method is None or self.coded_axis != "fsdp":
+            return
+        if not method.sharding:
+            yield f"comm={self.comm} sums over replicas alone, and dp=1"
+        for name in ("cp", "ep"):
+            if getattr(self, name) > 1:
+                yield f"comm={self.comm} over fsdp is not offered with {name}={getattr(self, name)}"
 
     def _nearest(self, global_batch: int, world: int) -> str:
         """The closest valid layout over the same world, or over the largest world that can work."""
@@ -250,7 +289,9 @@ class Layout:
     def fitted(self, global_batch: int, world: int) -> list[Layout]:
         """Layouts for so many ranks that keep what they can of this one, the closest first."""
         options = {
-            replace(self, dp=dp, fsdp=rest // dp, tp=tp, cp=cp, pp=pp, ep=ep, **dict(micro, compile=compiled))
+            replace(
+                self, dp=dp, fsdp=rest // dp, tp=tp, cp=cp, pp=pp, ep=ep, comm=comm, **dict(micro, compile=compiled)
+            )
             for tp, cp, pp, ep in product({self.tp, 1}, {self.cp, 1}, {self.pp, 1}, {self.ep, 1})
             if world % (tp * cp * pp) == 0
             for rest in [world // (tp * cp * pp)]
@@ -258,6 +299,7 @@ class Layout:
             for dp in _divisors(rest)
             for micro in ({"micro_batch": self.micro_batch}, self._fitting(global_batch, rest))
             for compiled in {self.compile, "none"}
+            for comm in {self.comm, EXACT}
         }
         valid = [option for option in options if not any(option._problems(global_batch, world))]
         return sorted(valid, key=lambda option: (self._distance(option), str(option)))
@@ -271,7 +313,9 @@ class Layout:
     def _distance(self, other: Layout) -> tuple[float | bool, ...]:
         weights = dict.fromkeys(DEGREES[2:], 3)  # dp and fsdp stand in for each other, the others are wanted
         far = sum(weights.get(n, 1) * abs(math.log2(getattr(self, n) / getattr(other, n))) for n in DEGREES)
-        return far, *(getattr(self, name) != getattr(other, name) for name in ("compile", "micro_batch", "exact"))
+        return far, *(
+            getattr(self, name) != getattr(other, name) for name in ("compile", "comm", "micro_batch", "exact")
+        )
 
 
 def _divisors(number: int) -> list[int]:

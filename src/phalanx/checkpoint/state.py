@@ -4,6 +4,7 @@ model/<weight or buffer>        its value
 optimizer/<key>/<weight>        what the optimizer keeps for each element; or of the whole weight, in a shape of its own
 counters/<key>/<weight>         what it keeps once for a weight, as how many updates it has had
 callbacks/<name>/<weight>       what a callback keeps for each element, as an average
+comm/...                        what is owed of gradients (`owed`)
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor, optim
 
 from phalanx.checkpoint.manifest import Damaged, Held, Manifest
+from phalanx.checkpoint.owed import OwedState, fits
 from phalanx.errors import WrongUse, closest
 from phalanx.parallel.communication.mesh import AXES
 from phalanx.parallel.spread import Spread
@@ -84,6 +86,8 @@ class State:
                 if name in tensors and self.holding.shapes[name].numel():
                     _check_shape(label, name, tensors[name], weight)
                     yield from self._parts(f"callbacks/{label}/{name}", weight, tensors[name])
+        for part in OwedState(self.spread).parts():
+            yield Entry(*part[2:], *self._kept_here(part.weight, part.holders))
         for name, tensor in self._replicated():
             places = {"pp": self.holding.stage_ranks(name), "dp": ALL, "fsdp": ALL, "cp": ALL, "tp": ALL}
             kept, written = self._kept_here(name, places)
@@ -126,7 +130,7 @@ class State:
                 key, _, owner = rest.partition("/")
                 keys.setdefault(owner, []).append((kind, key))
         self.optimizer.state.clear()
-        found = self._wanted_beside(manifest)
+        found = self._wanted_beside(manifest) | OwedState(self.spread).wanted(manifest)
         for name, weight in self.spread.weights.items():
             found[f"model/{name}"] = self._boxes(weight, weight.shard.data)
             for kind, key in keys.get(name, ()) if weight.trainable and weight.state_here else ():
@@ -204,7 +208,7 @@ class State:
         kind, key, owner = [*name.split("/", 2), "", ""][:3]
         of_weight = kind in ("optimizer", "callbacks") and owner in saved
         self._check_width(kind, key, owner, held)
-        if kind == "model" or held.shape == (saved[owner].shape if of_weight else ()):
+        if kind == "model" or fits(name, held.shape, saved) or held.shape == (saved[owner].shape if of_weight else ()):
             return
         if not of_weight or kind == "callbacks":
             raise Damaged("a checkpoint", f"has {name} with shape {held.shape}, which nothing keeps")

@@ -281,8 +281,12 @@ class Spread:
         self._gather_whole(copied)
         self.stale = False
 
-    def end_step(self, counts: bool) -> None:
-        """What a step has found out is used from the next one on, unless it is left out."""
+    def end_step(self, counts: bool, factor: float = 1.0) -> None:
+        """What a step has found out is used from the next one on, unless it is left out.
+
+        ``factor``: by which gradients will be larger, the loss's scale having changed.
+        """
+        self.reduction.end_step(counts, factor)
         if self.fp8 is not None:
             self.fp8.advance() if counts else self.fp8.forget()
         if not self.randomness.asked:

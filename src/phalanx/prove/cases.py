@@ -15,6 +15,7 @@ from torch import Tensor
 
 from phalanx.errors import WrongUse
 from phalanx.layout import Layout
+from phalanx.parallel.weights.blueprint import Blueprint
 from phalanx.parallel.weights.placement import Placement
 from phalanx.precision import DTYPES
 from phalanx.prove.explanation.sites import location
@@ -22,9 +23,11 @@ from phalanx.prove.ladder import MOST_BAR, Standard, off, size
 from phalanx.prove.layouts import MICRO_BATCHES, One, as_proven
 from phalanx.prove.ranks import trial
 from phalanx.prove.ranks.trial import Case
+from phalanx.prove.reference.coded import Coded
 from phalanx.prove.reference.failing import Unprovable, failed
 from phalanx.prove.reference.hostile import BATCH, Hostile, Trial, hostile, ignorable, vocabularies
 from phalanx.prove.reference.loop import Reference, Step
+from phalanx.prove.reference.steady import Decisions
 from phalanx.task import Precision, Task
 from phalanx.train.check.beside import Checked
 from phalanx.train.check.checking import why_not_a_sum, why_not_repeated
@@ -57,7 +60,7 @@ class Docket:
     attributes: frozenset[str] = field(init=False)
     """What the task had before anything was asked of it."""
     _tasks: dict[Needs, tuple[Task, bool, One]] = field(default_factory=dict)
-    _numbers: dict[tuple[Needs, int], int] = field(default_factory=dict)
+    _numbers: dict[tuple[Needs, int, Layout | None], int] = field(default_factory=dict)
     _narrow: dict[tuple[int, str], int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -88,16 +91,23 @@ class Docket:
             task, tried = self._prepared(needs)
             self._tasks[needs] = task, tried.couples_samples, tried.one
         task, _, one = self._tasks[needs]
-        key = needs, self._groups(layout)
+        run = as_proven(layout, task.global_batch, one) if layout.coded_axis else None
+        if run is not None and (one != "never" or self._tasks[needs][1]):
+            raise Unprovable(
+                f"comm={layout.comm} rounds what each rank has of a gradient, and in {type(task).__name__} samples of "
+                "several ranks are computed together, so that no device alone has it",
+                "Prove the layout without comm.",
+            )
+        key = needs, self._groups(layout), run
         if key not in self._numbers:
             self._numbers[key] = len(self.cases)
-            self.cases.append(Case(task, self._standard(task, key[1]), key[1], one))
+            self.cases.append(Case(task, self._standard(task, key[1], run), key[1], one))
         return self._numbers[key]
 
     def known(self, layout: Layout) -> int | None:
         """The case that a layout is held against, if there is one."""
         needs = Needs.of([layout])
-        return self._numbers.get((needs, self._groups(layout))) if needs in self._tasks else None
+        return self._numbers.get((needs, self._groups(layout), None)) if needs in self._tasks else None
 
     def _groups(self, layout: Layout) -> int:
         """Micro-batches of the reference: as many as the layout has, if it matters which samples are together."""
@@ -181,16 +191,19 @@ class Docket:
             reference.run(1)
         return reference
 
-    def _standard(self, task: Task, groups: int) -> Standard:
-        reference = self._run(Reference(task, groups), "to compare with")
+    def _standard(self, task: Task, groups: int, layout: Layout | None) -> Standard:
+        """``layout``: one whose sums are in few bits, if they are."""
+
+        def made_anew(nudge: int = 0, decisions: Decisions | None = None) -> Reference:
+            coded = None if layout is None else _coded(task, layout)
+            return Reference(task, groups, nudge, decisions=decisions, coded=coded)
+
+        reference = self._run(made_anew(), "to compare with")
         made = reference.decisions
         _check_function(task, self.task)
-        again = self._run(Reference(task, groups), "a second time").steps
+        again = self._run(made_anew(), "a second time").steps
         _check_repeats(task, self.task, reference.steps, again)
-        nudged = [
-            self._run(Reference(task, groups, nudge, decisions=made), f"one rounding off ({nudge} of {len(NUDGES)})")
-            for nudge in NUDGES
-        ]
+        nudged = [self._run(made_anew(nudge, made), f"one rounding off ({nudge} of {len(NUDGES)})") for nudge in NUDGES]
         standard = Standard.measured(reference, nudged)
         if made.lifted:
             note = "casts to a lower precision inside of the model are left out"
@@ -209,9 +222,14 @@ class Docket:
                 "inputs in the model's forward (no .float()), and look for logs and roots near 0.",
                 code=3,
             )
-        if not reference.couples_samples and not reference.at_once:
+        if not reference.couples_samples and not reference.at_once and layout is None:
             _check_sum_of_samples(task, self.task, standard)
         return standard
+
+
+def _coded(task: Task, layout: Layout) -> Coded:
+    blueprint = Blueprint(task.model, task.seed)
+    return Coded(layout, Placement.of(blueprint.model, task.anatomy(blueprint.model), layout), task.global_batch)
 
 
 def _look(reference: Reference, trial: Trial) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import traceback
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from phalanx.layout import Layout
 from phalanx.prove.cases import Docket
@@ -54,6 +54,8 @@ class Findings:
             return self._narrow(layout, number, found, axes)
         if first(found.differences)[0].rung == "evaluation":
             return explain_evaluation(case.task, found.differences, axes, str(layout))
+        if layout.coded_axis:
+            return self._coded(layout, found, axes)
         step = first(found.differences)[0].step
         records = self.ranks.record(number, layout, step)
         whole = WholeStep.of(case.task, case.micro_batches, step)
@@ -71,6 +73,18 @@ class Findings:
             names = [name for name in dict.fromkeys(d.name for d in rung) if name != lead.name]
             return explain_interruption(lead, names, shrinking.axes(layout, number), str(layout), half)
         return None
+
+    def _coded(self, layout: Layout, found: TrialOutcome, axes: list[str]) -> Finding:
+        """What one device does alone says nothing of sums in few bits; the same layout without them does."""
+        rung = first(found.differences)
+        lead, names = rung[0], list(dict.fromkeys(d.name for d in rung))
+        without = replace(layout, comm="exact")
+        return Finding(
+            lead.rung, lead.name, lead.step, lead.error, sorted({d.rank for d in rung}), axes, "few bits",
+            affected=names[1:], minimal=str(layout),
+            cause=f"sums in few bits are not what comm={layout.comm} is defined as. {lead.found}",
+            next=f"Prove {without} first: if that holds, look at parallel/communication/codecs.",
+        )  # fmt: skip
 
     def _narrow(self, layout: Layout, number: int, found: TrialOutcome, axes: list[str]) -> Finding:
         """What float64 does not show can only lie in what is done to dtypes."""

@@ -195,8 +195,9 @@ class Standard:
 
     def error(self, step: int, rung: str, name: str, found: Tensor | None, part: Any = None) -> float:
         """Of a tensor, or of its ``part``, a function from the whole to what was ``found``."""
+        in_use = self.steps[step].in_use if rung == "weights in use" else None
         rung = SAME_AS.get(rung, rung)
-        expected = self.expected(step, rung, name)
+        expected = self.expected(step, rung, name) if in_use is None else in_use[name]
         if rung != "gradients" and name.split(" ")[0] in self.noise:
             return 0.0
         if found is None or expected is None:

@@ -118,7 +118,7 @@ class _Prover:
     def prove(self, layouts: Sequence[Layout | str] | Layout | str, ranks: int) -> Proof:
         chosen = self._chosen(layouts, ranks)
         self.docket.ranks = max(layout.world for layout in chosen)
-        reasons = {layout: applicable(self.task, layout, self.model, self.anatomy) for layout in chosen}
+        reasons = {layout: self._why_not(layout) for layout in chosen}
         try:
             numbers = {layout: self.docket.number(layout) for layout in chosen if reasons[layout] is None}
         except Unprovable as why:
@@ -135,6 +135,15 @@ class _Prover:
             if layouts == "all":
                 self._cover_the_rest()
         return self._proof(concluded(type(self.task).__name__, self.results))
+
+    def _why_not(self, layout: Layout) -> str | None:
+        """Why a layout cannot be proven, or None."""
+        if self.dtype is not None and layout.coded_axis:
+            return (
+                f"comm={layout.comm} is proven in float64 alone: in {self.dtype} a last bit decides about codes. Leave "
+                "--dtype out"
+            )
+        return applicable(self.task, layout, self.model, self.anatomy)
 
     def _timed(self, layout: Layout, number: int | None, reason: str | None) -> Result:
         started = time.perf_counter()

@@ -13,10 +13,12 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from phalanx import user_code
+from phalanx.comm import Comm
 from phalanx.data.fingerprint import Fingerprint
 from phalanx.data.loader import sample_at
 from phalanx.errors import WrongUse
 from phalanx.events import plain, say
+from phalanx.layout import Layout
 from phalanx.settings import convert, plain_settings, task_fields
 from phalanx.task import rates
 from phalanx.train.numbers import plain_values
@@ -104,6 +106,8 @@ def _settings(engine: Engine, facts: Mapping[str, Any]) -> list[Change]:
         if before != value and (before, value) not in pairs:  # a rate that follows from a setting was told
             what = "the optimizer" if name == "class" else f"the optimizer's {name}"
             found.append(Change(f"{what} was {before} and is {value}"))
+    if "layout" in facts and (change := _owed(Layout.parse(facts["layout"]), engine.layout)):
+        found.append(change)
     found += _callbacks(list(facts["callbacks"]), list(engine.callbacks.named)) if "callbacks" in facts else []
     others = user_code.changed(facts.get("files", {}), user_code.home(type(engine.task)))
     if others:
@@ -112,6 +116,18 @@ def _settings(engine: Engine, facts: Mapping[str, Any]) -> list[Change]:
         if version != (known := engine.versions.get(name)):
             found.append(Change(f"{name} was {version} and is {known}"))
     return found
+
+
+def _owed(then: Layout, now: Layout) -> Change | None:
+    """Where gradients are sent otherwise than they were, and something of them was still owed."""
+    before, after = Comm.parse(then.comm), Comm.parse(now.comm)
+    if before is None or not before.owes or not then.coded_axis:
+        return None
+    if after is None or not after.owes or not now.coded_axis:
+        return Change(f"comm was {then.comm} and is {now.comm}: what was still owed of gradients is left out")
+    if then.coded_axis == "dp" and (then.tp, then.ep) != (now.tp, now.ep):
+        return Change("weights are cut otherwise: what was still owed of sums over replicas is left out")
+    return None
 
 
 def _callbacks(then: Sequence[str], now: Sequence[str]) -> list[Change]:

@@ -273,6 +273,7 @@ class Engine:
         self.signals.finish, self._why = False, ""
         self.ended = Ended.found(facts, self.task.steps)
         self.spread.restore_scales(facts.get("fp8"))
+        self.spread.reduction.settle()
         self.spread.updated()
 
     @cached_property

@@ -30,6 +30,7 @@ def by_part(engine: Engine) -> Iterator[tuple[str, Iterable[Tensor]]]:
     yield "weights", [tensor.detach() for weight in weights for tensor in (weight.full, weight.shard)]
     buckets = engine.spread.reduction.buckets
     gradients = [tensor for bucket in buckets for tensor in (bucket.gradients, bucket.owned)]
+    gradients += [room for b in buckets if b.coded for owed in b.coded.all_owed() for room in owed.rooms()]
     gradients += [tensor.grad for weight in weights for tensor in (weight.full, weight.shard)]
     yield "gradients", [tensor for tensor in gradients if tensor is not None]
     yield "optimizer", leaves(list(engine.optimizer.state.values()), Tensor)

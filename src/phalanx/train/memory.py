@@ -16,6 +16,7 @@ from torch import Tensor, nn, optim
 
 from phalanx.adamw import AdamW
 from phalanx.callbacks import EMA, Callback
+from phalanx.comm import Comm
 from phalanx.kernels.moments import DTYPES
 from phalanx.layout import Layout
 from phalanx.parallel.communication.mesh import Grid
@@ -164,9 +165,10 @@ def held(placement: Placement, grid: Grid, kept: Kept, dtypes: Dtypes, owned: fl
     weights = gradients = averages = 0.0
     for one, own in placement.owned(grid):
         part = one.part(grid).numel()
-        weights += _lies(one, part, own)
+        weights += _lies(one, part, own, placement.layout.coded_axis == "fsdp")
         if one.policy.trainable:
             gradients += dtypes.reduce.itemsize * (own if _scattered(placement.layout, grid, one) else part)
+            gradients += dtypes.reduce.itemsize * _owed(placement.layout, part, own)
             averages += one.policy.dtype.itemsize * kept.averages * own
             if one.name not in kept.whole:
                 owned += kept.state.get(one.name, 0) * own / max(1, one.shape.numel())
@@ -178,10 +180,18 @@ def _scattered(layout: Layout, grid: Grid, one: Placed) -> bool:
     return layout.zero >= 2 and grid.size(*one.policy.axes) > 1
 
 
-def _lies(one: Placed, part: int, own: int) -> int:
-    """Bytes of a weight on a rank that computes with ``part`` of it and owns ``own``."""
+def _owed(layout: Layout, part: int, own: int) -> float:
+    """Numbers that are owed of a weight's gradient, twice: after the last step, and as the next one will leave them."""
+    method = Comm.parse(layout.comm)
+    if method is None or not method.owes or not layout.coded_axis:
+        return 0
+    return 2 * part if layout.coded_axis == "fsdp" else 2 * (own + own / layout.dp)
+
+
+def _lies(one: Placed, part: int, own: int, coded: bool) -> int:
+    """Bytes of a weight on a rank that computes with ``part`` of it, ``coded`` or not, and owns ``own``."""
     policy = one.policy
     if not policy.always_whole:
         return policy.dtype.itemsize * own
-    same = policy.dtype == policy.compute and not policy.offloaded
+    same = policy.dtype == policy.compute and not policy.offloaded and not coded
     return policy.compute.itemsize * part + (0 if same else policy.dtype.itemsize * own)

@@ -25,11 +25,14 @@ class LossScale:
     def restore(self, state: Sequence[float]) -> None:
         self.value, self.good_steps, self._begun = float(state[0]), int(state[1]), bool(state[2])
 
-    def update(self, finite: bool) -> None:
+    def update(self, finite: bool) -> float:
+        """After a step; by which factor the next one's gradients will be larger."""
         if not self.dynamic:
-            return
+            return 1.0
+        before = self.value
         self.good_steps = self.good_steps + 1 if finite else 0
         if not finite:
             self.value /= 2
         elif self.good_steps == self.patience:
             self.value, self.good_steps = self.value * 2, 0
+        return self.value / before

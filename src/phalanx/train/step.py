@@ -129,8 +129,7 @@ def train_step(engine: Engine, batch: StepBatch, rounds: Rounds | None = None) -
         engine.update(clip_factor / divisor, without, {name: own / divisor for name, own in apart.items()})
     else:
         engine.update.forget()
-    scale.update(finite)
-    spread.end_step(counts)
+    spread.end_step(counts, scale.update(finite))
     return Metrics(
         step=batch.step,
         loss=mean,

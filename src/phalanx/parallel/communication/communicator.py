@@ -156,6 +156,11 @@ class Communicator:
             work.wait()
         return received
 
+    def exchange(self, received: Tensor, rows: Tensor) -> Pending:
+        """Row r goes to rank r, and row r of ``received`` comes from it."""
+        waiting = self._count("all-to-all", rows, (self.size - 1) / self.size)
+        return Pending([dist.all_to_all_single(received, rows, group=self._group, async_op=True)], None, waiting)
+
     def all_to_all_rows(self, rows: Tensor, out: Sequence[int], back: Sequence[int]) -> Tensor:
         """So many rows go ``out`` to each rank in turn, and so many come ``back`` from each."""
         if self.alone:

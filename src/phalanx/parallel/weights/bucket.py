@@ -10,6 +10,7 @@ from torch import Tensor
 from phalanx.parallel.communication.exact import Partial
 from phalanx.parallel.communication.memory import Room
 from phalanx.parallel.communication.pending import Pending
+from phalanx.parallel.weights.coded import CodedGradients
 from phalanx.parallel.weights.packing import Packing, one_room
 from phalanx.parallel.weights.storage import Storage
 from phalanx.parallel.weights.weight import Weight
@@ -21,7 +22,10 @@ class Bucket:
     def __init__(self, name: str, weights: Sequence[Weight], storage: Storage) -> None:
         self.name, self.weights, self.storage = name, weights, storage
         self.trainable = [weight for weight in weights if weight.trainable]
-        self.packing, self.gradient_packing = Packing(weights), Packing(self.trainable)
+        self.packing = Packing(weights, storage.gathers.block if storage.gathers else 1)
+        self.coded = CodedGradients(storage, self.trainable) if storage.coding and self.trainable else None
+        """Where gradients travel in few bits."""
+        self.gradient_packing = self.coded.packing if self.coded else Packing(self.trainable)
         self.room = None if storage.always_whole or not weights else one_room(weights)
         """For the whole weights, where it is let go between uses."""
         self.gradients: Tensor | None = None
@@ -54,10 +58,17 @@ class Bucket:
         if storage.group.alone:
             self._gathering = self._fetched() if storage.offloaded else None
             return
-        flat = storage.buffers.take(storage.ranks, self.packing.length, dtype=storage.compute)
+        coded = storage.gathers is not None
+        dtype = storage.reduce if coded else storage.compute
+        flat = storage.buffers.take(storage.ranks, self.packing.length, dtype=dtype)
         row = flat[storage.rank]
+        if coded and self.packing.padded:
+            row.zero_()
         self.packing.pack(row)
-        self._gathering = storage.group.all_gather(flat, row), flat
+        if storage.gathers is not None:
+            self._gathering = storage.gathers.all_gather(storage.group, flat, row, storage.buffers), flat
+        else:
+            self._gathering = storage.group.all_gather(flat, row), flat
 
     def _fetched(self) -> tuple[Pending, Tensor]:
         """Bring the weights from the host, as wide as they are there, while the device computes."""
@@ -196,7 +207,10 @@ class Bucket:
         """Begin to sum the gradients over the ``fsdp`` group, each rank its own rows, and let the other rows go."""
         storage, gradients, target = self.storage, self.gradients, self._target()
         assert gradients is not None
-        pending = storage.group.reduce_scatter(target, gradients, storage.buffers, exactly=self.partial is not None)
+        if self.coded is not None and self.coded.over_shards:
+            pending = self.coded.reduce_scatter(storage.group, target, gradients)
+        else:
+            pending = storage.group.reduce_scatter(target, gradients, storage.buffers, exactly=self.partial is not None)
         self.filled.clear()
         if not storage.whole_gradients:
             self.gradients = self._places = None
@@ -214,6 +228,13 @@ class Bucket:
             storage.buffers.give(gradients)
 
         return Pending((), finish)
+
+    def end_step(self, counts: bool, factor: float) -> None:
+        """See `CodedGradients.end_step`."""
+        if self.coded is not None:
+            self.coded.end_step(counts, factor)
+            if not counts and self.gradients is not None:
+                self.gradients.zero_()  # what is not finite is so in all of a block, between weights too
 
     def _target(self) -> Tensor:
         """Where a sum over ranks goes: to stay, or to be added to what there is."""

@@ -46,12 +46,15 @@ def describe(
             placeholder = nn.Parameter(shapeless(weight, weight.dtype), requires_grad=False)
             for module, attribute in places[name]:
                 install(module, attribute, placeholder)
-    return {
+    found = {
         name: Weight(name, described[name], holding.shape(name), places[name], storage(name))
         for unit in anatomy.units
         for name in unit.weights
         if holding.placement.weights[name].policy.axes and holding.here(name)
     }
+    for name, one in found.items():
+        one.divided = not {"tp", "pp"}.isdisjoint(holding.placement.summed_over(name))
+    return found
 
 
 def fill(

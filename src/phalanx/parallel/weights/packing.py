@@ -26,19 +26,31 @@ _addresses = partial(map, Tensor.data_ptr)
 class Packing:
     """Where each of some weights begins in a flat buffer."""
 
-    def __init__(self, weights: Sequence[Weight]) -> None:
+    def __init__(self, weights: Sequence[Weight], block: int = 1) -> None:
+        """``block``: every weight begins at a multiple of it, and the row ends at one."""
         self.weights = weights
         self.sizes = [weight.room for weight in weights]
         self.offsets: dict[str, int] = {}
         self.length = 0
         for weight in weights:
             self.offsets[weight.name] = self.length
-            self.length += weight.room
-        self.padded = not all(weight.even for weight in weights)
+            self.length += -(-weight.room // block) * block
+        self.gaps = self.length != sum(self.sizes)
+        """Between weights."""
+        self.padded = self.gaps or not all(weight.even for weight in weights)
         self._shards = self._wholes = _Views([])
+
+    def move(self, weights: Sequence[Weight], by: int) -> None:
+        """Have the last weights begin later, behind a gap."""
+        for weight in weights:
+            self.offsets[weight.name] += by
+        self.length += by
+        self.gaps = self.padded = self.padded or by > 0
 
     def places(self, flat: Tensor) -> dict[str, Tensor]:
         """Of each weight its part of every row of ``flat``, padding included."""
+        if self.gaps:
+            return {weight.name: self.place(weight, flat) for weight in self.weights}
         return dict(zip(self.offsets, flat.split(self.sizes, -1), strict=True))
 
     def place(self, weight: Weight, flat: Tensor) -> Tensor:
@@ -57,7 +69,7 @@ class Packing:
         shards = self._flat_shards()
         if self.weights[0].storage.offloaded:  # to be narrowed on the device
             shards = [shard.to(row.device, non_blocking=True) for shard in shards]
-        places = list(row.split(self.sizes))
+        places = list(self.places(row).values())
         if self.padded:
             places = [place[: len(shard)] for place, shard in zip(places, shards, strict=True)]
         copy_each(places, shards)

@@ -146,11 +146,27 @@ class Reduction:
             if self._last:
                 self.sum_over_replicas(bucket)
 
+    def settle(self) -> None:
+        """A saved state has been taken up."""
+        for bucket in self.buckets:
+            if bucket.coded is not None:
+                bucket.coded.settle()
+
+    def end_step(self, counts: bool, factor: float) -> None:
+        """What is owed of gradients is so from now on, if the step counts; they will be ``factor`` times as large."""
+        for bucket in self.buckets:
+            bucket.end_step(counts, factor)
+
     def sum_over_replicas(self, bucket: Bucket) -> None:
         """Start the all-reduce of a bucket's gradients over ``dp``."""
         if bucket.as_made:
             return
         assert bucket.owned is not None
+        if bucket.coded is not None and not bucket.coded.over_shards:
+            if self._reducing:
+                self._reducing[-1].advance()  # it had the time that this one was being made
+            self._reducing += bucket.coded.all_reduce(self.replicas, bucket.owned)
+            return
         if bucket.partial is None:
             self._reducing.append(self.replicas.all_reduce(bucket.owned))
             return

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from phalanx.layout import Layout
+from phalanx.parallel.communication.codecs.chosen import Coding
+from phalanx.parallel.communication.codecs.codec import Codec
 from phalanx.parallel.communication.communicator import Communicator
 from phalanx.parallel.communication.copying import Copying
 from phalanx.parallel.communication.memory import Buffers
@@ -38,6 +40,10 @@ class Storage:
     """Whole weights stay in the device's memory between uses (ZeRO 1 and 2), or are gathered for each use (ZeRO 3)."""
     whole_gradients: bool
     """A rank's own gradients stay whole until the last micro-batch (ZeRO 1), or are summed after each and let go."""
+    replicas: int = 1
+    """Ranks that hold the same rows."""
+    coding: Coding | None = None
+    """How what is sent is made small."""
     leaves: int = 0
     """Virtual micro-batches of this rank, where gradients are summed exactly; 0: they are added as they come."""
 
@@ -60,6 +66,8 @@ class Storage:
             copying=copying,
             always_whole=policy.always_whole,
             whole_gradients=layout.zero < 2 or ranks == 1,
+            replicas=mesh.size("dp"),
+            coding=Coding.of(layout),
             leaves=layout.exact // layout.batch_ranks,
         )
 
@@ -68,6 +76,12 @@ class Storage:
         """Whether a rank has all of a weight twice: to update, and narrower or on another device to compute with."""
         apart = (self.parameter, self.home) != (self.compute, self.device)
         return self.always_whole and self.ranks == 1 and apart
+
+    @property
+    def gathers(self) -> Codec | None:
+        """How rows are made small for the others to have; whole weights are then not what is updated."""
+        wide = self.parameter.is_floating_point and self.parameter.itemsize > 1
+        return self.coding.weights if self.coding is not None and self.ranks > 1 and wide else None
 
     @property
     def offloaded(self) -> bool:

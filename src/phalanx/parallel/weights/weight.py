@@ -60,6 +60,8 @@ class Weight:
         self.first, self.last = own.first, own.last
         self.room = self.rows_each * self.row_size
         self.even = self.rows == self.rows_each * storage.ranks
+        self.divided = False
+        """Whether ranks of ``tp`` or ``pp`` add to its gradient too."""
         self.whole: Room
         self.full: nn.Parameter
         self.shard: nn.Parameter
@@ -77,7 +79,8 @@ class Weight:
         storage = self.storage
         self.whole = Room(self.shape, storage.compute, storage.device)
         self.full = self._parameter(self.whole.tensor)
-        one_memory = storage.always_whole and (storage.parameter, storage.home) == (storage.compute, storage.device)
+        same = (storage.parameter, storage.home) == (storage.compute, storage.device)
+        one_memory = storage.always_whole and same and storage.gathers is None
         if not storage.always_whole:
             self.whole.empty()
         self.in_use = one_memory and storage.ranks == 1

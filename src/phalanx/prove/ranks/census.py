@@ -32,23 +32,50 @@ def expected(engine: Engine, micro_batches: int) -> Bounds:
     trained = [bucket for bucket in spread.buckets if bucket.trainable]
     dp = mesh.group("dp")
     if not dp.alone:
-        sums = sum(round(b.gradient_packing.length * _wide(b) * _both_ways(dp)) for b in trained)
+        sums = sum(round(_as_it_is(b, "dp") * _wide(b) * _both_ways(dp)) for b in trained)
+        for kind, coded in sum((_coded_sums(b, dp.size) for b in trained), Counter()).items():
+            found["dp", kind] = coded, math.inf if kind == "all-gather" else coded
         exact = sums + (_agreed(engine, dp) if mesh.world is dp else 0)
         also = exact if mesh.group(*BATCH) is not dp else math.inf  # batch-norm may add to it
-        found["dp", "all-reduce"] = exact, also if mesh.world is not dp else math.inf
+        if exact:
+            found["dp", "all-reduce"] = exact, also if mesh.world is not dp else math.inf
     for group in {id(b.storage.group): b.storage.group for b in trained if not b.storage.group.alone}.values():
         own = [b for b in trained if b.storage.group is group]
-        parts = sum(b.gradient_packing.length * _wide(b) * (group.size - 1) for b in own)
+        parts = sum(_as_it_is(b, "fsdp") * _wide(b) * (group.size - 1) for b in own)
+        coded = sum(_coded(b, "fsdp") * (group.size - 1) for b in own)
         times = 1 if own[0].storage.whole_gradients else micro_batches
         shared = group is mesh.group(*BATCH) and spread.samples.used  # with what a loss gathers
         again = spread.samples.all_at_once  # a step was begun before that was known
         most = parts * times if spread.pipeline is None and not shared and not again else math.inf
-        found[group.name, "reduce-scatter"] = (parts if spread.pipeline else parts * times), most
+        if parts:
+            found[group.name, "reduce-scatter"] = (parts if spread.pipeline else parts * times), most
+        if coded:
+            found[group.name, "all-to-all"] = coded if spread.pipeline else coded * times, math.inf
         found[group.name, "all-gather"] = SOME
     found |= _activations(engine) | _matrices(engine)
     if not mesh.world.alone and (mesh.world.name, "all-reduce") not in found:
         found[mesh.world.name, "all-reduce"] = _agreed(engine, mesh.world), math.inf
     return {key: bounds for key, bounds in found.items() if bounds[1] > 0}
+
+
+def _as_it_is(bucket: Bucket, axis: str) -> int:
+    """Numbers of a row of gradients that travel over an axis as they are."""
+    coded = bucket.coded is not None and bucket.coded.axis == axis
+    return bucket.gradient_packing.length - (bucket.coded.length if coded and bucket.coded else 0)
+
+
+def _coded(bucket: Bucket, axis: str) -> int:
+    """Bytes of a row of gradients that is encoded for an axis."""
+    if bucket.coded is None or bucket.coded.axis != axis:
+        return 0
+    return bucket.coded.codec.size(bucket.coded.length, bucket.storage.reduce)
+
+
+def _coded_sums(bucket: Bucket, ranks: int) -> Counter[str]:
+    """By kind, bytes of a row of gradients that is encoded for replicas."""
+    if bucket.coded is None or bucket.coded.axis != "dp":
+        return Counter()
+    return Counter(bucket.coded.codec.sent(bucket.coded.length, bucket.storage.reduce, ranks))
 
 
 def _agreed(engine: Engine, world: Communicator) -> int:

@@ -205,6 +205,9 @@ def emptied(engine: Engine) -> Engine:
             _empty(tensor)
     for _, buffer in engine.spread.whole.replicated():
         _empty(buffer)
+    for bucket in engine.spread.buckets:
+        for owed in bucket.coded.all_owed() if bucket.coded is not None else ():
+            _empty(owed.now)
     engine.optimizer.state.clear()
     for tensors in engine.callbacks.tensors().values():
         tensors.clear()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +30,7 @@ from phalanx.parameters import building, settings_of
 from phalanx.precision import cast
 from phalanx.prove.layouts import One
 from phalanx.prove.reference.beforehand import known_beforehand
+from phalanx.prove.reference.coded import Coded
 from phalanx.prove.reference.evaluation import Measures, measured
 from phalanx.prove.reference.hostile import Hostile, wide_batch
 from phalanx.prove.reference.steady import Decisions, Idle, Steady, homes
@@ -62,6 +64,8 @@ class Step:
     moments: dict[str, State] = field(default_factory=dict)
     weights: State = field(default_factory=dict)
     buffers: State = field(default_factory=dict)
+    in_use: State | None = None
+    """Weights as ranks compute with them, where those are others."""
     factors: dict[str, float] = field(default_factory=dict)
     """What clipping multiplies each weight's gradient by."""
 
@@ -103,13 +107,14 @@ class Reference:
         nudge: int = 0,
         observe: Observe | None = None,
         decisions: Decisions | None = None,
+        coded: Coded | None = None,
     ) -> None:
         """With ``nudge``, every weight begins one rounding off, up or down as that seed draws.
 
-        Choices are made as ``decisions`` say; without any they are recorded.
+        Choices are made as ``decisions`` say; without any they are recorded. ``coded``: gradients are summed so.
         """
         assert isinstance(task, Hostile)
-        self.task, self.micro_batches = task, micro_batches
+        self.task, self.micro_batches, self.coded = task, micro_batches, coded
         self._make_model(task, nudge)
         self.moment = task.proof_trial.moment = Moment()
         self.randomness = Randomness(task.seed, self.moment, torch.device("cpu"), model=self.model)
@@ -191,7 +196,8 @@ class Reference:
         stop = self.task.steps if steps is None else len(self.steps) + steps
         while len(self.steps) < stop:
             if len(self.steps) == self.task.steps - 1:  # so that a step also shows what an evaluation leaves behind
-                self.evaluation = measured(self)
+                with self._computing():
+                    self.evaluation = measured(self)
             self.steps.append(self.step(len(self.steps)))
         return self
 
@@ -200,12 +206,12 @@ class Reference:
         ids = order.ids(number)
         step = Step(ids, [], digest(ids))
         self.model.train()
-        for start, stop in share(len(ids), self.micro_batches, 1, 0):
-            batch, read = self.batch(number, ids[start:stop])
-            step.read += read
-            total, count = self.loss(number, np.arange(start, stop), batch)
-            total.backward()
-            step.total, step.count = step.total + total.item(), step.count + count
+        with self._computing():
+            if self.coded is None:
+                for slots in share(len(ids), self.micro_batches, 1, 0):
+                    self._backward(step, number, slots)
+            else:
+                self._backward_coded(step, number, self.coded)
         divisor = step.count or 1.0
         for name, weight in self.trained.items():
             step.gradients[name] = None if weight.grad is None else weight.grad.to_dense() / divisor
@@ -221,9 +227,12 @@ class Reference:
             self.optimizer.step()
         for weight in self.trained.values():  # those in no group of the optimizer, too
             weight.grad = None
+        if self.coded is not None:
+            self.coded.end_step(not step.skipped)
         step.options = options(self.optimizer)
         step.moments = {name: self.moments(weight) for name, weight in self.trained.items()}
         step.weights, step.buffers = self._weights(), {n: b.clone() for n, b in self.model.named_buffers()}
+        step.in_use = None if self.coded is None else self.coded.gathered(step.weights)
         return step
 
     def _clip(self, step: Step) -> None:
@@ -239,6 +248,37 @@ class Reference:
             step.factors |= dict.fromkeys(names, factor)
             if not pattern:
                 step.clip_factor = factor
+
+    def _computing(self) -> AbstractContextManager[None]:
+        """While this lasts, weights are as ranks compute with them."""
+        return nullcontext() if self.coded is None else self.coded.computing(self.parameters)
+
+    def _backward(self, step: Step, number: int, slots: tuple[int, int]) -> None:
+        """Add the gradients of some slots to those of the step."""
+        batch, step.read[slice(*slots)] = self.batch(number, step.ids[slice(*slots)])
+        total, count = self.loss(number, np.arange(*slots), batch)
+        total.backward()
+        step.total, step.count = step.total + total.item(), step.count + count
+
+    def _backward_coded(self, step: Step, number: int, coded: Coded) -> None:
+        """Have the gradients of each sender, and their sums as ranks make them."""
+        step.read = [(-1, "")] * len(step.ids)
+        sums: dict[str, Tensor] = {}
+        touched: set[str] = set()
+        for turn in coded.turns(len(step.ids)):
+            every = []
+            for ranges in turn:
+                for slots in filter(lambda slots: slots[0] < slots[1], ranges):
+                    self._backward(step, number, slots)
+                own = {n: torch.zeros_like(w) if w.grad is None else w.grad.to_dense() for n, w in self.trained.items()}
+                touched |= {name for name, weight in self.trained.items() if weight.grad is not None}
+                every.append(own)
+                for weight in self.trained.values():
+                    weight.grad = None
+            for name, total in coded.sum(every).items():
+                sums[name] = total if name not in sums else sums[name] + total
+        for name in touched:
+            self.trained[name].grad = sums[name].detach()
 
     def batch(self, step: int, ids: Sequence[int] | np.ndarray) -> tuple[Batch, list[tuple[int, str]]]:
         """These samples as a batch of float64, and what was read for it."""

@@ -1,0 +1,135 @@
+"""What ranks owe of gradients that travel in few bits, in checkpoints: nothing of it is lost under another layout.
+
+comm/owed/<sender>/<weight>     of each sender's own gradients: a replica's, or those of a rank that shares the weight
+comm/sums/<part>/<weight>       of the sums over replicas, flat, of each part that ``tp`` or ``ep`` has cut
+
+As many senders as there were take up each its own. Otherwise all that was owed is added up, and every sender takes an
+equal share: so does it with what was owed of sums, where there are none to owe of. Of parts that are cut otherwise what
+was owed of sums is left out, which `train.changes` says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from phalanx.checkpoint.manifest import Held, Manifest
+from phalanx.parallel.spread import Spread
+from phalanx.parallel.weights.boxes import Box, boxes
+from phalanx.parallel.weights.coded import CodedGradients
+from phalanx.parallel.weights.weight import Rows, Weight
+
+Wanted = dict[str, list[tuple[Box, Tensor]]]
+
+
+class OwedPart(NamedTuple):
+    """A part of what this rank owes of a weight."""
+
+    weight: str
+    holders: dict[str, list[int] | None]
+    """Where the ranks are that owe the same."""
+    name: str
+    box: Box
+    shape: tuple[int, ...]
+    value: Tensor
+
+
+class OwedState:
+    """All that a rank owes."""
+
+    def __init__(self, spread: Spread) -> None:
+        self.spread, self.holding, self.mesh = spread, spread.holding, spread.mesh
+        self.coded = [bucket.coded for bucket in spread.buckets if bucket.coded is not None]
+
+    def parts(self) -> Iterator[OwedPart]:
+        """What is to be saved."""
+        for coded in self.coded:
+            if coded.owed is not None:
+                for weight, box, view in self._pieces(coded, coded.owed.now):
+                    shape = tuple(self.holding.shapes[weight.name])
+                    name = f"comm/owed/{self._sender(coded)}/{weight.name}"
+                    yield OwedPart(weight.name, self._holders(weight), name, box, shape, view)
+            if coded.owed_of_sums is not None:
+                for weight, first, run in coded.runs(coded.owed_of_sums.now, self.mesh.index("dp")):
+                    box, shape = Box((first,), (len(run),)), (weight.shape.numel(),)
+                    yield OwedPart(weight.name, self._holders(weight), self._sums_name(weight), box, shape, run)
+
+    def _holders(self, weight: Weight) -> dict[str, list[int] | None]:
+        return {"pp": self.holding.stage_ranks(weight.name), "tp": self.holding.alike(weight.name)}
+
+    def wanted(self, manifest: Manifest) -> Wanted:
+        """Where each saved tensor goes on this rank. What was owed here is not any more."""
+        found: Wanted = {}
+        for coded in self.coded:
+            for owed in coded.all_owed():
+                owed.now.zero_()
+            if coded.owed is not None:
+                self._want(coded, coded.owed.now, manifest.tensors, found)
+        return found
+
+    def _want(self, coded: CodedGradients, owed: Tensor, saved: Mapping[str, Held], found: Wanted) -> None:
+        now = self.mesh.size("dp") if not coded.over_shards else coded.storage.ranks
+        names = {weight.name for weight in coded.weights}
+        then = max((1 + int(n.split("/", 3)[2]) for n in saved if _owner(n, "owed") in names), default=0)
+        for sender in range(then):
+            whose, room = sender, owed
+            if then == now:
+                whose = self._sender(coded)
+            else:
+                room = torch.zeros_like(owed)
+                coded.taken_up.append(room)
+            for weight, box, view in self._pieces(coded, room):
+                name = f"comm/owed/{whose}/{weight.name}"
+                if name in saved:
+                    found.setdefault(name, []).append((box, view))
+            if then == now:
+                break
+        self._want_sums(coded, owed, saved, found)
+
+    def _want_sums(self, coded: CodedGradients, owed: Tensor, saved: Mapping[str, Held], found: Wanted) -> None:
+        """Of parts that this rank has too, where it makes sums; else of weights that are whole in both."""
+        if coded.owed_of_sums is not None:
+            for weight, first, run in coded.runs(coded.owed_of_sums.now, self.mesh.index("dp")):
+                name = self._sums_name(weight)
+                if name in saved and saved[name].shape == (weight.shape.numel(),):
+                    found.setdefault(name, []).append((Box((first,), (len(run),)), run))
+            return
+        room = torch.zeros_like(owed)
+        coded.taken_up.append(room)
+        for weight, rows, view in coded.pieces(room):
+            name, size = self._sums_name(weight), weight.shape.numel()
+            if name in saved and saved[name].shape == (size,) and view.numel():
+                found.setdefault(name, []).append(
+                    (Box((rows.first * weight.row_size,), (view.numel(),)), view.view(-1))
+                )
+
+    def _pieces(self, coded: CodedGradients, owed: Tensor) -> Iterator[tuple[Weight, Box, Tensor]]:
+        for weight, rows, view in coded.pieces(owed):
+            for box, part in self._boxes(weight, rows, view):
+                yield weight, box, part
+
+    def _boxes(self, weight: Weight, rows: Rows, view: Tensor) -> list[tuple[Box, Tensor]]:
+        cut = self.holding.cut(weight.name)
+        return boxes(rows, cut, self.holding.index(weight.name) if cut else 0, view)
+
+    def _sender(self, coded: CodedGradients) -> int:
+        return coded.storage.rank if coded.over_shards else self.mesh.index("dp")
+
+    def _sums_name(self, weight: Weight) -> str:
+        cut = self.holding.cut(weight.name)
+        return f"comm/sums/{self.holding.index(weight.name) if cut else 0}/{weight.name}"
+
+
+def _owner(name: str, kind: str) -> str | None:
+    """The weight that a saved tensor is owed of."""
+    words = name.split("/", 3)
+    return words[3] if len(words) == 4 and words[:2] == ["comm", kind] else None
+
+
+def fits(name: str, shape: tuple[int, ...], saved: Mapping[str, Held]) -> bool:
+    """Whether a saved tensor has a shape in which something can be owed."""
+    owed, sums = _owner(name, "owed"), _owner(name, "sums")
+    return (owed in saved and saved[owed].shape == shape) if owed else bool(sums and sums in saved and len(shape) == 1)

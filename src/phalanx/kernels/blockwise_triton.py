@@ -1,0 +1,105 @@
+"""`blockwise` on a GPU, in one pass over memory: the plain twin is in `kernels.blockwise`."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from phalanx.kernels.blockwise import BLOCKS, block_bytes
+
+ROWS = 8
+"""Blocks that a program does at once."""
+ROUND = tl.constexpr(12582912.0)
+"""1.5 * 2**23: what is added to it is rounded to a whole number, halves to even."""
+INFINITE = tl.constexpr(0x7F800000)
+
+
+def encode(
+    x: Tensor, bits: int, full: float, out: Tensor, owed: Tensor | None = None, left: Tensor | None = None
+) -> None:
+    """See the twin. A product and a sum are not made one, which would round once where the twin rounds twice."""
+    blocks = len(x) // BLOCKS[bits]
+    _encode[(triton.cdiv(blocks, ROWS),)](
+        x, x if owed is None else owed, x if left is None else left, out, blocks, full, HALF=BLOCKS[bits] // 2,
+        BITS=bits, BYTES=block_bytes(bits, x.dtype), OWED=owed is not None, LEFT=left is not None, ROWS=ROWS,
+        num_warps=4, enable_fp_fusion=False,
+    )  # fmt: skip
+
+
+def decode(rows: Tensor, bits: int, out: Tensor) -> None:
+    """See the twin."""
+    blocks = len(out) // BLOCKS[bits]
+    _decode[(triton.cdiv(blocks, ROWS),)](
+        rows, out, len(rows), blocks, HALF=BLOCKS[bits] // 2, BITS=bits, BYTES=block_bytes(bits, out.dtype), ROWS=ROWS,
+        num_warps=4, enable_fp_fusion=False,
+    )  # fmt: skip
+
+
+@triton.jit
+def _encode(  # type: ignore[no-untyped-def]
+    x, owed, left, out, blocks, full, HALF: tl.constexpr, BITS: tl.constexpr, BYTES: tl.constexpr, OWED: tl.constexpr,
+    LEFT: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    block = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    here = block < blocks
+    column = tl.arange(0, HALF)[None, :]
+    first = block * (2 * HALF) + column
+    low, high = tl.load(x + first, mask=here, other=0.0), tl.load(x + first + HALF, mask=here, other=0.0)
+    if OWED:
+        low += tl.load(owed + first, mask=here, other=0.0)
+        high += tl.load(owed + first + HALF, mask=here, other=0.0)
+    word = tl.maximum(_magnitude(low), _magnitude(high))  # what is no number is larger than all that are
+    word = tl.max(word, axis=1, keep_dims=True)
+    largest = word.to(tl.float32, bitcast=True)
+    top = tl.zeros_like(largest) + full
+    inverse = tl.div_rn(top, largest)
+    finite = word < INFINITE
+    usable = finite & (_magnitude(inverse) < INFINITE)
+    scale = tl.where(usable | (word >= INFINITE), tl.div_rn(largest, top), 0.0)
+    low_code = tl.where(usable, (low * inverse + ROUND) - ROUND, 0.0)
+    high_code = tl.where(usable, (high * inverse + ROUND) - ROUND, 0.0)
+    if LEFT:
+        tl.store(left + first, low - low_code * scale, mask=here)
+        tl.store(left + first + HALF, high - high_code * scale, mask=here)
+    to = out + block * BYTES
+    if BITS == 8:
+        tl.store(to + column, low_code.to(tl.int32).to(tl.uint8), mask=here)
+        tl.store(to + HALF + column, high_code.to(tl.int32).to(tl.uint8), mask=here)
+    else:
+        both = (low_code.to(tl.int32) + 8) | ((high_code.to(tl.int32) + 8) << 4)
+        tl.store(to + column, both.to(tl.uint8), mask=here)
+    tl.store((to + (BYTES - 4)).to(tl.pointer_type(tl.float32)), scale, mask=here)
+
+
+@triton.jit
+def _magnitude(x):  # type: ignore[no-untyped-def]
+    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def _decode(rows, out, count, blocks, HALF: tl.constexpr, BITS: tl.constexpr, BYTES: tl.constexpr, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
+    block = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    here = block < blocks
+    column = tl.arange(0, HALF)[None, :]
+    low, high = _said(rows + block * BYTES, column, here, HALF, BITS, BYTES)
+    for row in range(1, count):
+        more, most = _said(rows + (blocks * row + block) * BYTES, column, here, HALF, BITS, BYTES)
+        low, high = low + more, high + most
+    first = block * (2 * HALF) + column
+    tl.store(out + first, low, mask=here)
+    tl.store(out + first + HALF, high, mask=here)
+
+
+@triton.jit
+def _said(at, column, here, HALF: tl.constexpr, BITS: tl.constexpr, BYTES: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Both halves of what some blocks say."""
+    scale = tl.load((at + (BYTES - 4)).to(tl.pointer_type(tl.float32)), mask=here, other=0.0)
+    codes = tl.load(at + column, mask=here, other=0)
+    if BITS == 8:
+        low = codes.to(tl.int8, bitcast=True).to(tl.float32)
+        high = tl.load(at + HALF + column, mask=here, other=0).to(tl.int8, bitcast=True).to(tl.float32)
+    else:
+        low = ((codes & 15).to(tl.int32) - 8).to(tl.float32)
+        high = ((codes >> 4).to(tl.int32) - 8).to(tl.float32)
+    return low * scale, high * scale

@@ -1,0 +1,22 @@
+"""``bf16``: numbers without their last 16 bits; sums are as wide as gradients are."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from phalanx.parallel.communication.codecs.codec import Codec
+
+
+class Bfloat16(Codec):
+    """Half the bytes of float32. What is lost is a number's own rounding, and is not owed."""
+
+    def size(self, numbers: int, dtype: torch.dtype) -> int:
+        return 2 * numbers
+
+    def encode(self, x: Tensor, out: Tensor, owed: Tensor | None = None, left: Tensor | None = None) -> None:
+        out.view(torch.bfloat16).copy_(x)
+
+    def decode(self, rows: Tensor, out: Tensor) -> None:
+        for index, row in enumerate(rows.view(torch.bfloat16)):
+            out.add_(row) if index else out.copy_(row)

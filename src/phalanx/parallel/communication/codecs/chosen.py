@@ -1,0 +1,43 @@
+"""The codecs of a layout: one for gradients, one for weights where they are gathered."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from phalanx.comm import Comm
+from phalanx.kernels.blockwise import FULL
+from phalanx.layout import Layout
+from phalanx.parallel.communication.codecs.bfloat16 import Bfloat16
+from phalanx.parallel.communication.codecs.blockwise import UNEVEN, Blockwise
+from phalanx.parallel.communication.codecs.codec import Codec
+from phalanx.parallel.communication.codecs.topk import TopK
+
+
+@dataclass(frozen=True)
+class Coding:
+    """What is encoded, and how."""
+
+    axis: str
+    """Over which gradients are summed in few bits."""
+    gradients: Codec
+    weights: Codec | None
+    """Gathered so over ``fsdp``; None: as they are. What is updated stays as it is."""
+
+    @classmethod
+    def of(cls, layout: Layout) -> Coding | None:
+        """None: everything is sent as it is."""
+        method = Comm.parse(layout.comm)
+        if method is None or not layout.coded_axis:
+            return None
+        codec = _codec(method)
+        weights = {"bf16": codec}.get(method.name, Blockwise(8)) if layout.coded_axis == "fsdp" else None
+        return cls(layout.coded_axis, codec, weights)
+
+
+def _codec(method: Comm) -> Codec:
+    if method.name == "bf16":
+        return Bfloat16()
+    if method.name == "topk":
+        return TopK(method.number)
+    bits = int(method.name.removeprefix("int"))
+    return Blockwise(bits, FULL[bits] - UNEVEN)

@@ -1,0 +1,101 @@
+"""What a codec is: numbers to bytes and back, and how ranks sum gradients and gather weights with them.
+
+Ranks sum in two hops. Each encodes what it has and gives every rank the bytes of that rank's part; who has a part
+decodes everybody's, adds them up in the width of gradients, and encodes the sum for all. Every rank decodes the same
+bytes, its own among them: so replicas stay the same to the last bit.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor
+
+from phalanx.parallel.communication.codecs.owed import Owed, turn
+from phalanx.parallel.communication.communicator import Communicator
+from phalanx.parallel.communication.memory import Buffers
+from phalanx.parallel.communication.pending import Pending
+
+
+class Codec(ABC):
+    """A method. It keeps nothing: what is to be kept of a bucket is in its `Owed`."""
+
+    block = 1
+    """Numbers are encoded in runs of so many."""
+    feedback = False
+    """Whether what was not sent is owed, and added to what is sent next."""
+
+    two_hops = True
+    """Whether sums are encoded again, so that something of them may be owed."""
+
+    @abstractmethod
+    def size(self, numbers: int, dtype: torch.dtype) -> int:
+        """Bytes that so many numbers become."""
+
+    @abstractmethod
+    def encode(self, x: Tensor, out: Tensor, owed: Tensor | None = None, left: Tensor | None = None) -> None:
+        """Flat numbers, and what is ``owed`` of them, to flat bytes; what those do not say is ``left``."""
+
+    @abstractmethod
+    def decode(self, rows: Tensor, out: Tensor) -> None:
+        """The sum over the first dim of what ``rows`` of bytes say, in this order, into flat numbers."""
+
+    def sent(self, numbers: int, dtype: torch.dtype, ranks: int) -> dict[str, int]:
+        """By kind, the bytes that a rank sends for a sum of so many numbers."""
+        each = self.size(numbers, dtype) * (ranks - 1) // ranks
+        return {"all-to-all": each, "all-gather": each}
+
+    def all_reduce(
+        self, group: Communicator, x: Tensor, owed: Owed | None, owed_of_sums: Owed | None, buffers: Buffers
+    ) -> Pending:
+        """Sum flat numbers over the ranks, in place; the second hop is launched by `Pending.advance`."""
+        parts = x.view(group.size, -1)
+        sent = buffers.take(group.size, self.size(parts.shape[1], x.dtype), dtype=torch.uint8)
+        received = buffers.take(*sent.shape, dtype=torch.uint8)
+        self.encode(x, sent.view(-1), *turn(owed))
+        first, own = group.exchange(received, sent), parts[group.rank]
+
+        def gather() -> Pending:
+            first.wait()
+            self.decode(received, own)
+            self.encode(own, sent[group.rank], *turn(owed_of_sums))
+            buffers.give(received)
+            return Pending((), _Last(self, group.all_gather(sent, sent[group.rank]), sent, x, buffers))
+
+        return Pending((), gather)
+
+    def reduce_scatter(
+        self, group: Communicator, output: Tensor, parts: Tensor, owed: Owed | None, buffers: Buffers
+    ) -> Pending:
+        """The sum over the ranks of this rank's row of ``parts``, ``[ranks, numbers]``."""
+        sent = buffers.take(group.size, self.size(parts.shape[1], parts.dtype), dtype=torch.uint8)
+        received = buffers.take(*sent.shape, dtype=torch.uint8)
+        self.encode(parts.view(-1), sent.view(-1), *turn(owed))
+        pending = group.exchange(received, sent)
+
+        def finish() -> None:
+            pending.wait()
+            self.decode(received, output)
+            buffers.give(sent)
+            buffers.give(received)
+
+        return Pending((), finish)
+
+    def all_gather(self, group: Communicator, output: Tensor, row: Tensor, buffers: Buffers) -> Pending:
+        """Everybody's rows, ``[ranks, numbers]``, this rank's own as all others see it."""
+        sent = buffers.take(group.size, self.size(row.numel(), row.dtype), dtype=torch.uint8)
+        self.encode(row, sent[group.rank])
+        return Pending((), _Last(self, group.all_gather(sent, sent[group.rank]), sent, output.view(-1), buffers))
+
+
+class _Last:
+    """The end of an exchange: bytes that everybody has become numbers."""
+
+    def __init__(self, codec: Codec, pending: Pending, sent: Tensor, output: Tensor, buffers: Buffers) -> None:
+        self.codec, self.pending, self.sent, self.output, self.buffers = codec, pending, sent, output, buffers
+
+    def __call__(self) -> None:
+        self.pending.wait()
+        self.codec.decode(self.sent.view(1, -1), self.output)
+        self.buffers.give(self.sent)

@@ -1,0 +1,52 @@
+"""What a rank owes: the part of its gradients that bytes did not say, added to what it sends next.
+
+It is state, as an optimizer's moments are. A step writes what will be owed after it beside what was owed before, which
+is saved meanwhile; a step that is left out changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from phalanx.parallel.communication.memory import Room
+
+
+class Owed:
+    """Of one bucket's gradients, or of their sums by whoever has made those."""
+
+    def __init__(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
+        self._rooms = [Room(shape, dtype, device) for _ in range(2)]
+        for room in self._rooms:
+            room.tensor.zero_()
+        self._turned = False
+
+    @property
+    def now(self) -> Tensor:
+        """After the last step that counted."""
+        return self._rooms[0].tensor
+
+    def rooms(self) -> list[Tensor]:
+        """All memory that it takes."""
+        return [room.tensor for room in self._rooms]
+
+    def turn(self) -> tuple[Tensor, Tensor]:
+        """What is owed, and where to put what will be, flat: in a step's first turn beside it, then in its place."""
+        before, after = self._rooms[self._turned].tensor.view(-1), self._rooms[1].tensor.view(-1)
+        self._turned = True
+        return before, after
+
+    def end_step(self, counts: bool, factor: float) -> None:
+        """``factor``: how much larger gradients will be from now on, as a loss's scale has changed."""
+        if counts and self._turned:
+            self._rooms.reverse()
+        if factor != 1:
+            self.now.mul_(factor)
+        self._turned = False
+
+
+def turn(owed: Owed | None) -> tuple[Tensor | None, Tensor | None]:
+    """The same where nothing may be owed."""
+    return (None, None) if owed is None else owed.turn()

@@ -1,0 +1,102 @@
+"""Gradients of a bucket that travel in few bits: which of them, how they lie, and what is owed of them.
+
+Every weight begins a block of its own, so what a weight's gradient becomes depends on no other weight. Weights whose
+gradient other ranks add to as well, over ``tp`` or ``pp``, lie behind the others and travel as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from torch import Tensor
+
+from phalanx.parallel.communication.codecs.owed import Owed
+from phalanx.parallel.communication.communicator import Communicator
+from phalanx.parallel.communication.pending import Pending
+from phalanx.parallel.weights.packing import Packing
+from phalanx.parallel.weights.storage import Storage
+from phalanx.parallel.weights.weight import Rows, Weight
+
+
+class CodedGradients:
+    """Of one bucket. A row is of a length that its parts, one a replica, fill with blocks."""
+
+    def __init__(self, storage: Storage, weights: Sequence[Weight]) -> None:
+        coding = storage.coding
+        assert coding is not None
+        self.codec, self.axis, self.storage = coding.gradients, coding.axis, storage
+        self.over_shards = self.axis != "dp"
+        self.weights = [weight for weight in weights if not weight.divided]
+        self.packing = Packing([*self.weights, *(weight for weight in weights if weight.divided)], self.codec.block)
+        last = Packing(self.weights, self.codec.block).length
+        parts = self.codec.block * (1 if self.over_shards else storage.replicas)
+        self.length = -(-last // parts) * parts
+        """Of the part of a row that is encoded."""
+        self.packing.move([weight for weight in weights if weight.divided], self.length - last)
+        ranks = storage.ranks if self.over_shards else 1
+        self.owed = self._owed(ranks, self.length)
+        """``[ranks, length]``: of this rank's own gradients."""
+        again = self.codec.two_hops and not self.over_shards
+        self.owed_of_sums = self._owed(self.length // storage.replicas) if again else None
+        """Of the part of the sums that it encodes for all replicas."""
+        self.taken_up: list[Tensor] = []
+        """What senders of a saved state owed, where they were more or fewer: this rank's rows of it, or all."""
+
+    def settle(self) -> None:
+        """Owe a share of all that was taken up."""
+        for room in self.taken_up:
+            assert self.owed is not None
+            self.owed.now.add_(room, alpha=1 / (self.storage.ranks if self.over_shards else self.storage.replicas))
+        self.taken_up.clear()
+
+    def _owed(self, *shape: int) -> Owed | None:
+        return Owed(shape, self.storage.reduce, self.storage.device) if self.codec.feedback and self.length else None
+
+    def pieces(self, owed: Tensor) -> Iterator[tuple[Weight, Rows, Tensor]]:
+        """Of what is ``owed``, each weight's rows: this rank's own, or those of all that share it."""
+        for weight in self.weights:
+            for index, row in enumerate(owed):
+                rows = Rows.of(weight.shape, self.storage.ranks, index if self.over_shards else self.storage.rank)
+                yield weight, rows, self.packing.place(weight, row)[: rows.size.numel()].view(rows.size)
+
+    def runs(self, owed: Tensor, replica: int) -> Iterator[tuple[Weight, int, Tensor]]:
+        """Of what a replica owes of sums, each weight's run, and where that begins in its part of the weight, flat."""
+        first = replica * len(owed)
+        for weight in self.weights:
+            begin = self.packing.offsets[weight.name]
+            start, stop = max(begin, first), min(begin + weight.shard.numel(), first + len(owed))
+            if start < stop:
+                yield weight, weight.first * weight.row_size + start - begin, owed[start - first : stop - first]
+
+    def all_owed(self) -> list[Owed]:
+        """What there is of both."""
+        return [owed for owed in (self.owed, self.owed_of_sums) if owed is not None]
+
+    def end_step(self, counts: bool, factor: float) -> None:
+        """What is owed is so from now on, if the step counts; gradients will be ``factor`` times as large."""
+        for owed in self.all_owed():
+            owed.end_step(counts, factor)
+
+    def all_reduce(self, replicas: Communicator, row: Tensor) -> list[Pending]:
+        """Sum a row over the replicas, in place."""
+        found = [replicas.all_reduce(row[self.length :])] if len(row) > self.length else []
+        if self.length:
+            own = row[: self.length]
+            found.append(self.codec.all_reduce(replicas, own, self.owed, self.owed_of_sums, self.storage.buffers))
+        return found
+
+    def reduce_scatter(self, group: Communicator, output: Tensor, gradients: Tensor) -> Pending:
+        """Sum ``[ranks, length]`` over the ranks that share the weights, each rank its own row."""
+        buffers, found = self.storage.buffers, []
+        rest, coded = gradients[:, self.length :], gradients[:, : self.length]
+        if rest.shape[1]:
+            found.append(group.reduce_scatter(output[self.length :], rest.contiguous()))
+        if self.length:
+            own = output[: self.length]
+            found.append(self.codec.reduce_scatter(group, own, coded.contiguous(), self.owed, buffers))
+
+        def finish() -> None:
+            for pending in found:
+                pending.wait()
+
+        return Pending((), finish)

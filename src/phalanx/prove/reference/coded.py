@@ -1,0 +1,148 @@
+"""Sums in few bits, on one device: what a layout's ``comm`` means, by plain arithmetic on each weight.
+
+Every sender's gradient is rounded, what is lost is owed by it, and the sum is rounded again for all, unless each rank
+only needs its own part of it. It shares with the codecs nothing but what their rounding is defined as.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from phalanx.comm import Comm
+from phalanx.data.order import share
+from phalanx.layout import Layout
+from phalanx.parallel.communication.mesh import Grid
+from phalanx.parallel.weights.placement import Placement
+from phalanx.parallel.weights.weight import Rows
+
+BLOCKS = {"int8": (256, 126.9375), "int4": (128, 6.9375), "weights": (256, 127)}
+"""Numbers in a block, and what its largest is before it is rounded to a code."""
+OWING = ("int4", "topk")
+ONCE = ("topk",)
+"""Those whose sums are not rounded again."""
+GATHERED = {"bf16": "bf16", "int8": "weights", "int4": "weights"}
+"""By method: how weights are gathered."""
+Slots = tuple[int, int]
+State = dict[str, Tensor]
+
+
+class Coded:
+    """The sums of a layout, of which one device is every rank in turn."""
+
+    def __init__(self, layout: Layout, placement: Placement, batch: int) -> None:
+        """``batch``: samples of a whole step."""
+        method = Comm.parse(layout.comm)
+        assert method is not None
+        self.method, self.number, self.layout = method.name, method.number, layout
+        self.over_shards = layout.coded_axis == "fsdp"
+        self.micro_batches = layout.micro_batches(batch)
+        self.pieces = {name: list(_pieces(name, placement)) for name in placement.weights}
+        """By weight, the indices of each part that a rank holds, in order."""
+        self.exact = {name for name in self.pieces if not {"tp", "pp"}.isdisjoint(placement.summed_over(name))}
+        """Weights to whose gradient other ranks add too."""
+        self.owed: dict[tuple[str, int], Tensor] = {}
+        """By weight and sender, in the shape of the weight."""
+        self._next: dict[tuple[str, int], Tensor] = {}
+
+    def turns(self, slots: int) -> list[list[list[Slots]]]:
+        """What is summed at a time: by sender, the ranges of slots that its gradient is of."""
+        layout = self.layout
+        ranges = [share(slots, self.micro_batches, layout.batch_ranks, rank) for rank in range(layout.batch_ranks)]
+        if self.over_shards and layout.sums_each_micro_batch:
+            return [[[own[number]] for own in ranges] for number in range(len(ranges[0]))]
+        senders = layout.fsdp if self.over_shards else layout.dp
+        each = layout.batch_ranks // senders
+        return [[[one for own in ranges[n * each : (n + 1) * each] for one in own] for n in range(senders)]]
+
+    def sum(self, gradients: list[State]) -> State:
+        """Of what each sender has, by weight."""
+        return {name: self._sum(name, [own[name] for own in gradients]) for name in gradients[0]}
+
+    def _sum(self, name: str, gradients: list[Tensor]) -> Tensor:
+        if name in self.exact:
+            return torch.stack(gradients).sum(0)
+        said = [self._said(name, sender, gradient) for sender, gradient in enumerate(gradients)]
+        total = torch.stack(said).sum(0)
+        return total if self.over_shards or self.method in ONCE else self._said(name, len(gradients), total)
+
+    def _said(self, name: str, sender: int, numbers: Tensor) -> Tensor:
+        """What one sender says of a tensor, and of what it owes of it; the last one has the sum."""
+        key = name, sender
+        numbers = numbers + self._next.get(key, self.owed.get(key, torch.zeros_like(numbers)))
+        said = self._rounded(self.method, name, numbers)
+        if self.method in OWING:
+            self._next[key] = numbers - said
+        return said
+
+    def _rounded(self, method: str, name: str, numbers: Tensor) -> Tensor:
+        found, flat = torch.empty_like(numbers), numbers.flatten()
+        for indices in self.pieces[name]:
+            found.view(-1)[indices] = rounded(method, flat[indices], self.number)
+        return found
+
+    def end_step(self, counts: bool) -> None:
+        """Owe what the step has left, if it counts."""
+        self.owed = self.owed | self._next if counts else self.owed
+        self._next = {}
+
+    def gathered(self, weights: State) -> State:
+        """Weights as ranks compute with them."""
+        if not self.over_shards:
+            return weights
+        whole = dict(weights)
+        for name in self.pieces:
+            if weights[name].is_floating_point():
+                whole[name] = self._rounded(GATHERED[self.method], name, weights[name])
+        return whole
+
+    @contextmanager
+    def computing(self, parameters: dict[str, nn.Parameter]) -> Iterator[None]:
+        """While this lasts, weights are as ranks compute with them."""
+        exact = {name: weight.detach().clone() for name, weight in parameters.items()}
+        for name, value in self.gathered(exact).items():
+            parameters[name].data.copy_(value)
+        yield
+        for name, value in exact.items():
+            parameters[name].data.copy_(value)
+
+
+def rounded(method: str, numbers: Tensor, percent: float = 0.0) -> Tensor:
+    """Flat numbers as they are after a codec's round trip."""
+    if method == "topk":
+        return torch.cat([*(_largest(block, percent) for block in numbers.split(1024)), numbers[:0]])
+    if method == "bf16":
+        return numbers.to(torch.bfloat16).to(numbers.dtype)
+    size, most = BLOCKS[method]
+    found = []
+    for block in numbers.split(size):
+        largest = block.abs().max()
+        if not largest.isfinite():
+            found.append(torch.full_like(block, torch.nan))
+        elif largest == 0:
+            found.append(block)
+        else:
+            found.append((block * (most / largest)).round() * (largest / most))
+    return torch.cat([*found, numbers[:0]])
+
+
+def _largest(block: Tensor, percent: float) -> Tensor:
+    """A block of up to 1024 numbers with nothing but the largest of them."""
+    count = min(max(1, round(1024 * percent / 100)), len(block))
+    order = block.abs().argsort(descending=True, stable=True)
+    return block.index_fill(0, order[count:], 0)
+
+
+def _pieces(name: str, placement: Placement) -> Iterator[Tensor]:
+    """The indices into a flat weight of each part of it that is a rank's own."""
+    one, layout = placement.weights[name], placement.layout
+    whole, cut = torch.arange(one.shape.numel()).view(one.shape), placement.plan.cuts.get(name)
+    parts = [whole] if cut is None else [cut.take(whole, index) for index in range(len(cut.spans))]
+    ranks = Grid(layout, 0).size(*one.policy.axes) if one.policy.axes else 1
+    for part in parts:
+        for rank in range(ranks):
+            rows = Rows.of(part.shape, ranks, rank)
+            yield part.reshape(-1, *part.shape[1:])[rows.first : rows.last].flatten() if part.ndim else part.view(1)

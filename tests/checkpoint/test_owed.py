@@ -1,0 +1,88 @@
+"""What is owed of gradients, in checkpoints: all of it, under any number of ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import phalanx
+from phalanx.train.checkpointing import save
+from phalanx.train.restoring import load
+from tests.ranks import Ranks
+from tests.tasks import Digits
+
+HALF = 3
+
+
+def owed(engine: phalanx.Engine) -> torch.Tensor:
+    """All that ranks owe, by weight, over all ranks."""
+    total = []
+    for name, weight in engine.spread.weights.items():
+        own = torch.zeros(weight.shape, dtype=torch.float64)
+        for bucket in engine.spread.buckets:
+            coded = bucket.coded
+            if coded is None or coded.owed is None:
+                continue
+            for each, rows, view in coded.pieces(coded.owed.now):
+                if each.name == name:
+                    own.view(weight.rows, *weight.shape[1:])[rows.first : rows.last] += view
+            if coded.owed_of_sums is not None:
+                for each, first, run in coded.runs(coded.owed_of_sums.now, engine.mesh.index("dp")):
+                    if each.name == name:
+                        own.view(-1)[first : first + len(run)] += run
+        total.append(own.flatten())
+    flat = torch.cat(total)
+    engine.mesh.world.all_reduce(flat).wait()
+    return flat
+
+
+def through(layout: str, folder: str) -> tuple[list[float], torch.Tensor]:
+    """A whole run, saved half way: its last losses, and what is owed there."""
+    with phalanx.Engine(Digits(width=64), layout, device="cpu") as engine:
+        losses = []
+        for batch in engine.batches():
+            if engine.step_number == HALF:
+                save(engine, folder)
+                at_half = owed(engine)
+            losses.append(engine.step(batch).loss)
+        return losses[HALF:], at_half
+
+
+def onward(layout: str, folder: str) -> tuple[list[float], torch.Tensor, list[str]]:
+    """The second half, from what was saved."""
+    with phalanx.Engine(Digits(width=64), layout, device="cpu") as engine:
+        load(engine, folder)
+        at_half = owed(engine)
+        return [engine.step(batch).loss for batch in engine.batches()], at_half, engine.changes
+
+
+@pytest.mark.parametrize("layout", ["dp=4,comm=int4", "fsdp=4,comm=int4", "dp=2,fsdp=2,comm=int4"])
+def test_a_run_goes_on_to_the_same_bits(ranks: Ranks, tmp_path: Path, layout: str) -> None:
+    losses, at_half = ranks(4, through, layout, str(tmp_path))[0]
+    again, taken_up, _ = ranks(4, onward, layout, str(tmp_path))[0]
+    assert again == losses
+    assert at_half.norm() > 0
+    assert torch.equal(taken_up, at_half)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("dp=4,comm=int4", "dp=2,comm=int4"),
+        ("dp=2,comm=int4", "fsdp=3,comm=int4"),
+        ("fsdp=2,comm=int4", "dp=3,comm=int4"),
+    ],
+)
+def test_another_layout_owes_as_much(ranks: Ranks, tmp_path: Path, before: str, after: str) -> None:
+    _, at_half = ranks(phalanx.Layout.parse(before).world, through, before, str(tmp_path))[0]
+    _, taken_up, changes = ranks(phalanx.Layout.parse(after).world, onward, after, str(tmp_path))[0]
+    assert torch.allclose(taken_up, at_half, rtol=1e-5, atol=1e-7)
+    assert not changes
+
+
+def test_what_nobody_will_send_is_said(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(2, through, "dp=2,comm=int4", str(tmp_path))
+    _, _, changes = ranks(2, onward, "dp=2", str(tmp_path))[0]
+    assert changes == ["comm was int4 and is exact: what was still owed of gradients is left out"]

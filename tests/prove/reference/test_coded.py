@@ -1,0 +1,45 @@
+"""What a codec is defined as, and that layouts with it are held to that."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from phalanx.kernels import blockwise
+from phalanx.parallel.communication.codecs.blockwise import Blockwise
+from phalanx.prove.proof import prove
+from phalanx.prove.reference import coded
+from phalanx.prove.reference.coded import rounded
+from tests.tasks import Digits
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_the_definition_is_what_codecs_do(bits: int) -> None:
+    size = blockwise.BLOCKS[bits]
+    x = torch.randn(3 * size, dtype=torch.float64)
+    codec = Blockwise(bits, blockwise.FULL[bits] - 1 / 16)
+    sent, found = torch.empty(codec.size(len(x), x.dtype), dtype=torch.uint8), torch.empty_like(x)
+    codec.encode(x, sent)
+    codec.decode(sent[None], found)
+    assert torch.equal(found, rounded(f"int{bits}", x))
+    assert torch.equal(
+        rounded(f"int{bits}", x[: size + 3]), torch.cat([found[:size], rounded(f"int{bits}", x[size : size + 3])])
+    )
+
+
+def test_layouts_train_as_one_device_says_they_do() -> None:
+    layouts = ["dp=2,comm=int4", "fsdp=2,comm=int8"]
+    proof = prove(Digits(width=40), layouts, check=False)
+    assert proof.holds, str(proof)
+
+
+def test_a_codec_that_forgets_what_it_owes_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(coded, "OWING", ())  # the other way round: ranks are forked before a test
+    proof = prove(Digits(width=40), ["dp=2,comm=int4"], check=False)
+    assert not proof.holds
+    assert "comm=int4" in str(proof)
+
+
+def test_what_only_float64_can_show_is_said() -> None:
+    proof = prove(Digits(width=40), ["dp=2,comm=int8"], dtype="bf16", check=False)
+    assert "float64 alone" in proof.results[0].reason

@@ -1,0 +1,52 @@
+from __future__ import annotations
+
+import pytest
+
+from phalanx.comm import Comm
+from phalanx.errors import WrongUse
+from phalanx.layout import Layout
+
+
+def test_a_method_is_read() -> None:
+    assert Comm.parse("exact") is None
+    assert Comm.parse("int4") == Comm("int4", sharding=True, owes=True)
+    assert Comm.parse("topk:0.5") == Comm("topk", sharding=False, owes=True, number=0.5)
+    assert Comm.parse("int8") == Comm("int8", sharding=True, owes=False)
+
+
+def test_an_unknown_one_is_refused_with_the_closest() -> None:
+    with pytest.raises(WrongUse, match="comm=int9 is not known in a layout; did you mean 'int8'"):
+        Layout.parse("dp=2,comm=int9")
+    for text in ("topk", "topk:0", "topk:many", "topk:60"):
+        with pytest.raises(WrongUse, match=f"comm={text} does not say how many percent are sent"):
+            Comm.parse(text)
+    with pytest.raises(WrongUse, match="comm=int8:3 is not known"):
+        Comm.parse("int8:3")
+
+
+def test_a_layout_says_over_which_axis() -> None:
+    assert str(Layout.parse("fsdp=4,comm=int8")) == "fsdp=4,comm=int8"
+    axes = {text: Layout.parse(text).coded_axis for text in ("dp=2", "dp=2,comm=int8", "fsdp=2,comm=int8")}
+    assert axes == {"dp=2": "", "dp=2,comm=int8": "dp", "fsdp=2,comm=int8": "fsdp"}
+    assert Layout.parse("dp=2,fsdp=2,comm=int8").coded_axis == "dp"
+    assert not Layout.parse("tp=2,comm=int8").coded_axis
+    (note,) = Layout.parse("dp=2,fsdp=2,comm=int8").notes("cuda")
+    assert note == "comm=int8 sums gradients over dp=2; fsdp=2 send what they sent"
+    assert Layout.parse("tp=2,comm=int8").notes("cuda") == [
+        "comm=int8 has no effect at dp=1,fsdp=1: no gradients travel"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("layout", "why"),
+    [
+        ("dp=2,exact=2,comm=int8", "exact=2 is not offered with comm=int8, which rounds what ranks send"),
+        ("fsdp=2,comm=topk:1", "comm=topk:1 sums over replicas alone, and dp=1"),
+        ("fsdp=2,cp=2,comm=int8", "comm=int8 over fsdp is not offered with cp=2"),
+        ("fsdp=2,ep=2,comm=int8", "comm=int8 over fsdp is not offered with ep=2"),
+    ],
+)
+def test_what_cannot_be_is_refused(layout: str, why: str) -> None:
+    found = Layout.parse(layout)
+    with pytest.raises(WrongUse, match=f"{why}.* The nearest layout that works: "):
+        found.check(8, found.world)
