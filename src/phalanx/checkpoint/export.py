@@ -75,7 +75,7 @@ def export(
 
 
 def _everything(checkpoint: Checkpoint) -> Selection:
-    names = [name.removeprefix("model/") for name in checkpoint.manifest.tensors if name.startswith("model/")]
+    names = list(checkpoint.manifest.weights())
     return Selection(dict(zip(names, names, strict=True)))
 
 
@@ -83,7 +83,8 @@ def _write(
     checkpoint: Checkpoint, folder: Path, shard_bytes: int, progress: Progress | None, selection: Selection
 ) -> None:
     """The weights, in as many files as they need."""
-    tensors = {name: checkpoint.manifest.tensors[f"model/{own}"] for name, own in selection.names.items()}
+    weights = checkpoint.manifest.weights()
+    tensors = {name: weights[own] for name, own in selection.names.items()}
     shards, stem = list(_shards(tensors, shard_bytes)), selection.file
     names = [f"{stem}.safetensors"] if len(shards) == 1 else [
         f"{stem}-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)
@@ -108,7 +109,7 @@ def _write(
 
 def _describe(checkpoint: Checkpoint, folder: Path, config: Any, beside: Path | None) -> None:
     """What Hugging Face wants to know of a model, and what goes along with it."""
-    weights = [held for name, held in checkpoint.manifest.tensors.items() if name.startswith("model/")]
+    weights = checkpoint.manifest.weights().values()
     config.dtype = max(weights, key=_size).dtype  # or from_pretrained would round to what it came with
     config.save_pretrained(folder)
     for pattern in ALONG if beside is not None and beside.is_dir() else ():

@@ -61,8 +61,7 @@ class LoraExport:
                 "the base was kept in 4 bits, and --merge would round it so. Export without it, and merge with the "
                 "base's own weights: peft's merge_and_unload."
             )
-        names = [name.removeprefix("model/") for name in checkpoint.manifest.tensors if name.startswith("model/")]
-        own = {name: name for name in names if not is_lora(name)}
+        own = {name: name for name in checkpoint.manifest.weights() if not is_lora(name)}
         return Selection(own, partial(_made, self.linears))
 
 
