@@ -350,6 +350,7 @@ KEPT: dict[str, dict[str, int | tuple[str, ...]]] = {
         "test_wide_weights_of_narrow_computation_and_on_the_host": 1,
     },
     "train/test_memory.py": {
+        "test_frozen_weights_are_held_once_and_narrow": 0,
         "test_what_optimizers_keep": 7,
     },
     "train/test_parity.py": {

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from torch import nn
 
 from phalanx.errors import CannotHere, WrongUse
@@ -54,12 +55,13 @@ def configuration(folder: str | Path) -> Any:
         ) from None
 
 
-def language_model(config: Any, kind: LanguageModel) -> nn.Module:
-    """A language model of this configuration, with weights of its own."""
+def language_model(config: Any, kind: LanguageModel, dtype: torch.dtype | None = None) -> nn.Module:
+    """A language model of this configuration, with weights of its own; by default in the dtype that it names."""
     import transformers
 
+    given = {} if dtype is None else {"dtype": dtype}
     try:
-        return getattr(transformers, CLASSES[kind]).from_config(copy.deepcopy(config))
+        return getattr(transformers, CLASSES[kind]).from_config(copy.deepcopy(config), **given)
     except ValueError as error:
         said = str(error).splitlines()[0]
         raise WrongUse(f"{type(config).__name__} is not of a {kind} language model ({said}). Give another.") from None

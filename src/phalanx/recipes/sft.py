@@ -24,6 +24,7 @@ from phalanx.models.adapters import Adapter
 from phalanx.models.hugging_face import check_apart, check_length, configuration, language_model, local_folder, smaller
 from phalanx.models.lora import FOUR_BITS, MAGNITUDE, Lora, LoraKind, attach, is_four_bit, is_lora, lengths
 from phalanx.models.nf4 import FourBits, quantised
+from phalanx.precision import DTYPES
 from phalanx.words import many
 
 HEALTH = Path(__file__).parent / "data" / "health.jsonl"
@@ -31,7 +32,7 @@ HEALTH = Path(__file__).parent / "data" / "health.jsonl"
 TINY = "tiny"
 TINY_TOKENS, SMALL_BLOCKS, SMALL_HEADS, SMALL_LENGTH, SMALL_RANK = 512, 4, 4, 48, 8
 ALPHA = 16.0
-OF_LORA = ("lora_alpha", "lora_targets", "lora_kind", "lora_dropout", "four_bit", "adapter")
+OF_LORA = ("lora_alpha", "lora_targets", "lora_kind", "lora_dropout", "four_bit", "base_dtype", "adapter")
 """Settings that have no effect without it."""
 
 
@@ -65,6 +66,8 @@ class SFT(phalanx.Task):
     lora_dropout: float = 0.0
     four_bit: bool = False
     """The weights that LoRA stands beside are kept in 4 bits (NF4)."""
+    base_dtype: Literal["saved", "bf16", "fp16", "fp32"] = "saved"
+    """What the frozen weights are read as; with that precision they are kept so too."""
     adapter: str = ""
     """A folder with LoRA of peft's to begin from."""
     global_batch: int = 8
@@ -91,6 +94,14 @@ class SFT(phalanx.Task):
             raise phalanx.WrongUse(f"lora_alpha={self.lora_alpha} is no factor. Set it above 0, such as {ALPHA:g}.")
         if self.lora and self.precision.startswith("fp8"):
             raise phalanx.WrongUse(f"lora={self.lora} computes its linears itself, not in 8 bits. Set precision=bf16.")
+        if self.base_dtype in ("bf16", "fp16") and self.precision not in (
+            self.base_dtype,
+            "float64",
+        ):  # that is a proof
+            raise phalanx.WrongUse(
+                f"base_dtype={self.base_dtype} would round the frozen weights and save nothing with "
+                f"precision={self.precision}. Set precision={self.base_dtype}, or leave base_dtype out."
+            )
         defaults = {field.name: field.default for field in dataclasses.fields(self)}
         chosen = [name for name in OF_LORA if (value := getattr(self, name)) and value != defaults[name]]
         if chosen and not self.lora:
@@ -136,7 +147,8 @@ class SFT(phalanx.Task):
         return next(token for token in known if token is not None)
 
     def model(self) -> nn.Module:
-        model = language_model(self._config, "causal")
+        dtype = None if self.base_dtype == "saved" else DTYPES[self.base_dtype].compute
+        model = language_model(self._config, "causal", dtype)
         if self.packed:
             check_apart(model, "conversations", "Set packed=false: each is a sample.")
         if self.lora:
