@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,10 +17,11 @@ import phalanx
 from phalanx.data.chat import Chat, LossOn, Marks
 from phalanx.data.chat_tokenizer import opened, trained
 from phalanx.data.conversations import conversation
+from phalanx.data.encoded_rows import encoded_once
 from phalanx.data.row_file import RowFile
 from phalanx.data.rows import BadRows
 from phalanx.data.splitting import split
-from phalanx.data.supervised import Encoded, Supervised, encoded, padded_together
+from phalanx.data.supervised import Encoded, Supervised, padded_together
 from phalanx.models.adapters import Adapter
 from phalanx.models.hugging_face import check_apart, check_length, configuration, language_model, local_folder, smaller
 from phalanx.models.lora import FOUR_BITS, MAGNITUDE, Lora, LoraKind, attach, is_four_bit, is_lora, lengths
@@ -48,6 +50,8 @@ class SFT(phalanx.Task):
     """A file to write conversations by, instead of the tokenizer's own."""
     path: str = ""
     """RowFile: .jsonl, .json, .csv, .parquet, or a folder of Hugging Face's datasets. By default the shipped ones."""
+    cache: str = ""
+    """A folder for encoded rows; by default in the user's own for such things."""
     share_held_out: float = 0.1
     length: int = 128
     packed: bool = True
@@ -193,7 +197,10 @@ class SFT(phalanx.Task):
     def _encoded(self) -> Encoded:
         check_length(self._config, self.length, f"base={self.base}")
         chat = Chat(self._tokenizer, self.loss_on, self.marks)
-        return encoded(RowFile(self.path or HEALTH), chat, self.length, self._config.vocab_size, self.bad_rows)
+        known = os.environ.get("XDG_CACHE_HOME")
+        cache = Path(self.cache) if self.cache else Path(known or Path.home() / ".cache") / "phalanx" / "rows"
+        rows, words = RowFile(self.path or HEALTH), self._config.vocab_size
+        return encoded_once(rows, chat, self.length, words, self.bad_rows, cache)
 
     def _samples(self, held_out: bool) -> Supervised:
         documents = self._encoded.documents
