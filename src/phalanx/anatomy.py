@@ -238,7 +238,8 @@ def _detected_splits(model: nn.Module, blocks: tuple[str, ...]) -> dict[str, Spl
     for name, module in model.named_modules():
         last = name.rpartition(".")[2]
         weight = getattr(module, "weight", None)
-        if not isinstance(weight, Tensor) or weight.ndim != 2:
+        matrix = isinstance(weight, Tensor) and weight.ndim == 2
+        if not matrix and not isinstance(module, nn.Linear):  # which may keep its weight as something else
             continue
         if any(_inside(name, block) for block in blocks):
             if last in COLUMN:

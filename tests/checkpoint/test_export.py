@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import phalanx
 from phalanx import Layout, WrongUse
 from phalanx.checkpoint.export import export
+from phalanx.checkpoint.frozen import beginnings
+from phalanx.checkpoint.manager import Checkpoint
 from phalanx.checkpoint.manifest import Damaged
 from phalanx.errors import CannotHere
+from phalanx.parallel.weights.blueprint import Blueprint
 from tests.checkpoints import contents, newest, trained
 from tests.hugging_face import CausalLanguageModel, config
 from tests.parity import HostileLanguage
@@ -28,14 +32,24 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     return {n.removeprefix("model/"): t for n, t in contents(folder).items() if n.startswith("model/")}
 
 
+def made(folder: Path) -> Checkpoint:
+    """A new checkpoint, of which the frozen weights are to be had too."""
+    task = HostileLanguage()
+    trained(task, "dp=1", folder, None, 1)
+    found = newest(folder)
+    return replace(found, began=beginnings(Blueprint(task.model, task.seed), None, task, found.manifest))
+
+
 @pytest.mark.parametrize("shard_bytes", [1 << 30, 1 << 10], ids=["one file", "several"])
 def test_safetensors(shard_bytes: int, tmp_path: Path) -> None:
-    trained(HostileLanguage(), "dp=1", tmp_path / "run", None, 1)
+    checkpoint = made(tmp_path / "run")
     seen: list[tuple[int, int]] = []
     to = tmp_path / "to"
-    files = export(newest(tmp_path / "run"), to, progress=lambda *p: seen.append(p), shard_bytes=shard_bytes)
+    files = export(checkpoint, to, progress=lambda *p: seen.append(p), shard_bytes=shard_bytes)
     assert files == sorted(to.iterdir())
-    expected = weights(tmp_path / "run")
+    frozen = {name: checkpoint.tensor(f"model/{name}") for name in checkpoint.manifest.frozen}
+    assert frozen, "a norm, which is made again"
+    expected = weights(tmp_path / "run") | frozen
     found: dict[str, torch.Tensor] = {}
     for file in to.glob("*.safetensors"):
         found |= load_file(file)
@@ -83,18 +97,18 @@ def test_hugging_face_reads_it_and_so_do_we(
 
 
 def test_nothing_is_written_over(tmp_path: Path) -> None:
-    trained(HostileLanguage(), "dp=1", tmp_path / "run", None, 1)
+    checkpoint = made(tmp_path / "run")
     (tmp_path / "to").mkdir()
     (tmp_path / "to" / "mine").touch()
     (tmp_path / "file").touch()
     for name in ("to", "file"):
         with pytest.raises(WrongUse, match=f"{name} is there and not an empty folder"):
-            export(newest(tmp_path / "run"), tmp_path / name)
+            export(checkpoint, tmp_path / name)
     (tmp_path / "to" / "mine").unlink()
     (tmp_path / "to.unfinished").mkdir()
     (tmp_path / "to.unfinished" / "mine").touch()
     (tmp_path / "link").symlink_to(tmp_path / "to")
-    export(newest(tmp_path / "run"), tmp_path / "link")
+    export(checkpoint, tmp_path / "link")
     assert [path.name for path in (tmp_path / "to").iterdir()] == ["model.safetensors"]
     assert (tmp_path / "to").stat().st_mode == (tmp_path / "run").stat().st_mode
     assert (tmp_path / "to.unfinished" / "mine").exists(), "somebody else's, whatever its name"
@@ -102,8 +116,7 @@ def test_nothing_is_written_over(tmp_path: Path) -> None:
 
 
 def test_what_is_damaged_or_does_not_fit_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    trained(HostileLanguage(), "dp=1", tmp_path / "run", None, 1)
-    checkpoint = newest(tmp_path / "run")
+    checkpoint = made(tmp_path / "run")
 
     def full(descriptor: int) -> Any:
         raise OSError(28, "No space left on device")

@@ -58,3 +58,19 @@ def test_a_product_and_its_gradient_are_those_of_the_whole_weight() -> None:
 
 def test_it_is_made_of_whole_numbers() -> None:
     assert not any(part.is_floating_point() for part in FourBits(*quantised(torch.randn(8, 8))))
+
+
+@pytest.mark.parametrize("shape", [(64, 128), (96, 200)])
+def test_bits_are_those_of_bitsandbytes(shape: tuple[int, int]) -> None:
+    """Bytes and scales of blocks are the same; scales kept in 8 bits are no further off than its own."""
+    bnb = pytest.importorskip("bitsandbytes.functional", reason="bitsandbytes is not installed (the dev extra has it)")
+    weight = torch.randn(shape, generator=torch.Generator().manual_seed(1)) / 50
+    theirs, state = bnb.quantize_4bit(weight, blocksize=BLOCK, quant_type="nf4")
+    ours = quantised(weight)
+    assert torch.equal(ours.packed, theirs.flatten())
+    assert torch.equal(state.code, torch.tensor(CODE))
+    flat = torch.nn.functional.pad(weight.flatten(), (0, -weight.numel() % BLOCK)).view(-1, BLOCK)
+    assert torch.equal(state.absmax, flat.abs().amax(1))
+    narrow, twice = bnb.quantize_4bit(weight, blocksize=BLOCK, quant_type="nf4", compress_statistics=True)
+    off = (bnb.dequantize_4bit(narrow, twice) - bnb.dequantize_4bit(theirs, state)).abs().max()
+    assert (dequantised(ours, shape, torch.float32) - bnb.dequantize_4bit(theirs, state)).abs().max() <= off

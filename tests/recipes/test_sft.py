@@ -97,6 +97,8 @@ def test_what_cannot_be_is_refused(folder: Path) -> None:
         ({"share_held_out": 1.0}, "is no share"),
         ({"lora_kind": "dora"}, "lora_kind would have no effect"),
         ({"lora_alpha": 32, "four_bit": True}, "lora_alpha and four_bit would have no effect"),
+        ({"base_dtype": "bf16", "precision": "bf16"}, "base_dtype would have no effect without LoRA"),
+        ({"lora": 2, "base_dtype": "bf16"}, "save nothing with precision=fp32"),
         ({"lora": 2, "lora_alpha": -3}, "lora_alpha=-3 is no factor"),
         ({"lora": 2, "lora_dropout": 1.0}, "lora_dropout=1.0 is no share"),
         ({"lora": 2, "precision": "fp8"}, "not in 8 bits"),

@@ -14,6 +14,7 @@ from tqdm import tqdm
 import phalanx
 from phalanx import WrongUse
 from phalanx.models.lora import is_lora
+from phalanx.models.nf4 import dequantised, quantised
 from phalanx.recipes.sft import SFT
 from phalanx.run import Run
 from phalanx.train.exporting import export_run
@@ -78,6 +79,21 @@ def test_peft_reads_it_and_we_read_peft(base: Path, kind: str) -> None:
         assert torch.allclose(whole(**ids).logits, theirs(**ids).logits, atol=1e-4)
         written = whole.generate(**ids, max_new_tokens=3, do_sample=False)
         assert torch.equal(written, theirs.generate(**ids, max_new_tokens=3, do_sample=False))
+
+
+def test_a_base_in_4_bits_is_merged_as_it_was_trained_beside(base: Path) -> None:
+    run, weights = ran(base, lora=3, four_bit=True, precision="bf16", base_dtype="bf16")
+    export_run(run.path, base.parent / "merged", merge=True)
+    before = transformers.AutoModelForCausalLM.from_pretrained(base).state_dict()
+    after = transformers.AutoModelForCausalLM.from_pretrained(base.parent / "merged").state_dict()
+    assert {weight.dtype for weight in after.values()} == {torch.bfloat16}
+    assert after.keys() == before.keys()
+    name = "model.layers.1.mlp.up_proj"
+    wide = dequantised(quantised(before[f"{name}.weight"]), before[f"{name}.weight"].shape, torch.float32)
+    assert not torch.equal(wide, before[f"{name}.weight"])
+    added = 16 / 3 * weights[f"{name}.lora_B.weight"] @ weights[f"{name}.lora_A.weight"]
+    assert torch.allclose(after[f"{name}.weight"].float(), wide + added, rtol=2**-8, atol=1e-6)
+    assert torch.equal(after["model.norm.weight"], before["model.norm.weight"].bfloat16())
 
 
 def test_of_a_run_without_lora_nothing_is_merged(base: Path) -> None:

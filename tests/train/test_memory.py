@@ -19,6 +19,7 @@ from phalanx.parallel.weights.blueprint import Blueprint
 from phalanx.parallel.weights.matrices import COPY
 from phalanx.parallel.weights.placement import Placement
 from phalanx.precision import DTYPES, Dtypes
+from phalanx.recipes.sft import SFT
 from phalanx.train.memory import Kept, Memory, fullest, held, owned_state
 from phalanx.trees import leaves
 from tests.parity import HostileLanguage
@@ -157,3 +158,32 @@ def test_the_owner_of_the_largest_matrix_speaks() -> None:
     kept = Kept({"0.weight": 10_000, "1.weight": 400}, frozenset({"0.weight", "1.weight"}), 0)
     assert fullest(placement, kept, DTYPES["fp32"]).optimizer == 10_000
     assert sorted(owned_state(placement, kept)[0]) == [0, 0, 400, 10_000]
+
+
+def tuned(four_bit: bool) -> tuple[int, int]:
+    """Bytes that this rank holds between two steps of LoRA, and all ranks by arithmetic."""
+    task = SFT(
+        small=True, lora=2, four_bit=four_bit, precision="bf16", base_dtype="bf16", length=64, global_batch=4, steps=2,
+    )  # fmt: skip
+    with Engine(task, "fsdp=4", device="cpu") as engine:
+        for batch in engine.batches():
+            engine.step(batch)
+        spread, weights = engine.spread, engine.spread.weights.values()
+        kept = [tensor for weight in weights for tensor in (weight.shard, weight.full)]
+        buffers = [tensor for bucket in spread.buckets for tensor in (bucket.owned, bucket.gradients)]
+        kept += [tensor for tensor in buffers if tensor is not None]
+        kept += leaves([*engine.optimizer.state.values()], Tensor)
+        storages = {storage.data_ptr(): storage.nbytes() for t in kept if (storage := t.untyped_storage()).nbytes()}
+        assert not any(weight.shard.grad is not None or weight.full.grad is not None for weight in weights)
+    trained = sum(weight.rows * weight.row_size for weight in weights if weight.trainable)
+    real = {weight.name: 2 if weight.shard.is_floating_point() else weight.shard.itemsize for weight in weights}
+    frozen = sum(weight.rows * weight.row_size * real[weight.name] for weight in weights if not weight.trainable)
+    return sum(storages.values()), frozen + (4 + 4 + 8) * trained
+
+
+@pytest.mark.parametrize("four_bit", [False, True], ids=["LoRA", "QLoRA"])
+def test_frozen_weights_are_held_once_and_narrow(ranks: Ranks, four_bit: bool) -> None:
+    """No wide copy of them, none whole, no gradients and no moments."""
+    pytest.importorskip("transformers", reason="transformers is not installed (the dev extra has it)")
+    found = ranks(4, tuned, four_bit)
+    assert sum(held for held, _ in found) == pytest.approx(found[0][1], rel=0.1)

@@ -9,7 +9,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -39,6 +39,8 @@ class Selection:
     made: Callable[[Checkpoint, str], Tensor] = lambda checkpoint, name: checkpoint.tensor(f"model/{name}")
     """What is written for a weight, in its dtype and shape."""
     file: str = "model"
+    new: Mapping[str, Held] = field(default_factory=dict)
+    """What those are that the checkpoint does not have, by their own names: they are made of others."""
 
     def without(self, modules: Sequence[str]) -> Selection:
         """Those that are in none of some modules."""
@@ -71,7 +73,7 @@ def export(
             unfinished.mkdir()
             _write(checkpoint, unfinished, shard_bytes, progress, selection or everything(checkpoint))
             if config is not None:
-                _describe(checkpoint, unfinished, config, beside)
+                _describe(checkpoint, unfinished, config, beside, selection)
             along(unfinished)
             unfinished.rename(place)  # which is not there, or empty still
     except OSError as error:
@@ -81,7 +83,7 @@ def export(
 
 def everything(checkpoint: Checkpoint) -> Selection:
     """All weights, as they are."""
-    names = [name.removeprefix("model/") for name in checkpoint.manifest.tensors if name.startswith("model/")]
+    names = list(checkpoint.manifest.weights())
     return Selection(dict(zip(names, names, strict=True)))
 
 
@@ -89,7 +91,8 @@ def _write(
     checkpoint: Checkpoint, folder: Path, shard_bytes: int, progress: Progress | None, selection: Selection
 ) -> None:
     """The weights, in as many files as they need."""
-    tensors = {name: checkpoint.manifest.tensors[f"model/{own}"] for name, own in selection.names.items()}
+    weights = {**checkpoint.manifest.weights(), **selection.new}
+    tensors = {name: weights[own] for name, own in selection.names.items()}
     shards, stem = list(_shards(tensors, shard_bytes)), selection.file
     names = [f"{stem}.safetensors"] if len(shards) == 1 else [
         f"{stem}-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)
@@ -112,9 +115,12 @@ def _write(
         (folder / f"{stem}.safetensors.index.json").write_text(json.dumps(index, indent=1))
 
 
-def _describe(checkpoint: Checkpoint, folder: Path, config: Any, beside: Path | None) -> None:
+def _describe(
+    checkpoint: Checkpoint, folder: Path, config: Any, beside: Path | None, selection: Selection | None
+) -> None:
     """What Hugging Face wants to know of a model, and what goes along with it."""
-    weights = [held for name, held in checkpoint.manifest.tensors.items() if name.startswith("model/")]
+    weights = selection.new.values() if selection is not None and selection.new else None
+    weights = weights or checkpoint.manifest.weights().values()
     config.dtype = max(weights, key=_size).dtype  # or from_pretrained would round to what it came with
     config.save_pretrained(folder)
     for pattern in ALONG if beside is not None and beside.is_dir() else ():

@@ -30,6 +30,7 @@ from phalanx.checkpoint.manifest import MANIFEST, Chunk, Damaged, Held, Manifest
 from phalanx.checkpoint.read import Wanted, read
 from phalanx.checkpoint.store import Store
 from phalanx.checkpoint.write import Piece, check_file, write_part
+from phalanx.errors import WrongUse
 from phalanx.parallel.weights.boxes import Box
 
 POLL_SECONDS, SLOWEST_POLL_SECONDS = 0.02, 1.0
@@ -47,6 +48,8 @@ class Checkpoint:
     store: Store
     name: str
     manifest: Manifest
+    began: Callable[[str], Tensor] | None = field(default=None, repr=False, compare=False)
+    """Gives a weight that it leaves out, by the model's name."""
     _known: dict[str, Manifest] = field(default_factory=dict, repr=False, compare=False)
 
     @property
@@ -97,6 +100,12 @@ class Checkpoint:
 
     def tensor(self, name: str) -> Tensor:
         """A whole tensor."""
+        own = name.removeprefix("model/")
+        if own in self.manifest.frozen:
+            if self.began is None:
+                origin = self.manifest.facts["frozen"]["from"]
+                raise WrongUse(f"{self.where} leaves {own} to {origin}. Export it by the folder of its run.")
+            return self.began(own)
         held = self.manifest.tensors[name]
         chunks = self.holding({name: [Box((0,) * len(held.shape), held.shape)]})[name].chunks
         for chunk in chunks:  # before memory is asked for

@@ -8,6 +8,7 @@ import re
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from phalanx.checkpoint import hashing
@@ -31,7 +32,7 @@ FACTS = {
     "compared": (int, type(None)), "code": str,
 }  # fmt: skip
 """What kinds of facts a run is taken up by."""
-OPTIONAL = {"callbacks": dict, "ended": (dict, type(None))}
+OPTIONAL = {"callbacks": dict, "ended": (dict, type(None)), "frozen": dict}
 ENDED = {"step": int, "of": int, "why": str}
 
 
@@ -104,9 +105,20 @@ class Manifest:
             return sum(held.elements * DTYPE_NAMES[held.dtype].itemsize for held in self.tensors.values())
         return sum(chunk.length for held in self.tensors.values() for chunk in held.chunks)
 
+    @cached_property
+    def frozen(self) -> dict[str, Held]:
+        """Weights that it leaves out, since nothing has changed them since the run began: what they are."""
+        told = self.facts.get("frozen", {}).get("tensors", {})
+        return {n: _held(n, {"dtype": d, "shape": s, "hash": h, "chunks": ()}) for n, (d, s, h) in told.items()}
+
+    def weights(self) -> dict[str, Held]:
+        """The model's weights and buffers by their own names, those that are left out too."""
+        return {n.removeprefix("model/"): t for n, t in self.tensors.items() if n.startswith("model/")} | self.frozen
+
     def hash(self, under: str = "model/") -> str:
         """One hash of all tensors whose names begin so; the same whatever layout wrote them."""
-        return hashing.joined((n, t.dtype, t.shape, t.hash) for n, t in self.tensors.items() if n.startswith(under))
+        every = self.tensors | {f"model/{name}": held for name, held in self.frozen.items()}
+        return hashing.joined((n, t.dtype, t.shape, t.hash) for n, t in every.items() if n.startswith(under))
 
     def to_json(self) -> bytes:
         """One JSON object, whose last field is the checksum of all before it."""
@@ -136,7 +148,11 @@ class Manifest:
             if not named or bool(children) != (found["format"] == 2):
                 raise ValueError("what it sums up are no parts")
             tensors = {name: _held(name, held) for name, held in found["tensors"].items()}
-            return cls(_facts(found["facts"]), tensors, _of_kind("numbers", found["numbers"], dict), children)
+            numbers = _of_kind("numbers", found["numbers"], dict)
+            manifest = cls(_facts(found["facts"]), tensors, numbers, children)
+            if any(f"model/{name}" in tensors for name in manifest.frozen):
+                raise ValueError("it holds what it says that it leaves out")
+            return manifest
         except RecursionError:
             raise Damaged(where, "describes no checkpoint: it is nested too deep") from None
         except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -248,6 +264,8 @@ def _facts(found: dict[str, Any]) -> dict[str, Any]:
             _of_kind(name, found[name], kind)
     for name in {*ENDED, *found["ended"]} if found.get("ended") else ():
         _of_kind(name, found["ended"][name], ENDED[name])
+    for name in ("from", "hash") if "frozen" in found else ():
+        _of_kind(name, found["frozen"][name], str)
     guard, known = found.get("guard", {}), {"losses": list, "bad_in_a_row": int, "left_out": list}
     for name, kind in known.items() if guard else ():
         _of_kind(name, guard[name], kind)

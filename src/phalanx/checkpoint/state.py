@@ -10,19 +10,18 @@ comm/...                        what is owed of gradients (`owed`)
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, optim
 
-from phalanx.checkpoint.manifest import Damaged, Held, Manifest
-from phalanx.checkpoint.owed import OwedState, fits
+from phalanx.checkpoint.manifest import Held, Manifest
+from phalanx.checkpoint.owed import OwedState
 from phalanx.errors import WrongUse, closest
 from phalanx.parallel.communication.mesh import AXES
 from phalanx.parallel.spread import Spread
-from phalanx.parallel.torch_private import version
 from phalanx.parallel.weights.boxes import Box, boxes
 from phalanx.parallel.weights.weight import Weight
 
@@ -55,16 +54,17 @@ class State:
         optimizer: optim.Optimizer,
         hosts: Sequence[int] | None = None,
         beside: Mapping[str, dict[str, Tensor]] | None = None,
+        left_out: Set[str] = frozenset(),
     ) -> None:
         """``hosts``: on which host each rank is; by default all are on one.
 
-        ``beside``: by callback and weight, tensors in the shape of the weight's shard.
+        ``beside``: by callback and weight, tensors in the shape of the weight's shard. ``left_out``: weights that are
+        not saved, since they can be had where they came from (`checkpoint.frozen`).
         """
-        self.beside = beside or {}
+        self.beside, self.left_out = beside or {}, left_out
         self.spread, self.optimizer = spread, optimizer
         self.mesh, self.holding = spread.mesh, spread.holding
         self.hosts = hosts or [0] * self.mesh.size(*AXES)
-        self._versions: dict[str, int] = {}
         self._turns: dict[int, dict[str, int]] = {}
         self._roles: dict[tuple[str, bool], tuple[bool, bool]] = {}
         self._among: dict[tuple[Any, ...], tuple[list[int], list[int]]] = {}
@@ -75,8 +75,8 @@ class State:
         for label, tensors in self.beside.items():
             _check_names(label, tensors, self.spread.weights)
         for name, weight in self.spread.weights.items():
-            moved = not weight.trainable and version(weight.shard) != self._versions.get(name, version(weight.shard))
-            yield from self._parts(f"model/{name}", weight, weight.shard.data, restless=moved)
+            if name not in self.left_out:
+                yield from self._parts(f"model/{name}", weight, weight.shard.data, restless=weight.written)
             for key, value in self._moments(weight):
                 if isinstance(value, Tensor):
                     yield from self._kept(weight, key, value)
@@ -92,6 +92,12 @@ class State:
             places = {"pp": self.holding.stage_ranks(name), "dp": ALL, "fsdp": ALL, "cp": ALL, "tp": ALL}
             kept, written = self._kept_here(name, places)
             yield Entry(f"model/{name}", Box.whole(tensor), tuple(tensor.shape), tensor.detach(), kept, written, True)
+
+    def values(self, names: Iterable[str]) -> Iterator[Entry]:
+        """This rank's parts of some weights, each part on one rank alone."""
+        here = [weight for name in names if (weight := self.spread.weights.get(name)) is not None]
+        entries = (entry for weight in here for entry in self._parts(weight.name, weight, weight.shard.data))
+        return (entry for entry in entries if entry.written)
 
     def _kept(self, weight: Weight, key: str, value: Tensor) -> list[Entry]:
         """A tensor that the optimizer keeps of a weight."""
@@ -132,7 +138,8 @@ class State:
         self.optimizer.state.clear()
         found = self._wanted_beside(manifest) | OwedState(self.spread).wanted(manifest)
         for name, weight in self.spread.weights.items():
-            found[f"model/{name}"] = self._boxes(weight, weight.shard.data)
+            if f"model/{name}" in manifest.tensors:
+                found[f"model/{name}"] = self._boxes(weight, weight.shard.data)
             for kind, key in keys.get(name, ()) if weight.trainable and weight.state_here else ():
                 full, state = f"{kind}/{key}/{name}", self.optimizer.state[weight.optimized]
                 if full in manifest.numbers:
@@ -185,61 +192,6 @@ class State:
         device = weight.shard.device if beside else "cpu"
         return torch.zeros((), dtype=getattr(torch, held.dtype), device=device)
 
-    def check(self, manifest: Manifest) -> None:
-        """Before anything is overwritten: is this the model that was saved? Refuses another's."""
-        saved = {n.removeprefix("model/"): t for n, t in manifest.tensors.items() if n.startswith("model/")}
-        model = {name: tuple(shape) for name, shape in self.holding.shapes.items()}
-        model |= {name: tuple(tensor.shape) for name, tensor in self.spread.whole.replicated()}
-        model = {name: shape for name, shape in model.items() if math.prod(shape)}  # what is empty is not saved
-        advice = "It is a checkpoint of another model. Start with the settings it was made with, or in another folder."
-        for name, shape in model.items():
-            if name not in saved:
-                raise WrongUse(f"the checkpoint has no {name}; {closest(name, saved)} {advice}")
-            if saved[name].shape != shape:
-                raise WrongUse(f"{name} has shape {saved[name].shape} in the checkpoint and {shape} here. {advice}")
-        for name in saved:
-            if name not in model:
-                raise WrongUse(f"the checkpoint holds {name}, which the model does not have. {advice}")
-        for name, held in manifest.tensors.items():
-            self._check_kept(name, held, saved)
-
-    def _check_kept(self, name: str, held: Held, saved: Mapping[str, Held]) -> None:
-        """Refuse what this optimizer could not keep of a weight."""
-        kind, key, owner = [*name.split("/", 2), "", ""][:3]
-        of_weight = kind in ("optimizer", "callbacks") and owner in saved
-        self._check_width(kind, key, owner, held)
-        if kind == "model" or fits(name, held.shape, saved) or held.shape == (saved[owner].shape if of_weight else ()):
-            return
-        if not of_weight or kind == "callbacks":
-            raise Damaged("a checkpoint", f"has {name} with shape {held.shape}, which nothing keeps")
-        weight = self.spread.weights.get(owner)
-        if weight is not None and not weight.whole_state:
-            raise WrongUse(
-                f"the checkpoint's optimizer keeps {key} of {owner} in a shape of its own, {held.shape}, and that of "
-                "this task updates each element by itself. Go on with the optimizer that it was saved with, or begin "
-                "a new run from its weights with --init-from."
-            )
-
-    def _check_width(self, kind: str, key: str, owner: str, held: Held) -> None:
-        """Refuse narrow moments where one of torch's optimizers is to go on, which keeps them as wide as the weight."""
-        weight = self.spread.weights.get(owner)
-        if kind != "optimizer" or weight is None:
-            return
-        updating = self._updating(weight)
-        if _is_torchs(updating) and getattr(torch, held.dtype).itemsize < weight.shard.dtype.itemsize:
-            raise WrongUse(
-                f"the checkpoint's optimizer keeps {key} of {owner} in {held.dtype}, and "
-                f"{type(updating).__name__} keeps it as wide as the weight. Go on with the moments that it was "
-                "saved with, or begin a new run from its weights with --init-from."
-            )
-
-    def _updating(self, weight: Weight) -> optim.Optimizer:
-        """The one that updates a weight, where several are as one."""
-        for part in getattr(self.optimizer, "named", {}).values():
-            if any(weight.optimized is each for group in part.param_groups for each in group["params"]):
-                return part
-        return self.optimizer
-
     def _moments(self, weight: Weight) -> list[tuple[str, Any]]:
         if not weight.trainable or not weight.state_here or not self.holding.shapes[weight.name].numel():
             return []
@@ -248,10 +200,6 @@ class State:
     def _boxes(self, weight: Weight, shard: Tensor) -> list[tuple[Box, Tensor]]:
         cut = self.holding.cut(weight.name)
         return boxes(weight, cut, self.holding.index(weight.name) if cut else 0, shard)
-
-    def note_versions(self) -> None:
-        """Before the first step: a frozen weight that is written to later is changed by the model's own forward."""
-        self._versions = self._versions or {name: version(weight.shard) for name, weight in self.spread.weights.items()}
 
     def _parts(self, name: str, weight: Weight, shard: Tensor, restless: bool = False) -> list[Entry]:
         (kept, written), shape = self._role(weight), tuple(self.holding.shapes[weight.name])
@@ -302,12 +250,6 @@ class State:
                 loads[turns[known]] += math.prod(shape) + 1
             self._turns[of] = turns
         return self._turns[of].get(name, 0)
-
-
-def _is_torchs(optimizer: optim.Optimizer) -> bool:
-    """One of torch's own, or made of one."""
-    kinds = type(optimizer).__mro__
-    return any(kind.__module__.startswith("torch.optim.") and kind is not optim.Optimizer for kind in kinds)
 
 
 def _check_names(label: str, tensors: Mapping[str, Tensor], weights: Mapping[str, Weight]) -> None:

@@ -17,6 +17,7 @@ from phalanx.parallel.weights.boxes import Box
 from phalanx.redact import is_redacted
 from phalanx.run import Run
 from phalanx.verdict import Verdict
+from phalanx.words import many
 
 Progress = Callable[[str, int, int], None]
 """Told which checkpoint is read, and how many of its bytes have been."""
@@ -66,6 +67,9 @@ def _verify(path: str, progress: Progress | None) -> Verdict:
                 f"step {step:>8}  whole    {found.size:>15,} bytes  {len(found.tensors)} tensors  "
                 f"written as {found.facts['layout']}  weights {found.hash()[:16]}"
             )
+            if found.frozen:
+                origin = found.facts["frozen"]["from"]
+                lines[-1] += f"  {many(len(found.frozen), 'frozen weight')} left to {origin}"
         else:
             wrong += found
             by_file: dict[str, list[Damaged]] = {}
@@ -108,7 +112,7 @@ def _check(manager: CheckpointManager, step: int, progress: Progress | None) -> 
 
 def final_differs(path: Path, manifest: Manifest) -> list[Damaged]:
     """Whether the final weights are, bit for bit, those of a checkpoint."""
-    wanted = {name.removeprefix("model/"): t for name, t in manifest.tensors.items() if name.startswith("model/")}
+    wanted = manifest.weights()
     try:
         if not path.is_file():
             return [Damaged(str(path), "is no regular file")]

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from torch import nn
 
 from phalanx.errors import CannotHere, WrongUse
@@ -56,15 +57,15 @@ def configuration(folder: str | Path) -> Any:
         ) from None
 
 
-def language_model(config: Any, kind: LanguageModel) -> nn.Module:
-    """A language model of this configuration, with weights of its own."""
+def language_model(config: Any, kind: LanguageModel, dtype: torch.dtype | None = None) -> nn.Module:
+    """A language model of this configuration, with weights of its own; by default in the dtype that it names."""
     import transformers
 
-    own = copy.deepcopy(config)
+    own, given = copy.deepcopy(config), {} if dtype is None else {"dtype": dtype}
     if kind == "scoring":
         own.num_labels = 1
     try:
-        model: nn.Module = getattr(transformers, CLASSES[kind]).from_config(own)
+        model: nn.Module = getattr(transformers, CLASSES[kind]).from_config(own, **given)
     except ValueError as error:
         said = str(error).splitlines()[0]
         raise WrongUse(f"{type(config).__name__} is not of a {kind} language model ({said}). Give another.") from None

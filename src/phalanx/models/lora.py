@@ -95,13 +95,24 @@ class FourBitLoraLinear(LoraLinear):
         if lora.kind == "dora":
             raise WrongUse("lora_kind=dora needs whole weights, and four_bit keeps none. Use lora_kind=lora or rslora.")
         super().__init__(base, lora)
+        self.part: nf4.Divided | None = None
         self.register_parameter("weight", None)
         for name, part in zip(FOUR_BITS, nf4.quantised(base.weight), strict=True):
             self.register_parameter(name, nn.Parameter(part, requires_grad=False))
 
     def alone(self, x: Tensor) -> Tensor:
         bits = nf4.FourBits(*(getattr(self, name) for name in FOUR_BITS))
-        return nf4.product(x, bits, (self.out_features, self.in_features))
+        return nf4.product(x, bits, (self.out_features, self.in_features), self.part)
+
+    @property
+    def row_sizes(self) -> dict[str, int]:
+        """How much a row has of what can be cut between rows; nothing where rows are not whole blocks."""
+        columns = self.in_features
+        return {} if columns % nf4.BLOCK else dict(zip(FOUR_BITS, (columns // 2, columns // nf4.BLOCK), strict=False))
+
+    def divide(self, dim: int, spans: tuple[tuple[int, int], ...]) -> None:
+        """From now on compute with these spans of the weight; where it is cut so, they are all that is here."""
+        self.part = nf4.Divided(dim, spans, cut=dim == 0 and bool(self.row_sizes))
 
 
 def is_four_bit(weight: str) -> bool:

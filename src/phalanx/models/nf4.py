@@ -7,6 +7,7 @@ exponent: what is real is computed with in the run's dtype, and 8 bits of a mant
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -51,13 +52,40 @@ def quantised(weight: Tensor) -> FourBits:
     return FourBits(packed, absmax[: len(largest)], scales)
 
 
-def dequantised(bits: FourBits, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """A weight again, in another dtype."""
+@dataclass(frozen=True)
+class Divided:
+    """What a rank computes with of a matrix that others have the rest of."""
+
+    dim: int
+    spans: tuple[tuple[int, int], ...]
+    """Of this dim."""
+    cut: bool
+    """Its bits are those of these rows alone, whole blocks; otherwise of the whole matrix."""
+
+    def blocks(self, columns: int, device: torch.device) -> Tensor:
+        """The numbers, in the whole, of the blocks that are here."""
+        each = columns // BLOCK
+        return torch.cat([torch.arange(a * each, b * each, device=device) for a, b in self.spans])
+
+    def of(self, bits: FourBits, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+        """The part, as a weight again; ``shape``: of the whole."""
+        if self.cut:
+            rows = sum(stop - start for start, stop in self.spans)
+            return dequantised(bits, (rows, shape[1]), dtype, self.blocks(shape[1], bits.packed.device))
+        whole = dequantised(bits, shape, dtype)
+        return torch.cat([whole.narrow(self.dim, a, b - a) for a, b in self.spans], self.dim)
+
+
+def dequantised(
+    bits: FourBits, shape: tuple[int, ...], dtype: torch.dtype, blocks: Tensor | None = None
+) -> Tensor:  # fmt: skip
+    """A weight again, in another dtype; ``blocks``: which of the whole's these are, if not all."""
     code = torch.tensor(CODE, device=bits.packed.device)
     pairs = torch.stack([bits.packed >> 4, bits.packed & 15], 1).to(torch.int32)
     real = torch.ldexp(bits.scales[0].to(torch.float32) / MANTISSA, bits.scales[1])
     largest = bits.absmax.to(torch.float32) / LARGEST
-    largest = largest * real[:-1].repeat_interleave(SCALES)[: len(largest)] + real[-1]
+    blocks = torch.arange(len(largest), device=largest.device) if blocks is None else blocks
+    largest = largest * real[:-1][blocks // SCALES] + real[-1]
     values = code[pairs.reshape(-1, BLOCK)] * largest.unsqueeze(1)
     return values.reshape(-1)[: torch.Size(shape).numel()].reshape(shape).to(dtype)
 
@@ -66,19 +94,31 @@ class _Product(torch.autograd.Function):
     """A product with a weight in 4 bits: it is a whole weight while it is multiplied with, and never kept as one."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, packed: Tensor, absmax: Tensor, scales: Tensor, shape: tuple[int, ...]) -> Tensor:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        packed: Tensor,
+        absmax: Tensor,
+        scales: Tensor,
+        shape: tuple[int, int],
+        part: Divided | None,
+    ) -> Tensor:
         ctx.save_for_backward(packed, absmax, scales)
-        ctx.shape = shape
-        return F.linear(x, dequantised(FourBits(packed, absmax, scales), shape, x.dtype))
+        ctx.shape, ctx.part = shape, part
+        return F.linear(x, _weight(FourBits(packed, absmax, scales), shape, part, x.dtype))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         (gradient,) = gradients
-        weight = dequantised(FourBits(*ctx.saved_tensors), ctx.shape, gradient.dtype)
-        return gradient @ weight, None, None, None, None
+        weight = _weight(FourBits(*ctx.saved_tensors), ctx.shape, ctx.part, gradient.dtype)
+        return gradient @ weight, None, None, None, None, None
 
 
-def product(x: Tensor, bits: FourBits, shape: tuple[int, ...]) -> Tensor:
-    """What a linear with such a weight makes of its input, without a bias."""
-    found: Tensor = _Product.apply(x, *bits, shape)
+def _weight(bits: FourBits, shape: tuple[int, int], part: Divided | None, dtype: torch.dtype) -> Tensor:
+    return dequantised(bits, shape, dtype) if part is None else part.of(bits, shape, dtype)
+
+
+def product(x: Tensor, bits: FourBits, shape: tuple[int, int], part: Divided | None = None) -> Tensor:
+    """What a linear with such a weight, or a part of it, makes of its input, without a bias."""
+    found: Tensor = _Product.apply(x, *bits, shape, part)
     return found

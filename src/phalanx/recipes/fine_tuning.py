@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor, nn
 
@@ -22,6 +22,7 @@ from phalanx.models.adapters import Adapter
 from phalanx.models.hugging_face import LanguageModel, configuration, language_model, local_folder, smaller
 from phalanx.models.lora import FOUR_BITS, MAGNITUDE, Lora, LoraKind, attach, is_four_bit, is_lora, lengths
 from phalanx.models.nf4 import FourBits, quantised
+from phalanx.precision import DTYPES
 from phalanx.words import many
 
 HEALTH = Path(__file__).parent / "data" / "health.jsonl"
@@ -29,7 +30,7 @@ HEALTH = Path(__file__).parent / "data" / "health.jsonl"
 TINY = "tiny"
 TINY_TOKENS, SMALL_BLOCKS, SMALL_HEADS, SMALL_LENGTH, SMALL_RANK = 512, 4, 4, 48, 8
 ALPHA = 16.0
-OF_LORA = ("lora_alpha", "lora_targets", "lora_kind", "lora_dropout", "four_bit", "adapter")
+OF_LORA = ("lora_alpha", "lora_targets", "lora_kind", "lora_dropout", "four_bit", "base_dtype", "adapter")
 """Settings that have no effect without it."""
 
 
@@ -60,6 +61,8 @@ class FineTuning(phalanx.Task):
     lora_dropout: float = 0.0
     four_bit: bool = False
     """The weights that LoRA stands beside are kept in 4 bits (NF4)."""
+    base_dtype: Literal["saved", "bf16", "fp16", "fp32"] = "saved"
+    """What the frozen weights are read as; with that precision they are kept so too."""
     adapter: str = ""
     """A folder with LoRA of peft's to begin from."""
     global_batch: int = 8
@@ -81,6 +84,14 @@ class FineTuning(phalanx.Task):
             raise phalanx.WrongUse(f"lora_alpha={self.lora_alpha} is no factor. Set it above 0, such as {ALPHA:g}.")
         if self.lora and self.precision.startswith("fp8"):
             raise phalanx.WrongUse(f"lora={self.lora} computes its linears itself, not in 8 bits. Set precision=bf16.")
+        if self.base_dtype in ("bf16", "fp16") and self.precision not in (
+            self.base_dtype,
+            "float64",
+        ):  # that is a proof
+            raise phalanx.WrongUse(
+                f"base_dtype={self.base_dtype} would round the frozen weights and save nothing with "
+                f"precision={self.precision}. Set precision={self.base_dtype}, or leave base_dtype out."
+            )
         defaults = {field.name: field.default for field in dataclasses.fields(self)}
         chosen = [name for name in OF_LORA if (value := getattr(self, name)) and value != defaults[name]]
         if chosen and not self.lora:
@@ -131,7 +142,8 @@ class FineTuning(phalanx.Task):
 
     def tuned(self, kind: LanguageModel) -> nn.Module:
         """A model of the base's configuration, with LoRA beside its linears where that is asked for."""
-        return self.with_lora(language_model(self._config, kind))
+        dtype = None if self.base_dtype == "saved" else DTYPES[self.base_dtype].compute
+        return self.with_lora(language_model(self._config, kind, dtype))
 
     def with_lora(self, model: nn.Module) -> nn.Module:
         """LoRA beside a model's linears, where that is asked for."""

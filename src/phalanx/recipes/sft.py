@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -13,9 +15,10 @@ from torch import nn
 import phalanx
 from phalanx.data.asked import asked
 from phalanx.data.chat import Chat, LossOn
+from phalanx.data.encoded_rows import encoded_once
 from phalanx.data.row_file import RowFile
 from phalanx.data.splitting import split
-from phalanx.data.supervised import Encoded, Supervised, encoded, padded_together
+from phalanx.data.supervised import Encoded, Supervised, padded_together
 from phalanx.models.hugging_face import check_apart, check_length
 from phalanx.questions import Questions
 from phalanx.recipes.fine_tuning import HEALTH, FineTuning
@@ -29,6 +32,8 @@ class SFT(FineTuning):
     packed: bool = True
     """Several conversations a sample, as many as fit; otherwise each is one, padded."""
     loss_on: LossOn = "answers"
+    cache: str = ""
+    """A folder for encoded rows; by default in the user's own for such things."""
     answers: int = 3
     """At each evaluation, so many held-out questions are answered, in a file of the run's folder."""
 
@@ -53,7 +58,10 @@ class SFT(FineTuning):
     def _encoded(self) -> Encoded:
         check_length(self._config, self.length, f"base={self.base}")
         chat = Chat(self._tokenizer, self.loss_on, self.marks)
-        return encoded(RowFile(self.path or HEALTH), chat, self.length, self._config.vocab_size, self.bad_rows)
+        known = os.environ.get("XDG_CACHE_HOME")
+        cache = Path(self.cache) if self.cache else Path(known or Path.home() / ".cache") / "phalanx" / "rows"
+        rows, words = RowFile(self.path or HEALTH), self._config.vocab_size
+        return encoded_once(rows, chat, self.length, words, self.bad_rows, cache)
 
     def _samples(self, held_out: bool) -> Supervised:
         documents = self._encoded.documents

@@ -84,7 +84,8 @@ class Checkpointer(Callback):
         self.neighbours = None if guests is None else Neighbours(engine, guests)
         nobody: Note = lambda kind, **fields: None  # noqa: E731
         self.writer = Writer(engine, manager, generation, policy.keep, policy.keep_every, note or nobody, settle)
-        self.state = State(engine.spread, engine.optimizer, engine.environment.hosts, engine.callbacks.tensors())
+        beside, left_out = engine.callbacks.tensors(), engine.frozen.names
+        self.state = State(engine.spread, engine.optimizer, engine.environment.hosts, beside, left_out)
         if engine.environment.rank == 0:
             self._begin()
         self._saved_at = time.monotonic()
@@ -121,7 +122,6 @@ class Checkpointer(Callback):
 
     def before_step(self) -> None:
         """Tell the others, with the step's one sum, what this rank wants and whether it is ready."""
-        self.state.note_versions()
         signals, last, first = self.engine.signals, self._last, self.engine.environment.rank == 0
         if first and (self.policy.time_due(time.monotonic() - self._saved_at) or self.writer.due_again):
             signals.save = True
@@ -217,6 +217,7 @@ class Checkpointer(Callback):
         """Begin to copy the state as it is now."""
         engine = self.engine
         self.drain()
+        engine.frozen.keep_written()
         entries = [entry for entry in self.state.entries() if entry.kept]
         if self._is_frugal(entries) and not save:
             return
@@ -226,7 +227,8 @@ class Checkpointer(Callback):
         if save:
             self._saved_at = time.monotonic()
             engine.signals.save = False
-        facts = {**engine.facts(), "generation": self.generation, "rank": engine.environment.rank}
+        facts = engine.facts() | engine.frozen.facts(self.state)
+        facts |= {"generation": self.generation, "rank": engine.environment.rank}
         self._last = Save(slot, save, facts, self.state.numbers(), entries, engine.device)
         self._queue.put(self._last)
 

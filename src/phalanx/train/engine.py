@@ -20,6 +20,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from phalanx.checkpoint.frozen import Frozen
 from phalanx.checkpoint.pretrained import beginning
 from phalanx.checkpoint.weights import check_writable
 from phalanx.data.kinds import count_samples
@@ -32,7 +33,6 @@ from phalanx.parallel.communication.mesh import BATCH, Mesh
 from phalanx.parallel.communication.traffic import Traffic
 from phalanx.parallel.spread import Spread
 from phalanx.parallel.weights.blueprint import Blueprint
-from phalanx.parallel.weights.filling import Saved
 from phalanx.parallel.weights.placement import Placement
 from phalanx.parameters import building
 from phalanx.precision import DTYPES
@@ -137,8 +137,11 @@ class Engine:
         blueprint = Blueprint(building(task), task.seed)
         self.anatomy = task.anatomy(blueprint.model)
         placement = Placement.of(blueprint.model, self.anatomy, self.layout, self.dtypes)
-        described_weights, saved = dict(blueprint.model.named_parameters()), self._saved(blueprint.model)
+        described_weights, begun = dict(blueprint.model.named_parameters()), self.init_from or task.pretrained()
+        saved = None if begun is None else beginning(begun, blueprint.model, self.anatomy.tied, task)
         self.spread = Spread(blueprint, placement, self.mesh, self.dtypes, self.device, task.seed, saved)
+        self.frozen = Frozen(self.spread, begun, task.seed)
+        """Weights that are in no checkpoint."""
         undo.callback(self.spread.reduction.close)
         undo.callback(self.callbacks.call, "close")
         self.callbacks.call("on_model", [name for name, trained in self.spread.trainable.items() if trained])
@@ -160,11 +163,6 @@ class Engine:
         check_writable(self.spread)
         self.described = described(self)
         join_beforehand(self)
-
-    def _saved(self, model: nn.Module) -> Saved | None:
-        """Where the task's weights begin, if not as its model's constructor makes them."""
-        path = self.init_from or self.task.pretrained()
-        return None if path is None else beginning(path, model, self.anatomy.tied, self.task)
 
     def loader_of(self, data: Any, order: Order) -> Loader:
         """This rank's part of a data set's batches, in an order."""

@@ -14,6 +14,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
+from phalanx.checkpoint.fitting import check_fits
 from phalanx.checkpoint.manager import CheckpointManager
 from phalanx.checkpoint.manifest import Damaged
 from phalanx.checkpoint.state import State
@@ -155,14 +156,16 @@ def take_up(engine: Engine, manager: CheckpointManager, step: int) -> None:
         manifest = checkpoint.manifest
         tensors = {name: held for name, held in manifest.tensors.items() if name.startswith(KEPT)}
         manifest = replace(manifest, tensors=tensors, numbers={})
-        state = State(engine.spread, engine.optimizer, engine.environment.hosts, engine.callbacks.tensors())
-        state.check(manifest)
+        beside, left_out = engine.callbacks.tensors(), engine.frozen.names
+        state = State(engine.spread, engine.optimizer, engine.environment.hosts, beside, left_out)
+        check_fits(state, manifest)
         checkpoint.read(state.wanted(manifest))
     except (Damaged, OSError) as error:
         damage = str(error)
     damages = [words[0] for words in engine.mesh.world.all_gather_words([damage]) if words[0]]
     if damages:
         raise CannotHere(f"the checkpoint of step {step} cannot be read: {damages[0]}. Choose another.")
+    engine.frozen.take_up(state, manifest)
     engine.step_number = manifest.facts["step"]
     engine.callbacks.restore(manifest.facts.get("callbacks", {}))
     engine.spread.restore_scales(manifest.facts.get("fp8"))

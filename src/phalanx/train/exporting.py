@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from phalanx.checkpoint.export import Progress, everything, export
+from phalanx.checkpoint.frozen import beginnings
 from phalanx.checkpoint.manager import Checkpoint, CheckpointManager
-from phalanx.checkpoint.manifest import Damaged
+from phalanx.checkpoint.manifest import Damaged, Manifest
 from phalanx.checkpoint.verify import manager_of
 from phalanx.errors import WrongUse
 from phalanx.files import exists
 from phalanx.models.beside import beside_names
 from phalanx.parallel.weights.blueprint import Blueprint
+from phalanx.parameters import building
 from phalanx.references import find_task
 from phalanx.run import Run
 from phalanx.settings import make_task
 from phalanx.train.exporting_lora import LoraExport
 from phalanx.verdict import Verdict
+from phalanx.words import many
 
 
 def export_run(
@@ -40,16 +45,17 @@ def export_run(
     checkpoint = _chosen(manager_of(checkpoints or str(path), "Give that URL with --checkpoints."), step)
     if merge and format == "safetensors":
         raise WrongUse("--merge writes a Hugging Face folder. Leave --format safetensors out.")
-    config, beside, model, along = _NOTHING
-    if format != "safetensors":
-        config, beside, model, along = _hugging_face(Run(path))
-        if config is None and format == "hf":
-            raise WrongUse(f"the model of {path} is not one of Hugging Face's. Use --format safetensors.")
-    lora = LoraExport.of(model, beside)
+    plain = format == "safetensors"
+    origin = _Origin() if plain and not checkpoint.manifest.frozen else _Origin.of(Run(path), checkpoint.manifest)
+    checkpoint, origin = replace(checkpoint, began=origin.began), _Origin() if plain else origin
+    config, beside, along = origin.config, origin.folder, origin.along
+    if config is None and format == "hf":
+        raise WrongUse(f"the model of {path} is not one of Hugging Face's. Use --format safetensors.")
+    lora = LoraExport.of(origin.model, beside)
     if merge and lora is None:
         raise WrongUse(f"{path} has trained no LoRA to merge. Leave --merge out.")
     selection = None if lora is None else lora.merged(checkpoint) if merge else lora.alone()
-    if others := beside_names(model):
+    if others := beside_names(origin.model):
         selection = (selection or everything(checkpoint)).without(others)
     if lora is not None and not merge:
         config, along = None, lora.describing(along)
@@ -83,23 +89,39 @@ def _chosen(manager: CheckpointManager, step: int | None) -> Checkpoint:
         raise WrongUse(f"{damage}. Choose another checkpoint with --step.") from None
 
 
-_Exported = tuple[object | None, Path | None, nn.Module, Callable[[Path], None]]
-_NOTHING: _Exported = (None, None, nn.Module(), lambda folder: None)
+@dataclass(frozen=True)
+class _Origin:
+    """What a run's settings say of its model."""
 
+    model: nn.Module = field(default_factory=nn.Module)
+    """Described, without weights."""
+    config: Any = None
+    """Its configuration, if it is one of Hugging Face's."""
+    folder: Path | None = None
+    """Where its weights came from."""
+    along: Callable[[Path], None] = lambda folder: None
+    """Writes all that belongs to it."""
+    began: Callable[[str], Tensor] | None = None
+    """Gives the weights that checkpoints leave out."""
 
-def _hugging_face(run: Run) -> _Exported:
-    """The configuration of the run's model if it is one of Hugging Face's, and where its weights came from.
-
-    Also the model, described, and what writes all that belongs to it.
-    """
-    if not exists(run.settings_path):
-        return _NOTHING
-    saved = run.settings()
-    task = make_task(find_task(run.task(), saved["run"].get("folder")), saved.get("settings", {}))
-    model = Blueprint(task.model, task.seed).model
-    config = getattr(model, "config", None)
-    begun = saved["run"].get("init_from") or task.pretrained()
-    begun = begun.get("") if isinstance(begun, Mapping) else begun
-    known = hasattr(config, "save_pretrained")
-    beside = Path(begun) if begun is not None else None
-    return (config if known else None), beside, model, task.write_along
+    @classmethod
+    def of(cls, run: Run, manifest: Manifest) -> _Origin:
+        """Nothing of a run without settings."""
+        if not exists(run.settings_path):
+            if manifest.frozen:
+                raise WrongUse(
+                    f"the checkpoint leaves {many(len(manifest.frozen), 'frozen weight')} to "
+                    f"{manifest.facts['frozen']['from']}, and {run.path} does not say how they are made. Give the "
+                    "folder of the run, with --checkpoints where these lie elsewhere."
+                )
+            return cls()
+        saved = run.settings()
+        task = make_task(find_task(run.task(), saved["run"].get("folder")), saved.get("settings", {}))
+        blueprint = Blueprint(building(task), task.seed)
+        config = getattr(blueprint.model, "config", None)
+        begun = saved["run"].get("init_from") or task.pretrained()
+        began = beginnings(blueprint, begun, task, manifest) if manifest.frozen else None
+        known, folder = config if hasattr(config, "save_pretrained") else None, begun
+        if isinstance(folder, Mapping):
+            folder = folder.get("")
+        return cls(blueprint.model, known, None if folder is None else Path(folder), task.write_along, began)

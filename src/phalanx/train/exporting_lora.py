@@ -3,18 +3,32 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import torch
 from torch import Tensor, nn
 
 from phalanx.checkpoint.export import Selection
 from phalanx.checkpoint.manager import Checkpoint
+from phalanx.checkpoint.manifest import Held
 from phalanx.errors import WrongUse
 from phalanx.models.adapters import CONFIG, PREFIX, WEIGHTS, adapter_config
-from phalanx.models.lora import MAGNITUDE, A, B, LoraLinear, is_lora, merged
+from phalanx.models.lora import (
+    FOUR_BITS,
+    MAGNITUDE,
+    A,
+    B,
+    FourBitLoraLinear,
+    LoraLinear,
+    is_four_bit,
+    is_lora,
+    merged,
+)
+from phalanx.models.nf4 import FourBits, dequantised
 
 
 @dataclass(frozen=True)
@@ -63,21 +77,25 @@ class LoraExport:
 
     def merged(self, checkpoint: Checkpoint) -> Selection:
         """The model's own weights, with LoRA in them."""
-        if any(linear.weight is None for linear in self.linears.values()):
-            raise WrongUse(
-                "the base was kept in 4 bits, and --merge would round it so. Export without it, and merge with the "
-                "base's own weights: peft's merge_and_unload."
-            )
-        names = [name.removeprefix("model/") for name in checkpoint.manifest.tensors if name.startswith("model/")]
-        own = {name: name for name in names if not is_lora(name)}
-        return Selection(own, partial(_made, self.linears))
+        weights = checkpoint.manifest.weights()
+        own = {name: name for name in weights if not is_lora(name) and not is_four_bit(name)}
+        rounded = {f"{name}.weight": one for name, one in self.linears.items() if isinstance(one, FourBitLoraLinear)}
+        dtype = max((weights[name] for name in own), key=lambda held: math.prod(held.shape)).dtype
+        new = {name: Held(dtype, (one.out_features, one.in_features)) for name, one in rounded.items()}
+        return Selection(own | dict(zip(new, new, strict=True)), partial(_made, self.linears, dtype), new=new)
 
 
-def _made(linears: Mapping[str, LoraLinear], checkpoint: Checkpoint, name: str) -> Tensor:
-    weight, owner = checkpoint.tensor(f"model/{name}"), name.removesuffix(".weight")
+def _made(linears: Mapping[str, LoraLinear], dtype: str, checkpoint: Checkpoint, name: str) -> Tensor:
+    owner = name.removesuffix(".weight")
     if owner not in linears or owner == name:
-        return weight
+        return checkpoint.tensor(f"model/{name}")
+    if isinstance(linear := linears[owner], FourBitLoraLinear):  # as it was computed with
+        bits = FourBits(*(checkpoint.tensor(f"model/{owner}.{part}") for part in FOUR_BITS))
+        weight = dequantised(bits, (linear.out_features, linear.in_features), torch.float32)
+    else:
+        weight = checkpoint.tensor(f"model/{name}")
     a, b = (checkpoint.tensor(f"model/{owner}.{part}.weight") for part in (A, B))
-    dora = linears[owner].lora_magnitude_vector is not None
+    dora = linear.lora_magnitude_vector is not None
     magnitude = checkpoint.tensor(f"model/{owner}.{MAGNITUDE}") if dora else None
-    return merged(weight, a, b, magnitude, linears[owner].scale)
+    whole = merged(weight, a, b, magnitude, linear.scale)
+    return whole.to(getattr(torch, dtype)) if isinstance(linear, FourBitLoraLinear) else whole

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 from phalanx import streams
+from phalanx.checkpoint.frozen import leaves_out
 from phalanx.checkpoint.manager import CheckpointManager
 from phalanx.checkpoint.slot import Slot
 from phalanx.events import EventLog, pause_of, writers
@@ -129,10 +130,10 @@ class Rank:
         return self.job.start_check()
 
     def _engine(self, traffic: Traffic) -> Engine:
-        options = self.job.options
+        options, begins = self.job.options, not self.manager.steps() or leaves_out(self.manager)
         return Engine(
             self.job.task, self.layout, device=self.job.cluster.device, timeout=timedelta(seconds=options.timeout),
-            init_from=None if self.manager.steps() else options.init_from, guard=Guard(options.bad, options.spike),
+            init_from=options.init_from if begins else None, guard=Guard(options.bad, options.spike),
             allow_changes=options.allow == "changes", traffic=traffic, run=self.run,
         )  # fmt: skip
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from phalanx.checkpoint.fitting import check_fits
 from phalanx.checkpoint.index import groups
 from phalanx.checkpoint.manager import CheckpointManager
 from phalanx.checkpoint.manifest import Chunk, Damaged, Held, Manifest
@@ -65,7 +66,8 @@ class Restorer:
         self.engine, self.manager, self.slots, self.generation = engine, manager, slots, generation
         self.own = slots if own is None else own
         self.note = note or (lambda kind, **fields: None)
-        self.state = State(engine.spread, engine.optimizer, engine.environment.hosts, engine.callbacks.tensors())
+        beside, left_out = engine.callbacks.tensors(), engine.frozen.names
+        self.state = State(engine.spread, engine.optimizer, engine.environment.hosts, beside, left_out)
 
     def restore(self) -> str | None:
         """Take up the newest whole state and say where it was; None if there is none."""
@@ -144,7 +146,8 @@ class Restorer:
         for place, tensor in _once(found):
             held[place.name] = held.get(place.name, 0) + tensor.numel()
             shapes[place.name] = torch.Size(place.shape).numel()
-        needed = {f"model/{name}" for name, weight in self.engine.spread.weights.items() if weight.shard.numel()}
+        weights, left_out = self.engine.spread.weights.items(), self.engine.frozen.names
+        needed = {f"model/{name}" for name, weight in weights if weight.shard.numel() and name not in left_out}
         return needed <= held.keys() and all(held[name] == shapes[name] for name in held)
 
     def _from_memory(self, found: list[Staged]) -> None:
@@ -161,6 +164,7 @@ class Restorer:
             views[place.name, place.box] = view
         manifest = Manifest({**found[0].facts, "options": options}, tensors, numbers)
         read(tensors, lambda chunk: views[chunk.tensor, chunk.box], self.state.wanted(manifest))
+        self.engine.frozen.take_up_memory(self.state, manifest)
         self.engine.resume(manifest.facts)
 
     # Memory of all hosts.
@@ -204,12 +208,13 @@ class Restorer:
         try:
             checkpoint = self.manager.open(step)
             checkpoint.manifest.check_facts(checkpoint.where)
-            self.state.check(checkpoint.manifest)
+            check_fits(self.state, checkpoint.manifest)
             checkpoint.read(self.state.wanted(checkpoint.manifest))
         except (Damaged, OSError) as error:
             damage = str(error)
         found = next((words[0] for words in self._everybodys([damage]) if words[0]), None)
         if found is None:
+            self.engine.frozen.take_up(self.state, checkpoint.manifest)
             self.engine.resume(checkpoint.manifest.facts)
         return found
 

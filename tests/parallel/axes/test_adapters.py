@@ -7,11 +7,14 @@ import torch
 from torch import nn
 
 from phalanx import Anatomy, Layout, WrongUse
-from phalanx.models.lora import Lora, LoraKind, attach
+from phalanx.models.lora import FOUR_BITS, Lora, LoraKind, attach
+from phalanx.models.nf4 import Divided, FourBits, dequantised
 from phalanx.models.transformer import Transformer, TransformerConfig
 from phalanx.parallel.axes.cuts import Plan, gather_inside, make_plan
-from tests.parity import TOLERANCE, HostileLanguage, Trace, difference, reference, spread_run
+from tests.parity import PRIME, TOLERANCE, HostileLanguage, Trace, difference, reference, spread_run
 from tests.ranks import Ranks
+
+F64 = torch.float64
 
 
 def model(kind: LoraKind = "lora") -> nn.Module:
@@ -88,10 +91,52 @@ def test_lengths_of_rows_that_are_cut_are_refused() -> None:
         plan("dora")
 
 
-def test_weights_in_4_bits_are_refused() -> None:
-    transformers = pytest.importorskip("transformers", reason="transformers is not installed (the dev extra has it)")
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-    made = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=31, **sizes))
-    attach(made, Lora(3, 6.0), four_bit=True)
-    with pytest.raises(WrongUse, match="keeps its weight in few bits, which tp=2 does not cut"):
-        make_plan(made, Anatomy.of(made), 2)
+class WithFourBits(HostileLanguage):
+    """Rows of an odd width, which are not whole blocks: every rank has all bits."""
+
+    width = 0
+
+    def model(self) -> nn.Module:
+        made = super().model() if not self.width else Transformer(
+            TransformerConfig(vocabulary=PRIME, width=self.width, layers=2, heads=4, kv_heads=2)
+        )  # fmt: skip
+        attach(made, Lora(3, 6.0), four_bit=True)
+        for name, weight in made.named_parameters():
+            if "lora_B" in name:
+                nn.init.normal_(weight, std=0.1)
+        return made
+
+
+class InBlocks(WithFourBits):
+    """Rows of whole blocks, cut between ranks where a linear is cut by its output."""
+
+    width = 64
+
+
+@pytest.mark.parametrize("task", [WithFourBits(steps=2), InBlocks(steps=2)], ids=lambda task: type(task).__name__)
+def test_weights_in_4_bits_train_like_one_device(ranks: Ranks, task: WithFourBits) -> None:
+    expected = reference(task, 1)
+    (trace,) = ranks(2, run_all, task, ["tp=2"])[0]
+    error, where = difference(trace, expected)
+    assert error < TOLERANCE, where
+
+
+def test_whole_blocks_are_cut_with_their_linear() -> None:
+    made = InBlocks().model()
+    found, weights = make_plan(made, Anatomy.of(made), 2), dict(made.named_parameters())
+    name = next(name for name in found.columns if name.endswith("up_proj"))
+    linear = made.get_submodule(name)
+    whole = dequantised(FourBits(*_bits(weights, name)), (linear.out_features, 64), F64)
+    for rank in range(2):
+        cuts = [found.cuts.get(f"{name}.{part}") for part in FOUR_BITS]
+        own = [w if cut is None else cut.take(w, rank) for cut, w in zip(cuts, _bits(weights, name), strict=True)]
+        assert own[0].numel() == weights[f"{name}.weight_packed"].numel() // 2
+        spans = found.cuts[f"{name}.weight"].spans[rank]
+        part = Divided(0, spans, cut=True).of(FourBits(*own), (linear.out_features, 64), F64)
+        assert torch.equal(part, torch.cat([whole[a:b] for a, b in spans]))
+    rows = next(iter(found.rows))
+    assert f"{rows}.weight_packed" not in found.cuts
+
+
+def _bits(weights: dict[str, nn.Parameter], name: str) -> list[nn.Parameter]:
+    return [weights[f"{name}.{part}"] for part in FOUR_BITS]

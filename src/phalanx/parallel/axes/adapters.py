@@ -3,7 +3,8 @@
 Such a linear names the two linears of the product in ``low_rank``, narrow and wide, and ``product`` gives all that it
 computes but the bias. Beside columns the wide one is cut by output; beside rows the narrow one by input, and what it
 adds is a part of the sum over ranks. The other of the two is whole everywhere, and each rank has a part of its
-gradient.
+gradient. Where a linear's own weight is kept in few bits, those are cut by rows if a row is whole blocks of them;
+otherwise every rank has all, and computes with its part.
 """
 
 from __future__ import annotations
@@ -43,6 +44,8 @@ def cut_beside(
     narrow, wide = (f"{name}.{inner}.weight" for inner in beside(module))
     if columns:
         cuts = {wide: (0, spans)}
+        for part, size in getattr(module, "row_sizes", {}).items():  # of its own weight, where that is kept in few bits
+            cuts[f"{name}.{part}"] = 0, [tuple((a * size, b * size) for a, b in own) for own in spans]
         if getattr(module, MAGNITUDE, None) is not None:
             cuts[f"{name}.{MAGNITUDE}"] = 0, spans
         return cuts, [narrow]

@@ -129,8 +129,6 @@ def _closed_groups(block: str, rules: dict[str, Any]) -> Iterator[tuple[str, lis
 def _cut_container(plan: Plan, model: nn.Module, name: str, rules: dict[str, Any], ranks: int) -> None:
     for member, way in rules.items():
         module: Any = model.get_submodule(member)
-        if getattr(module, "weight", 0) is None:
-            raise WrongUse(f"{member} keeps its weight in few bits, which tp={ranks} does not cut. Use fsdp instead.")
         if way == "row" and not _plain(module):
             raise WrongUse(
                 f"{member} is a {type(module).__name__} with a forward of its own, of which tp={ranks} can compute no "

@@ -30,6 +30,8 @@ def attends(names: Sequence[str]) -> bool:
 
 def features(module: Any, out: bool) -> int:
     """How many features a linear gives, or takes."""
+    if module.weight is None:  # kept as something else
+        return int(module.out_features if out else module.in_features)
     return int(module.weight.shape[(not out) == isinstance(module, nn.Linear)])
 
 

@@ -87,6 +87,10 @@ class TensorParallel:
                 wrap(dropout, Around("whole features", self._whole_features))
             if hasattr(module, "nf"):  # Hugging Face's Conv1D shapes its output by it
                 module.nf = sum(stop - start for start, stop in cut.spans[self.group.rank])
+        for name in (*plan.columns, *plan.rows):
+            module, cut = model.get_submodule(name), plan.cuts[f"{name}.weight"]
+            if hasattr(module, "divide"):  # its weight is kept in few bits
+                module.divide(cut.dim, cut.spans[group.rank])
         for row in plan.rows:
             module = model.get_submodule(row)
             container = max((name for name in plan.containers if row.startswith(name + ".")), key=len)

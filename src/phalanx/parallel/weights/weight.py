@@ -113,9 +113,14 @@ class Weight:
         """From here on, what the model's own code writes to it is seen."""
         self._version = version(self.full)
 
+    @property
+    def written(self) -> bool:
+        """Whether the model's own code has written to it, though it is not trained."""
+        return not self.trainable and version(self.full) != self._version
+
     def check_unwritten(self) -> None:
         """Refuse a model that writes to a frozen weight, where what it wrote will be lost: it is not in the shard."""
-        if not self.trainable and self.apart and version(self.full) != self._version:
+        if self.apart and self.written:
             raise WrongUse(
                 f"the model's forward writes to {self.name}, which is no buffer, and what it writes is lost where "
                 "weights are sharded. Keep it with register_buffer."

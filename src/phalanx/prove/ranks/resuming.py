@@ -199,8 +199,8 @@ class Interruption:
 
 
 def emptied(engine: Engine) -> Engine:
-    """The same engine, as if it had just been made, with nothing in its weights."""
-    for weight in engine.spread.weights.values():
+    """The same engine, as if it had just been made, with nothing in the weights that a checkpoint holds."""
+    for weight in (one for name, one in engine.spread.weights.items() if name not in engine.frozen.names):
         for tensor in (weight.shard, weight.full) if weight.storage.always_whole else (weight.shard,):
             _empty(tensor)
     for _, buffer in engine.spread.whole.replicated():
