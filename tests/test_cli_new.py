@@ -32,6 +32,7 @@ def test_it_trains_as_it_is_written(kind: str, tmp_path: Path) -> None:
     assert "3 steps" in done.stdout
 
 
+@pytest.mark.skipif(not Path(RUFF).exists(), reason="ruff is not installed (the dev extra has it)")
 def test_they_are_short_and_tidy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for path in TEMPLATES.glob("*.py.txt"):

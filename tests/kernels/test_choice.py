@@ -32,6 +32,7 @@ def test_ranks_agree_on_every_kernel_that_a_run_has() -> None:
     assert sorted(ast.literal_eval(done.stdout)) == [
         "Adam's update",
         "FlashAttention 4",
+        "codes of few bits",
         "the cross-entropy",
         "transposing 8 bits",
     ]

@@ -31,7 +31,7 @@ def decode(rows: Tensor, bits: int, out: Tensor) -> None:
     """See the twin."""
     blocks = len(out) // BLOCKS[bits]
     _decode[(triton.cdiv(blocks, ROWS),)](
-        rows, out, len(rows), blocks, HALF=BLOCKS[bits] // 2, BITS=bits, BYTES=block_bytes(bits, out.dtype), ROWS=ROWS,
+        rows, out, blocks, COUNT=len(rows), HALF=BLOCKS[bits] // 2, BITS=bits, BYTES=block_bytes(bits, out.dtype), ROWS=ROWS,
         num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
 
@@ -78,12 +78,15 @@ def _magnitude(x):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _decode(rows, out, count, blocks, HALF: tl.constexpr, BITS: tl.constexpr, BYTES: tl.constexpr, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
+def _decode(  # type: ignore[no-untyped-def]
+    rows, out, blocks, COUNT: tl.constexpr, HALF: tl.constexpr, BITS: tl.constexpr, BYTES: tl.constexpr,
+    ROWS: tl.constexpr,
+):  # fmt: skip
     block = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     here = block < blocks
     column = tl.arange(0, HALF)[None, :]
     low, high = _said(rows + block * BYTES, column, here, HALF, BITS, BYTES)
-    for row in range(1, count):
+    for row in range(1, COUNT):
         more, most = _said(rows + (blocks * row + block) * BYTES, column, here, HALF, BITS, BYTES)
         low, high = low + more, high + most
     first = block * (2 * HALF) + column
