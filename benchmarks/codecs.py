@@ -1,6 +1,8 @@
 """How fast codecs are on one core: Gbit/s of float32 that they encode and decode, beside a copy of the same memory.
 
-    python benchmarks/codecs.py [--quick]
+    python benchmarks/codecs.py [--quick] [--gpu]
+
+With ``--gpu`` on a GPU instead, in GB/s of float32, by its own clock.
 
 Encoding is of a gradient with what is owed of it, if the codec owes; decoding is of two ranks' bytes into one sum, each
 counted. Times are of the processor, so that others on it do not count.
@@ -10,7 +12,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -23,11 +25,11 @@ from phalanx.parallel.communication.codecs.chosen import Coding
 from phalanx.parallel.communication.codecs.codec import Codec
 from report import Figure, report
 
-GBIT = 10.0
-"""A second a core is enough for so many, of encoding and of decoding."""
+GBIT, GIGABYTES = 10.0, 200.0
+"""A second a core is enough for so many, of encoding and of decoding; and a second of a GPU's."""
 
 
-def seconds(call: Callable[[], object], times: int) -> float:
+def seconds_of_core(call: Callable[[], object], times: int) -> float:
     """The least of some."""
     found = []
     for _ in range(times):
@@ -37,11 +39,24 @@ def seconds(call: Callable[[], object], times: int) -> float:
     return min(found)
 
 
-def measured(codec: Codec, size: int, times: int) -> tuple[float, float]:
+def seconds_of_gpu(call: Callable[[], object], times: int) -> float:
+    """Of one of some in a row."""
+    call()
+    began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    began.record()
+    for _ in range(times):
+        call()
+    ended.record()
+    torch.cuda.synchronize()
+    return began.elapsed_time(ended) / 1e3 / times
+
+
+def measured(codec: Codec, size: int, times: int, device: str = "cpu") -> tuple[float, float]:
     """Gbit/s of encoding and of decoding."""
-    x, owed, left = torch.randn(3, size)
+    seconds = seconds_of_gpu if device == "cuda" else seconds_of_core
+    x, owed, left = torch.randn(3, size, device=device)
     feedback = (owed, left) if codec.feedback else (None, None)
-    rows = torch.empty(2, codec.size(size, x.dtype), dtype=torch.uint8)
+    rows = torch.empty(2, codec.size(size, x.dtype), dtype=torch.uint8, device=device)
     for row in rows:
         codec.encode(x, row)
     encode = seconds(lambda: codec.encode(x, rows[0], *feedback), times)
@@ -49,12 +64,25 @@ def measured(codec: Codec, size: int, times: int) -> tuple[float, float]:
     return 32e-9 * size / encode, 2 * 32e-9 * size / decode
 
 
+def on_gpu() -> Iterator[Figure]:
+    size = 1 << 27
+    for comm in ("bf16", "int8", "int4"):
+        coding = Coding.of(Layout(dp=2, comm=comm))
+        assert coding is not None
+        for name, speed in zip(("encode", "decode"), measured(coding.gradients, size, 20, "cuda"), strict=True):
+            note = f"{speed / 8:,.0f} GB/s of float32"
+            yield Figure(f"{comm} {name} on a GPU, seconds for 200 GB", GIGABYTES / (speed / 8), 1.0, note)
+
+
 def main() -> None:
     quick = "--quick" in sys.argv
+    if "--gpu" in sys.argv:
+        report(list(on_gpu()))
+        return
     torch.set_num_threads(1)
     size, times = (1 << 22, 3) if quick else (1 << 24, 9)
     x, y = torch.randn(2, size)
-    copy = 32e-9 * size / seconds(lambda: y.copy_(x), times)
+    copy = 32e-9 * size / seconds_of_core(lambda: y.copy_(x), times)
     figures = [Figure("copy, seconds for 10 Gbit", GBIT / copy, note=f"{copy:.1f} Gbit/s")]
     for comm in ("bf16", "int8", "int4"):
         coding = Coding.of(Layout(dp=2, comm=comm))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from phalanx.kernels.blockwise_choice import same
 from tests.kernels.apart import runs
@@ -20,6 +19,6 @@ def test_it_is_its_twin() -> None:
     runs("from tests.kernels.test_blockwise_triton import compare; compare('cpu')", TRITON_INTERPRET="1")
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+@pytest.mark.gpu
 def test_it_is_its_twin_on_a_gpu() -> None:
     compare("cuda")

@@ -31,8 +31,8 @@ def decode(rows: Tensor, bits: int, out: Tensor) -> None:
     """See the twin."""
     blocks = len(out) // BLOCKS[bits]
     _decode[(triton.cdiv(blocks, ROWS),)](
-        rows, out, blocks, COUNT=len(rows), HALF=BLOCKS[bits] // 2, BITS=bits, BYTES=block_bytes(bits, out.dtype), ROWS=ROWS,
-        num_warps=4, enable_fp_fusion=False,
+        rows, out, blocks, COUNT=len(rows), HALF=BLOCKS[bits] // 2, BITS=bits, BYTES=block_bytes(bits, out.dtype),
+        ROWS=ROWS, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
 
 
