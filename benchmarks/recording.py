@@ -78,7 +78,7 @@ class Unrecorded(FlightRecorder):
     def launched(self, *given: Any, **named: Any) -> int:
         return 0
 
-    arrived = waiting = left = lambda self, record: None
+    arrived = waiting = left = lambda self, *given: None
 
 
 def _recording(engine: phalanx.Engine, folder: Path, ring: EventRing | None = None) -> StepRecording:

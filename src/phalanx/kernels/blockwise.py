@@ -36,9 +36,10 @@ def encode(
     size = BLOCKS[bits]
     rows = (x if owed is None else x + owed).view(-1, size)
     largest = rows.abs().amax(1, keepdim=True)
-    finite, inverse = largest.isfinite(), torch.full_like(largest, full) / largest  # not torch's reciprocal times full
+    top = torch.full_like(largest, full)  # a number would make a product with its reciprocal of it
+    finite, inverse = largest.isfinite(), top / largest
     usable = finite & inverse.isfinite()
-    scale = torch.where(usable | ~finite, largest / full, 0)
+    scale = torch.where(usable | ~finite, largest / top, 0)
     codes = torch.where(usable, (rows * inverse).round_(), 0)
     if left is not None:
         left.copy_((rows - codes * scale).view(-1))

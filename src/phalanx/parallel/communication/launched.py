@@ -48,7 +48,7 @@ class Launched:
             self._watched.__exit__(kind, error, trace)
             self._watched = None
         if kind is None:  # where it failed it was never left
-            traffic.recorder.left(self.record)
+            traffic.recorder.left(self.record, self.cuda)
             if self.cuda:
                 ended = now(True)
                 traffic.exposure.waited(self.axis, self.since, self._waits, ended)

@@ -154,8 +154,11 @@ class FlightRecorder:
         if self._numbers[at + LAST] == record // GROUPS:  # else its place is another's by now
             self._numbers[at + WAITING] = time.time_ns()
 
-    def left(self, record: int) -> None:
-        """And now not any more. Where nobody tells when a GPU comes to it, it has by now."""
+    def left(self, record: int, on_gpu: bool = False) -> None:
+        """And now not any more. Where nobody tells when a GPU comes to it, it has by now.
+
+        ``on_gpu``: what was waited is the device's to tell.
+        """
         number, row = divmod(record, GROUPS)
         at, numbers = RECORDS_IN + number % RECORDS * WIDTH, self._numbers
         if numbers[at + LAST] != number:
@@ -165,7 +168,7 @@ class FlightRecorder:
             return
         if numbers[GROUPS_IN + row * GROUP_WIDTH] < (sequence := numbers[at + SEQUENCE] & LARGEST):
             self._came(row, sequence)
-        if threading.get_ident() == self._main:
+        if not on_gpu and threading.get_ident() == self._main:
             sums, waiting = self._sums, numbers[at + WAITING]
             sums.waited[self._phase] += now - waiting
             sums.along[row] += now - waiting
