@@ -50,7 +50,7 @@ class EventRing:
         while at < self.header[PUT]:
             length, checksum = FRAME.unpack(self._read(at, FRAME.size))
             piece = self._read(at + FRAME.size, length) if length <= RING_BYTES else b""
-            if zlib.crc32(piece) != checksum:
+            if not length or zlib.crc32(piece) != checksum:
                 return  # it is not all there yet
             at += FRAME.size + length
             yield piece, at

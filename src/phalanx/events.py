@@ -26,6 +26,8 @@ BACKLOG_BYTES = 64 << 20
 """Events that wait in memory for a disk to take them; more than that are lost, and counted."""
 SETTLE_SECONDS = 60.0
 LARGEST_EVENT = RING_BYTES // 2
+KEPT_LETTERS, KEPT_ITEMS = 1000, 60
+"""Of texts and lists of one that is larger."""
 StepFields = tuple[Mapping[str, Any], Mapping[str, float], Mapping[str, int], bool]
 """What `StepLines.of` takes."""
 
@@ -154,7 +156,7 @@ class EventLog:
         """``pause`` and ``shared``: as `EventAppender` has them."""
         self._ring, self._file = ring, None if ring else EventAppender(run, rank, pause, shared=shared)
         self._unsent: deque[bytes] = deque()
-        self._bytes = 0
+        self._bytes = self._lost = 0
         self._lock = threading.Lock()
         if ring is not None:
             ring.header[PAUSE], ring.header[IS_SHARED] = round(1000 * pause), shared
@@ -176,30 +178,40 @@ class EventLog:
             self._file.take(kind, time.time(), fields)
             return
         piece = pickle.dumps((kind, time.time(), fields), pickle.HIGHEST_PROTOCOL)
+        if len(piece) > LARGEST_EVENT:
+            piece = pickle.dumps((kind, time.time(), _shortened(fields)), pickle.HIGHEST_PROTOCOL)
         with self._lock:
-            if self._bytes + len(piece) <= BACKLOG_BYTES:
+            if len(piece) <= LARGEST_EVENT and self._bytes + len(piece) <= BACKLOG_BYTES:
                 self._unsent.append(piece)
                 self._bytes += len(piece)
+            else:
+                self._lost += 1
             self._send()
 
     def _send(self) -> None:
-        """What there is room for; one that never fits is none."""
+        """What there is room for."""
         assert self._ring is not None
-        while self._unsent and (len(self._unsent[0]) > LARGEST_EVENT or self._ring.put(self._unsent[0])):
+        while self._unsent and self._ring.put(self._unsent[0]):
             self._bytes -= len(self._unsent.popleft())
 
-    def settle(self, seconds: float = SETTLE_SECONDS) -> None:
-        """Wait until all events so far are in their file; not for ever, where a disk does not answer."""
+    def settle(self, seconds: float = SETTLE_SECONDS) -> bool:
+        """Wait until all events so far are in their file, and not for ever: whether they are."""
         deadline = time.monotonic() + seconds
-        while self._ring is not None and time.monotonic() < deadline:
+        while self._ring is not None:
             with self._lock:
                 self._send()
                 if not self._unsent and self._ring.empty:
-                    return
+                    break
+            if time.monotonic() > deadline:
+                return False
             time.sleep(0.002)
+        return True
 
     def close(self) -> None:
-        self.settle()
+        """What could not be handed over is said to be lost."""
+        settled = self.settle()
+        if not settled or self._lost:
+            say(f"   note  {self._lost + len(self._unsent)} events of this rank were lost", file=streams.stderr())
         if self._file is not None:
             self._file.close()
 
@@ -212,6 +224,17 @@ class EventLog:
         if error is not None:
             self.write("failure", reason=f"{type(error).__name__}: {error}")
         self.close()
+
+
+def _shortened(value: Any) -> Any:
+    """Long texts and lists cut off, and marked so: one event may not take all the room there is."""
+    if isinstance(value, dict):
+        return {name: _shortened(item) for name, item in list(value.items())[:KEPT_ITEMS]}
+    if isinstance(value, (list, tuple)):
+        kept = [_shortened(item) for item in value[:KEPT_ITEMS]]
+        return type(value)(kept if len(value) <= KEPT_ITEMS else [*kept, f"and {len(value) - KEPT_ITEMS} more"])
+    long = isinstance(value, str) and len(value) > KEPT_LETTERS
+    return f"{value[:KEPT_LETTERS]} ... (cut off: {len(value)} letters)" if long else value
 
 
 def _drop_cut_line(path: Path) -> None:

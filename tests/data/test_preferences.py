@@ -11,7 +11,7 @@ import pytest
 
 from phalanx.data.chat import Chat
 from phalanx.data.chat_tokenizer import trained
-from phalanx.data.preferences import AnsweredPrompt, Judged, PreferenceReader, Preferences, judgements, pairs
+from phalanx.data.preferences import AnsweredPrompt, Judged, PreferenceReader, Preferences, apart, judgements, pairs
 from phalanx.data.row_file import RowFile
 from phalanx.errors import WrongUse
 
@@ -89,8 +89,8 @@ def test_judged_rows_and_pairs_split(tmp_path: Path, chat: Chat) -> None:
     ]  # fmt: skip
     pair = {"prompt": TEXTS[0], "chosen": TEXTS[1], "rejected": TEXTS[2]}
     other = {"prompt": TEXTS[3], "chosen": TEXTS[4], "rejected": TEXTS[2]}
-    found = read(tmp_path, chat, [pair, other], judgements).answers
-    assert [each.good for each in found if isinstance(each, Judged)] == [True, True, False, False]
+    found = apart(read(tmp_path, chat, [pair, other], judgements).answers)
+    assert [each.good for each in found] == [True, True, False, False]
 
 
 @pytest.mark.parametrize(("row", "said"), [

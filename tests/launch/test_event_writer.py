@@ -103,3 +103,35 @@ def test_a_folder_that_does_not_answer_holds_up_no_rank(tmp_path: Path, monkeypa
             break
         time.sleep(0.05)
     assert sorted(event["step"] for event in found) == [0, 1]
+
+
+def test_what_one_rank_left_costs_the_others_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """A folder in the place of its file; when it is gone, what waits is written."""
+    writer = EventWriter(Run.create(tmp_path / "run", "x"), 2)
+    writer.begin(4)
+    writer.run.events_path(4).mkdir(parents=True)
+    first, second = log(writer, 0), log(writer, 1)
+    first.write("start", step=1)
+    second.write("start", step=2)
+    writer.start()
+    assert second.settle()
+    assert not first.settle(0.2)
+    writer.run.events_path(4).rmdir()
+    assert first.settle()
+    writer.end()
+    assert [[event["step"] for event in writer.run.events(rank)] for rank in (4, 5)] == [[1], [2]]
+    assert capfd.readouterr().err.count("events of rank 4 cannot be written") == 1
+
+
+def test_a_large_event_is_cut_off_and_says_so(tmp_path: Path) -> None:
+    writer = EventWriter(Run.create(tmp_path / "run", "x"), 1)
+    writer.begin(4)
+    mine = log(writer, 0)
+    mine.write("failure", reason="x" * RING_BYTES, steps=list(range(RING_BYTES)), step=3)
+    writer.start()
+    mine.close()
+    writer.end()
+    (event,) = writer.run.events(4)
+    assert event["step"] == 3
+    assert event["reason"].endswith(f"(cut off: {RING_BYTES} letters)")
+    assert event["steps"][-1] == f"and {RING_BYTES - 60} more"

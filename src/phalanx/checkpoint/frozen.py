@@ -129,7 +129,7 @@ def leaves_out(manager: CheckpointManager) -> bool:
     for step in reversed(manager.steps()):
         try:
             return "frozen" in manager.open(step).manifest.facts
-        except Damaged:
+        except (Damaged, OSError):
             continue
     return False
 

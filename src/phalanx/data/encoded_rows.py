@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import shutil
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -83,13 +84,12 @@ def _alone(lock: Path) -> Iterator[None]:
     """Nobody else is in here, on this host at least; whoever ends, by a kill too, leaves."""
     with lock.open("a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
+        os.utime(lock)
         yield
 
 
 def _write(place: Path, found: Encoded) -> None:
-    unfinished = place.with_name(f"{place.name}.{os.getpid()}.unfinished")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir()
+    unfinished = Path(tempfile.mkdtemp(prefix=f"{place.name}.", suffix=".unfinished", dir=place.parent))
     try:
         np.save(unfinished / "tokens.npy", np.concatenate([ids for ids, _ in found.documents]))
         np.save(unfinished / "counted.npy", np.concatenate([counted for _, counted in found.documents]))
@@ -99,6 +99,9 @@ def _write(place: Path, found: Encoded) -> None:
         for path in unfinished.iterdir():
             with path.open("rb") as file:
                 os.fsync(file.fileno())
+        if (place / FACTS).exists():  # of another host, whose lock this one does not see: its ranks have it mapped
+            shutil.rmtree(unfinished)
+            return
         shutil.rmtree(place, ignore_errors=True)  # what has no facts
         unfinished.rename(place)
     except BaseException:

@@ -155,13 +155,18 @@ def pairs(rows: RowFile, reader: PreferenceReader, bad_rows: BadRows) -> Prefere
 
 
 def judgements(rows: RowFile, reader: PreferenceReader, bad_rows: BadRows) -> Preferences:
-    """Each row's answer and whether it is good; of pairs first all that are better, then all that are worse."""
-    if not _are_pairs(rows):
-        found, left_out = fit_rows(rows, reader.judged, bad_rows)
-        return Preferences(found, len(rows), left_out, _cut([each.answer for each in found]))
-    of_pairs = pairs(rows, reader, bad_rows)
-    apart = [Judged(pair[place], good) for place, good in ((0, True), (1, False)) for pair in of_pairs.answers]  # type: ignore[index]
-    return Preferences(apart, of_pairs.rows, of_pairs.left_out, of_pairs.cut)
+    """Each row's answer and whether it is good, or its two answers, to be taken `apart`."""
+    if _are_pairs(rows):
+        return pairs(rows, reader, bad_rows)
+    found, left_out = fit_rows(rows, reader.judged, bad_rows)
+    return Preferences(found, len(rows), left_out, _cut([each.answer for each in found]))
+
+
+def apart(answers: Sequence[Pair] | Sequence[Judged]) -> list[Judged]:
+    """Answers one by one; of pairs first all that are better, then all that are worse."""
+    judged = [each for each in answers if isinstance(each, Judged)]
+    of_pairs = [each for each in answers if not isinstance(each, Judged)]
+    return judged + [Judged(pair[place], good) for place, good in ((0, True), (1, False)) for pair in of_pairs]
 
 
 def _are_pairs(rows: RowFile) -> bool:

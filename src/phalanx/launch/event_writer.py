@@ -10,8 +10,9 @@ import mmap
 import pickle
 import threading
 
+from phalanx import streams
 from phalanx.event_ring import BYTES, IS_SHARED, PAUSE, EventRing
-from phalanx.events import EventAppender
+from phalanx.events import EventAppender, say
 from phalanx.run import Run
 
 TAKE_SECONDS = 0.05
@@ -28,6 +29,8 @@ class EventWriter:
         self._first = 0
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
+        self._refused: set[int] = set()
+        """Ranks of which that has been said."""
         self.begin(0)
 
     def begin(self, first: int) -> None:
@@ -53,6 +56,7 @@ class EventWriter:
 
     def _taking(self, rings: list[EventRing], first: int, over: threading.Event) -> None:
         files: dict[int, EventAppender] = {}
+        self._refused.clear()
         while not over.wait(TAKE_SECONDS):
             self._take(rings, first, files)
         self._take(rings, first, files)
@@ -61,12 +65,14 @@ class EventWriter:
 
     def _take(self, rings: list[EventRing], first: int, files: dict[int, EventAppender]) -> None:
         for rank, ring in enumerate(rings, first):
-            until = 0
-            for piece, end in ring.pieces():
-                if rank not in files:
-                    pause, shared = ring.header[PAUSE] / 1000, bool(ring.header[IS_SHARED])
-                    files[rank] = EventAppender(self.run, rank, pause, shared=shared)
-                files[rank].take(*pickle.loads(piece))
-                until = end
-            if until:
-                ring.take(until)
+            try:
+                for piece, end in ring.pieces():
+                    if rank not in files:
+                        pause, shared = ring.header[PAUSE] / 1000, bool(ring.header[IS_SHARED])
+                        files[rank] = EventAppender(self.run, rank, pause, shared=shared)
+                    files[rank].take(*pickle.loads(piece))
+                    ring.take(end)
+            except Exception as error:  # what one rank left must not cost the others theirs; it is tried again
+                if rank not in self._refused:
+                    say(f"   note  events of rank {rank} cannot be written: {error}; they wait", streams.stderr())
+                self._refused.add(rank)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import phalanx
 from phalanx.data.compared import Compared, Judgements
-from phalanx.data.preferences import PreferenceReader, Preferences, judgements
+from phalanx.data.preferences import PreferenceReader, Preferences, apart, judgements
 from phalanx.data.row_file import RowFile
 from phalanx.models.beside import anatomy_beside, put_beside
 from phalanx.models.hugging_face import language_model
@@ -102,7 +102,7 @@ class DPO(Preferring):
         return judgements(rows, reader, self.bad_rows) if self.method == "kto" else super().read(rows, reader)
 
     def samples(self, answers: Sequence[Any]) -> Compared | Judgements:
-        return Judgements(answers, self.length, self._pad) if self.method == "kto" else super().samples(answers)
+        return Judgements(apart(answers), self.length, self._pad) if self.method == "kto" else super().samples(answers)
 
     def beforehand(self) -> Callable[[Any, dict[str, Any]], Mapping[str, Tensor]] | None:
         """The reference is the model as it is before the first step."""

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -60,8 +60,6 @@ class Embed(phalanx.Task):
     global_batch: int = 32
     steps: int = 100
     learning_rate: float = 2e-4
-    rate: Literal["cosine", "linear", "constant"] = "cosine"
-    """How the learning rate goes on after the warm-up: down to a tenth, down to nothing, or as it is."""
     weight_decay: float = 0.01
 
     def check(self) -> None:
@@ -206,15 +204,3 @@ class Embed(phalanx.Task):
         for size in self.sizes:
             found |= {f"{name}_of_{size}": value for name, value in retrieval(embeddings[..., :size], ids).items()}
         return found
-
-    def schedule(self) -> Callable[[int], float] | Mapping[str, Callable[[int], float]]:
-        if self.rate == "cosine":
-            return super().schedule()
-
-        def factor(step: int) -> float:
-            if step < self.warmup_steps:
-                return (step + 1) / self.warmup_steps
-            done = (step - self.warmup_steps) / max(1, self.steps - self.warmup_steps)
-            return 1.0 if self.rate == "constant" else max(0.0, 1.0 - done)
-
-        return factor

@@ -62,28 +62,29 @@ class Preferring(FineTuning):
         """A data set of some answers: by default of pairs."""
         return Compared(answers, self._pad)
 
-    def _part(self, held_out: bool) -> Compared | Judgements:
-        answers: Sequence[Any] = self._preferences.answers
+    def _part(self, held_out: bool) -> list[Any]:
+        """Rows of which both answers are on one side."""
+        answers: list[Any] = list(self._preferences.answers)
         if self.share_held_out:
             self._check_share(len(answers))
             part = split(answers, self.share_held_out)[held_out]
             answers = [part[index] for index in range(len(part))]
-        return self.samples(answers)
+        return answers
 
     @cached_property
     def _training(self) -> Compared | Judgements:
-        return self._part(held_out=False)
+        return self.samples(self._part(held_out=False))
 
     def data(self) -> Compared | Judgements:
         return self._training
 
     def held_out(self) -> Compared | Judgements | None:
-        return self._part(held_out=True) if self.share_held_out else None
+        return self.samples(self._part(held_out=True)) if self.share_held_out else None
 
     def overview(self) -> tuple[dict[str, str], list[str]]:
         """What became of the rows."""
         found, path = self._preferences, self.path or PREFERENCES
-        held = len(found.answers) - len(self._training)
+        held = len(found.answers) - len(self._part(held_out=False))
         parts = [f"{held:,} held out"] if held else []
         notes = [f"left out: {found.left_out}"] if found.left_out else []
         if found.cut:

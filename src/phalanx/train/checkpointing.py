@@ -70,11 +70,11 @@ class Checkpointer(Callback):
         slots: Sequence[Slot] = (),
         guests: Sequence[Sequence[Slot]] | None = None,
         note: Note | None = None,
-        settle: Callable[[], None] = lambda: None,
+        settle: Callable[[], bool] = lambda: True,
     ) -> None:
         """``slots`` are this rank's; ``guests``, where hosts exchange copies, for those of ranks of the host before.
 
-        ``settle`` returns when what was noted is in the run's folder.
+        ``settle`` waits until what was noted is in the run's folder, and says whether it is.
         """
         self.engine, self.manager, self.policy, self.generation = engine, manager, policy, generation
         self._own = [] if slots else [Slot(), Slot()]

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from phalanx.errors import WrongUse
 from phalanx.launch.place import Command, Place, place_of, words_of
 from phalanx.launch.stopping import GRACE
 from phalanx.run import Run, short_name
@@ -79,6 +80,10 @@ def _job(options: Given, place: Place | None) -> Job:
     words = {name: value for name, value in options.items() if name != "run"}
     if place is None:
         return resolve(**words)
+    if place.nodes > 1 and options["evaluate_on"] is not None:
+        raise WrongUse(
+            "--evaluate-on is a process on one host. With several, run phalanx evaluate RUN --follow on one of them."
+        )
     here = dict.fromkeys(("min_nodes", "max_nodes", "meet", "host", "interface"))  # those are for the hosts there
     words["assignments"] = [place.tried(word) for word in words["assignments"]]
     job = resolve(**{**words, **here, "on": f"local:{place.world}", "device": "cpu"})

@@ -37,9 +37,9 @@ class Writer:
         keep: int,
         keep_every: int,
         note: Callable[..., None],
-        settle: Callable[[], None],
+        settle: Callable[[], bool],
     ) -> None:
-        """``settle`` returns when what was noted is in the run's folder."""
+        """``settle`` waits until what was noted is in the run's folder, and says whether it is."""
         self.engine, self.manager, self.generation, self.note = engine, manager, generation, note
         self.keep, self.keep_every = keep, keep_every
         self.settle = settle
@@ -49,7 +49,8 @@ class Writer:
     def write(self, staged: Staged, written: Callable[[], None], given_up: Callable[[], bool]) -> None:
         """Write this rank's part, tell that it is ``written``, and on rank 0 commit all of them."""
         began, rank, step = time.monotonic(), self.engine.environment.rank, staged.step
-        self.settle()  # the steps that led here are accounted for before anybody can go on from it
+        if not self.settle():  # the steps that led here are accounted for before anybody can go on from it
+            say(f"   note  step {step} is saved before its events are written: the run's folder does not take them")
         self._check_weights(staged)
         self._check_room(staged)
         if rank == 0:
