@@ -204,13 +204,14 @@ def export(
     step: Annotated[int | None, typer.Option(help="which checkpoint; by default the last")] = None,
     checkpoints: Annotated[str | None, typer.Option(help="where they lie; by default as the run says")] = None,
     merge: Annotated[bool, typer.Option("--merge", help="of LoRA, the whole model that it makes of its base")] = False,
+    set_: option.Set = [],  # noqa: B006
 ) -> None:
     """Write a run's weights as safetensors, or as a folder that Hugging Face's from_pretrained, or peft's, reads."""
     from phalanx.progress import progress
     from phalanx.train.exporting import export_run
 
     with progress() as show:
-        verdict = export_run(run, to, format, step, lambda n, of: show("exporting", n, of), checkpoints, merge)
+        verdict = export_run(run, to, format, step, lambda n, of: show("exporting", n, of), checkpoints, merge, set_)
     print(verdict)
     raise SystemExit(verdict.exit_code)
 

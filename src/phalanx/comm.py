@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from phalanx.errors import WrongUse, closest
+from phalanx.errors import WrongUse
 
 EXACT = "exact"
 METHODS = ("bf16", "int8", "int4", "topk")
@@ -34,7 +34,7 @@ class Comm:
         name, colon, number = text.partition(":")
         if name not in METHODS or (colon and name != "topk"):
             known = (EXACT, *METHODS[:-1], "topk:1")
-            raise WrongUse(f"comm={text} is not known in a layout; {closest(text, known)}")
+            raise WrongUse(f"comm={text} is not known in a layout. Choose one of: {', '.join(known)}.")
         return cls(name, name in SHARDING, name in OWING, _percent(text, number) if name == "topk" else 0.0)
 
 

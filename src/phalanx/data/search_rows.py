@@ -16,7 +16,7 @@ from torch import Tensor
 
 from phalanx.data.row_file import RowFile
 from phalanx.data.rows import BadRow, BadRows
-from phalanx.errors import WrongUse, closest
+from phalanx.errors import WrongUse
 from phalanx.words import listed, many
 
 QUERY, POSITIVE, NEGATIVE = ("query", "anchor", "question"), ("positive", "answer"), "negative"
@@ -51,7 +51,8 @@ def texts_of(row: Mapping[str, Any]) -> Texts:
 def _one(row: Mapping[str, Any], names: tuple[str, ...]) -> str:
     found = [name for name in names if row.get(name) is not None]
     if not found:
-        raise WrongUse(f"it has no {names[0]}; {closest(names[0], row).removesuffix('.')}")
+        columns = ", ".join(map(str, row)) or "none"
+        raise WrongUse(f"it has no {names[0]}: its columns are {columns}, and each row needs one of {', '.join(names)}")
     if len(found) > 1:
         raise WrongUse(f"it has {' and '.join(found)}, of which one is meant")
     return _text(row[found[0]], found[0])

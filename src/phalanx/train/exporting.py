@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from phalanx.parallel.weights.blueprint import Blueprint
 from phalanx.parameters import building
 from phalanx.references import find_task
 from phalanx.run import Run
-from phalanx.settings import make_task
+from phalanx.settings import make_task, over, parse_assignments
 from phalanx.train.exporting_lora import LoraExport
 from phalanx.verdict import Verdict
 from phalanx.words import many
@@ -35,10 +35,12 @@ def export_run(
     progress: Progress | None = None,
     checkpoints: str | None = None,
     merge: bool = False,
+    assignments: Sequence[str] = (),
 ) -> Verdict:
     """Write the weights of a run's last checkpoint, or of a step's, into a new folder.
 
     Where LoRA was trained, that alone is written, as peft does, or with ``merge`` the model that it makes of its base.
+    ``assignments``: settings that are others than the run's, as where its base lies now.
     """
     if format not in (None, "safetensors", "hf"):
         raise WrongUse(f"--format {format} is not known. Choose safetensors or hf.")
@@ -46,7 +48,11 @@ def export_run(
     if merge and format == "safetensors":
         raise WrongUse("--merge writes a Hugging Face folder. Leave --format safetensors out.")
     plain = format == "safetensors"
-    origin = _Origin() if plain and not checkpoint.manifest.frozen else _Origin.of(Run(path), checkpoint.manifest)
+    origin = (
+        _Origin()
+        if plain and not checkpoint.manifest.frozen
+        else _Origin.of(Run(path), checkpoint.manifest, assignments)
+    )
     checkpoint, origin = replace(checkpoint, began=origin.began), _Origin() if plain else origin
     config, beside, along = origin.config, origin.folder, origin.along
     if config is None and format == "hf":
@@ -105,7 +111,7 @@ class _Origin:
     """Gives the weights that checkpoints leave out."""
 
     @classmethod
-    def of(cls, run: Run, manifest: Manifest) -> _Origin:
+    def of(cls, run: Run, manifest: Manifest, assignments: Sequence[str]) -> _Origin:
         """Nothing of a run without settings."""
         if not exists(run.settings_path):
             if manifest.frozen:
@@ -116,7 +122,8 @@ class _Origin:
                 )
             return cls()
         saved = run.settings()
-        task = make_task(find_task(run.task(), saved["run"].get("folder")), saved.get("settings", {}))
+        values = over(saved.get("settings", {}), parse_assignments(assignments))
+        task = make_task(find_task(run.task(), saved["run"].get("folder")), values)
         blueprint = Blueprint(building(task), task.seed)
         config = getattr(blueprint.model, "config", None)
         begun = saved["run"].get("init_from") or task.pretrained()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -32,6 +33,12 @@ def judge_of(reference: str) -> Judge:
     if not callable(found):
         known = [each for each, value in vars(module).items() if callable(value) and not each.startswith("_")]
         raise WrongUse(f"{file} has no function {name}; {closest(name, known)}")
+    try:
+        inspect.signature(found).bind("question", "answer", "reference")
+    except ValueError:  # it does not say what it takes
+        pass
+    except TypeError as error:
+        raise WrongUse(f"{name} of {file} cannot be called with three texts ({error}). {HOW}") from None
     judge: Judge = found
     return judge
 
