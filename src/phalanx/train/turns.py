@@ -13,20 +13,30 @@ import torch
 from torch import nn
 
 from phalanx.callbacks import Callback, Freeze
+from phalanx.comm import Comm
 from phalanx.errors import WrongUse
+from phalanx.layout import Layout
 from phalanx.task import Task
 
 
 class Turns:
     """Which weights a step trains."""
 
-    def __init__(self, task: Task, trainable: Mapping[str, bool], callbacks: Iterable[Callback] = ()) -> None:
+    def __init__(
+        self,
+        task: Task,
+        trainable: Mapping[str, bool],
+        callbacks: Iterable[Callback] = (),
+        layout: Layout | None = None,
+    ) -> None:
         """``trainable``: every weight of the model, and whether it is trained at all.
 
         ``callbacks``: those of the task, which may leave weights out of some steps.
         """
         self.task = task
         self._choosing = [each for each in callbacks if type(each).trains is not Callback.trains]
+        if layout is not None:
+            self._check_owing(layout)
         self._taken = "", -1
         self.fingerprint = 0
         """Says which weights callbacks let this step train: the same on all ranks, or they go apart."""
@@ -51,6 +61,19 @@ class Turns:
         for step in sorted({0, *ends}) if self._choosing else ():
             if step < task.steps:
                 self._check_some(step)
+
+    def _check_owing(self, layout: Layout) -> None:
+        """Refuse to owe gradients of weights that a later step may leave out: what is owed of them would be lost."""
+        method = Comm.parse(layout.comm)
+        if method is None or not method.owes or not layout.coded_axis:
+            return
+        stopping = sorted({type(each).__name__ for each in self._choosing if not _only_begins(each)})
+        if len(set(self.task.turns)) > 1 or stopping:
+            why = "its turns leave" if len(set(self.task.turns)) > 1 else f"{', '.join(stopping)} may leave"
+            raise WrongUse(
+                f"comm={layout.comm} owes what it did not send of a gradient, and of {type(self.task).__name__} {why} "
+                "weights out of later steps, where that would be lost. Use comm=int8 or comm=bf16, which owe nothing."
+            )
 
     def _trains(self, step: int, name: str) -> bool:
         """Whether a step trains a weight."""
@@ -89,3 +112,8 @@ class Turns:
             for name, weight in weights.items():
                 weight.requires_grad_(name in trained)
         return turn
+
+
+def _only_begins(callback: Callback) -> bool:
+    """Whether it leaves weights out of a run's first steps alone, or of all: so before anything is owed of them."""
+    return isinstance(callback, Freeze) and type(callback).trains is Freeze.trains and callback.since == 0
