@@ -17,6 +17,7 @@ from phalanx.comm import Comm
 from phalanx.errors import WrongUse
 from phalanx.layout import Layout
 from phalanx.task import Task
+from phalanx.train.thawed import begins_frozen
 
 
 class Turns:
@@ -87,6 +88,11 @@ class Turns:
                 f"step {step + 1} would train no weight of {type(self.task).__name__}: {kinds} leaves out all of them. "
                 "Let some be trained in every step."
             )
+
+    @property
+    def begin_frozen(self) -> bool:
+        """Whether there are weights that the first steps alone do not train."""
+        return any(map(begins_frozen, self._choosing))
 
     def completed(self, shards: Sequence[nn.Parameter]) -> list[nn.Parameter]:
         """A rank's shards, and for a turn of which it has none, as a stage of a pipeline may, one that stands in."""
