@@ -109,6 +109,26 @@ def test_the_largest_micro_batch_that_no_rank_runs_out_of_memory_with(tmp_path: 
     assert [(one["size"], one["fits"]) for one in found["tried"]] == [(1, True), (2, True), (4, False), (3, True)]
 
 
+def test_the_layout_that_is_advised_can_be_trained_with(tmp_path: Path) -> None:
+    (tmp_path / "points.py").write_text(TASK)
+    words = ("--layout", "dp=2,micro_batch=1", "--memory", "100GiB", "--steps", "1", "--most", "2", "--unchecked")
+    done = phalanx("tune", "batch", "points.py", *words, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "Train with it: --layout dp=2,micro_batch=2 --set global_batch=4, or a multiple" in done.stdout
+
+
+def test_weights_that_begin_frozen_take_the_memory_that_they_will(tmp_path: Path) -> None:
+    (tmp_path / "points.py").write_text(
+        TASK.replace(
+            "        x = self.first(x)", "        assert self.first.weight.requires_grad\n        x = self.first(x)"
+        )
+    )
+    frozen = 'parameters={"first.*": {"frozen_steps": 100}}'
+    words = ("--set", frozen, "--memory", "100GiB", "--steps", "1", "--most", "1", "--unchecked")
+    done = phalanx("tune", "batch", "points.py", *words, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
 def test_the_largest_micro_batch_by_memory_that_ranks_hold(tmp_path: Path) -> None:
     """Each sample holds 16 * 2^18 numbers several times over: 16 MiB each time."""
     words = ("batch", "points.py", "--set", "wide=262144", "--steps", "1")

@@ -13,7 +13,7 @@ from torch import nn, optim
 import phalanx
 from phalanx import Anatomy, ParameterGroup, Task, WrongUse
 from phalanx.parallel.weights.blueprint import Blueprint
-from phalanx.parameters import building, fitted, from_the_end, settings_of
+from phalanx.parameters import _said, building, fitted, from_the_end, settings_of
 from phalanx.settings import make_task, plain_settings
 from phalanx.toml import from_toml, to_toml
 from phalanx.train.optimizers import make_optimizer
@@ -192,5 +192,21 @@ def test_they_are_said_in_words_and_read_back() -> None:
 def test_a_smaller_model_is_fitted() -> None:
     task = Named(parameters={"layers.2.*": ParameterGroup(clip=1.0), "head.*": ParameterGroup(clip=2.0)})
     found, lost = fitted(task, ["layers.0.0.weight", "head.weight"])
-    assert (list(found.parameters), lost) == (["head.*"], ["layers.2.*"])
+    assert (list(found.parameters), lost) == (
+        ["head.*"], ["parameters 'layers.2.*' left out: the smaller model has no such weight"],
+    )  # fmt: skip
     assert len(task.parameters) == 2
+
+
+def test_what_later_patterns_say_of_all_that_is_left_is_left_out() -> None:
+    own = {f"layers.{place}.*": ParameterGroup(clip=2.0 + place) for place in (0, 1)}
+    task = Named(parameters={"layers.*": ParameterGroup(clip=1.0), **own, "head.*": ParameterGroup(clip=9.0)})
+    names = [f"layers.{place}.0.weight" for place in range(3)] + ["head.weight"]
+    assert fitted(task, names) == (task, [])
+    found, lost = fitted(task, [name for name in names if name != "layers.2.0.weight"])
+    assert (list(found.parameters), len(lost)) == ([*own, "head.*"], 1)
+    _said(found.parameters, ["layers.0.0.weight", "layers.1.0.weight", "head.weight"], {})
+    both = Named(parameters={"layers.*": ParameterGroup(clip=1.0, weight_decay=0.0), **own})
+    found, lost = fitted(both, ["layers.0.0.weight", "layers.1.0.weight"])
+    assert found.parameters["layers.*"] == ParameterGroup(weight_decay=0.0)
+    assert lost == ["parameters 'layers.*': clip left out: others say it of all such weights that are left"]

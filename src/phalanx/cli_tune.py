@@ -5,7 +5,7 @@ from __future__ import annotations
 import json as json_text
 import os
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -126,7 +126,7 @@ def _batch(job: Job, memory: str | None, steps: int, most: int | None, quiet: bo
         summary = f"not even one sample fits under {job.layout}"
         how = "What helps: recompute=full, fsdp with zero=3, offload, or a narrower precision."
         return Verdict(False, summary, next=how), result
-    layout = f"{job.layout},".replace("dp=1,", "") + f"micro_batch={found.largest}"
+    layout = replace(job.layout, micro_batch=found.largest)
     end = " Larger ones were not tried: --most, or more data, would." if found.largest == found.most else ""
     ranks = job.layout.batch_ranks
     how = f"Train with it: --layout {layout} --set global_batch={found.largest * ranks}, or a multiple of that."

@@ -10,7 +10,7 @@ import copy
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
@@ -219,10 +219,25 @@ def from_the_end(anatomy: Anatomy) -> dict[str, int]:
 
 
 def fitted(task: Task, names: Sequence[str]) -> tuple[Task, list[str]]:
-    """A task whose model was made smaller, without the patterns that meant blocks that it has no more; and these."""
-    lost = [pattern for pattern in task.parameters if not _matches(pattern, names)]
-    if not lost:
+    """A task whose model was made smaller, without settings of weights that it has no more; and what was left out.
+
+    ``names``: the weights that the smaller model trains.
+    """
+    groups: dict[str, ParameterGroup] = {}
+    notes = []
+    for pattern, group in task.parameters.items():
+        matched = _matches(pattern, names)
+        said = [setting for setting, value in asdict(group).items() if value is not None]
+        idle = [s for s in said if not any(_last(task.parameters, name, s) == pattern for name in matched)]
+        if not matched:
+            notes.append(f"parameters {pattern!r} left out: the smaller model has no such weight")
+        elif idle:
+            which = ", ".join(idle)
+            notes.append(f"parameters {pattern!r}: {which} left out: others say it of all such weights that are left")
+        if len(idle) < len(said):
+            groups[pattern] = replace(group, **dict.fromkeys(idle))
+    if not notes:
         return task, []
     found = copy.copy(task)
-    object.__setattr__(found, "parameters", {p: group for p, group in task.parameters.items() if p not in lost})
-    return found, lost
+    object.__setattr__(found, "parameters", groups)
+    return found, notes

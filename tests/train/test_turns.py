@@ -192,3 +192,50 @@ def test_a_run_that_takes_turns_goes_on_to_the_same_bits(tmp_path: Path) -> None
     assert all(torch.equal(whole[name], half[name]) for name in whole)
     steps = [event["turn"] for event in Run(tmp_path / "half").events(0, "step")]
     assert steps == ["discriminator", "generator"] * 4 + ["discriminator"]
+
+
+class Stopping(Alternating):
+    """Takes no turns; callbacks may leave weights out."""
+
+    turns = ()  # type: ignore[assignment]
+    given: tuple[phalanx.Callback, ...] = ()
+
+    def callbacks(self) -> list[phalanx.Callback]:
+        return list(self.given)
+
+    def optimizer(self, params: Any) -> Any:
+        return torch.optim.SGD(params, lr=1e-2)
+
+    def loss(self, output: Any, batch: Any) -> phalanx.Loss:
+        return phalanx.Loss(criterion("", *output), len(batch["real"]))
+
+
+class Sometimes(phalanx.Callback):
+    def trains(self, step: int, weight: str) -> bool:
+        return step % 2 == 0 or weight.startswith("critic")
+
+
+def refused(task: phalanx.Task, layout: str) -> str:
+    try:
+        with phalanx.Engine(task, Layout.parse(layout), device="cpu") as engine:
+            engine.step(next(iter(engine.batches())))
+    except phalanx.WrongUse as error:
+        return str(error)
+    return ""
+
+
+def refusals() -> list[str]:
+    found = [refused(Alternating(), layout) for layout in ("dp=2,comm=int4", "dp=2,comm=topk:1", "dp=2,comm=int8")]
+    for each in (phalanx.Freeze("maker.*", since=2), Sometimes(), phalanx.Freeze("maker.*", until=2)):
+        task = Stopping()
+        task.given = (each,)
+        found.append(refused(task, "dp=2,comm=int4"))
+    return found
+
+
+def test_what_owes_gradients_is_refused_where_weights_are_left_out_later(ranks: Ranks) -> None:
+    for found in ranks(2, refusals):
+        assert [bool(told) for told in found] == [True, True, False, True, True, False]
+        assert "comm=int4 owes" in found[0]
+        assert "Freeze may leave weights out of later steps" in found[3]
+        assert all(told.endswith("Use comm=int8 or comm=bf16, which owe nothing.") for told in found if told)

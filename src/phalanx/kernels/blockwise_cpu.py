@@ -11,6 +11,7 @@ import fcntl
 import hashlib
 import os
 import platform
+import tempfile
 import warnings
 from functools import cache
 from pathlib import Path
@@ -95,9 +96,11 @@ def _built() -> Path:
         if not whole.exists():
             from torch.utils.cpp_extension import load
 
-            (folder / "lock").unlink(missing_ok=True)  # of a build that was killed: torch would wait for ever
-            built = load(name, [str(SOURCE)], extra_cflags=flags, build_directory=str(folder), is_python_module=False)
-            os.replace(built, whole)
+            # the folder may be of several hosts, and the lock of one: each builds apart, and the first one's is used
+            with tempfile.TemporaryDirectory(dir=folder, ignore_cleanup_errors=True) as own:
+                built = load(name, [str(SOURCE)], extra_cflags=flags, build_directory=own, is_python_module=False)
+                if not whole.exists():
+                    os.replace(built, whole)
     return whole
 
 

@@ -158,6 +158,7 @@ class Docket:
             f"weights, biases and norms disturbed; {ignored}one sample's loss not a number in step {terms.poisoned}",
             f"interrupted before step {terms.half}, saved, and resumed by an engine made anew",
             *([f"half of the experts get no token in step {idle.step}"] if idle else []),
+            *(["weights that begin frozen are so in the first step alone"] if reference.turns.begin_frozen else []),
         ]
         return task, reference
 

@@ -79,10 +79,12 @@ class Findings:
         rung = first(found.differences)
         lead, names = rung[0], list(dict.fromkeys(d.name for d in rung))
         without = replace(layout, comm="exact")
+        told = f"It is {lead.found}, and should be {lead.expected}." if lead.expected else lead.found
         return Finding(
             lead.rung, lead.name, lead.step, lead.error, sorted({d.rank for d in rung}), axes, "few bits",
             affected=names[1:], minimal=str(layout),
-            cause=f"sums in few bits are not what comm={layout.comm} is defined as. {lead.found}",
+            cause=f"{lead.name} is not what one device finds that rounds as comm={layout.comm} is defined to. "
+            f"{told}".rstrip(),
             next=f"Prove {without} first: if that holds, look at parallel/communication/codecs.",
         )  # fmt: skip
 

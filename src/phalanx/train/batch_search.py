@@ -12,6 +12,7 @@ from phalanx.data.loader import seed_globally
 from phalanx.errors import WrongUse
 from phalanx.train.engine import Engine, length
 from phalanx.train.job import Job
+from phalanx.train.thawed import thawed
 from phalanx.train.trying import attempt
 
 MOST = 1024
@@ -72,6 +73,7 @@ def search(job: Job, memory: int | None, steps: int, most: int, tell: Callable[[
         )
     if steps < 1 or most < 1:
         raise WrongUse(f"--steps {steps} and --most {most} try nothing. Give 1 or more of both.")
+    job = replace(job, task=thawed(job.task, 0))  # what is trained later takes memory later
     layout, tried = job.layout, dict[int, Fitting]()
     at_once = layout.batch_ranks * max(2, layout.stages)
     seed_globally(job.task.seed, "data")

@@ -75,8 +75,8 @@ def shrunk(task: Task, needs: Needs) -> Shrunk:
             found.length = SMALL_LENGTH // 2
     now = Blueprint(found.task.model, task.seed).model
     changed = _changes(task, found.task)
-    found.task, lost = fitted(found.task, [name for name, _ in now.named_parameters()])
-    changed += [f"parameters {pattern!r} left out: the smaller model has no such weight" for pattern in lost]
+    found.task, lost = fitted(found.task, [name for name, each in now.named_parameters() if each.requires_grad])
+    changed += lost
     if weights != _weights(now):
         changed.append(f"weights {weights:,} -> {_weights(now):,}")
     if found.length:

@@ -13,20 +13,31 @@ import torch
 from torch import nn
 
 from phalanx.callbacks import Callback, Freeze
+from phalanx.comm import Comm
 from phalanx.errors import WrongUse
+from phalanx.layout import Layout
 from phalanx.task import Task
+from phalanx.train.thawed import begins_frozen
 
 
 class Turns:
     """Which weights a step trains."""
 
-    def __init__(self, task: Task, trainable: Mapping[str, bool], callbacks: Iterable[Callback] = ()) -> None:
+    def __init__(
+        self,
+        task: Task,
+        trainable: Mapping[str, bool],
+        callbacks: Iterable[Callback] = (),
+        layout: Layout | None = None,
+    ) -> None:
         """``trainable``: every weight of the model, and whether it is trained at all.
 
         ``callbacks``: those of the task, which may leave weights out of some steps.
         """
         self.task = task
         self._choosing = [each for each in callbacks if type(each).trains is not Callback.trains]
+        if layout is not None:
+            self._check_owing(layout)
         self._taken = "", -1
         self.fingerprint = 0
         """Says which weights callbacks let this step train: the same on all ranks, or they go apart."""
@@ -52,6 +63,19 @@ class Turns:
             if step < task.steps:
                 self._check_some(step)
 
+    def _check_owing(self, layout: Layout) -> None:
+        """Refuse to owe gradients of weights that a later step may leave out: what is owed of them would be lost."""
+        method = Comm.parse(layout.comm)
+        if method is None or not method.owes or not layout.coded_axis:
+            return
+        stopping = sorted({type(each).__name__ for each in self._choosing if not _only_begins(each)})
+        if len(set(self.task.turns)) > 1 or stopping:
+            why = "its turns leave" if len(set(self.task.turns)) > 1 else f"{', '.join(stopping)} may leave"
+            raise WrongUse(
+                f"comm={layout.comm} owes what it did not send of a gradient, and of {type(self.task).__name__} {why} "
+                "weights out of later steps, where that would be lost. Use comm=int8 or comm=bf16, which owe nothing."
+            )
+
     def _trains(self, step: int, name: str) -> bool:
         """Whether a step trains a weight."""
         return self.task.trains(self.task.turn(step), name) and all(each.trains(step, name) for each in self._choosing)
@@ -64,6 +88,11 @@ class Turns:
                 f"step {step + 1} would train no weight of {type(self.task).__name__}: {kinds} leaves out all of them. "
                 "Let some be trained in every step."
             )
+
+    @property
+    def begin_frozen(self) -> bool:
+        """Whether there are weights that the first steps alone do not train."""
+        return any(map(begins_frozen, self._choosing))
 
     def completed(self, shards: Sequence[nn.Parameter]) -> list[nn.Parameter]:
         """A rank's shards, and for a turn of which it has none, as a stage of a pipeline may, one that stands in."""
@@ -89,3 +118,8 @@ class Turns:
             for name, weight in weights.items():
                 weight.requires_grad_(name in trained)
         return turn
+
+
+def _only_begins(callback: Callback) -> bool:
+    """Whether it leaves weights out of a run's first steps alone, or of all: so before anything is owed of them."""
+    return isinstance(callback, Freeze) and type(callback).trains is Freeze.trains and callback.since == 0

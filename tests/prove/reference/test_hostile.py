@@ -5,9 +5,12 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from phalanx import ParameterGroup
 from phalanx.kernels.linear_cross_entropy import LOGIT_ELEMENTS
+from phalanx.prove.cases import Docket
 from phalanx.prove.reference.hostile import Trial, TrialSamples, cramped, hostile, ignorable
 from phalanx.recipes.gpt import GPT
+from phalanx.train.shrink import Needs
 from tests.prove.tasks import Plain
 
 
@@ -61,3 +64,12 @@ def test_little_is_enough_while_it_is_cramped() -> None:
         assert linear_cross_entropy.LOGIT_ELEMENTS < LOGIT_ELEMENTS
     assert linear_cross_entropy.LOGIT_ELEMENTS == LOGIT_ELEMENTS
     assert GPT().tiny().width < GPT().width
+
+
+def test_weights_that_begin_frozen_are_trained_in_a_proof() -> None:
+    docket = Docket(Plain(parameters={"0.*": ParameterGroup(frozen_steps=1000)}), 3, 2)
+    task, reference = docket._prepared(Needs())
+    assert task.parameters["0.*"].frozen_steps == 1
+    moved = [step.gradients["0.weight"] is not None for step in reference.steps if not step.skipped]
+    assert moved[:2] == [False, True]
+    assert "weights that begin frozen are so in the first step alone" in docket.hostility

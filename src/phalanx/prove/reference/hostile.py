@@ -1,8 +1,8 @@
 """A task as it is proven: the user's own, made awkward on purpose. Friendly data hides most bugs.
 
 Batches do not divide by ranks, an epoch ends within the steps, targets are ignored unevenly, weights that begin as
-zeros or ones do not, some gradients are clipped, there are several micro-batches and buckets, and in one more step a
-sample's loss is not a number.
+zeros or ones do not, those that begin frozen are so in one step alone, some gradients are clipped, there are several
+micro-batches and buckets, and in one more step a sample's loss is not a number.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from phalanx.parallel.randomness.draws import Moment
 from phalanx.prove.replacing import replacing
 from phalanx.task import Batch, Task, as_loss
 from phalanx.train.shrink import FromConfig
+from phalanx.train.thawed import thawed
 from phalanx.train.variant import Variant, variant
 from phalanx.train.widened import Widened
 from phalanx.trees import mapped
@@ -215,6 +216,7 @@ class Hostile(Variant):
 
 def hostile(task: Task, trial: Trial) -> Task:
     """A copy of a task under a trial."""
+    task = thawed(task, min(1, trial.steps - 1))
     proven: Task = variant(
         task, Hostile, steps=trial.steps + 1, epochs=0, precision="float64", workers=0, evaluate_every=0,
         proof_trial=trial, global_batch=trial.batch, warmup_steps=min(1, task.warmup_steps),

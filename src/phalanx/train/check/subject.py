@@ -153,7 +153,8 @@ class Subject:
                 f"{self.name} has {weights:,} weights, too many to try it on the CPU first, and it is not known how to "
                 "make it smaller: give it a tiny(), which returns a copy of itself with small sizes"
             )
-        names = [name for name, _ in Blueprint(small.model, small.seed).model.named_parameters()]
+        described = Blueprint(small.model, small.seed).model
+        names = [name for name, weight in described.named_parameters() if weight.requires_grad]
         return self._built(fitted(small, names)[0]), True
 
     def _enough(self) -> int:
