@@ -297,6 +297,7 @@ KEPT: dict[str, dict[str, int | tuple[str, ...]]] = {
     "recipes/test_distil.py": {
         "test_a_student_comes_near_its_teacher": 0,
         "test_both_models_are_spread": ("tp=2",),
+        "test_it_trains_as_it_comes": 0,
         "test_what_cannot_be_is_refused": 0,
     },
     "recipes/test_fine_tuning.py": {

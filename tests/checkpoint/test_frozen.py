@@ -125,6 +125,28 @@ def test_another_base_is_refused(tmp_path: Path) -> None:
         trained(task, "dp=1", None, tmp_path / "run", 1)
 
 
+@dataclass
+class NarrowFrozen(HalfFrozen):
+    """The first layer is held in half the width where it is computed with so."""
+
+    def model(self) -> nn.Module:
+        model = super().model()
+        model[0].to(torch.bfloat16)
+        return model
+
+
+def test_another_precision_that_holds_the_same_numbers_is_the_same(ranks: Ranks, tmp_path: Path) -> None:
+    trained(NarrowFrozen(precision="bf16"), "dp=1", tmp_path / "narrow", None, 1)
+    assert newest(tmp_path / "narrow").manifest.frozen["0.weight"].dtype == "bfloat16"
+    ranks(2, trained, NarrowFrozen(), "fsdp=2", tmp_path / "wide", tmp_path / "narrow", 1)
+    assert newest(tmp_path / "wide").manifest.frozen["0.weight"].dtype == "float32"
+    trained(NarrowFrozen(precision="bf16"), "dp=1", None, tmp_path / "wide", 1)
+    trained(HalfFrozen(), "dp=1", tmp_path / "exact", None, 1)
+    words = r"0\.bias among them, in float32 then and bfloat16 now: precision=fp32 then"
+    with pytest.raises(WrongUse, match=words):
+        trained(NarrowFrozen(precision="bf16"), "dp=1", None, tmp_path / "exact", 1)
+
+
 def test_copies_in_memory_leave_them_out_too(tmp_path: Path) -> None:
     slots = [Slot(), Slot()]
     with Engine(HalfFrozen(), Layout.parse("dp=1"), device="cpu") as engine:

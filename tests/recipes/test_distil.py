@@ -14,6 +14,7 @@ from phalanx import Layout
 from phalanx.recipes.distil import Distil
 from phalanx.recipes.sft import SFT
 from tests.ranks import Ranks
+from tests.test_cli import phalanx as command
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed (the dev extra has it)")
 
@@ -96,3 +97,10 @@ def test_what_cannot_be_is_refused(taught: Path) -> None:
     config.save_pretrained(taught / "other")
     with pytest.raises(phalanx.WrongUse, match="Choose two models of one family"):
         Distil(teacher=str(taught / "other")).model()
+
+
+def test_it_trains_as_it_comes(tmp_path: Path) -> None:
+    done = command("train", "distil", "--steps", "2", "--device", "cpu", "--run", "run", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert len(list(phalanx.Run(tmp_path / "run").events(0, "step"))) == 2
+    assert (tmp_path / "run" / "answers" / "step-00000002.jsonl").is_file()

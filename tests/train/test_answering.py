@@ -12,6 +12,7 @@ import torch
 import phalanx
 from phalanx import Layout
 from phalanx.questions import ModelAnswer
+from phalanx.recipes.distil import Distil
 from phalanx.recipes.sft import SFT
 from phalanx.run import Run
 from phalanx.train.answering import answered, note_answers, rehearse_answers
@@ -67,3 +68,19 @@ def test_a_few_are_written_into_the_runs_folder(tmp_path: Path) -> None:
     with phalanx.Engine(task, device="cpu") as engine:
         note_answers(engine, Run(tmp_path / "none"))
     assert not (tmp_path / "none").exists()
+
+
+def test_a_model_with_another_one_beside_it_answers_itself() -> None:
+    with phalanx.Engine(Distil(**SETTINGS | {"steps": 0, "answers": 1}), device="cpu") as engine:
+        rehearse_answers(engine)
+        weights, questions = engine.whole_weights(), engine.task.questions()
+        assert questions is not None
+        (found,) = answered(engine, questions, 1, most=3)
+    own = SFT(**SETTINGS).model().double().eval()
+    own.load_state_dict({name: value for name, value in weights.items() if not name.startswith("teacher.")})
+    tokens = list(questions.every[0].tokens)
+    for _ in range(3):
+        with torch.no_grad():
+            tokens.append(int(own(torch.tensor([tokens])).logits[0, -1].argmax()))
+    said = tokens[len(questions.every[0].tokens) :]
+    assert found.answer == questions.decode([token for token in said if token not in questions.ends])

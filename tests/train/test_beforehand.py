@@ -146,3 +146,10 @@ def test_ranks_that_start_again_read_it(tmp_path: Path) -> None:
     losses = {event["step"]: event["loss"] for event in Run(tmp_path / "out").events(0, "step")}
     assert losses[0] == pytest.approx(2.0, abs=1e-5)
     assert losses[5] < losses[0]
+
+
+def test_samples_without_it_are_not_evaluated() -> None:
+    with phalanx.Engine(FromWhereItBegan(), device="cpu") as engine:
+        engine.held_out = engine.in_order(engine.task.data(), "data")
+        with pytest.raises(WrongUse, match=r"do not have what FromWhereItBegan\.beforehand gives"):
+            engine.evaluate()

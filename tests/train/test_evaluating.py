@@ -7,12 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 import phalanx
-from phalanx import WrongUse
+from phalanx import CannotHere, WrongUse
+from phalanx.train.beforehand import FILE
 from phalanx.train.evaluating import Evaluator
+from phalanx.train.exporting import export_run
 from tests.test_cli import GOOD, Done
 from tests.test_cli import phalanx as command
+from tests.train.test_beforehand import FromWhereItBegan, Points
 
 
 @pytest.fixture(scope="module")
@@ -55,3 +60,64 @@ def test_measures_are_those_that_training_found(run: Path) -> None:
 def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(WrongUse, match="holds no run"):
         Evaluator.of(tmp_path)
+
+
+BEGAN = """
+from dataclasses import dataclass
+from tests.train.test_beforehand import FromWhereItBegan
+
+@dataclass
+class Began(FromWhereItBegan):
+    def model(self):
+        model = super().model()
+        model[0].requires_grad_(False)
+        return model
+"""
+
+
+@pytest.fixture(scope="module")
+def began(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that begins in a folder, with frozen weights and with columns that are computed beforehand."""
+    folder = tmp_path_factory.mktemp("began")
+    (folder / "task.py").write_text(BEGAN)
+    (folder / "base").mkdir()
+    with phalanx.Engine(FromWhereItBegan(seed=5), device="cpu") as engine:
+        weights = {name: value.clone() for name, value in engine.whole_weights().items()}
+    save_file(weights, folder / "base" / "model.safetensors")
+    words = ["train", "task.py", "--run", "run", "--init-from", "base", "--steps", "8", "--device", "cpu"]
+    done = command(*words, "--set", "warmup_steps=0", "--set", "learning_rate=0.05", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    return folder / "run"
+
+
+def expected_loss(run: Path, points: Points) -> float:
+    """By the whole models, of the beginning and of the end."""
+    if not (to := run.parent / "exported").exists():
+        export_run(run, to)
+    model, x = FromWhereItBegan().model(), torch.stack([points[index]["x"] for index in range(len(points))])
+    outputs = []
+    with torch.no_grad():
+        for folder in (run.parent / "base", to):
+            model.load_state_dict(load_file(folder / "model.safetensors"))
+            outputs.append(model(x))
+    return float((outputs[1] - outputs[0] - 1).square().sum()) / len(points)
+
+
+def evaluated(run: Path, *assignments: str, data: str = "held-out") -> float:
+    evaluator = Evaluator.of(run, assignments=assignments, data=data, device="cpu")
+    return evaluator.evaluate(evaluator.chosen()).measures["loss"]
+
+
+def test_samples_know_what_was_computed_beforehand_and_frozen_weights_are_those_of_its_folder(began: Path) -> None:
+    assert told(began, "--device", "cpu")["measures"]["loss"] == pytest.approx(expected_loss(began, Points(7, 0.5)), rel=1e-4)
+    assert evaluated(began, data="training") == pytest.approx(expected_loss(began, Points(13)), rel=1e-4)
+
+
+def test_other_rows_are_known_too_and_nothing_of_them_is_kept(began: Path) -> None:
+    kept = (began / FILE).read_bytes()
+    found = evaluated(began, "shift=0.3", data="training")
+    assert found == pytest.approx(expected_loss(began, Points(13, 0.3)), rel=1e-4)
+    assert evaluated(began, "shift=0.3") == pytest.approx(expected_loss(began, Points(7, 0.5)), rel=1e-4)
+    with pytest.raises(CannotHere, match="is of other settings or samples than the run has now"):
+        evaluated(began, "seed=3", "shift=0.3")
+    assert (began / FILE).read_bytes() == kept

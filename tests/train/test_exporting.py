@@ -7,8 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from tqdm import tqdm
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from phalanx import WrongUse
+from phalanx.recipes.distil import Distil
 from phalanx.run import Run
 from phalanx.train.exporting import export_run
 from tests.checkpoints import contents, trained
@@ -57,3 +60,21 @@ def test_what_cannot_be_is_refused(run: Run, tmp_path: Path) -> None:
     with pytest.raises(WrongUse, match=r"manifest\.json cannot be read.*--step"):
         export_run(run.path, tmp_path / "to")
     assert not (tmp_path / "to").exists()
+
+
+@pytest.mark.parametrize("lora", [0, 2])
+def test_a_students_folder_names_its_own_dtype(lora: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not that of a teacher, which is larger and narrow."""
+    monkeypatch.setattr(tqdm, "monitor_interval", 0)  # or its bar leaves a thread behind
+    config = Distil()._teachers
+    config.hidden_size, config.head_dim, config.dtype = 4 * config.hidden_size, 4 * config.head_dim, torch.bfloat16
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "teacher")
+    settings = {"teacher": str(tmp_path / "teacher"), "precision": "bf16", "lora": lora, "steps": 1}
+    run = Run(tmp_path / "run")
+    run.path.mkdir()
+    run.write_settings({"run": {"task": "distil"}, "settings": settings})
+    trained(Distil(**settings), "dp=1", run.checkpoints_path, None, 1)
+    export_run(run.path, to := tmp_path / "to", merge=bool(lora))
+    found = load_file(to / "model.safetensors")
+    assert not any(name.startswith("teacher.") for name in found)
+    assert {tensor.dtype for tensor in found.values()} == {torch.float32} == {AutoConfig.from_pretrained(to).dtype}

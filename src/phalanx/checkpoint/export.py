@@ -71,9 +71,11 @@ def export(
         with TemporaryDirectory(prefix=".exporting-", dir=place.parent) as aside:
             unfinished = Path(aside) / "weights"
             unfinished.mkdir()
-            _write(checkpoint, unfinished, shard_bytes, progress, selection or everything(checkpoint))
+            selection = selection or everything(checkpoint)
+            tensors = _selected(checkpoint, selection)
+            _write(checkpoint, unfinished, shard_bytes, progress, selection, tensors)
             if config is not None:
-                _describe(checkpoint, unfinished, config, beside, selection)
+                _describe(tensors, unfinished, config, beside)
             along(unfinished)
             unfinished.rename(place)  # which is not there, or empty still
     except OSError as error:
@@ -87,12 +89,17 @@ def everything(checkpoint: Checkpoint) -> Selection:
     return Selection(dict(zip(names, names, strict=True)))
 
 
-def _write(
-    checkpoint: Checkpoint, folder: Path, shard_bytes: int, progress: Progress | None, selection: Selection
-) -> None:
-    """The weights, in as many files as they need."""
+def _selected(checkpoint: Checkpoint, selection: Selection) -> dict[str, Held]:
+    """What is written, by its name in the files."""
     weights = {**checkpoint.manifest.weights(), **selection.new}
-    tensors = {name: weights[own] for name, own in selection.names.items()}
+    return {name: weights[own] for name, own in selection.names.items()}
+
+
+def _write(
+    checkpoint: Checkpoint, folder: Path, shard_bytes: int, progress: Progress | None, selection: Selection,
+    tensors: dict[str, Held],
+) -> None:  # fmt: skip
+    """The weights, in as many files as they need."""
     shards, stem = list(_shards(tensors, shard_bytes)), selection.file
     names = [f"{stem}.safetensors"] if len(shards) == 1 else [
         f"{stem}-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)
@@ -115,13 +122,9 @@ def _write(
         (folder / f"{stem}.safetensors.index.json").write_text(json.dumps(index, indent=1))
 
 
-def _describe(
-    checkpoint: Checkpoint, folder: Path, config: Any, beside: Path | None, selection: Selection | None
-) -> None:
+def _describe(tensors: dict[str, Held], folder: Path, config: Any, beside: Path | None) -> None:
     """What Hugging Face wants to know of a model, and what goes along with it."""
-    weights = selection.new.values() if selection is not None and selection.new else None
-    weights = weights or checkpoint.manifest.weights().values()
-    config.dtype = max(weights, key=_size).dtype  # or from_pretrained would round to what it came with
+    config.dtype = max(tensors.values(), key=_size).dtype  # or from_pretrained would round to what it came with
     config.save_pretrained(folder)
     for pattern in ALONG if beside is not None and beside.is_dir() else ():
         for found in beside.glob(pattern) if beside else ():

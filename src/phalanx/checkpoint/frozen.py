@@ -8,6 +8,7 @@ is not frozen, nor is one that the model's own code writes to; buffers never are
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -64,17 +65,22 @@ class Frozen:
 
     def _held(self, state: State, names: Iterable[str]) -> dict[str, Held]:
         """What weights are, by a hash of each that all ranks make together."""
-        new = sorted(set(names) - self._hashes.keys())
-        if new:
-            sums = dict.fromkeys(new, 0)
-            for entry in state.values(new):
-                sums[entry.name] += hashed(entry.value, entry.box, entry.shape)
-            total = torch.tensor([_signed(value) for value in sums.values()], device=self.spread.device)
-            self.spread.mesh.world.all_reduce(total).wait()
-            self._hashes |= {name: value % (1 << 64) for name, value in zip(new, total.tolist(), strict=True)}
         weights = self.spread.placement.weights
         dtypes = {name: str(weights[name].policy.dtype).removeprefix("torch.") for name in names}
+        self._hashes |= self._hashed(state, {name: dtypes[name] for name in dtypes.keys() - self._hashes.keys()})
         return {n: Held(dtypes[n], tuple(weights[n].shape), self._hashes[n]) for n in names}
+
+    def _hashed(self, state: State, dtypes: Mapping[str, str]) -> dict[str, int]:
+        """Hashes of weights as they are in these dtypes. All ranks must ask for the same."""
+        if not dtypes:
+            return {}
+        sums = dict.fromkeys(sorted(dtypes), 0)
+        for entry in state.values(sums):
+            value = entry.value.to(getattr(torch, dtypes[entry.name]))
+            sums[entry.name] += hashed(value, entry.box, entry.shape)
+        total = torch.tensor([_signed(value) for value in sums.values()], device=self.spread.device)
+        self.spread.mesh.world.all_reduce(total).wait()
+        return {name: value % (1 << 64) for name, value in zip(sums, total.tolist(), strict=True)}
 
     def take_up(self, state: State, manifest: Manifest) -> None:
         """After a checkpoint was read: is what it leaves out the same here? All ranks must call it."""
@@ -82,7 +88,11 @@ class Frozen:
         missing = {n for n, shape in shapes.items() if shape.numel() and f"model/{n}" not in manifest.tensors}
         missing &= self.spread.trainable.keys()
         self.keep(self.names - missing)
-        self._check(self._held(state, missing), manifest)
+        here, known = self._held(state, missing), manifest.frozen
+        others = {n: known[n].dtype for n, one in here.items() if n in known and known[n].dtype != one.dtype}
+        hashes = self._hashed(state, others)
+        as_saved = {name: replace(here[name], dtype=others[name], hash=value) for name, value in hashes.items()}
+        self._check(here | as_saved, manifest, {name: here[name].dtype for name in others})
         for name in missing - self.names:
             del self._hashes[name]  # it is trained from here on
 
@@ -92,12 +102,17 @@ class Frozen:
         self.keep(name for said in self.spread.mesh.world.all_gather_words(own) for name in said)
         self._check(self._held(state, self.names), manifest)
 
-    def _check(self, here: Mapping[str, Held], manifest: Manifest) -> None:
+    def _check(self, here: Mapping[str, Held], manifest: Manifest, dtypes: Mapping[str, str] | None = None) -> None:
+        """``dtypes``: of those that are held in others than the checkpoint says."""
         said = manifest.facts.get("frozen", {})
         if not here or _joined(here) == said.get("hash"):
             return
         known = manifest.frozen
-        other = next((f", {n} among them" for n, one in sorted(here.items()) if n in known and one != known[n]), "")
+        name = next((n for n, one in sorted(here.items()) if n in known and one != known[n]), None)
+        other = "" if name is None else f", {name} among them"
+        if name is not None and dtypes is not None and name in dtypes:
+            then = manifest.facts["precision"]
+            other += f", in {known[name].dtype} then and {dtypes[name]} now: precision={then} then"
         raise WrongUse(_changed(manifest, self.begun, f"{many(len(here), 'frozen weight')}{other}"))
 
 
@@ -105,7 +120,7 @@ def _changed(manifest: Manifest, begun: object, which: str) -> str:
     return (
         f"{begun} does not give the weights that step {manifest.step} was trained with ({which}), and the checkpoint "
         f"leaves them to {manifest.facts.get('frozen', {}).get('from', 'where they came from')}. Have that as it was: "
-        "the same files, seed and versions; or begin a new run."
+        "the same files, seed, precision and versions; or begin a new run."
     )
 
 

@@ -6,7 +6,7 @@ Every layout can do that, and no rank needs the whole model; there is no cache o
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -123,7 +123,7 @@ def _next(engine: Engine, questions: Questions, rows: list[list[int]]) -> list[i
     ends = [len(row) - 1 for row in rows]
 
     def finish(output: Any, _: dict[str, Any]) -> list[int]:
-        logits = getattr(output, "logits", output)
+        logits = output["logits"] if isinstance(output, Mapping) else getattr(output, "logits", output)
         whole: Tensor = logits.tensor() if isinstance(logits, Logits) else logits
         return [int(token) for token in whole[range(len(ends)), ends].argmax(-1)]
 

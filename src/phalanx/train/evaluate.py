@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from phalanx.data.joined import JoinedSamples
 from phalanx.data.loader import Loader
 from phalanx.errors import WrongUse
 from phalanx.logits import Logits
@@ -43,6 +44,11 @@ def evaluate(
 ) -> Evaluated:
     """What ``Task.evaluate`` measures over all samples, or so many batches of them."""
     task, order = engine.task, loader.order
+    if task.beforehand() is not None and not isinstance(loader.reader.data, JoinedSamples):
+        raise WrongUse(
+            f"these samples do not have what {type(task).__name__}.beforehand gives of each. Evaluate on "
+            "engine.held_out as it is made, or on engine.in_order(engine.loader.reader.data, 'data')."
+        )
     steps = min(order.steps_per_epoch, batches or order.steps_per_epoch)
     sums, collected = computed(engine, loader, steps, task.evaluate, on_batch)
     totals = totals_over_ranks(engine, loader, sums)

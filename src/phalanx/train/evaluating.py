@@ -15,6 +15,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from phalanx.checkpoint.fitting import check_fits
+from phalanx.checkpoint.frozen import leaves_out
 from phalanx.checkpoint.manager import CheckpointManager
 from phalanx.checkpoint.manifest import Damaged
 from phalanx.checkpoint.state import State
@@ -118,11 +119,12 @@ class Evaluator:
         job, options = self.job, self.job.options
         with Engine(
             job.task, job.layout, device=job.cluster.device, timeout=timedelta(seconds=options.timeout),
-            allow_changes=True, run=self.run,
+            init_from=self._init_from(), allow_changes=True, run=self.run,
+            evaluates="data" if self.data == "training" else "held_out",
         ) as engine:  # fmt: skip
             take_up(engine, self.manager, step)
             if self.data == "training":
-                engine.held_out = engine.in_order(job.task.data(), "data")
+                engine.held_out = engine.in_order(engine.loader.reader.data, "data")  # with what is joined to it
             measures = engine.evaluate()
             if job.task.counts == "tokens" and "loss" in measures:
                 measures["perplexity"] = math.exp(min(measures["loss"], 700.0))
@@ -135,6 +137,13 @@ class Evaluator:
                 answers = answered(engine, questions, self.answers)
         measures["exact_match"] = sum(each.exact for each in answers) / len(answers)
         return Evaluation(step, measures, answers)
+
+    def _init_from(self) -> str | None:
+        """The folder that the run began in, if anything of it is needed still."""
+        found: str | None = self.run.settings()["run"].get("init_from")
+        if found is None or leaves_out(self.manager):
+            return found
+        return found if self.job.task.beforehand() is not None and Path(found).exists() else None
 
     def note(self, found: Evaluation, assignments: Sequence[str] = ()) -> str:
         """Write what was found into the run's folder; where its answers are, if there are any."""

@@ -60,8 +60,9 @@ def export_run(
     lora = LoraExport.of(origin.model, beside)
     if merge and lora is None:
         raise WrongUse(f"{path} has trained no LoRA to merge. Leave --merge out.")
-    selection = None if lora is None else lora.merged(checkpoint) if merge else lora.alone()
-    if others := beside_names(origin.model):
+    others = beside_names(origin.model)
+    selection = None if lora is None else lora.merged(checkpoint, others) if merge else lora.alone()
+    if others:
         selection = (selection or everything(checkpoint)).without(others)
     if lora is not None and not merge:
         config, along = None, lora.describing(along)

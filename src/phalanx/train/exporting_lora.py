@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from phalanx.checkpoint.export import Selection
+from phalanx.checkpoint.export import Selection, everything
 from phalanx.checkpoint.manager import Checkpoint
 from phalanx.checkpoint.manifest import Held
 from phalanx.errors import WrongUse
@@ -75,10 +75,10 @@ class LoraExport:
 
         return write
 
-    def merged(self, checkpoint: Checkpoint) -> Selection:
-        """The model's own weights, with LoRA in them."""
-        weights = checkpoint.manifest.weights()
-        own = {name: name for name in weights if not is_lora(name) and not is_four_bit(name)}
+    def merged(self, checkpoint: Checkpoint, beside: Sequence[str] = ()) -> Selection:
+        """The model's own weights, with LoRA in them; nothing of the modules ``beside`` it."""
+        weights, every = checkpoint.manifest.weights(), everything(checkpoint).without(beside).names
+        own = {name: name for name in every if not is_lora(name) and not is_four_bit(name)}
         rounded = {f"{name}.weight": one for name, one in self.linears.items() if isinstance(one, FourBitLoraLinear)}
         dtype = max((weights[name] for name in own), key=lambda held: math.prod(held.shape)).dtype
         new = {name: Held(dtype, (one.out_features, one.in_features)) for name, one in rounded.items()}
