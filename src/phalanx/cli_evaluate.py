@@ -55,3 +55,5 @@ def evaluate(
         print(f"  {name:<{width}}  {value:.6g}")
     if where:
         print(f"{len(found.answers)} answers: {where}")
+    elif answers:
+        print("no answers: questions are of held-out rows, and there are none. Set share_held_out above 0.")

@@ -44,5 +44,5 @@ def test_a_function_that_is_not_there_or_gives_no_number(file: Path) -> None:
 
 def test_one_that_takes_something_else_is_refused_before_anything_is_answered(tmp_path: Path) -> None:
     (tmp_path / "short.py").write_text("def score(question, answer):\n    return 1.0\n")
-    with pytest.raises(WrongUse, match="score of .* cannot be called with three texts"):
+    with pytest.raises(WrongUse, match=r"score of .* cannot be called with three texts"):
         judge_of(f"{tmp_path}/short.py:score")
