@@ -11,7 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import phalanx
-from phalanx import WrongUse
+from phalanx import CannotHere, WrongUse
+from phalanx.train.beforehand import FILE
 from phalanx.train.evaluating import Evaluator
 from phalanx.train.exporting import export_run
 from tests.test_cli import GOOD, Done
@@ -91,7 +92,8 @@ def began(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def expected_loss(run: Path, points: Points) -> float:
     """By the whole models, of the beginning and of the end."""
-    export_run(run, to := run.parent / f"exported-{points.size}-{points.shift}")
+    if not (to := run.parent / "exported").exists():
+        export_run(run, to)
     model, x = FromWhereItBegan().model(), torch.stack([points[index]["x"] for index in range(len(points))])
     outputs = []
     with torch.no_grad():
@@ -107,5 +109,17 @@ def evaluated(run: Path, *assignments: str, data: str = "held-out") -> float:
 
 
 def test_samples_know_what_was_computed_beforehand_and_frozen_weights_are_those_of_its_folder(began: Path) -> None:
-    assert evaluated(began) == pytest.approx(expected_loss(began, Points(7, 0.5)), rel=1e-4)
+    assert told(began, "--device", "cpu")["measures"]["loss"] == pytest.approx(
+        expected_loss(began, Points(7, 0.5)), rel=1e-4
+    )
     assert evaluated(began, data="training") == pytest.approx(expected_loss(began, Points(13)), rel=1e-4)
+
+
+def test_other_rows_are_known_too_and_nothing_of_them_is_kept(began: Path) -> None:
+    kept = (began / FILE).read_bytes()
+    found = evaluated(began, "shift=0.3", data="training")
+    assert found == pytest.approx(expected_loss(began, Points(13, 0.3)), rel=1e-4)
+    assert evaluated(began, "shift=0.3") == pytest.approx(expected_loss(began, Points(7, 0.5)), rel=1e-4)
+    with pytest.raises(CannotHere, match="is of other settings or samples than the run has now"):
+        evaluated(began, "seed=3", "shift=0.3")
+    assert (began / FILE).read_bytes() == kept

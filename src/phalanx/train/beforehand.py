@@ -47,16 +47,16 @@ def join_beforehand(engine: Engine) -> None:
     for loader in loaders.values():
         loader.reader.data = apart(loader.reader.data)
     path = None if engine.run is None else engine.run.path / FILE
-    means = _means(engine, loaders)
-    found = _kept(engine, path, means)
-    for part, loader in loaders.items():
-        if found is None or not any(name.startswith(f"{part}/") for name in found):
+    means, begun = _means(engine, loaders)
+    found = _kept(engine, path, means, begun) or {}
+    wanted = {part: loader for part, loader in loaders.items() if engine.evaluates in ("", part)}
+    for part, loader in wanted.items():
+        if not any(name.startswith(f"{part}/") for name in found):
             columns = _computed(engine, loader, measure)
-            found = (found or {}) | {f"{part}/{name}": column for name, column in columns.items()}
-    assert found is not None
-    if path is not None and engine.is_main and not exists(path):
-        write_whole(path, save(found, {"of": means}))
-    for part, loader in loaders.items():
+            found |= {f"{part}/{name}": column for name, column in columns.items()}
+    if path is not None and engine.is_main and not exists(path) and not engine.evaluates:
+        write_whole(path, save(found, {"of": means, "begun": begun}))
+    for part, loader in wanted.items():
         own = {name.removeprefix(f"{part}/"): tensor for name, tensor in found.items() if name.startswith(f"{part}/")}
         loader.reader.data = JoinedSamples(loader.reader.data, own)
 
@@ -100,14 +100,15 @@ def _told(engine: Engine, whole: Tensor) -> Tensor:
     return whole
 
 
-def _means(engine: Engine, loaders: Mapping[str, Loader]) -> str:
-    """What the numbers follow from: some of the samples, and where weights begin."""
+def _means(engine: Engine, loaders: Mapping[str, Loader]) -> tuple[str, str]:
+    """What the numbers follow from: some of the samples, and where weights begin; and the latter alone."""
     own: list[str] = []
     if engine.is_main:
         begun = [str(engine.task.pretrained()), engine.task.seed, engine.task.precision]
         samples = [engine.loader.looked_at(partial(_looks, engine, loader)) for loader in loaders.values()]
-        own = [hashlib.sha256(json.dumps([begun, samples]).encode()).hexdigest()]
-    return engine.mesh.world.broadcast_words(own, 0)[0]
+        own = [hashlib.sha256(json.dumps(each).encode()).hexdigest() for each in ([begun, samples], begun[:2])]
+    means, begins = engine.mesh.world.broadcast_words(own, 0)
+    return means, begins
 
 
 def _looks(engine: Engine, loader: Loader) -> list[Any]:
@@ -116,12 +117,12 @@ def _looks(engine: Engine, loader: Loader) -> list[Any]:
     return [size, *(digest(sample_at(data, place, engine.task.seed)) for place in (0, size // 2, size - 1))]
 
 
-def _kept(engine: Engine, path: Path | None, means: str) -> Columns | None:
+def _kept(engine: Engine, path: Path | None, means: str, begun: str) -> Columns | None:
     """What an earlier start left in the run's folder, read by rank 0; None where there is none."""
     words: list[str] = []
     found: Columns = {}
     if path is not None and engine.is_main:
-        words, found = _read(engine, path, means)
+        words, found = _read(engine, path, means, begun)
     answer = engine.mesh.world.broadcast_words(words, 0)
     if answer[:1] == ["refused"]:
         raise CannotHere(answer[1])
@@ -130,24 +131,32 @@ def _kept(engine: Engine, path: Path | None, means: str) -> Columns | None:
     for word in answer:
         name, shape, dtype = json.loads(word)
         found[name] = _told(engine, found.get(name, torch.zeros(shape, dtype=getattr(torch, dtype))))
-    if engine.is_main:
+    if engine.is_main and not engine.evaluates:  # whose output may be read by a program
         say(f"   note  {path} has what is known of the samples beforehand: nothing is computed again")
     return found
 
 
-def _read(engine: Engine, path: Path, means: str) -> tuple[list[str], Columns]:
+def _read(engine: Engine, path: Path, means: str, begun: str) -> tuple[list[str], Columns]:
     if not exists(path):
-        begun = engine.run is not None and exists(engine.run.settings_path) and engine.run.settings()["run"]
-        if begun and begun.get("init_from") and engine.init_from is None:
-            return ["refused", f"{path} is gone, and the weights that {begun['init_from']} had when the run began are "
-                    "trained now. Put it back, or start a new run."], {}  # fmt: skip
-        return [], {}
+        return _anew(engine, f"{path} is gone. Put it back, or start a new run."), {}
     try:
         with safe_open(path, "pt") as file:
-            if (file.metadata() or {}).get("of") != means:
-                return ["refused", f"{path} is of other settings or samples than the run has now. Make them what they "
-                        "were, or start a new run."], {}  # fmt: skip
+            said = file.metadata() or {}
+            if said.get("of") != means:
+                other = f"{path} is of other settings or samples than the run has now. Make them what they were, or "
+                if engine.evaluates and said.get("begun") == begun:
+                    return _anew(engine, f"{other}put back where it began."), {}
+                return ["refused", f"{other}start a new run."], {}
             found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, OSError) as error:
         return ["refused", f"{path} cannot be read ({error}). Remove it, and it is computed again."], {}
     return [json.dumps([name, list(t.shape), str(t.dtype)[6:]]) for name, t in found.items()], found
+
+
+def _anew(engine: Engine, refusal: str) -> list[str]:
+    """Nothing is known, and all is computed, if the engine has the weights that the run began with."""
+    begun = engine.run is not None and exists(engine.run.settings_path) and engine.run.settings()["run"]
+    if begun and begun.get("init_from") and engine.init_from is None:
+        why = f"it follows from the weights that {begun['init_from']} had when the run began, which are not here now"
+        return ["refused", f"{refusal} It cannot be computed again: {why}."]
+    return []

@@ -80,25 +80,25 @@ class Engine:
         allow_changes: bool = False,
         traffic: Traffic | None = None,
         run: Run | None = None,
+        evaluates: str = "",
     ) -> None:
         """``init_from``: a folder of safetensors files to begin from, instead of what `Task.pretrained` says.
 
         ``allow_changes``: go on from a saved state also where other samples are to come than were planned then.
         ``traffic``: where what this rank says to others is counted. ``run``: the folder, for callbacks to write to.
+        ``evaluates``: the method, ``data`` or ``held_out``, whose samples are evaluated, where nothing is trained.
         """
         task.check()
         self.task, self.environment = task, Environment.detect()
         self.layout = (Layout.parse(layout) if isinstance(layout, str) else layout) or Layout(dp=self.environment.world)
         self.layout.check(task.global_batch, self.environment.world)
-        self.dtypes = DTYPES[task.precision]
-        self.device = self.environment.device(device)
+        self.dtypes, self.device = DTYPES[task.precision], self.environment.device(device)
         seed_globally(task.seed, "data")
         data = task.data()
         samples = length(data, "data", task)
         task.plan_steps(samples)
         self.order = Order.of(data, samples, task.global_batch, task.seed)
-        self.schedule = make_schedule(task)
-        self.guard, self.logged = guard or Guard(), Logged(self)
+        self.schedule, self.guard, self.logged = make_schedule(task), guard or Guard(), Logged(self)
         self.loss_scale = LossScale(dynamic=task.precision == "fp16")
         self.step_number, self.samples, self.terms = 0, 0, 0.0
         """How many have been trained on: samples, and terms of their losses."""
@@ -112,7 +112,7 @@ class Engine:
         """Where a callback has ended the run, if one has."""
         self.signals = Signals()
         """What this rank tells all ranks with the next step's sum; its metrics have those of any rank."""
-        self.timeout, self.init_from, self.traffic = timeout, init_from, traffic or Traffic()
+        self.timeout, self.init_from, self.traffic, self.evaluates = timeout, init_from, traffic or Traffic(), evaluates
         self.clock = Clock(self.device, self.traffic.doing)
         self.versions, self.allow_changes, self._waited, self._why = VERSIONS, allow_changes, 0.0, ""
         self.changes: list[str] = []

@@ -120,6 +120,7 @@ class Evaluator:
         with Engine(
             job.task, job.layout, device=job.cluster.device, timeout=timedelta(seconds=options.timeout),
             init_from=self._init_from(), allow_changes=True, run=self.run,
+            evaluates="data" if self.data == "training" else "held_out",
         ) as engine:  # fmt: skip
             take_up(engine, self.manager, step)
             if self.data == "training":
