@@ -32,3 +32,21 @@ def test_what_was_cut_off_or_has_no_question_is_not() -> None:
     whole, cut = document([1, 2, 3], [1, 1, 1]), document([1, 2, 3, 4], [0, 1, 1, 1])
     nothing = document([1, 2], [0, 0])
     assert not asked([whole, cut, nothing], Letters(), length=4, pad=0, shown=1).every
+
+
+def test_those_alone_are_made_that_are_asked_for() -> None:
+    class Counted(Letters):
+        calls = 0
+
+        def decode(self, tokens: list[int], skip_special_tokens: bool = False) -> str:
+            self.calls += 1
+            return super().decode(tokens, skip_special_tokens)
+
+    tokenizer = Counted()
+    documents = [document([1, 2, number, 0], [0, 0, 1, 1]) for number in range(1, 20)]
+    found = asked(documents, tokenizer, length=20, pad=0, shown=2)
+    assert len(found.every) == 19
+    assert tokenizer.calls == 0
+    assert [question.reference for question in found.every[:2]] == ["a", "b"]
+    assert tokenizer.calls == 4
+    assert found.every[-1].reference == "s"

@@ -180,3 +180,9 @@ def test_a_base_in_4_bits_is_the_folders_own_rounded(folder: Path) -> None:
     assert f"{name}.weight" not in found
     with pytest.raises(phalanx.WrongUse, match="lora_kind=dora needs whole weights"):
         SFT(lora=2, lora_kind="dora", four_bit=True).model()
+
+
+def test_questions_are_made_once() -> None:
+    task = SFT(**SMALL)
+    assert task.questions() is task.questions()
+    assert len(task.questions().every) > 0

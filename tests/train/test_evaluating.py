@@ -109,7 +109,9 @@ def evaluated(run: Path, *assignments: str, data: str = "held-out") -> float:
 
 
 def test_samples_know_what_was_computed_beforehand_and_frozen_weights_are_those_of_its_folder(began: Path) -> None:
-    assert told(began, "--device", "cpu")["measures"]["loss"] == pytest.approx(expected_loss(began, Points(7, 0.5)), rel=1e-4)
+    assert told(began, "--device", "cpu")["measures"]["loss"] == pytest.approx(
+        expected_loss(began, Points(7, 0.5)), rel=1e-4
+    )
     assert evaluated(began, data="training") == pytest.approx(expected_loss(began, Points(13)), rel=1e-4)
 
 

@@ -78,13 +78,21 @@ class SFT(FineTuning):
     def data(self) -> Supervised:
         return self._training
 
-    def held_out(self) -> Supervised | None:
+    @cached_property
+    def _aside(self) -> Supervised | None:
         return self._samples(held_out=True) if self.share_held_out else None
 
-    def questions(self) -> Questions | None:
-        if not self.share_held_out:
+    def held_out(self) -> Supervised | None:
+        return self._aside
+
+    @cached_property
+    def _questions(self) -> Questions | None:
+        if self._aside is None:
             return None
-        return asked(self._samples(held_out=True).documents, self._tokenizer, self.length, self._pad, self.answers)
+        return asked(self._aside.documents, self._tokenizer, self.length, self._pad, self.answers)
+
+    def questions(self) -> Questions | None:
+        return self._questions
 
     def overview(self) -> tuple[dict[str, str], list[str]]:
         """What became of the rows."""
