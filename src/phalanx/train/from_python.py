@@ -35,6 +35,8 @@ from phalanx.train.options import Options
 from phalanx.train.resolving import job_of
 from phalanx.verdict import Verdict
 
+LAST_SECONDS = 10.0
+"""How long a supervisor that has said what came of it may take to end."""
 COLUMNS = 110
 """Of a notebook's cell."""
 
@@ -177,7 +179,9 @@ class _Watched:
         os.close(self.screen)
         with self.answers:
             try:
-                return pickle.loads(self.answers.recv_bytes())
+                answer = pickle.loads(self.answers.recv_bytes())
+                self.process.join(LAST_SECONDS)  # it has said all, and ends: nothing is left running
+                return answer
             except (EOFError, OSError):
                 self.process.join()
                 return CannotHere(
