@@ -1,10 +1,11 @@
 """Fine-tuning beside Transformers and peft: the same packed conversations, tokens a second and memory, in turns.
 
-    python benchmarks/sft.py [--only full|lora] [--layers N] [--steps N] [--rounds N] [--quick]
+    python benchmarks/sft.py [--only full|lora|qlora] [--layers N] [--steps N] [--rounds N] [--quick]
 
-Full training and LoRA of the 1.5B Llama shape in bf16 on one GPU. Each in a process of its own, one after the other in
-each round; the ratio is of medians. Theirs is a loop over a transformers model, with peft's LoRA, bf16 autocast and
-fused AdamW; packed conversations are kept apart by positions, as transformers has it.
+Full training, LoRA and QLoRA of the 1.5B Llama shape in bf16 on one GPU. Each in a process of its own, one after the
+other in each round; the ratio is of medians. Theirs is a loop over a transformers model, with peft's LoRA, linears of 4
+bits by bitsandbytes, bf16 autocast and fused AdamW; packed conversations are kept apart by positions, as transformers
+has it.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from report import Figure, report
 
 RATE, RANK, ALPHA = 1e-4, 16, 32.0
 FASTER = 1.25
+KINDS = ["full", "lora", "qlora"]
 QUICK = Shape(layers=2, width=256, length=256, batch=2, vocabulary=4096)
 Step = Callable[[], object]
 
@@ -54,13 +56,8 @@ class Packed(SFT):
     shape: Shape | None = None
 
     def model(self) -> nn.Module:
-        from phalanx.models.lora import attach
-
         assert self.shape is not None
-        model = hugging_face(self.shape)
-        if self.lora:
-            attach(model, self._lora, self.lora_targets, self.four_bit)
-        return model
+        return self.with_lora(hugging_face(self.shape))
 
     def pretrained(self) -> None:
         return None
@@ -80,24 +77,42 @@ class Packed(SFT):
         return 0
 
 
-def ours(shape: Shape, lora: bool, device: str) -> Iterator[Step]:
+def ours(shape: Shape, kind: str, device: str) -> Iterator[Step]:
     task = Packed(
         shape=shape, length=shape.length, global_batch=shape.batch, learning_rate=RATE, steps=10_000,
-        precision="bf16" if device == "cuda" else "fp32", **({"lora": RANK, "lora_alpha": ALPHA} if lora else {}),
+        precision="bf16" if device == "cuda" else "fp32", four_bit=kind == "qlora",
+        **({} if kind == "full" else {"lora": RANK, "lora_alpha": ALPHA}),
     )  # fmt: skip
     with phalanx.Engine(task, "dp=1,compile=blocks" if device == "cuda" else "dp=1", device=device) as engine:
         batches = engine.batches()
         yield lambda: engine.step(next(batches))
 
 
-def theirs(shape: Shape, lora: bool, device: str) -> Iterator[Step]:
-    with torch.device(device):
+def in_four_bits(model: nn.Module) -> None:
+    """Linears but the head as bitsandbytes has them; they are encoded as they are moved to a GPU."""
+    import bitsandbytes
+
+    for name, module in list(model.named_modules()):
+        for child, linear in list(module.named_children()):
+            if isinstance(linear, nn.Linear) and child != "lm_head":
+                narrow = bitsandbytes.nn.Linear4bit(
+                    linear.in_features, linear.out_features, False, torch.bfloat16, quant_type="nf4"
+                )
+                narrow.load_state_dict({"weight": linear.weight.data})
+                setattr(model.get_submodule(name), child, narrow)
+
+
+def theirs(shape: Shape, kind: str, device: str) -> Iterator[Step]:
+    with torch.device("cpu" if kind == "qlora" else device):
         model = hugging_face(shape)
-    if lora:
+    if kind != "full":
         from peft import LoraConfig, get_peft_model
 
         targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
         model.to(torch.bfloat16)
+        if kind == "qlora":
+            in_four_bits(model)
+            model.to(device)
         model = get_peft_model(
             model, LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=targets, task_type="CAUSAL_LM")
         )
@@ -124,10 +139,10 @@ def theirs(shape: Shape, lora: bool, device: str) -> Iterator[Step]:
     yield step
 
 
-def measure(who: str, lora: bool, shape: Shape, steps: int) -> None:
+def measure(who: str, kind: str, shape: Shape, steps: int) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.set_float32_matmul_precision("high")
-    for step in (ours if who == "ours" else theirs)(shape, lora, device):
+    for step in (ours if who == "ours" else theirs)(shape, kind, device):
         for _ in range(4):
             step()
         if device == "cuda":
@@ -166,7 +181,7 @@ def compared(kind: str, options: argparse.Namespace) -> Iterator[Figure]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=["full", "lora"])
+    parser.add_argument("--only", choices=KINDS)
     parser.add_argument("--layers", type=int)
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--rounds", type=int, default=1)
@@ -176,9 +191,9 @@ def main() -> None:
     shape = QUICK if options.quick else Shape()
     shape = shape.changed(layers=options.layers)
     if options.one:
-        measure(options.one, options.only == "lora", shape, options.steps)
+        measure(options.one, options.only, shape, options.steps)
         return
-    kinds = [options.only] if options.only else ["full", "lora"]
+    kinds = [options.only] if options.only else KINDS
     report([figure for kind in kinds for figure in compared(kind, options)])
 
 

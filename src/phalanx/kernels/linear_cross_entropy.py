@@ -7,7 +7,7 @@ the logits were, and the head's is summed up inside its product.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,10 +64,7 @@ def linear_cross_entropy(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, kind: Kind, vocabulary: Vocabulary | None
 ) -> Tensor:
     """Summed over all rows of ``hidden``, ``[rows, width]``, but those that are left out."""
-    targets = targets.long()
-    if not targets.is_cuda:
-        size = weight.shape[0] if vocabulary is None else vocabulary.size
-        check_ids(targets.where(targets != kind.ignore, 0), size, "target")
+    targets = as_classes(targets, weight, kind, vocabulary)
     device = hidden.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
     hidden, weight, bias = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
@@ -92,12 +89,10 @@ class LinearCrossEntropy(torch.autograd.Function):
         wide = torch.promote_types(hidden.dtype, torch.float32)
         total = torch.zeros((), dtype=wide, device=hidden.device)
         by_hidden, by_weight, by_bias = (recorded and needed for needed in ctx.needs_input_grad[:3])
-        grad_hidden = torch.empty_like(hidden) if by_hidden else None
-        grad_weight: Tensor | None = None
-        grad_bias = torch.zeros_like(bias, dtype=wide) if by_bias and bias is not None else None
-        product = Product(weight, bias, wide, largest=vocabulary.largest if vocabulary else weight.shape[0])
+        made = ProductGradients(hidden, weight, bias, (by_hidden, by_weight, by_bias))
+        product = Product.of(weight, bias, wide, vocabulary)
         chunks = product.chunks(len(hidden), fp8.MULTIPLE if kind.narrow else 1)
-        plain = bias is None and kind.bending.none and grad_hidden is not None and by_weight
+        plain = bias is None and kind.bending.none and by_hidden and by_weight
         narrow = fp8_head.HeadGradients(hidden, weight, chunks) if kind.narrow and plain and chunks else None
         narrow = narrow if narrow is not None and narrow.fit else None
         for part in chunks:
@@ -107,20 +102,12 @@ class LinearCrossEntropy(torch.autograd.Function):
             total += loss
             if grad is None:
                 continue
-            if narrow is not None:
-                assert grad_hidden is not None
-                grad_hidden[part], grad_weight = narrow.products(part, grad, grad_weight)
+            if narrow is None:
+                made.add(part, grad)
                 continue
-            if grad_bias is not None:
-                grad_bias += grad.sum(0, dtype=wide)
-            grad = grad.to(hidden.dtype)
-            if grad_hidden is not None:
-                torch.mm(grad, weight, out=grad_hidden[part])
-            if by_weight:
-                grad_weight = added_product(grad_weight, grad.T, hidden[part], wide)
-        if by_weight and grad_weight is None:  # there are no rows
-            grad_weight = torch.zeros_like(weight, dtype=wide)
-        ctx.save_for_backward(grad_hidden, grad_weight, grad_bias)
+            assert made.by_hidden is not None
+            made.by_hidden[part], made.by_weight = narrow.products(part, grad, made.by_weight)
+        ctx.save_for_backward(*made.taken())
         ctx.narrow = hidden.dtype
         return total
 
@@ -135,8 +122,42 @@ class LinearCrossEntropy(torch.autograd.Function):
         return (*found, None, None, None, None)
 
 
+class ProductGradients:
+    """Of ``hidden @ weight.T + bias`` by its factors, in sums as wide as float32, a chunk of rows after another."""
+
+    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, needed: Sequence[bool]) -> None:
+        """``needed``: by hidden, by weight and by bias."""
+        self.hidden, self.weight = hidden, weight
+        self.wide = torch.promote_types(hidden.dtype, torch.float32)
+        self.by_hidden = torch.empty_like(hidden) if needed[0] else None
+        self.by_weight: Tensor | None = None
+        self.by_bias = torch.zeros_like(bias, dtype=self.wide) if needed[2] and bias is not None else None
+        self._weights_too = needed[1]
+
+    def add(self, part: slice, grad: Tensor) -> None:
+        """Of a chunk of rows: their gradient by the product."""
+        if self.by_bias is not None:
+            self.by_bias += grad.sum(0, dtype=self.wide)
+        grad = grad.to(self.hidden.dtype)
+        if self.by_hidden is not None:
+            torch.mm(grad, self.weight, out=self.by_hidden[part])
+        if self._weights_too:
+            self.by_weight = added_product(self.by_weight, grad.T, self.hidden[part], self.wide)
+
+    def taken(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """By hidden, by weight and by bias."""
+        if self._weights_too and self.by_weight is None:  # there are no rows
+            self.by_weight = torch.zeros_like(self.weight, dtype=self.wide)
+        return self.by_hidden, self.by_weight, self.by_bias
+
+
 class Product:
     """``hidden @ weight.T + bias``, a chunk of rows at a time, each in the place of the last one."""
+
+    @classmethod
+    def of(cls, weight: Tensor, bias: Tensor | None, wide: torch.dtype, vocabulary: Vocabulary | None) -> Product:
+        """With as many chunks as on the ranks that have other parts of the vocabulary."""
+        return cls(weight, bias, wide, vocabulary.largest if vocabulary else weight.shape[0])
 
     def __init__(self, weight: Tensor, bias: Tensor | None, wide: torch.dtype, largest: int) -> None:
         """``largest``: how many classes the rank with most of them has."""
@@ -182,16 +203,8 @@ def row_losses(
 
     ``room``: where the gradient goes in 8 bits, scaled.
     """
-    valid = targets != kind.ignore
-    start, classes = (0, logits.shape[1]) if vocabulary is None else (vocabulary.start, vocabulary.size)
-    index = targets - start
-    index = index.where(valid & (index >= 0) & (index < logits.shape[1]), -1)
-    known = (targets >= 0) & (targets < classes)
-    found = cross_entropy.statistics(logits, index, kind.bending)
-    if vocabulary is not None:
-        found = over_vocabulary(found, vocabulary)
-    # a target that there is none of must not go unseen
-    normaliser = (found.top + found.spread.log()).where(known | ~valid, math.nan)
+    valid, index, found, normaliser = normalised(logits, targets, kind, vocabulary)
+    classes = logits.shape[1] if vocabulary is None else vocabulary.size
     loss = normaliser - (1 - kind.smoothing) * found.chosen
     if kind.smoothing:
         loss = loss - kind.smoothing * found.total / classes
@@ -202,6 +215,31 @@ def row_losses(
     return loss, cross_entropy.gradient_(
         logits, index, normaliser, valid, share, kind.smoothing, kind.bending, room, factor
     )
+
+
+def as_classes(targets: Tensor, weight: Tensor, kind: Kind, vocabulary: Vocabulary | None) -> Tensor:
+    """Targets as numbers of classes, refused if there is none of a number."""
+    targets = targets.long()
+    if not targets.is_cuda:
+        size = weight.shape[0] if vocabulary is None else vocabulary.size
+        check_ids(targets.where(targets != kind.ignore, 0), size, "target")
+    return targets
+
+
+def normalised(
+    logits: Tensor, targets: Tensor, kind: Kind, vocabulary: Vocabulary | None
+) -> tuple[Tensor, Tensor, cross_entropy.Statistics, Tensor]:
+    """Of each row: whether it counts, where in this part its target is, sums over its logits, and its normaliser."""
+    valid = targets != kind.ignore
+    start, classes = (0, logits.shape[1]) if vocabulary is None else (vocabulary.start, vocabulary.size)
+    index = targets - start
+    index = index.where(valid & (index >= 0) & (index < logits.shape[1]), -1)
+    known = (targets >= 0) & (targets < classes)
+    found = cross_entropy.statistics(logits, index, kind.bending)
+    if vocabulary is not None:
+        found = over_vocabulary(found, vocabulary)
+    # a target that there is none of must not go unseen
+    return valid, index, found, (found.top + found.spread.log()).where(known | ~valid, math.nan)
 
 
 def over_vocabulary(own: cross_entropy.Statistics, vocabulary: Vocabulary) -> cross_entropy.Statistics:

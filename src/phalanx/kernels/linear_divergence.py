@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from phalanx.kernels.cross_entropy import Bending
-from phalanx.kernels.linear_cross_entropy import Product, Vocabulary, added_product
+from phalanx.kernels.linear_cross_entropy import Product, ProductGradients, Vocabulary
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,7 @@ class LinearHead:
     vocabulary: Vocabulary | None
 
     def product(self, wide: torch.dtype) -> Product:
-        largest = self.vocabulary.largest if self.vocabulary else self.weight.shape[0]
-        return Product(self.weight, self.bias, wide, largest)
+        return Product.of(self.weight, self.bias, wide, self.vocabulary)
 
 
 def linear_divergence(
@@ -57,11 +56,8 @@ class LinearDivergence(torch.autograd.Function):
     ) -> Tensor:
         """``recorded``: whether a backward may come."""
         wide = torch.promote_types(hidden.dtype, torch.float32)
-        by_hidden, by_weight, by_bias = (recorded and needed for needed in ctx.needs_input_grad[:3])
-        total = torch.zeros((), dtype=wide, device=hidden.device)
-        grad_hidden = torch.empty_like(hidden) if by_hidden else None
-        grad_weight = torch.zeros_like(weight, dtype=wide) if by_weight else None
-        grad_bias = torch.zeros_like(bias, dtype=wide) if by_bias and bias is not None else None
+        needed = [recorded and each for each in ctx.needs_input_grad[:3]]
+        total, made = torch.zeros((), dtype=wide, device=hidden.device), ProductGradients(hidden, weight, bias, needed)
         own, theirs = head.product(wide), other.product(wide)
         for part in own.chunks(len(hidden)):
             bent = head.bending(own(hidden[part]).to(wide))
@@ -69,17 +65,9 @@ class LinearDivergence(torch.autograd.Function):
             goal = _normalised(other.bending(theirs(others[part]).to(wide)), other.vocabulary)
             rows, grad = _rows(logs, goal, reverse, head.vocabulary)
             total += rows.where(counted[part], 0).sum()
-            if not (by_hidden or by_weight or by_bias):
-                continue
-            grad = (grad * head.bending.slope(bent)).where(counted[part].unsqueeze(1), 0)
-            if grad_bias is not None:
-                grad_bias += grad.sum(0)
-            narrow = grad.to(hidden.dtype)
-            if grad_hidden is not None:
-                torch.mm(narrow, weight, out=grad_hidden[part])
-            if grad_weight is not None:
-                grad_weight = added_product(grad_weight, narrow.T, hidden[part], wide)
-        ctx.save_for_backward(grad_hidden, grad_weight, grad_bias)
+            if any(needed):
+                made.add(part, (grad * head.bending.slope(bent)).where(counted[part].unsqueeze(1), 0))
+        ctx.save_for_backward(*made.taken())
         ctx.narrow = hidden.dtype
         return total
 

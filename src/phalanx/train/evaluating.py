@@ -20,7 +20,7 @@ from phalanx.checkpoint.manager import CheckpointManager
 from phalanx.checkpoint.manifest import Damaged
 from phalanx.checkpoint.state import State
 from phalanx.checkpoint.verify import manager_of
-from phalanx.errors import CannotHere, WrongUse
+from phalanx.errors import REFUSALS, CannotHere, WrongUse
 from phalanx.files import exists
 from phalanx.launch.local import Failure, run_ranks
 from phalanx.questions import ModelAnswer
@@ -182,5 +182,5 @@ def take_up(engine: Engine, manager: CheckpointManager, step: int) -> None:
 
 
 def _told(failure: Failure) -> Exception:
-    kind = {2: WrongUse, 3: CannotHere}.get(failure.code)
+    kind = REFUSALS.get(failure.code)
     return kind(failure.reason) if kind else EvaluationFailed(f"rank {failure.rank} {failure.reason}\n{failure.trace}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import deque
+from functools import cache
 
 from phalanx.parallel.communication.instants import Instant, elapsed, has_come
 from phalanx.parallel.communication.recorder import FlightRecorder
@@ -52,8 +53,13 @@ class Exposure:
         return found
 
 
+@cache
+def _names(axis: str) -> tuple[str, str]:
+    """What events call them."""
+    word = re.sub(r"\W+", "_", axis)
+    return f"exposed_{word}", f"overlapped_{word}"
+
+
 def _add(found: dict[str, float], axis: str, exposed: float, overlapped: float) -> None:
-    """An axis's name as events have it."""
-    axis = re.sub(r"\W+", "_", axis)
-    for name, seconds in ((f"exposed_{axis}", exposed), (f"overlapped_{axis}", overlapped)):
+    for name, seconds in zip(_names(axis), (exposed, overlapped), strict=True):
         found[name] = found.get(name, 0.0) + seconds

@@ -7,6 +7,7 @@ step's sums are put into the flight record when the next one begins.
 from __future__ import annotations
 
 import os
+import weakref
 from array import array
 from contextlib import suppress
 from operator import sub
@@ -50,6 +51,7 @@ class StepSums:
         self._file = -1
         with suppress(OSError):
             self._file = os.open(PROCESSOR, os.O_RDONLY | os.O_CLOEXEC)
+            weakref.finalize(self, os.close, self._file)
 
     def begin(self, step: int) -> None:
         """Of the step before, what it had of a processor is known now, and what it compiled."""
