@@ -26,6 +26,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parent))
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # ranks share cores, and a process with threads cannot enter a namespace
 
 from tests.forking import printing_into
 from tests.hosts import Hosts, missing, on_host
