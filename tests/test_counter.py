@@ -115,3 +115,26 @@ def test_bits_do_not_depend_on_where_a_draw_begins() -> None:
     for start, size in [(1, 65_535), (7, 100_003), (65_530, 13), (12_345, 1), (9, 31)]:
         part = torch.empty(size, dtype=torch.float64)
         assert torch.equal(counter.fill_normal(part, 3, 0.0, 1.0, ((start,), whole.shape)), whole[start : start + size])
+
+
+def test_a_compiled_program_has_the_very_number_of_a_call() -> None:
+    """An expression of more than 64 bits is none that every compiler can write."""
+    graphs: list[torch.fx.GraphModule] = []
+
+    def kept(graph: torch.fx.GraphModule, inputs: list[object]) -> object:
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(lambda x, number: x + counter.call_offset(number), backend=kept, dynamic=True)
+    x = torch.zeros(3, dtype=torch.int64)
+    for number in (2, 3, 300):
+        assert compiled(x, number).tolist() == [counter.call_offset(number)] * 3
+    for graph in graphs[:2]:
+        [added] = [node for node in graph.graph.nodes if node.op == "call_function"]
+        assert isinstance(added.args[1], int)
+
+
+def test_offsets_of_calls_go_on_behind_the_table() -> None:
+    last = len(counter.OFFSETS)
+    steps = [counter.call_offset(number + 1) - counter.call_offset(number) for number in range(last - 2, last + 2)]
+    assert {step % (1 << 64) for step in steps} == {counter.CALL}

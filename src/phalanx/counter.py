@@ -29,6 +29,7 @@ GAMMA, FIRST, SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111E
 STRIDE = _signed(GAMMA)
 """Multiplied by an index and added to a key, it gives the key of that index's own stream."""
 CALL = 0xD1B54A32D192ED03
+OFFSETS = tuple(_signed(number * CALL % (1 << 64)) for number in range(256))
 
 
 Place = tuple[Sequence[int], Sequence[int]]
@@ -42,8 +43,11 @@ def key(*parts: int | str) -> int:
 
 
 def call_offset(number: int) -> int:
-    """What to add to a key for the n-th call under it."""
-    return _signed(number * CALL % (1 << 64))
+    """What to add to a key for the n-th call under it.
+
+    By a table: a compiled program then has this very number, not an expression of more than 64 bits.
+    """
+    return OFFSETS[number] if number < len(OFFSETS) else _signed(number * CALL % (1 << 64))
 
 
 def nth(stream: int, number: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 import phalanx
 from phalanx.data import Mixture, PackedFiles, tokenize
 from phalanx.data.tokenizer import train_tokenizer
-from phalanx.recipes.corpus import Corpus
+from phalanx.recipes.corpus import Corpus, standard_library
 
 
 def text(path: Path, words: str, times: int = 300) -> Path:
@@ -82,3 +83,13 @@ def test_settings_without_effect_are_refused(options: dict[str, object], said: s
 def test_too_little_of_the_library_is_refused() -> None:
     with pytest.raises(phalanx.WrongUse, match="Set it higher"):
         Corpus(megabytes=1e-6, tokenizer="bytes").data()
+
+
+def test_a_library_with_links_to_its_own_files_has_each_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As some Linux distributions lay Python out."""
+    for name in ("a.py", "b.py"):
+        (tmp_path / name).write_text("x = 1\n" * 20)
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "a.py").symlink_to(tmp_path / "a.py")
+    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
+    assert standard_library() == [tmp_path / "a.py", tmp_path / "b.py"]

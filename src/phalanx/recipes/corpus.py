@@ -172,10 +172,14 @@ class Corpus(phalanx.Task):
 
 
 def standard_library() -> list[Path]:
-    """Python's own modules, and those of its packages, in the order of their names."""
+    """Python's own modules, and those of its packages, in the order of their names; each once, whatever leads to it."""
     library = Path(sysconfig.get_paths()["stdlib"])
     found = sorted(library.glob("*.py")) + sorted(library.glob("[a-z]*/*.py"))
-    return [path for path in found if "site-packages" not in path.parts]
+    each: dict[Path, Path] = {}
+    for path in found:
+        if "site-packages" not in path.parts:
+            each.setdefault(path.resolve(), path)
+    return list(each.values())
 
 
 def _encode(files: Sequence[Path], folder: Path, tokenizer: str, end: str) -> None:
