@@ -54,7 +54,14 @@ def agreement() -> Iterator[Figure]:
     yield Figure("float32 step, GPU to CPU", apart(gradients("dp=1", "cuda"), on_cpu), 1e-4, "worst tensor, relative")
     exact = gradients("dp=1", "cpu", "float64")
     yield Figure("float64 step, GPU to CPU", apart(gradients("dp=1", "cuda", "float64"), exact), 1e-9, "likewise")
-    for mode in ("micro_batch=2", "recompute=full", "recompute=selective", "offload=optimizer", "offload=params"):
+    for mode in (
+        "micro_batch=2",
+        "recompute=full",
+        "recompute=selective",
+        "recompute=host",
+        "offload=optimizer",
+        "offload=params",
+    ):
         off = apart(gradients(f"dp=1,{mode}", "cuda", "float64"), exact)
         yield Figure(f"float64 step, {mode}, GPU to CPU", off, 1e-9, "likewise")
     compiled = gradients("dp=1,compile=blocks", "cuda")

@@ -20,7 +20,7 @@ MOST_RANKS = 1 << 20
 CHOICES: dict[str, tuple[str, ...]] = {
     "schedule": ("gpipe", "1f1b", "interleaved", "zb"),
     "cp_kind": ("gather", "ulysses"),
-    "recompute": ("none", "selective", "full"),
+    "recompute": ("none", "selective", "full", "host"),
     "offload": ("none", "optimizer", "params"),
     "compile": ("none", "blocks"),
 }
@@ -204,6 +204,8 @@ class Layout:
                 f"exact={self.exact} computes on 1 thread, or OMP_NUM_THREADS, at any number of ranks, and takes plain "
                 "kernels where the optimizer asks for fused ones"
             )
+        if self.recompute == "host" and device == "cpu":
+            notes.append("recompute=host is recompute=full on a CPU: its memory is the host's already")
         if self.offload != "none" and device == "cpu":
             notes.append(f"offload={self.offload} saves nothing on a CPU: its memory is the host's already")
         return notes

@@ -1,6 +1,7 @@
 """Which layers a block has, and in which order.
 
-    stage > enter or leave > random keys > recompute > probe > context > compile > the block's own forward
+    stage > enter or leave > random keys > inputs on the host > recompute > probe > context > compile
+    > the block's own forward
 
 A stage decides whether a block is called here at all. The stream is sharded and made whole outside of what recompute
 does again. Random keys stand outside of recompute, which takes them up again; a probe stands inside, where a call's
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from phalanx.parallel.axes.context import ContextParallel
 from phalanx.parallel.axes.pipeline import Pipeline
 from phalanx.parallel.blocks.boundary import Boundary, SequenceSharding
 from phalanx.parallel.blocks.compiling import Compile, Uncompiled
+from phalanx.parallel.blocks.host_inputs import HostInputs, HostRoom
 from phalanx.parallel.blocks.probe import Probe
 from phalanx.parallel.blocks.recompute import Recompute
 from phalanx.parallel.forward.wrapper import Forward, Layer, wrap
@@ -46,6 +48,10 @@ class Blocks:
     probe: Probe
     context: ContextParallel | None
     pipeline: Pipeline | None
+
+    @cached_property
+    def host_room(self) -> HostRoom:
+        return HostRoom(self.randomness.device)
 
     def wrap(self) -> None:
         """Put every block's layers around it, and a stage's around what stands outside of the blocks."""
@@ -69,7 +75,9 @@ class Blocks:
             receive = None if self.pipeline is None else self.pipeline.receive
             yield Boundary(name, self.sharding, name == chain[0], name == chain[-1], receive)
         yield RandomKeys(name, self.randomness)
-        if layout.recompute == "full" or (layout.recompute == "selective" and layout.compile == "none"):
+        if layout.recompute == "host" and self.randomness.device.type != "cpu":
+            yield HostInputs(self.host_room, self.randomness.device)
+        if layout.recompute in ("full", "host") or (layout.recompute == "selective" and layout.compile == "none"):
             yield Recompute(self.randomness, layout.recompute)
         if layout.tp * layout.cp * layout.pp * layout.ep > 1:
             yield self.probe.layer(name)
