@@ -157,7 +157,7 @@ class Engine:
         self.optimizer = spread_optimizer(task, self.spread, described_weights, shards, trained, self.kept)
         if self.layout.exact:
             in_one_way(self.optimizer, self.device)
-        self._numbers, self.update = Numbers(self.optimizer), Update(self.optimizer, self.spread)
+        self._numbers, self.update = Numbers(self.optimizer), Update(self.optimizer, self.spread, task.steps)
         self.loader = self.loader_of(data, self.order)
         check_agreement(self, "data", "model")
         check_writable(self.spread)

@@ -77,6 +77,7 @@ def train_step(engine: Engine, batch: StepBatch, rounds: Rounds | None = None) -
     spread, scale, clock = engine.spread, engine.loss_scale, engine.clock
     if spread.probe.untried:
         try_blocks(engine, batch)
+    engine.update.begin(batch.step, scale.value)
     spread.reduction.start_step(as_made=engine.update.takes_as_made and len(batch.micro_batches) == 1)
     before = engine.traffic.start_step()
     totals = Totals(engine, batch.micro_batches)
@@ -126,7 +127,7 @@ def train_step(engine: Engine, batch: StepBatch, rounds: Rounds | None = None) -
     clip_factor, apart = engine.clipping.factors(norm, agreed.norms, divisor)
     engine.callbacks.call("before_update", engine)
     if counts := finite and not bad and count > 0:
-        engine.update(clip_factor / divisor, without, {name: own / divisor for name, own in apart.items()})
+        engine.update(clip_factor / divisor, without, {n: own / divisor for n, own in apart.items()}, divisor, count)
     else:
         engine.update.forget()
     spread.end_step(counts, scale.update(finite))
