@@ -2,9 +2,9 @@
 
     python benchmarks/codec_loss.py [COMM ...] [--steps 2000] [--seeds 3] [--quick]
 
-A small language model on two ranks, the same samples in the same order as without a codec. One run's loss differs from
-another's by a percent whatever is sent, so a codec is held against that: the difference of the means over seeds, in units
-of how far the seeds of exact training lie apart. By itself `int4`, which owes what it does not say, has a bar: one unit.
+A small language model on two ranks, the same samples in the same order as without a codec. One run's loss differs
+from another's by a percent whatever is sent, so a codec is held against that: the difference of the means over seeds,
+in units of how far the seeds of exact training lie apart. `int4`, which owes what it does not say, has a bar: one.
 """
 
 from __future__ import annotations

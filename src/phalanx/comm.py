@@ -17,6 +17,9 @@ SHARDING = ("bf16", "int8", "int4")
 OWING = ("int4", "topk", "onebit", "powersgd")
 """Those that say so little of a gradient that the rest is owed: it is kept, and added to the next."""
 
+ONCE = ("topk", "powersgd")
+"""Those whose sums are not encoded again, so that nothing is owed of them."""
+
 
 @dataclass(frozen=True)
 class Comm:

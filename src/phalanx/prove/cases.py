@@ -27,6 +27,8 @@ from phalanx.prove.reference.coded import Coded
 from phalanx.prove.reference.failing import Unprovable, failed
 from phalanx.prove.reference.hostile import BATCH, Hostile, Trial, hostile, ignorable, vocabularies
 from phalanx.prove.reference.loop import Reference, Step
+from phalanx.prove.reference.low_rank import Projected
+from phalanx.prove.reference.onebit import OneBit
 from phalanx.prove.reference.steady import Decisions
 from phalanx.task import Precision, Task
 from phalanx.train.check.beside import Checked
@@ -230,7 +232,9 @@ class Docket:
 
 def _coded(task: Task, layout: Layout) -> Coded:
     blueprint = Blueprint(task.model, task.seed)
-    return Coded(layout, Placement.of(blueprint.model, task.anatomy(blueprint.model), layout), task.global_batch)
+    kind = {"onebit": OneBit, "powersgd": Projected}.get(layout.comm.partition(":")[0], Coded)
+    placement = Placement.of(blueprint.model, task.anatomy(blueprint.model), layout)
+    return kind(layout, placement, task.global_batch, task.steps)
 
 
 def _look(reference: Reference, trial: Trial) -> None:

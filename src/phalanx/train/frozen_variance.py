@@ -8,20 +8,20 @@ have summed is the new momentum (`parallel.weights.momentum`), whose norm is the
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Set
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, optim
+from torch import Tensor, nn, optim
 
 from phalanx.adamw import AdamW
 from phalanx.comm import Comm
 from phalanx.errors import WrongUse
 from phalanx.parallel.spread import Spread
-from phalanx.parallel.torch_private import has_step_hooks
 from phalanx.parallel.weights.momentum import Momentum
 from phalanx.parallel.weights.weight import Weight
-from phalanx.train.optimizers import parts_of
+from phalanx.train.optimizers import Several, parts_of
 
 FLOOR = 0.05
 """Of the mean of a weight's variance."""
@@ -59,7 +59,9 @@ class FrozenVariance:
         for group in optimizer.param_groups:
             for option, plain in REFUSED.items():
                 if group.get(option, plain) != plain:
-                    raise WrongUse(f"comm={comm} is not offered with {option} of {name}. Leave it out, or use comm=int4.")
+                    raise WrongUse(
+                        f"comm={comm} is not offered with {option} of {name}. Leave it out, or use comm=int4."
+                    )
             if group.get("moments", "float32") != "float32":
                 raise WrongUse(
                     f"comm={comm} sends momentum as it is kept, and moments={group['moments']} would round it again. "
@@ -131,28 +133,39 @@ class FrozenVariance:
         self.momentum.become(gradients)
 
     @torch.no_grad()
-    def update(self, factor: float, without: Set[str], apart: Mapping[str, float], divisor: float) -> None:
+    def update(self, factor: float, without: set[str], apart: Mapping[str, float], divisor: float) -> None:
         """``factor``: of what was summed, for momentum to be it; ``divisor``: by which that divides sums."""
-        if any(has_step_hooks(part) or "step" in vars(part) for part in parts_of(self.optimizer)):
-            raise WrongUse(
-                f"comm={self.spread.layout.comm} updates in the place of the optimizer's step, on which somebody has "
-                "hooks. Take them off, or use comm=int4."
-            )
-        gradients = {weight.name: own for weight, own in self.spread.gradients.each()}
+        self.spread.gradients.give(factor, without, apart)
         missed = 1 - self.momentum.divisor / divisor
-        for weight, group in self._each():
-            if weight.name not in without:
-                own = gradients[weight.name].to(weight.shard.device)
-                self._update(weight.shard, group, own, apart.get(weight.name, factor), divisor, missed)
+        clips = {name: own * divisor for name, own in apart.items()}
+        for part in parts_of(self.optimizer):
+            if "step" in vars(part):
+                raise WrongUse(
+                    f"comm={self.spread.layout.comm} updates in the place of {type(part).__name__}.step, for which "
+                    "somebody has put another. Leave it as it is, or use comm=int4."
+                )
+        own = {weight.shard: clips.get(weight.name, factor * divisor) * missed for weight, _ in self._each()}
+        step = optim.Optimizer.profile_hook_step(partial(self._step, own))  # who has hooks on a step is told
+        if isinstance(self.optimizer, Several):
+            every = optim.Optimizer.profile_hook_step(lambda several: [step(part) for part in parts_of(several)])
+            every(self.optimizer)
+        else:
+            step(self.optimizer)
         self.spread.updated()
 
-    def _update(
-        self, weight: Tensor, group: dict[str, Any], own: Tensor, factor: float, divisor: float, missed: float
-    ) -> None:
+    def _step(self, missed: Mapping[nn.Parameter, float], optimizer: optim.Optimizer) -> None:
+        for group in optimizer.param_groups:
+            for weight in group["params"]:
+                if weight.grad is not None:
+                    self._update(weight, group, missed[weight])
+
+    def _update(self, weight: Tensor, group: dict[str, Any], missed: float) -> None:
+        """``missed``: how much of the old momentum is still to be put to the new one, by what stays of it."""
         state, (first, second) = self.optimizer.state[weight], group["betas"]
+        assert weight.grad is not None
         state["step"] += 1
         momentum, rate = state["exp_avg"], float(group["lr"])
-        momentum.mul_(factor * divisor * first * missed).add_(own, alpha=factor)
+        momentum.mul_(first * missed).add_(weight.grad)
         size = (state["exp_avg_sq"] / (1 - second ** group["frozen"])).sqrt_().add_(group["eps"])
         weight.mul_(1 - rate * group["weight_decay"])
         weight.addcdiv_(momentum, size, value=-rate / (1 - first ** (self.step + 1)))

@@ -1,9 +1,9 @@
 """Gradients that travel as the momentum they make (``comm=onebit``): what all replicas know of it beforehand is added.
 
-The momentum after a step is ``b m + (1 - b) G / D``, of which every replica knows ``m`` and has its own part of the sum
-``G``. So each says ``g + b / (1 - b) * m * D / N``, and what all of them say, times ``(1 - b) / D``, is the momentum. By
-how much sums will be divided, ``D``, is known only after the step: that of the last one stands for it, on all replicas
-alike, and what that is off by is put right when weights are updated.
+The momentum after a step is ``b m + (1 - b) G / D``, of which every replica knows ``m`` and has its own part of the
+sum ``G``. So each says ``g + b / (1 - b) * m * D / N``, and what all of them say, times ``(1 - b) / D``, is the
+momentum. By how much sums will be divided, ``D``, is known only after the step: that of the last one stands for it, on
+all replicas alike, and what that is off by is put right when weights are updated.
 """
 
 from __future__ import annotations
