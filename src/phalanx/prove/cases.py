@@ -198,7 +198,7 @@ class Docket:
         """``layout``: one whose sums are in few bits, if they are."""
 
         def made_anew(nudge: int = 0, decisions: Decisions | None = None) -> Reference:
-            coded = None if layout is None else _coded(task, layout)
+            coded = None if layout is None else defined(task, layout)
             return Reference(task, groups, nudge, decisions=decisions, coded=coded)
 
         reference = self._run(made_anew(), "to compare with")
@@ -230,7 +230,8 @@ class Docket:
         return standard
 
 
-def _coded(task: Task, layout: Layout) -> Coded:
+def defined(task: Task, layout: Layout) -> Coded:
+    """What a layout's ``comm`` means, for a run of a task."""
     blueprint = Blueprint(task.model, task.seed)
     kind = {"onebit": OneBit, "powersgd": Projected}.get(layout.comm.partition(":")[0], Coded)
     placement = Placement.of(blueprint.model, task.anatomy(blueprint.model), layout)

@@ -7,7 +7,6 @@ have summed is the new momentum (`parallel.weights.momentum`), whose norm is the
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -88,6 +87,7 @@ class FrozenVariance:
             self.momentum.of = {
                 weight.name: (self.optimizer.state[weight.shard]["exp_avg"], group["betas"][0])
                 for weight, group in self._each()
+                if self.optimizer.state.get(weight.shard)
             }
 
     @torch.no_grad()
@@ -95,7 +95,9 @@ class FrozenVariance:
         """All ranks must call it: what is least follows from whole weights."""
         means = self._means()
         for weight, group in self._each():
-            state, stays = self.optimizer.state[weight.shard], group["betas"][1]
+            state, stays = self.optimizer.state.get(weight.shard), group["betas"][1]
+            if not state:
+                continue  # it had no gradient on any rank; if it ever has, that is said
             corrected = 1 - stays ** int(state["step"])
             state["exp_avg_sq"].div_(corrected).clamp_(min=FLOOR * means[weight.name] / corrected)
             state["exp_avg_sq"].mul_(1 - stays**step)
@@ -106,24 +108,24 @@ class FrozenVariance:
         """Of each weight's variance, all of it."""
         holding, mesh = self.spread.holding, self.spread.mesh
         names = [name for name, trained in self.spread.trainable.items() if trained]
-        updated = {weight.name for weight, _ in self._each()}
-        sums = torch.zeros(len(names), dtype=torch.float64, device=self.spread.device)
+        sums = torch.zeros(2, len(names), dtype=torch.float64, device=self.spread.device)
         for number, name in enumerate(names):
             weight = self.spread.weights.get(name)
-            if weight is not None and holding.counts(name):
-                state = self.optimizer.state.get(weight.shard, {})
-                kept = state["exp_avg_sq"].double().sum() if state else math.nan
-                sums[number] = kept / mesh.size("dp") if name in updated else 1.0
+            state = self.optimizer.state.get(weight.shard) if weight is not None else None
+            if state and holding.counts(name):
+                sums[0, number], sums[1, number] = state["exp_avg_sq"].double().sum() / mesh.size("dp"), 1.0
         mesh.world.all_reduce(sums).wait()
-        means = sums.tolist()
-        for name, total in zip(names, means, strict=True):
-            if not total > 0:
-                raise WrongUse(
-                    f"comm={self.spread.layout.comm} freezes the variance of gradients after {self.begins} steps, in "
-                    f"which {name} had none. Give it more of them, as in comm=onebit:40, freeze the weight, or use "
-                    "comm=int4."
-                )
-        return {n: total / holding.shapes[n].numel() for n, total in zip(names, means, strict=True)}
+        found = dict(zip(names, sums.T.tolist(), strict=True))
+        for name, (total, held) in found.items():
+            if held and not total > 0:
+                raise self._unknown(name)
+        return {name: total / max(1, holding.shapes[name].numel()) for name, (total, _) in found.items()}
+
+    def _unknown(self, name: str) -> WrongUse:
+        return WrongUse(
+            f"comm={self.spread.layout.comm} freezes the variance of gradients after {self.begins} steps, in which "
+            f"{name} had none. Let more of them be exact, as with comm=onebit:40, freeze the weight, or use comm=int4."
+        )
 
     def complete(self) -> None:
         """When all sums are there: those that were sent as they are become momentum too."""
@@ -161,8 +163,10 @@ class FrozenVariance:
 
     def _update(self, weight: Tensor, group: dict[str, Any], missed: float) -> None:
         """``missed``: how much of the old momentum is still to be put to the new one, by what stays of it."""
-        state, (first, second) = self.optimizer.state[weight], group["betas"]
+        state, (first, second) = self.optimizer.state.get(weight), group["betas"]
         assert weight.grad is not None
+        if not state:
+            raise self._unknown(weight.logical_name)  # type: ignore[attr-defined]
         state["step"] += 1
         momentum, rate = state["exp_avg"], float(group["lr"])
         momentum.mul_(first * missed).add_(weight.grad)

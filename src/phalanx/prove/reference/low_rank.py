@@ -54,7 +54,7 @@ class Projected(Coded):
 
     def _projected(self, key: tuple[str, int], matrix: Tensor) -> Tensor:
         """A matrix on the columns that come of what is kept of it."""
-        first = first_basis(key[0], matrix.shape[1], self.rank)
+        first = first_basis(key[0], matrix.shape[1], self.rank).to(matrix.device)
         kept = self.bases.get(key, torch.zeros_like(first))
         columns: list[Tensor] = []
         for number in range(self.rank):
