@@ -23,6 +23,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "recompute": ("none", "selective", "full", "host"),
     "offload": ("none", "optimizer", "params"),
     "compile": ("none", "blocks"),
+    "activations": (EXACT, "bf16", "fp8"),
 }
 CHUNKS = {"interleaved": 2}
 """By pipeline schedule: stages a rank has, where they are more than one."""
@@ -61,6 +62,8 @@ class Layout:
     compile: str = "none"
     comm: str = EXACT
     """How gradients travel: as they are, or in few bits over `coded_axis`."""
+    activations: str = EXACT
+    """How the stream travels between stages of ``pp`` and tokens to experts of ``ep``, and gradients of both."""
 
     def __post_init__(self) -> None:
         for name in (*DEGREES, "zero", "micro_batch", "offload_percent"):
@@ -177,8 +180,11 @@ class Layout:
             near = self._nearest(global_batch, world)
             raise WrongUse(f"{problem}. The nearest layout that works: {near}")
 
-    def notes(self, device: str, micro_batches: int = 1) -> list[str]:
-        """Settings that have no effect here, or cost more than they need, each said in a line."""
+    def notes(self, device: str, micro_batches: int = 1, stream: int = 4) -> list[str]:
+        """Settings that have no effect here, or cost more than they need, each said in a line.
+
+        ``stream``: bytes of a number of it.
+        """
         notes = []
         if self.pp > 1:
             idle = self.idle(micro_batches)
@@ -191,6 +197,10 @@ class Layout:
             notes.append(f"zero={self.zero} has no effect at fsdp=1,cp=1: there is nobody to share the state with")
         if self.pp == 1 and self.schedule != Layout.schedule:
             notes.append(f"schedule={self.schedule} has no effect at pp=1")
+        if self.activations != EXACT and self.pp * self.ep == 1:
+            notes.append(f"activations={self.activations} has no effect at pp=1,ep=1: they alone send so")
+        elif self.activations == "bf16" and stream <= 2:
+            notes.append("activations=bf16 has no effect: the stream has 16 bits by itself")
         if self.cp == 1 and self.cp_kind != Layout.cp_kind:
             notes.append(f"cp_kind={self.cp_kind} has no effect at cp=1")
         if self.compile != "none" and self.recompute == "selective":

@@ -11,6 +11,7 @@ from phalanx import Layout
 from phalanx.models.experts import Experts
 from phalanx.parallel.axes.expert import ExpertParallel
 from phalanx.parallel.communication.communicator import Communicator
+from phalanx.parallel.communication.narrow import Narrow
 from phalanx.parallel.communication.traffic import Traffic
 from tests.parity import HostileLanguage, Mixture
 from tests.ranks import RankFailed, Ranks
@@ -29,7 +30,7 @@ def travel(choices: list[list[list[int]]]) -> tuple[float, float, list[float]]:
     model = torch.nn.ModuleDict({"experts": Experts(4, 6, 5).double()})
     own = slice(rank * 4 // ranks, (rank + 1) * 4 // ranks)
     anatomy = phalanx.Anatomy.of(model)
-    ExpertParallel(model, anatomy, Communicator(dist.group.WORLD, Traffic()))
+    ExpertParallel(model, anatomy, Communicator(dist.group.WORLD, Traffic()), Narrow("exact"))
     for name, weight in whole.named_parameters():
         setattr(model["experts"], name, torch.nn.Parameter(weight.detach()[own].clone()))
     x = inputs[rank].detach().clone().requires_grad_()

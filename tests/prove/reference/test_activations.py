@@ -1,0 +1,38 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from phalanx.layout import Layout
+from phalanx.parallel.communication.narrow import Narrow
+from phalanx.prove.proof import prove
+from phalanx.prove.reference import activations
+from phalanx.recipes.gpt import GPT
+
+
+@pytest.mark.parametrize("kind", ["bf16", "fp8"])
+def test_the_definition_is_what_ranks_do(kind: str) -> None:
+    x = torch.randn(3, 5, 16, dtype=torch.float64)
+    x[1, 2] = 0
+    assert torch.equal(activations.rounded(kind, x), Narrow(kind).rounded(x))
+
+
+def test_stages_and_experts_train_as_one_device_says_they_do() -> None:
+    proof = prove(GPT(experts=4), ["pp=2,schedule=zb,activations=fp8", "fsdp=2,ep=2,activations=bf16"], check=False)
+    assert proof.holds, str(proof)
+
+
+def test_a_layout_that_rounds_where_it_should_not_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(activations, "rounded", lambda kind, x: x)
+    proof = prove(GPT(), ["pp=2,activations=bf16"], check=False)
+    assert not proof.holds
+    finding = proof.results[0].finding
+    assert finding is not None
+    assert "that rounds as activations=bf16 is defined to" in finding.cause
+
+
+def test_what_rounds_is_said_in_a_layouts_words() -> None:
+    texts = ["dp=2", "dp=2,comm=int4", "pp=2,activations=fp8", "dp=2,pp=2,comm=int8,activations=bf16"]
+    assert [activations.rounding(Layout.parse(text)) for text in texts] == [
+        "", "comm=int4", "activations=fp8", "comm=int8,activations=bf16",
+    ]  # fmt: skip
