@@ -2,12 +2,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from phalanx.layout import Layout
 from phalanx.parallel.communication.narrow import Narrow
 from phalanx.prove.proof import prove
 from phalanx.prove.reference import activations
 from phalanx.recipes.gpt import GPT
+from tests.tasks import Digits
 
 
 @pytest.mark.parametrize("kind", ["bf16", "fp8"])
@@ -17,14 +19,52 @@ def test_the_definition_is_what_ranks_do(kind: str) -> None:
     assert torch.equal(activations.rounded(kind, x), Narrow(kind).rounded(x))
 
 
-def test_stages_and_experts_train_as_one_device_says_they_do() -> None:
-    proof = prove(GPT(experts=4), ["pp=2,schedule=zb,activations=fp8", "fsdp=2,ep=2,activations=bf16"], check=False)
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.linear(x).tanh()
+
+
+class Stack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.blocks, self.leave = (
+            nn.Linear(4, 16),
+            nn.ModuleList(Block() for _ in range(3)),
+            nn.Linear(16, 3),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.enter(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.leave(x)
+
+
+class Stacked(Digits):
+    def model(self) -> nn.Module:
+        return Stack()
+
+
+def test_stages_train_as_one_device_says_they_do() -> None:
+    layouts = ["pp=2,schedule=zb,activations=fp8", "pp=2,activations=bf16", "pp=2,dp=2,activations=fp8,comm=int4"]
+    proof = prove(Stacked(), layouts, check=False)
+    assert proof.holds, str(proof)
+
+
+@pytest.mark.every
+def test_experts_train_as_one_device_says_they_do() -> None:
+    layouts = ["fsdp=2,ep=2,activations=bf16", "fsdp=2,ep=2,activations=fp8"]
+    proof = prove(GPT(experts=4), layouts, check=False)
     assert proof.holds, str(proof)
 
 
 def test_a_layout_that_rounds_where_it_should_not_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(activations, "rounded", lambda kind, x: x)
-    proof = prove(GPT(), ["pp=2,activations=bf16"], check=False)
+    proof = prove(Stacked(), ["pp=2,activations=bf16"], check=False)
     assert not proof.holds
     finding = proof.results[0].finding
     assert finding is not None
