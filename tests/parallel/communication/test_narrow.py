@@ -7,7 +7,6 @@ import math
 import pytest
 import torch
 
-from phalanx.layout import Layout
 from phalanx.parallel.communication.narrow import Narrow
 
 
@@ -44,11 +43,3 @@ def test_what_is_not_finite_stays_so(kind: str) -> None:
         assert found[[0, 2]].isfinite().all()
     assert not Narrow(kind).rounded(torch.zeros(2, 4)).any()
     assert Narrow(kind).rounded(torch.empty(0, 4)).shape == (0, 4)
-
-
-def test_a_layout_says_where_it_has_no_effect() -> None:
-    (note,) = Layout.parse("dp=2,activations=bf16").notes("cuda")
-    assert note == "activations=bf16 has no effect at pp=1,ep=1: they alone send so"
-    notes = Layout.parse("pp=2,activations=bf16").notes("cuda", stream=2)
-    assert notes[-1] == "activations=bf16 has no effect: the stream has 16 bits by itself"
-    assert len(Layout.parse("pp=2,activations=fp8").notes("cuda", stream=2)) == 1
