@@ -5,10 +5,10 @@ python benchmarks/nccl.py [LAYOUT ...] [--ranks 2|4|8] [--experts] [--every] [--
 Without layouts: all of 2 and of 4 ranks and a covering set of 8, dense and with experts. NCCL refuses two ranks on one
 GPU of one host, and takes them for ranks of several hosts where NCCL_HOSTID differs: what comes out, the order of what
 is launched and whether it can get stuck are those of such hosts, its speed is not. ``--device cpu`` does the same over
-gloo. A layout with ``comm`` is held to what that is defined as on one device. Ranks are processes that take one layout
-after another, several teams of them side by side; under NVIDIA's MPS, if it is there, since processes that take turns
-on a GPU wait for each other's waiting kernels. Where a layout takes longer than the limit, every rank's stack is
-printed, and a new team goes on with the next.
+gloo. A layout with ``comm`` or ``activations`` is held to what they are defined as on one device. Ranks are processes
+that take one layout after another, several teams of them side by side; under NVIDIA's MPS, if it is there, since
+processes that take turns on a GPU wait for each other's waiting kernels. Where a layout takes longer than the limit,
+every rank's stack is printed, and a new team goes on with the next.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -49,6 +50,7 @@ from phalanx import Layout, Task
 from phalanx.parallel.torch_private import preload
 from phalanx.prove.cases import defined
 from phalanx.prove.layouts import covering
+from phalanx.prove.reference.activations import round_activations, rounding
 from report import Figure, report
 
 ROOT = Path(__file__).parent.parent
@@ -80,18 +82,19 @@ class Case:
 
     @property
     def kind(self) -> str:
-        coded = ", in few bits" if self.layout.coded_axis else ""
+        coded = ", in few bits" if rounding(self.layout) else ""
         return f"{self.world} ranks, {'with experts' if self.layout.ep > 1 else 'dense'}{coded}"
 
     @property
     def known_by(self) -> tuple[str, int, str]:
-        """Cases with the same are the same on one device, where ``comm`` rounds as the layout's ranks would."""
-        return repr(self.task), self.micro_batches, str(self.layout) if self.layout.coded_axis else ""
+        """Cases with the same are the same on one device, which rounds as the layout's ranks would."""
+        return repr(self.task), self.micro_batches, str(self.layout) if rounding(self.layout) else ""
 
     def one_device(self, device: str) -> Trace:
         """By hand."""
         coded = defined(self.task, self.layout) if self.layout.coded_axis else None
-        return reference(self.task, self.micro_batches, device, coded=coded)
+        observe = partial(round_activations, self.task, self.layout)
+        return reference(self.task, self.micro_batches, device, coded=coded, observe=observe)
 
 
 @dataclass

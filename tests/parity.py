@@ -235,10 +235,11 @@ def reference(
     decay: float = 0.0,
     hand: Hand | None = None,
     coded: Coded | None = None,
+    observe: Callable[[nn.Module, Randomness], None] | None = None,
 ) -> Trace:
     """The task on one device, by hand. ``trains``: whether a step updates a weight; ``decay``: of its average.
 
-    ``hand``: what is other for some weights. ``coded``: what sums in few bits are.
+    ``hand``: what is other for some weights. ``coded``: what sums in few bits are. ``observe``: given the model.
     """
     blueprint = Blueprint(task.model, task.seed)
     values = {name: blueprint.value(p, "cpu").double() for name, p in blueprint.model.named_parameters()}
@@ -250,6 +251,8 @@ def reference(
     randomness.answers = Answers(randomness)
     for name in task.anatomy(model).blocks:
         wrap(model.get_submodule(name), RandomKeys(name, randomness))
+    if observe is not None:
+        observe(model, randomness)
     for name, weight in model.named_parameters():
         weight.logical_name = name
         if hand is not None and hand.is_frozen(name):

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
 import phalanx
+from phalanx.prove.cases import defined
+from tests.layouts import task_for
 from tests.parallel.weights.test_coded import train
+from tests.parity import TOLERANCE, Trace, difference, reference, spread_run
 from tests.ranks import Ranks
 from tests.tasks import Digits
 
@@ -66,3 +70,15 @@ def test_a_step_that_is_not_finite_spoils_nothing(ranks: Ranks) -> None:
     assert finite
     assert any(map(math.isnan, losses))
     assert not math.isnan(losses[-1])
+
+
+def spread(layout: str) -> Trace:
+    return spread_run(replace(task_for(phalanx.Layout.parse(layout)), steps=3), phalanx.Layout.parse(layout))
+
+
+def test_stages_that_share_weights_train_as_one_device(ranks: Ranks) -> None:
+    """Some travel as they are, and lie behind the others."""
+    layout = phalanx.Layout.parse("dp=2,pp=2,micro_batch=4,comm=powersgd:2")
+    task = replace(task_for(layout), steps=3)
+    error, where = difference(ranks(4, spread, str(layout))[0], reference(task, coded=defined(task, layout)))
+    assert error < TOLERANCE, where

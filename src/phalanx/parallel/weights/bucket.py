@@ -85,13 +85,13 @@ class Bucket:
         return Pending((), arrived), flat
 
     def assemble(self, packing: Packing, row: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Whole tensors, by weight, from everybody's rows. All ranks of the group must call it."""
+        """Whole tensors, by weight in the bucket's order, from everybody's rows. All of the group must call it."""
         flat = row.view(1, -1)
         if not self.storage.group.alone:
             flat = row.new_empty(self.storage.ranks, len(row))
             self.storage.group.all_gather(flat, row).wait()
         places = packing.places(flat)
-        for weight in packing.weights:
+        for weight in [weight for weight in self.weights if weight.name in places]:
             whole = row.new_empty(weight.shape)
             for part, place in weight.pairs(whole, places[weight.name]):
                 part.copy_(place)

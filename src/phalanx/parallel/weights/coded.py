@@ -72,17 +72,19 @@ class CodedGradients:
     def codec(self) -> Codec:
         """The method, for rows of this bucket's."""
         assert isinstance(self.method, Codec)
-        return self.method.for_rows(self._counts(), self.storage.device)
+        return self.method.for_rows(self._counts)
 
-    def _counts(self) -> list[int]:
+    def _counts(self) -> Tensor:
         """Of each block of a row, how many numbers are this rank's gradients: the rest is padding."""
         block = self.method.block
-        found = [0] * (self.length // block) if block > 1 else []
-        for weight in self.weights if block > 1 else ():
-            first, size = self.packing.offsets[weight.name] // block, weight.shard.numel()
-            for number in range(-(-size // block)):
-                found[first + number] = min(block, size - number * block)
-        return found
+        found = torch.zeros(self.length // block, dtype=torch.int32)
+        for weight in self.weights:
+            whole, rest = divmod(weight.shard.numel(), block)
+            first = self.packing.offsets[weight.name] // block
+            found[first : first + whole] = block
+            if rest:
+                found[first + whole] = rest
+        return found.to(self.storage.device)
 
     def own(self, row: Tensor) -> list[tuple[Weight, Tensor]]:
         """Of each weight that is encoded, its part of a row."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -31,11 +31,11 @@ class Blockwise(Codec):
     def size(self, numbers: int, dtype: torch.dtype) -> int:
         return numbers // self.block * blockwise.block_bytes(self.bits, dtype)
 
-    def for_rows(self, counts: Sequence[int], device: torch.device) -> Blockwise:
+    def for_rows(self, counts: Callable[[], Tensor]) -> Blockwise:
         if self.bits > 1:
             return self
         found = copy.copy(self)
-        found.counts = torch.tensor(counts, dtype=torch.int32, device=device)
+        found.counts = counts()
         return found
 
     def encode(

@@ -8,7 +8,7 @@ bytes, its own among them: so replicas stay the same to the last bit.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -55,7 +55,7 @@ class Codec(Method, ABC):
     def decode(self, rows: Tensor, out: Tensor, at: int = 0) -> None:
         """The sum over the first dim of what ``rows`` of bytes say, in this order, into flat numbers."""
 
-    def for_rows(self, counts: Sequence[int], device: torch.device) -> Codec:
+    def for_rows(self, counts: Callable[[], Tensor]) -> Codec:
         """The same, for rows in which so many first numbers of each block are gradients, the rest being zeros."""
         return self
 
