@@ -144,6 +144,11 @@ class _Prover:
                 f"{rounding(layout)} is proven in float64 alone: in {self.dtype} a last bit decides about codes. Leave "
                 "--dtype out"
             )
+        if "activations" in rounding(layout) and layout.cp & (layout.cp - 1):
+            return (
+                f"gradients travel divided by cp={layout.cp}, which is no power of two, so that one device does not "
+                f"round them as {rounding(layout)} does. Prove it with cp=2"
+            )
         return applicable(self.task, layout, self.model, self.anatomy)
 
     def _timed(self, layout: Layout, number: int | None, reason: str | None) -> Result:

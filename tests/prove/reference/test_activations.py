@@ -76,3 +76,8 @@ def test_what_rounds_is_said_in_a_layouts_words() -> None:
     assert [activations.rounding(Layout.parse(text)) for text in texts] == [
         "", "comm=int4", "activations=fp8", "comm=int8,activations=bf16",
     ]  # fmt: skip
+
+
+def test_what_one_device_cannot_round_is_said() -> None:
+    proof = prove(Stacked(), ["pp=2,cp=3,activations=bf16"], check=False)
+    assert "divided by cp=3, which is no power of two" in proof.results[0].reason

@@ -9,7 +9,8 @@ that is not finite becomes one of which none is. What is no wider than that is s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -24,6 +25,15 @@ class Narrow:
     def __init__(self, kind: str) -> None:
         """``kind``: as a layout has it; with ``exact`` everything is sent as it is."""
         self.kind = kind
+
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        """While this lasts everything is sent as it is."""
+        kind, self.kind = self.kind, "exact"
+        try:
+            yield
+        finally:
+            self.kind = kind
 
     def narrows(self, dtype: torch.dtype) -> bool:
         """Whether numbers of a dtype are sent as less."""
