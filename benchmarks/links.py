@@ -95,7 +95,7 @@ class Contestant:
 
     def chosen(self) -> str:
         """What `auto` sends by now."""
-        return self.name
+        return self.engine.auto_comm.method if self.name == "auto" else self.name
 
     def close(self) -> None:
         self.engine.close()
@@ -127,6 +127,9 @@ class DDPContestant(Contestant):
 
     def weights(self) -> dict[str, torch.Tensor]:
         return self._theirs.weights()
+
+    def chosen(self) -> str:
+        return DDP
 
     def close(self) -> None:
         pass

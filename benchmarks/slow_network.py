@@ -61,7 +61,7 @@ class _Relay:
             now = time.monotonic()
             while self.waiting and self.waiting[0][0] <= now:
                 _, _, to, frame = heapq.heappop(self.waiting)
-                with contextlib.suppress(BlockingIOError):
+                with contextlib.suppress(OSError):  # its host is not ready, or gone
                     os.write(to, frame)
 
     def _take(self, device: int) -> None:

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from phalanx.errors import WrongUse
 
 EXACT = "exact"
+AUTO = "auto"
+"""One of the others, chosen and chosen again by what is measured."""
 METHODS = ("bf16", "int8", "int4", "topk")
 """Those that are lossy."""
 SHARDING = ("bf16", "int8", "int4")
@@ -17,7 +19,7 @@ OWING = ("int4", "topk")
 
 @dataclass(frozen=True)
 class Comm:
-    """A lossy method."""
+    """A lossy method, or ``auto``."""
 
     name: str
     sharding: bool = True
@@ -31,9 +33,11 @@ class Comm:
         """Read the text form; None where everything is sent as it is."""
         if text == EXACT:
             return None
+        if text == AUTO:
+            return cls(AUTO, sharding=False, owes=True)
         name, colon, number = text.partition(":")
         if name not in METHODS or (colon and name != "topk"):
-            known = (EXACT, *METHODS[:-1], "topk:1")
+            known = (EXACT, *METHODS[:-1], "topk:1", AUTO)
             raise WrongUse(f"comm={text} is not known in a layout. Choose one of: {', '.join(known)}.")
         return cls(name, name in SHARDING, name in OWING, _percent(text, number) if name == "topk" else 0.0)
 

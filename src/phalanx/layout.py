@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields, replace
 from itertools import product
 from typing import Any, get_type_hints
 
-from phalanx.comm import EXACT, Comm
+from phalanx.comm import AUTO, EXACT, Comm
 from phalanx.errors import WrongUse, closest
 
 DEGREES = ("dp", "fsdp", "tp", "cp", "pp", "ep")
@@ -219,6 +219,8 @@ class Layout:
             f"{name}={degree}" for name in DEGREES if name != self.coded_axis and (degree := getattr(self, name)) > 1
         ]
         kept = f"; {', '.join(others)} send what they sent" if others else ""
+        if self.comm == AUTO:
+            return [f"comm=auto chooses how gradients travel over {self.coded_axis}, by what is measured{kept}"]
         weights = " and gathers weights in few bits" if self.coded_axis == "fsdp" else ""
         return [
             f"comm={self.comm} sums gradients over {self.coded_axis}={getattr(self, self.coded_axis)}{weights}{kept}"
