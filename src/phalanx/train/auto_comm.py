@@ -97,10 +97,13 @@ class AutoComm:
         self._measured_at, self._cost = time.monotonic(), 0.0
         self._codec_seconds: dict[str, float] = {}
 
-    def agreed(self, sums: Sequence[float]) -> None:
-        """What all ranks told of the step before, summed."""
-        if not self.active:
-            return
+    def agreed(self, numbers: list[float]) -> list[float]:
+        """Take what all ranks told of the step before, summed, off the end of a step's agreed numbers."""
+        if self.active:
+            self._look(numbers[-TOLD:])
+        return numbers[: len(numbers) - len(self.told)]
+
+    def _look(self, sums: Sequence[float]) -> None:
         self._since += 1
         self._due = sums[-1] > 0
         if self._left_out:
