@@ -35,5 +35,5 @@ METHODS = (
 
 
 def allowed(tolerance: float) -> list[Method]:
-    """Those whose losses are at most so many percent higher."""
-    return [method for method in METHODS if method.loss <= tolerance]
+    """Those whose losses are at most so many percent higher; exact sums always."""
+    return [method for method in METHODS if method.loss <= max(0.0, tolerance)]
