@@ -5,6 +5,7 @@ import pytest
 from phalanx.comm import Comm
 from phalanx.errors import WrongUse
 from phalanx.layout import Layout
+from phalanx.layout_notes import layout_notes
 
 
 def test_a_method_is_read() -> None:
@@ -30,11 +31,11 @@ def test_a_layout_says_over_which_axis() -> None:
     assert axes == {"dp=2": "", "dp=2,comm=int8": "dp", "fsdp=2,comm=int8": "fsdp"}
     assert Layout.parse("dp=2,fsdp=2,comm=int8").coded_axis == "dp"
     assert not Layout.parse("tp=2,comm=int8").coded_axis
-    (note,) = Layout.parse("dp=2,fsdp=2,comm=int8").notes("cuda")
+    (note,) = layout_notes(Layout.parse("dp=2,fsdp=2,comm=int8"), "cuda")
     assert note == "comm=int8 sums gradients over dp=2; fsdp=2 send what they sent"
-    (note,) = Layout.parse("dp=2,comm=auto").notes("cuda")
+    (note,) = layout_notes(Layout.parse("dp=2,comm=auto"), "cuda")
     assert note == "comm=auto chooses how gradients travel over dp, by what is measured"
-    assert Layout.parse("tp=2,comm=int8").notes("cuda") == [
+    assert layout_notes(Layout.parse("tp=2,comm=int8"), "cuda") == [
         "comm=int8 has no effect at dp=1,fsdp=1: no gradients travel"
     ]
 
