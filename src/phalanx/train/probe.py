@@ -109,7 +109,8 @@ def _read(text: str) -> links.PairSpeed:
 def _slowest(pairs: Sequence[links.PairSpeed]) -> MeasuredLink | None:
     if not pairs:
         return None
-    rate = min(min(max(pair.forth.values()), max(pair.back.values())) for pair in pairs)
+    largest = links.SIZES[-1]  # smaller ones may be through before a link is held to its rate
+    rate = min(min(pair.forth[largest], pair.back[largest]) for pair in pairs)
     return MeasuredLink(max(pair.latency for pair in pairs), rate, min(pair.both for pair in pairs))
 
 
@@ -144,7 +145,7 @@ def _told(cluster: Cluster) -> list[str]:
 def _told_pair(pair: links.PairSpeed) -> str:
     first, second = pair.ranks
     sizes = ", ".join(f"{_size(size)} {bits(rate)}" for size, rate in pair.forth.items())
-    back = bits(max(pair.back.values()))
+    back = bits(pair.back[links.SIZES[-1]])
     return f"rank {first} to {second}: {1e3 * pair.latency:.3g} ms; {sizes}; back {back}; both {bits(pair.both)}"
 
 
