@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 import torch
 
 from phalanx import CannotHere, Cluster, WrongUse
-from phalanx.cluster import cores, threads
+from phalanx.cluster import MeasuredLink, cores, threads
 
 
 def test_this_machine_as_a_cluster() -> None:
@@ -44,3 +45,31 @@ def test_devices_that_are_not_here_are_refused() -> None:
         Cluster.here(1000, "cuda")
     with pytest.raises(WrongUse, match="not known"):
         Cluster.here(1, "tpu")
+
+
+def test_what_was_measured_is_read_back(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.toml"
+    known = Cluster(
+        "cuda",
+        8,
+        2,
+        80 << 30,
+        5e14,
+        {"bf16": 1e12, "int8": 9e11},
+        MeasuredLink(1e-6, 4e11, 3e11),
+        MeasuredLink(1e-5, 5e10, 4e10),
+    )
+    path.write_text(known.to_toml())
+    assert Cluster.read(path) == known
+    path.write_text(Cluster("cpu", 2).to_toml())
+    assert Cluster.read(path) == Cluster("cpu", 2)
+
+
+def test_a_file_that_describes_no_cluster_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.toml"
+    with pytest.raises(WrongUse, match=r"is not there\. Write it with phalanx probe"):
+        Cluster.read(path)
+    for text in ("[cluster]\ncolour = 3\n", "cluster", "[links]\n"):
+        path.write_text(text)
+        with pytest.raises(WrongUse, match="describes no cluster"):
+            Cluster.read(path)

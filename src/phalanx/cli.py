@@ -18,13 +18,13 @@ os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # or torch.cuda.is_
 import typer
 
 from phalanx import __version__ as version
-from phalanx import cli_evaluate, cli_new, cli_tokenize, cli_tune
+from phalanx import cli_doctor, cli_evaluate, cli_new, cli_tokenize, cli_tune
 from phalanx import cli_options as option
+from phalanx.cli_doctor import conclude
 from phalanx.errors import CannotHere, WrongUse
 from phalanx.launch import verbs
 from phalanx.launch.stopping import ENDING
 from phalanx.redact import redact
-from phalanx.verdict import Verdict
 from phalanx.watch.page import watching
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False)
@@ -105,6 +105,7 @@ def train(
     profile: option.Profile = None,
     bad: option.Bad = None,
     spike: option.Spike = None,
+    loss_tolerance: option.LossTolerance = None,
     compare_steps: option.CompareSteps = None,
     grace: option.Grace = None,
     evaluate_on: option.EvaluateOn = None,
@@ -122,10 +123,10 @@ def train(
         task=task, layout=layout, on=on, assignments=set_, steps=steps, epochs=epochs, config=config, device=device,
         save_steps=save_steps, save_minutes=save_minutes, keep=keep, keep_every=keep_every, memory_steps=memory_steps,
         checkpoints=checkpoints, restarts=restarts, grace=grace, init_from=init_from, timeout=timeout,
-        evaluate_on=evaluate_on,
-        bad=bad, spike=spike, compare_steps=compare_steps, min_nodes=min_nodes, max_nodes=max_nodes, meet=meet,
-        host=host, interface=interface, kill=kill, allow=allow, resume=resume, exact=exact, unchecked=unchecked or None,
-        run=run, log=log or None, metrics_port=metrics_port, log_every=log_every, quiet=quiet or None, profile=profile,
+        evaluate_on=evaluate_on, bad=bad, spike=spike, loss_tolerance=loss_tolerance, compare_steps=compare_steps,
+        min_nodes=min_nodes, max_nodes=max_nodes, meet=meet, host=host, interface=interface, kill=kill, allow=allow,
+        resume=resume, exact=exact, unchecked=unchecked or None, run=run, log=log or None, metrics_port=metrics_port,
+        log_every=log_every, quiet=quiet or None, profile=profile,
     )  # fmt: skip
     with led(Started.unless_placed(on), device) as started:
         from phalanx.train import starting
@@ -133,14 +134,7 @@ def train(
         if dry_run or weights:
             print(starting.described(given, weights))
         else:
-            _conclude(starting.train(given if started is None else started.over(given)))
-
-
-def _conclude(verdict: Verdict) -> None:
-    if sys.stdout.isatty():
-        print("\r\x1b[K", end="", flush=True)  # over the live line, where the run was stopped in the middle of it
-    print(verdict, file=sys.stdout if verdict.holds else sys.stderr, flush=True)
-    raise SystemExit(verdict.exit_code)
+            conclude(starting.train(given if started is None else started.over(given)))
 
 
 @app.command()
@@ -246,36 +240,6 @@ def bench(
 
 @app.command()
 @_stoppable("nothing was concluded")
-def doctor(
-    on: Annotated[str | None, typer.Option(help="local:N, or any place that train takes")] = None,
-    device: Annotated[str | None, typer.Option(help="cpu or cuda; by default GPUs if there are any")] = None,
-    run: Annotated[Path | None, typer.Option(help="a folder that all hosts see, where there are several")] = None,
-    timeout: Annotated[float | None, typer.Option(help="seconds that hosts wait for each other")] = None,
-    max_nodes: Annotated[int | None, typer.Option(help="so many hosts, with this command on each")] = None,
-    meet: Annotated[str | None, typer.Option(help="where they meet, host:port")] = None,
-    host: Annotated[str | None, typer.Option(help="this host's name among them")] = None,
-    interface: Annotated[str | None, typer.Option(help="through which they reach this host")] = None,
-) -> None:
-    """Examine the ground before a run: versions, clocks, memory, disk, devices, links, the shared folder."""
-    from phalanx.launch.local_leader import led
-    from phalanx.launch.place import place_of
-    from phalanx.launch.started import Started
-
-    given = {"on": on, "device": device, "run": run, "timeout": timeout, "max_nodes": max_nodes, "meet": meet}
-    given |= {"min_nodes": None, "host": host, "interface": interface, "task": "doctor", "layout": None}
-    with led(Started.unless_placed(on), device) as started:
-        if (place := place_of(on)) is None:
-            from phalanx.train.doctor import doctor
-
-            _conclude(doctor(given if started is None else started.over(given)))
-        else:
-            from phalanx.train.doctor_elsewhere import doctor_elsewhere
-
-            _conclude(doctor_elsewhere(given, place))
-
-
-@app.command()
-@_stoppable("nothing was concluded")
 def why(
     run: Annotated[Path | None, typer.Argument(help=verbs.RUN)] = None,
     json: Annotated[bool, typer.Option("--json", help="print one JSON object and nothing else")] = False,
@@ -301,6 +265,7 @@ for _verb in (
     verbs.runs, verbs.status, verbs.cancel, _stoppable("the run goes on")(verbs.logs), watching.watch, watching.report,
     _stoppable("what was encoded is kept, and taken up by the same command")(cli_tokenize.tokenize), cli_new.new,
     _stoppable("no rank is left, and nothing was concluded")(cli_tune.tune),
+    _stoppable("nothing was concluded")(cli_doctor.doctor), _stoppable("nothing was concluded")(cli_doctor.probe),
     _stoppable("nothing was concluded")(cli_evaluate.evaluate),
 ):  # fmt: skip
     app.command()(_verb)

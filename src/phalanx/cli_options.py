@@ -60,6 +60,9 @@ Bad = Annotated[str | None, typer.Option(help="a loss or gradient that is bad: s
 Spike = Annotated[
     float | None, typer.Option(help="a loss of more than so many times the median of the last is bad; 0: none is")
 ]
+LossTolerance = Annotated[
+    float | None, typer.Option(help="percent by which a loss may be higher for what comm=auto chooses; by default 0.5")
+]
 CompareSteps = Annotated[
     int | None, typer.Option(help="ranks that hold the same compare it every so many steps; by default 500")
 ]

@@ -1,14 +1,17 @@
-"""The Cluster: what a job runs on. For now this machine's devices; it knows nothing of the task."""
+"""The Cluster: what a job runs on: this machine's devices, or what `phalanx probe` has measured; it knows no task."""
 
 from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 
 import torch
 
 from phalanx.errors import CannotHere, WrongUse
+from phalanx.toml import from_toml, to_toml
 from phalanx.words import many
 
 LEAST_RANKS, RANKS_A_CORE = 64, 16
@@ -21,6 +24,18 @@ def devices(kind: str, ranks: int) -> str:
 
 
 @dataclass(frozen=True)
+class MeasuredLink:
+    """Between two ranks, as it was measured: the slowest of its kind."""
+
+    latency: float
+    """Seconds that a byte takes."""
+    rate: float
+    """Bytes a second, one way."""
+    both: float
+    """Bytes a second each way, both ways at once."""
+
+
+@dataclass(frozen=True)
 class Cluster:
     """Nodes that are alike, each with so many devices of one kind."""
 
@@ -30,6 +45,14 @@ class Cluster:
     nodes: int = 1
     memory_bytes: int = 0
     """Memory of one device; on CPU, its share of the host's."""
+    flops: float = 0.0
+    """Floating point operations a second of one device, measured with matrices; 0: not measured."""
+    codecs: Mapping[str, float] = field(default_factory=dict)
+    """By method: bytes of float32 a second that a device encodes and decodes."""
+    within: MeasuredLink | None = None
+    """Between ranks of one host."""
+    between: MeasuredLink | None = None
+    """Between ranks of different hosts."""
 
     def __str__(self) -> str:
         return f"{self.device}x{self.per_node}*{self.nodes}"
@@ -67,6 +90,26 @@ class Cluster:
             )
         host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         return cls(device, ranks, memory_bytes=host // ranks if device == "cpu" else 0)
+
+    @classmethod
+    def read(cls, path: Path) -> Cluster:
+        """What `to_toml` wrote."""
+        try:
+            tables = from_toml(path.read_text(encoding="utf-8"))
+            within, between = (
+                MeasuredLink(**tables[name]) if name in tables else None for name in ("within", "between")
+            )
+            return cls(**tables["cluster"], codecs=tables.get("codecs", {}), within=within, between=between)
+        except FileNotFoundError:
+            raise WrongUse(f"{path} is not there. Write it with phalanx probe --out {path}.") from None
+        except (ValueError, KeyError, TypeError) as error:
+            raise WrongUse(f"{path} describes no cluster: {error}. Write it with phalanx probe --out {path}.") from None
+
+    def to_toml(self) -> str:
+        """A file that `read` reads."""
+        own = {name: getattr(self, name) for name in ("device", "per_node", "nodes", "memory_bytes", "flops")}
+        links = {name: asdict(link) for name in ("within", "between") if (link := getattr(self, name)) is not None}
+        return to_toml({"cluster": own, "codecs": self.codecs, **links})
 
     def check_room(self) -> None:
         """Refuse more ranks than this machine could ever run."""

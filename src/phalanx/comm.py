@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from phalanx.errors import WrongUse
 
 EXACT = "exact"
+AUTO = "auto"
+"""One of the others, chosen and chosen again by what is measured."""
 METHODS = ("bf16", "int8", "int4", "onebit", "powersgd", "topk")
 """Those that are lossy."""
 NUMBERS = {"topk": "1", "onebit": "20", "powersgd": "4"}
@@ -23,7 +25,7 @@ ONCE = ("topk", "powersgd")
 
 @dataclass(frozen=True)
 class Comm:
-    """A lossy method."""
+    """A lossy method, or ``auto``."""
 
     name: str
     sharding: bool = True
@@ -37,9 +39,11 @@ class Comm:
         """Read the text form; None where everything is sent as it is."""
         if text == EXACT:
             return None
+        if text == AUTO:
+            return cls(AUTO, sharding=False, owes=True)
         name, colon, number = text.partition(":")
         if name not in METHODS or (colon and name not in NUMBERS):
-            known = [EXACT, *(f"{name}:{NUMBERS[name]}" if name in NUMBERS else name for name in METHODS)]
+            known = [EXACT, *(f"{name}:{NUMBERS[name]}" if name in NUMBERS else name for name in METHODS), AUTO]
             raise WrongUse(f"comm={text} is not known in a layout. Choose one of: {', '.join(known)}.")
         found = _number(text, name, number if colon or name != "onebit" else NUMBERS[name]) if name in NUMBERS else 0.0
         return cls(name, name in SHARDING, name in OWING, found)

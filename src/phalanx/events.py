@@ -34,7 +34,7 @@ StepFields = tuple[Mapping[str, Any], Mapping[str, float], Mapping[str, int], bo
 SHARED = frozenset(
     {
         "evaluation", "left out", "rollback", "bad", "replay", "corrupted", "damaged", "stopped", "end", "pause",
-        "dead gradients",
+        "dead gradients", "comm",
     }
 )  # fmt: skip
 """Kinds of events that all ranks note alike."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from phalanx.comm import EXACT
+from phalanx.comm import AUTO, EXACT
 from phalanx.layout import DEGREES, Layout
 
 
@@ -58,6 +58,8 @@ def _of_comm(layout: Layout) -> list[str]:
         f"{name}={degree}" for name in DEGREES if name != layout.coded_axis and (degree := getattr(layout, name)) > 1
     ]
     kept = f"; {', '.join(others)} send what they sent" if others else ""
+    if layout.comm == AUTO:
+        return [f"comm=auto chooses how gradients travel over {layout.coded_axis}, by what is measured{kept}"]
     weights = " and gathers weights in few bits" if layout.coded_axis == "fsdp" else ""
     along = f"{layout.coded_axis}={getattr(layout, layout.coded_axis)}"
     return [f"comm={layout.comm} sums gradients over {along}{weights}{kept}"]

@@ -100,3 +100,8 @@ def sparkline(values: Sequence[float], width: int = 40) -> str:
 def digits(text: str) -> int | None:
     """A count written in plain digits, and not too many of them; None: it is none."""
     return int(text) if re.fullmatch(r"[0-9]{1,9}", text) else None
+
+
+def bits(rate: float) -> str:
+    """Bytes a second, as links are called: ``8 Gbit/s``, ``95 Mbit/s``."""
+    return f"{rate * 8e-9:.3g} Gbit/s" if rate >= 1.25e7 else f"{rate * 8e-6:.3g} Mbit/s"

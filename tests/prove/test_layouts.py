@@ -6,7 +6,7 @@ from itertools import combinations
 
 from phalanx import Layout
 from phalanx.layout import CHOICES
-from phalanx.prove.layouts import as_proven, covering, every
+from phalanx.prove.layouts import as_proven, covering, each_choice, every
 
 
 def test_all_are_valid_and_different() -> None:
@@ -58,3 +58,9 @@ def test_what_needs_a_whole_step_is_proven_in_one_micro_batch() -> None:
         assert as_proven(layout, 17, "always").micro_batches(17) == 1
         assert as_proven(layout, 17, "in a pipeline").micro_batches(17) == (1 if layout.pp > 1 else 3)
     assert as_proven(Layout(pp=2, micro_batch=8), 17, "always").micro_batches(17) == 3, "as it says itself"
+
+
+def test_every_method_that_may_be_chosen_is_proven() -> None:
+    found = [str(layout) for layout in each_choice(Layout.parse("dp=2,comm=auto"))]
+    assert found == ["dp=2", "dp=2,comm=bf16", "dp=2,comm=int8", "dp=2,comm=int4"]
+    assert each_choice(Layout(dp=2)) == [Layout(dp=2)]

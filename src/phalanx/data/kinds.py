@@ -36,6 +36,11 @@ def count_samples(data: Any, name: str) -> int:
     return size
 
 
+def length(data: Any, method: str, task: object) -> int:
+    """How many samples the data set has that a method of a task gave."""
+    return count_samples(data, f"{type(task).__name__}.{method}")
+
+
 def _mistaken(data: Any) -> str:
     """What is wrong with a kind of data that is known not to work, and the line to write; nothing, mostly."""
     kind = type(data).__name__

@@ -8,6 +8,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
 from typing import Literal
 
+from phalanx.comm import AUTO
+from phalanx.comm_methods import METHODS
 from phalanx.layout import CHOICES, Layout
 
 MICRO_BATCHES = 3
@@ -46,6 +48,13 @@ def every(world: int, *, experts: bool = False, blocks: bool = True) -> Iterator
             )  # fmt: skip
             recomputed = blocks and count % 4 == 0 and not _degrees_alone(found)
             yield replace(found, recompute="full") if recomputed else found
+
+
+def each_choice(layout: Layout) -> list[Layout]:
+    """Where methods are chosen in a run, one layout for each that may be; otherwise the layout itself."""
+    if layout.comm != AUTO:
+        return [layout]
+    return [replace(layout, comm=method.name) for method in METHODS]
 
 
 def covering(layouts: Sequence[Layout], done: Sequence[Layout] = ()) -> list[Layout]:

@@ -20,7 +20,7 @@ from phalanx.parameters import building
 from phalanx.prove.bugs import known
 from phalanx.prove.cases import Docket, applicable
 from phalanx.prove.findings import Findings
-from phalanx.prove.layouts import covering, every
+from phalanx.prove.layouts import covering, each_choice, every
 from phalanx.prove.ranks import trial
 from phalanx.prove.ranks.outcome import ProofRanks
 from phalanx.prove.reference.activations import rounding
@@ -181,7 +181,8 @@ class _Prover:
         if layouts == "all":
             return self._all(ranks)
         given = [layouts] if isinstance(layouts, (str, Layout)) else layouts
-        found = list(dict.fromkeys(Layout.parse(item) if isinstance(item, str) else item for item in given))
+        named = [Layout.parse(item) if isinstance(item, str) else item for item in given]
+        found = list(dict.fromkeys(layout for each in named for layout in each_choice(each)))
         if not found:
             raise WrongUse("there is no layout to prove. Name some, e.g. --layouts dp=2 --layouts fsdp=4, or all.")
         return found

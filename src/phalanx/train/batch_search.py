@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 
+from phalanx.data.kinds import length
 from phalanx.data.loader import seed_globally
 from phalanx.errors import WrongUse
-from phalanx.train.engine import Engine, length
+from phalanx.train.engine import Engine
 from phalanx.train.job import Job
 from phalanx.train.thawed import thawed
 from phalanx.train.trying import attempt

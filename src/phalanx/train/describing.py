@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from phalanx import inventory
+from phalanx.data.kinds import length
 from phalanx.data.loader import seed_globally
 from phalanx.data.order import Order
 from phalanx.layout_notes import layout_notes
@@ -12,7 +13,6 @@ from phalanx.parameters import building
 from phalanx.precision import DTYPES
 from phalanx.settings import plain_settings
 from phalanx.train.calling import made_callbacks
-from phalanx.train.engine import length
 from phalanx.train.job import Job
 from phalanx.train.listing import listed
 from phalanx.train.memory import Kept, fullest

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import tempfile
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
@@ -36,7 +37,7 @@ from phalanx.run import Run
 from phalanx.train.options import Options
 from phalanx.train.placing import ranks_of
 from phalanx.verdict import Verdict
-from phalanx.words import many
+from phalanx.words import bits, many
 
 MOST_PAIRS = 64
 """Hosts of which any two are timed; of more, each with the next."""
@@ -78,14 +79,10 @@ def _slowest(rates: links.Rates, hosts: list[int]) -> list[str]:
     (source, to), rate = min(across.items(), key=lambda item: item[1])
     median = sorted(across.values())[len(across) // 2]
     kind = "hosts" if len(set(hosts)) > 1 else "ranks"
-    told = [f"links between {kind}: {_bits(median)} in the middle, slowest rank {source} to rank {to}, {_bits(rate)}"]
+    told = [f"links between {kind}: {bits(median)} in the middle, slowest rank {source} to rank {to}, {bits(rate)}"]
     if rate < SLOW * median:
         told.append(f"the link from rank {source}, on host {hosts[source] + 1}, to rank {to} is far slower than others")
     return told
-
-
-def _bits(rate: float) -> str:
-    return f"{rate * 8 / 1e9:.3g} Gbit/s"
 
 
 # The doctor.
@@ -101,6 +98,33 @@ class Health:
 
 def doctor(given: dict[str, Any]) -> Verdict:
     """Examine this machine with so many ranks, or several hosts that meet, each with this command."""
+    met = meet(given, "doctor", _examined)
+    return met.unfinished() or _concluded(met)
+
+
+@dataclass(frozen=True)
+class Met:
+    """What ranks came to that met to examine the ground."""
+
+    supervisor: Supervisor
+    outcome: Any
+    seconds: float
+
+    @property
+    def result(self) -> Any:
+        """What the first rank returned, on the host that leads; else None."""
+        return self.outcome.result if self.supervisor.leads else None
+
+    def unfinished(self) -> Verdict | None:
+        """Where they did not come to an end."""
+        if self.outcome.failures:
+            first = self.outcome.failures[0]
+            return Verdict(False, f"rank {first.rank}: {first.reason}", next="Mend that, and ask again.", code=3)
+        return Verdict(False, "stopped: nothing was concluded", code=130) if self.outcome.interrupted else None
+
+
+def meet(given: dict[str, Any], name: str, work: Callable[[Path, str, float, Host], Any]) -> Met:
+    """Have ``work(folder, device, timeout, host)`` done by so many ranks here, or of several hosts that meet."""
     ranks = ranks_of(given["on"]) if given["on"] else 1
     cluster = Cluster.here(ranks, given["device"])
     cluster.check_room()
@@ -112,40 +136,35 @@ def doctor(given: dict[str, Any]) -> Verdict:
             if options.meet is not None:
                 raise WrongUse("several hosts need one folder that all of them see. Give it with --run.")
             folder = undo.enter_context(tempfile.TemporaryDirectory())
-        run = Run.folder(folder, "doctor")
-        rendezvous = None if options.meet is None else _meeting(options, run, ranks)
+        run = Run.folder(folder, name)
+        rendezvous = None if options.meet is None else _meeting(options, run, ranks, name)
         shared = None if rendezvous is None else Shared(rendezvous, Folder(run.path), Folder(run.path))
         supervisor = Supervisor(run, ranks, new_memory, 0, 5.0, rendezvous, shared=shared)
         began = time.monotonic()
         try:
             with supervisor.heeding():
-                outcome = supervisor.supervise(partial(_examined, run.path, cluster.device, options.timeout))
+                outcome = supervisor.supervise(partial(work, run.path, cluster.device, options.timeout))
         finally:
             if rendezvous is not None:
                 rendezvous.close()
-    return _concluded(supervisor, outcome, time.monotonic() - began)
+    return Met(supervisor, outcome, time.monotonic() - began)
 
 
-def _meeting(options: Options, run: Run, ranks: int) -> Rendezvous:
+def _meeting(options: Options, run: Run, ranks: int, name: str) -> Rendezvous:
     assert options.meet is not None
     return Rendezvous(
-        options.meet, key=Key.of_run(run.path), name=f"doctor {run.path.resolve()}", ranks=ranks,
+        options.meet, key=Key.of_run(run.path), name=f"{name} {run.path.resolve()}", ranks=ranks,
         min_nodes=max(options.min_nodes, options.max_nodes), max_nodes=options.max_nodes, host=options.host or "",
         patience=options.timeout, interface=options.interface, terms=versions(),
     )  # fmt: skip
 
 
-def _concluded(supervisor: Supervisor, outcome: Any, seconds: float) -> Verdict:
-    if outcome.failures:
-        first = outcome.failures[0]
-        return Verdict(False, f"rank {first.rank}: {first.reason}", next="Mend that, and ask again.", code=3)
-    if outcome.interrupted:
-        return Verdict(False, "stopped: nothing was concluded", code=130)
-    health = outcome.result
-    if not isinstance(health, Health) or not supervisor.leads:
+def _concluded(met: Met) -> Verdict:
+    health = met.result
+    if not isinstance(health, Health):
         return Verdict(True, "examined: the first host says what was found")
     fit = "the ground is not fit to train on" if health.fatal else "the ground is fit to train on"
-    return Verdict(not health.fatal, f"{fit} ({seconds:.1f} s)", health.lines, code=3 if health.fatal else 0)
+    return Verdict(not health.fatal, f"{fit} ({met.seconds:.1f} s)", health.lines, code=3 if health.fatal else 0)
 
 
 def _examined(folder: Path, kind: str, timeout: float, host: Host) -> Health:

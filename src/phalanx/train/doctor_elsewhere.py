@@ -1,4 +1,4 @@
-"""``phalanx doctor --on`` a place: the same hosts that a run would have examine each other, as a job of that place."""
+"""``phalanx doctor --on`` a place, or ``probe``: the hosts that a run would have examine each other, as a job there."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ def doctor_elsewhere(given: Mapping[str, Any], place: Place) -> Verdict:
         raise WrongUse(f"{given['run']} is not empty. Give a new folder that all hosts see, or leave --run out.")
     device = given["device"] or ("cuda" if place.gpus else "cpu")
     words = words_of({**given, "device": device}, left_out=("on", "run", "task"))
-    run = Run.create(given["run"], "doctor")
-    command = Command(sys.executable, words, Path.cwd(), run.path.resolve(), run.path.name, GRACE, verb="doctor")
+    verb: str = given["task"]
+    run = Run.create(given["run"], verb)
+    command = Command(sys.executable, words, Path.cwd(), run.path.resolve(), run.path.name, GRACE, verb=verb)
     try:
         verdict = place.train(command, lambda: None)
     except BaseException:
@@ -32,10 +33,10 @@ def doctor_elsewhere(given: Mapping[str, Any], place: Place) -> Verdict:
     if not _cleared(run):
         return verdict
     if verdict.holds:
-        return Verdict(True, f"{place.text} is fit to train on")
+        return Verdict(True, f"{place.text} is {'fit to train on' if verb == 'doctor' else 'measured'}")
     if verdict.exit_code == 130:
         return Verdict(False, "stopped: nothing was concluded", code=130)
-    again = f"Mend what is said above, then phalanx doctor --on {place.text}"
+    again = f"Mend what is said above, then phalanx {verb} --on {place.text}"
     return Verdict(False, verdict.summary, next=again, code=verdict.exit_code)
 
 

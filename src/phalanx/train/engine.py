@@ -23,7 +23,8 @@ from torch import Tensor, nn
 from phalanx.checkpoint.frozen import Frozen
 from phalanx.checkpoint.pretrained import beginning
 from phalanx.checkpoint.weights import check_writable
-from phalanx.data.kinds import count_samples
+from phalanx.comm_methods import TOLERANCE
+from phalanx.data.kinds import length
 from phalanx.data.loader import Loader, StepBatch, seed_globally
 from phalanx.data.order import Order
 from phalanx.errors import WrongUse
@@ -41,6 +42,7 @@ from phalanx.task import Batch, Task
 from phalanx.traces import explain
 from phalanx.train import rounds
 from phalanx.train.agreement import agree_on_kernels, check_agreement
+from phalanx.train.auto_comm import AutoComm
 from phalanx.train.beforehand import join_beforehand
 from phalanx.train.calling import Callbacks, Ended
 from phalanx.train.changes import allowed_changes, described
@@ -62,7 +64,6 @@ from phalanx.train.turns import Turns
 from phalanx.train.update import Update
 from phalanx.trees import mapped
 
-Gradients = dict[str, Tensor | None]
 VERSIONS = {"python": platform.python_version(), "torch": torch.__version__}
 
 
@@ -82,12 +83,14 @@ class Engine:
         traffic: Traffic | None = None,
         run: Run | None = None,
         evaluates: str = "",
+        loss_tolerance: float = TOLERANCE,
     ) -> None:
         """``init_from``: a folder of safetensors files to begin from, instead of what `Task.pretrained` says.
 
         ``allow_changes``: go on from a saved state also where other samples are to come than were planned then.
         ``traffic``: where what this rank says to others is counted. ``run``: the folder, for callbacks to write to.
         ``evaluates``: the method, ``data`` or ``held_out``, whose samples are evaluated, where nothing is trained.
+        ``loss_tolerance``: percent by which a loss may be higher for what ``comm=auto`` chooses.
         """
         task.check()
         self.task, self.environment = task, Environment.detect()
@@ -96,11 +99,10 @@ class Engine:
         self.dtypes, self.device = DTYPES[task.precision], self.environment.device(device)
         seed_globally(task.seed, "data")
         data = task.data()
-        samples = length(data, "data", task)
-        task.plan_steps(samples)
+        task.plan_steps(samples := length(data, "data", task))
         self.order = Order.of(data, samples, task.global_batch, task.seed)
         self.schedule, self.guard, self.logged = make_schedule(task), guard or Guard(), Logged(self)
-        self.loss_scale = LossScale(dynamic=task.precision == "fp16")
+        self.loss_scale, self.loss_tolerance = LossScale(dynamic=task.precision == "fp16"), loss_tolerance
         self.step_number, self.samples, self.terms = 0, 0, 0.0
         """How many have been trained on: samples, and terms of their losses."""
         self.compared: int | None = None
@@ -159,6 +161,7 @@ class Engine:
         if self.layout.exact:
             in_one_way(self.optimizer, self.device)
         self._numbers, self.update = Numbers(self.optimizer), Update(self.optimizer, self.spread, task.steps)
+        self.auto_comm = AutoComm(self)
         self.graphs = StepGraphs(self, partial(passes, self))
         undo.callback(self.graphs.forget)  # NCCL ends no communicator that a graph still uses
         self.loader = self.loader_of(data, self.order)
@@ -224,6 +227,7 @@ class Engine:
         if not metrics.skipped:
             self.good = metrics.step
         self.callbacks.call("on_step", self, metrics)
+        self.auto_comm.stepped(metrics)
         return metrics
 
     def stop(self, why: str) -> None:
@@ -259,6 +263,7 @@ class Engine:
             "layout": str(self.layout), "world": self.environment.world, "precision": self.task.precision,
             **self.described, "versions": VERSIONS, "tied": dict(self.anatomy.tied),
             **self._numbers.facts(), "callbacks": self.callbacks.state(), "ended": self.ended and asdict(self.ended),
+            "comm": self.auto_comm.state(),
         }  # fmt: skip
 
     def resume(self, facts: Mapping[str, Any]) -> None:
@@ -274,6 +279,7 @@ class Engine:
         self.signals.finish, self._why = False, ""
         self.ended = Ended.found(facts, self.task.steps)
         self.spread.restore_scales(facts.get("fp8"))
+        self.auto_comm.restore(facts.get("comm", {}))
         self.graphs.forget()
         self.spread.reduction.settle()
         self.spread.updated()
@@ -286,8 +292,8 @@ class Engine:
 
     def in_order(self, data: Any, method: str) -> Loader:
         """The samples that a method of the task gave, in order."""
-        task, size = self.task, length(data, method, self.task)
-        return self.loader_of(data, Order(size, task.global_batch, task.seed, shuffle=False))
+        size = length(data, method, self.task)
+        return self.loader_of(data, Order(size, self.task.global_batch, self.task.seed, shuffle=False))
 
     def evaluate(self, batches: int | None = None, on_batch: Callable[[], None] = lambda: None) -> dict[str, float]:
         """The task's measures over its held-out data, or so many batches of it, every sample counted once."""
@@ -323,7 +329,7 @@ class Engine:
 
         return Batch({name: mapped(place, value) for name, value in batch.items()})
 
-    def whole_gradients(self, divisor: float, without: set[str]) -> Gradients:
+    def whole_gradients(self, divisor: float, without: set[str]) -> dict[str, Tensor | None]:
         """All summed gradients, whole and divided; None where no rank has one. All ranks must call it."""
         return {name: None if name in without else g / divisor for name, g in self.spread.whole.gradients()}
 
@@ -340,8 +346,3 @@ class Engine:
 
     def __exit__(self, *_: Any) -> None:
         self.close()
-
-
-def length(data: Any, method: str, task: Task) -> int:
-    """How many samples a data set of the task's has."""
-    return count_samples(data, f"{type(task).__name__}.{method}")

@@ -231,6 +231,7 @@ class Loop:
             self.checkpointer.before_step()
         metrics = engine.step(batch)
         self.recording.note(metrics)
+        engine.auto_comm.tell(self.log.write, self.listener.said)
         self.heartbeat.stepped(engine.step_number)
         if self.drill == (engine.environment.rank, engine.step_number):
             os.kill(os.getpid(), signal.SIGKILL)

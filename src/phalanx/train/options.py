@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, get_type_hints
 
+from phalanx.comm_methods import TOLERANCE
 from phalanx.errors import WrongUse
 from phalanx.launch.environment import TIMEOUT
 from phalanx.launch.network import check_interface
@@ -43,6 +44,8 @@ class Options:
     grace: float = GRACE
     bad: str = "skip"
     spike: float = 0.0
+    loss_tolerance: float = TOLERANCE
+    """Percent by which a loss may be higher for what ``comm=auto`` chooses."""
     compare_steps: int = 500
     min_nodes: int = 1
     max_nodes: int = 1

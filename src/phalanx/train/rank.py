@@ -135,6 +135,7 @@ class Rank:
             self.job.task, self.layout, device=self.job.cluster.device, timeout=timedelta(seconds=options.timeout),
             init_from=options.init_from if begins else None, guard=Guard(options.bad, options.spike),
             allow_changes=options.allow == "changes", traffic=traffic, run=self.run,
+            loss_tolerance=options.loss_tolerance,
         )  # fmt: skip
 
     @property

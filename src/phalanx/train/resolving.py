@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from phalanx.cluster import Cluster
+from phalanx.data.kinds import length
 from phalanx.data.loader import seed_globally
 from phalanx.errors import WrongUse, closest
 from phalanx.layout import Layout
@@ -17,7 +18,6 @@ from phalanx.references import find_task
 from phalanx.run import read_settings
 from phalanx.settings import make_task, over, parse_assignments, plain_settings, unwritten
 from phalanx.task import Task
-from phalanx.train.engine import length
 from phalanx.train.job import Job
 from phalanx.train.options import Options
 from phalanx.train.placing import fitted, hosts_used, place, ranks_of

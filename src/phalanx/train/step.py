@@ -305,9 +305,10 @@ def _agree(engine: Engine, sums: Tensor, trained: int) -> Agreed:
     """``trained``: says which weights this rank trains."""
     gradients, own = engine.spread.gradients, sums.sum(0)
     apart = gradients.norms_squared(engine.clipping.groups)
-    agreed = torch.cat([own[:2], gradients.norm_squared()[None], _told(engine, trained), own[2:], apart])
+    timed = sent(torch.tensor(engine.auto_comm.told, dtype=own.dtype), engine.device)
+    agreed = torch.cat([own[:2], gradients.norm_squared()[None], _told(engine, trained), own[2:], apart, timed])
     summed_over_ranks(engine, agreed)
-    total, count, squared, missing, trained_by_all, *rest = agreed.tolist()
+    total, count, squared, missing, trained_by_all, *rest = engine.auto_comm.agreed(agreed.tolist())
     alike = trained_by_all == trained * engine.mesh.world.size
     signals, named = Signals.unpacked(rest[: len(NAMES)]), rest[len(NAMES) : len(rest) - len(apart)]
     norm, *norms = (math.sqrt(each) if each >= 0 else math.nan for each in (squared, *rest[len(rest) - len(apart) :]))

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from phalanx.parallel.communication import links
+from phalanx.parallel.communication.communicator import Communicator
+from phalanx.parallel.communication.traffic import Traffic
 from tests.ranks import Ranks
 
 CPU = torch.device("cpu")
@@ -22,3 +25,25 @@ def test_any_two_are_timed(ranks: Ranks, number: int) -> None:
 def test_some_of_the_ranks_and_a_ring(ranks: Ranks) -> None:
     assert set(ranks(4, links.pairs, [0, 2], CPU, 1)[0]) == {(0, 2), (2, 0)}
     assert set(ranks(3, links.ring, CPU, 1)[0]) == {(0, 1), (1, 2), (2, 0)}
+
+
+def speed() -> links.Speed:
+    return links.along(Communicator(dist.group.WORLD, Traffic(), "dp"), CPU)
+
+
+def test_a_group_measures_one_speed(ranks: Ranks) -> None:
+    first, *others = ranks(3, speed)
+    assert all(other == first for other in others)
+    assert first.rate > 1e6
+    assert 0 < first.latency < 10
+    assert links.SMALLEST <= first.size <= links.LARGEST
+
+
+def test_each_pair_is_measured_once_and_nobody_twice_in_a_round() -> None:
+    for number in range(2, 7):
+        for all_pairs in (True, False):
+            rounds = links.rounds_of(list(range(number)), all_pairs)
+            met = [tuple(sorted(pair)) for found in rounds for pair in found]
+            if number > 2 or all_pairs:
+                assert len(set(met)) == len(met) == (number * (number - 1) // 2 if all_pairs else number)
+            assert all(len({rank for pair in found for rank in pair}) == 2 * len(found) for found in rounds)

@@ -6,16 +6,18 @@ counted and watched, which algorithm is the best on a backend, and how what is s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from phalanx.parallel.communication import words as spelling
+from phalanx.parallel.communication.background import Background
 from phalanx.parallel.communication.exact import fold
 from phalanx.parallel.communication.launched import Launched
 from phalanx.parallel.communication.memory import Buffers
+from phalanx.parallel.communication.peers import Peers
 from phalanx.parallel.communication.pending import Pending
 from phalanx.parallel.communication.traffic import Traffic
 
@@ -42,6 +44,8 @@ class Communicator:
         self.size: int = 1 if group is None else group.size()
         backend = "gloo" if group is None else dist.get_backend(group)
         self._gloo, self._nccl = backend == "gloo", backend == "nccl"
+        self._peers = Peers(group) if group is not None and self._gloo else None
+        self._background = Background(self.name)
 
     @property
     def members(self) -> list[int]:
@@ -92,7 +96,7 @@ class Communicator:
             buffers.give(rows)
             return Pending(self._start_all_gather(parts, own), finish, waiting)
 
-        return Pending([dist.all_to_all_single(rows, parts, group=self._group, async_op=True)], gather, waiting)
+        return Pending(self._start_exchange(rows, parts), gather, waiting)
 
     def all_reduce_max(self, tensor: Tensor) -> None:
         """The largest over the ranks, in place, element by element."""
@@ -105,8 +109,8 @@ class Communicator:
     def all_gather(self, output: Tensor, part: Tensor) -> Pending:
         """Everybody's parts: row r of ``output``, ``[ranks, *part]``, is rank r's. ``part`` may be a row of it.
 
-        gloo's own fills a second buffer of the whole and copies it; a broadcast a rank is faster (2 to 3x at 2 ranks,
-        1.7x at 8) and takes no memory.
+        gloo's own fills a second buffer of the whole and copies it, and broadcasts, one a rank, use a link one way at a
+        time (see `peers`).
         """
         if self.alone:
             output[0].copy_(part)
@@ -150,7 +154,7 @@ class Communicator:
             if buffers:
                 buffers.give(rows)
 
-        return Pending([dist.all_to_all_single(rows, parts, group=self._group, async_op=True)], finish, waiting)
+        return Pending(self._start_exchange(rows, parts), finish, waiting)
 
     def all_to_all(self, rows: Tensor) -> Tensor:
         """Row r goes to rank r; what comes back holds row r from rank r."""
@@ -165,7 +169,28 @@ class Communicator:
     def exchange(self, received: Tensor, rows: Tensor) -> Pending:
         """Row r goes to rank r, and row r of ``received`` comes from it."""
         waiting = self._count("all-to-all", rows, (self.size - 1) / self.size)
-        return Pending([dist.all_to_all_single(received, rows, group=self._group, async_op=True)], None, waiting)
+        return Pending(self._start_exchange(received, rows), None, waiting)
+
+    def prepared_all_gather(self, output: Tensor) -> tuple[Callable[[], Pending], Launched]:
+        """An all-gather of the rows of ``output``: launched by what is returned, once this rank's own row is there.
+
+        On gloo any thread may do so, and has the others' rows waited for from now on: no word that this rank is ready
+        has to pass a slow link between its row and theirs. What else is returned is for `in_background`.
+        """
+        waiting = self._count("all-gather", output[self.rank], self.size - 1)
+        peers = self._peers
+        if peers is None:
+            return lambda: Pending(self._start_all_gather(output, output[self.rank]), None, waiting), waiting
+        number = peers.number()
+        works, own = peers.ready(output, number), output[self.rank].expand(self.size, -1)
+        return lambda: Pending([*works, *peers.send(own, number)]), waiting
+
+    def in_background(self, pending: Pending, waiting: Launched) -> Pending:
+        """On gloo: an exchange goes on, hop by hop, while this rank computes. Elsewhere a GPU sees to that.
+
+        ``waiting`` is entered while this rank waits for it.
+        """
+        return pending if self._peers is None else self._background.take(pending, waiting)
 
     def all_to_all_rows(self, rows: Tensor, out: Sequence[int], back: Sequence[int]) -> Tensor:
         """So many rows go ``out`` to each rank in turn, and so many come ``back`` from each."""
@@ -228,6 +253,7 @@ class Communicator:
 
     def close(self) -> None:
         """Take the process group apart."""
+        self._background.close()
         if self._group is not None:
             dist.destroy_process_group(self._group)
 
@@ -252,14 +278,20 @@ class Communicator:
         return self._gloo and part.numel() * part.element_size() * self.size <= self.small_bytes
 
     def _start_all_gather(self, output: Tensor, part: Tensor) -> list[dist.Work]:
-        if not self._gloo:
+        if self._peers is None:
             return [_all_gather(output.view(-1), part.reshape(-1), group=self._group, async_op=True)]
-        own = output[self.rank]
+        own, number = output[self.rank], self._peers.number()
         if own.data_ptr() != part.data_ptr():
             own.copy_(part)
-        return [
-            dist.broadcast(row, group=self._group, group_src=rank, async_op=True) for rank, row in enumerate(output)
-        ]
+        return [*self._peers.ready(output, number), *self._peers.send(own.expand(self.size, *own.shape), number)]
+
+    def _start_exchange(self, received: Tensor, rows: Tensor) -> list[dist.Work]:
+        if self._peers is None:
+            return [dist.all_to_all_single(received, rows, group=self._group, async_op=True)]
+        number = self._peers.number()
+        works = [*self._peers.ready(received, number), *self._peers.send(rows, number)]
+        received[self.rank].copy_(rows[self.rank])
+        return works
 
     def _start_all_to_all(self, parts: Tensor) -> tuple[dist.Work, Tensor]:
         parts = parts.contiguous()

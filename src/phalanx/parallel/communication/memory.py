@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import mmap
 import os
+import threading
 import warnings
 from collections.abc import Sequence
 
@@ -97,6 +98,8 @@ class Buffers:
         self._free: dict[int, list[Room]] = {}
         """By size."""
         self._lent: dict[int, Room] = {}
+        self._lock = threading.Lock()
+        """Threads that end exchanges give back what they were made in."""
 
     def take(self, *shape: int, dtype: torch.dtype) -> Tensor:
         """A tensor with anything in it."""
@@ -104,9 +107,10 @@ class Buffers:
             return torch.empty(shape, dtype=dtype, device=self.device)
         count = math.prod(shape)
         size = count * dtype.itemsize
-        lent = (room := self._free_room(max(size, LARGE_BYTES))).tensor[:size].view(dtype).view(shape)
-        if count:  # an empty tensor has no address to know it by
-            self._lent[lent.data_ptr()] = room
+        with self._lock:
+            lent = (room := self._free_room(max(size, LARGE_BYTES))).tensor[:size].view(dtype).view(shape)
+            if count:  # an empty tensor has no address to know it by
+                self._lent[lent.data_ptr()] = room
         return lent
 
     def _free_room(self, size: int) -> Room:
@@ -121,5 +125,6 @@ class Buffers:
     def give(self, tensor: Tensor) -> None:
         """Nobody reads it any more."""
         if self.device.type == "cpu" and tensor.numel():
-            room = self._lent.pop(tensor.data_ptr())
-            self._free.setdefault(room.bytes, []).append(room)
+            with self._lock:
+                room = self._lent.pop(tensor.data_ptr())
+                self._free.setdefault(room.bytes, []).append(room)

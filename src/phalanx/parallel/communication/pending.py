@@ -31,6 +31,11 @@ class Pending:
         """Whether `wait` would return at once."""
         return self._finish is None and self._following is None and all(work.is_completed() for work in self._works)
 
+    @property
+    def follows(self) -> bool:
+        """Whether there is more to do when what is on its way is over."""
+        return self._finish is not None
+
     def advance(self) -> None:
         """Wait for what is on its way, and launch what follows it, if anything does."""
         works = self._works

@@ -177,7 +177,7 @@ class Reduction:
             self._low_rank.add(bucket.coded, bucket.owned)
             return
         if bucket.coded is not None and not bucket.coded.over_shards:
-            if self._reducing:
+            if self._reducing and self._reducing[-1].follows:
                 self._reducing[-1].advance()  # it had the time that this one was being made
             self._reducing += bucket.coded.all_reduce(self.replicas, bucket.owned)
             return

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from phalanx.comm import Comm
+from phalanx.comm import AUTO, EXACT, Comm
+from phalanx.comm_methods import METHODS
 from phalanx.kernels.blockwise import FULL
 from phalanx.layout import Layout
 from phalanx.parallel.communication.codecs.bfloat16 import Bfloat16
 from phalanx.parallel.communication.codecs.blockwise import UNEVEN, Blockwise
 from phalanx.parallel.communication.codecs.codec import Codec, Method
 from phalanx.parallel.communication.codecs.low_rank import LowRank
+from phalanx.parallel.communication.codecs.switched import Switched
 from phalanx.parallel.communication.codecs.topk import TopK
 
 
@@ -39,6 +41,10 @@ class Coding:
 
 
 def _codec(method: Comm) -> Method:
+    if method.name == AUTO:
+        others = (Comm.parse(each.name) for each in METHODS if each.name != EXACT)
+        codecs = {other.name: _codec(other) for other in others if other is not None}
+        return Switched({name: codec for name, codec in codecs.items() if isinstance(codec, Codec)})
     if method.name == "bf16":
         return Bfloat16()
     if method.name == "topk":

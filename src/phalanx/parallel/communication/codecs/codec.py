@@ -69,20 +69,24 @@ class Codec(Method, ABC):
     ) -> Pending:
         """Sum flat numbers over the ranks, in place; the second hop is launched by `Pending.advance`."""
         parts = x.view(group.size, -1)
-        sent = buffers.take(group.size, self.size(parts.shape[1], x.dtype), dtype=torch.uint8)
-        received = buffers.take(*sent.shape, dtype=torch.uint8)
+        sent, received, sums = (
+            buffers.take(group.size, self.size(parts.shape[1], x.dtype), dtype=torch.uint8) for _ in range(3)
+        )
         self.encode(x, sent.view(-1), *turn(owed))
         first, own = group.exchange(received, sent), parts[group.rank]
         at = group.rank * len(own)
+        launch, waiting = group.prepared_all_gather(sums)
 
         def gather() -> Pending:
             first.wait()
             self.decode(received, own, at)
-            self.encode(own, sent[group.rank], *turn(owed_of_sums), at)
+            self.encode(own, sums[group.rank], *turn(owed_of_sums), at)
+            second = launch()
             buffers.give(received)
-            return Pending((), _Last(self, group.all_gather(sent, sent[group.rank]), sent, x, buffers))
+            buffers.give(sent)
+            return Pending((), _Last(self, second, sums, x, buffers))
 
-        return Pending((), gather)
+        return group.in_background(Pending((), gather), waiting)
 
     def reduce_scatter(
         self, group: Communicator, output: Tensor, parts: Tensor, owed: Owed | None, buffers: Buffers

@@ -60,11 +60,12 @@ class TopK(Codec):
     ) -> Pending:
         rows = buffers.take(group.size, self.size(x.numel(), x.dtype), dtype=torch.uint8)
         self.encode(x, rows[group.rank], *turn(owed))
-        pending = group.all_gather(rows, rows[group.rank])
+        launch, waiting = group.prepared_all_gather(rows)
+        pending = launch()
 
         def finish() -> None:
             pending.wait()
             self.decode(rows, x)
             buffers.give(rows)
 
-        return Pending((), finish)
+        return group.in_background(Pending((), finish), waiting)

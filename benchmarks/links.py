@@ -1,0 +1,327 @@
+"""Training over slow links, beside torch's DDP: seconds a step, bytes that leave a host, and the loss on held-out text.
+
+    python benchmarks/links.py [--quick] [--mbits 100] [--round-trip 0.05] [--hosts 4] [--comm auto int8 ...]
+        [--layout dp|fsdp] [--steps 400] [--seeds 0 1 2] [--drop 50] [--out data.json]
+
+Hosts are network namespaces joined by a link of the given rate (needs root, ``ip`` and ``tc``; ``--mbits 0``: as fast
+as it goes), a rank on each, or several. A byte-level transformer of 10 million weights learns the source of Python's
+standard library, 2 sequences of 128 a rank and step. All contestants are in the same processes and take turns in
+segments of a few steps: the machine may be busy, but it is busy for all. ``exact`` as first contestant over ``fsdp``
+stands for what DDP is to ``dp``.
+
+With ``--steps`` all are trained so far and their held-out losses compared. What DDP learns does not depend on the link,
+so it goes the rest of its way on one that is not shaped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import torch
+import torch.distributed as dist
+from tests.hosts import missing
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import phalanx
+from phalanx.launch.environment import Environment
+from phalanx.recipes.gpt import GPT
+from report import Figure, report
+from slow_network import INTERFACE, SlowNetwork, bytes_sent
+
+SHAPE = {"width": 384, "layers": 6, "heads": 6, "kv_heads": 6, "length": 128, "megabytes": 8.0, "learning_rate": 1e-3}
+A_RANK = 2
+DDP = "ddp"
+PORT = 29_611
+
+
+class TorchDDP:
+    """What one writes with torch alone: DDP with buckets of 25 MiB, and nothing else that is sent."""
+
+    def __init__(self, task: GPT, weights: dict[str, torch.Tensor]) -> None:
+        self.task, self.data = task, task.data()
+        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        self.plain = task.model()
+        self.plain.load_state_dict(weights)
+        self.model = DistributedDataParallel(self.plain, bucket_cap_mb=25)
+        self.optimizer, self.schedule = task.optimizer(list(self.model.parameters())), task.schedule()
+        self.rates = [group["lr"] for group in self.optimizer.param_groups]
+
+    def step(self, number: int, ids: Any) -> float:
+        mine = ids[self.rank * len(ids) // self.world : (self.rank + 1) * len(ids) // self.world]
+        samples = [self.data[int(index)] for index in mine]
+        batch = {name: torch.stack([sample[name] for sample in samples]) for name in samples[0]}
+        loss = phalanx.losses.cross_entropy(self.model(**self.task.inputs(batch)), batch["targets"])
+        mean = loss.total / loss.count
+        mean.backward()
+        nn.utils.clip_grad_norm_(self.model.parameters(), self.task.clip)
+        for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
+            group["lr"] = rate * self.schedule(number)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return float(mean.detach())
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        return self.plain.state_dict()
+
+
+class Contestant:
+    """One of those that take turns, and what was seen of it."""
+
+    def __init__(self, name: str, layout: str, task: GPT) -> None:
+        self.name, self.seconds, self.bytes, self.losses = name, list[float](), list[float](), list[float]()
+        self.engine = phalanx.Engine(task, f"{layout},comm={name}", device="cpu", timeout=timedelta(minutes=5))
+        self._batches = self.engine.batches()
+
+    def step(self) -> float:
+        return self.engine.step(next(self._batches)).loss
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        return self.engine.whole_weights()
+
+    def chosen(self) -> str:
+        """What `auto` sends by now."""
+        return self.engine.auto_comm.method if self.name == "auto" else self.name
+
+    def close(self) -> None:
+        self.engine.close()
+
+    def run(self, steps: int, timed: bool = True) -> None:
+        """A segment; the first step of it is not timed: others had the processor's caches."""
+        dist.barrier()
+        for number in range(steps):
+            before, began = bytes_sent(), time.perf_counter()
+            loss = self.step()
+            seconds = time.perf_counter() - began
+            if number and timed:
+                self.seconds.append(seconds)
+                self.bytes.append(bytes_sent() - before)
+            self.losses.append(loss)
+        dist.barrier()
+
+
+class DDPContestant(Contestant):
+    """DDP, with the samples and first weights that Phalanx has."""
+
+    def __init__(self, task: GPT, other: Contestant) -> None:
+        self.name, self.seconds, self.bytes, self.losses = DDP, [], [], []
+        self._theirs, self._order = TorchDDP(task, other.weights()), other.engine.order
+
+    def step(self) -> float:
+        number = len(self.losses)
+        return self._theirs.step(number, self._order.ids(number))
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        return self._theirs.weights()
+
+    def chosen(self) -> str:
+        return DDP
+
+    def close(self) -> None:
+        pass
+
+
+@torch.no_grad()
+def held_out_loss(task: GPT, weights: dict[str, torch.Tensor], samples: int = 128) -> float:
+    """Per byte, of as many samples of the text that was not trained on."""
+    model, data = task.model(), task.held_out()
+    model.load_state_dict(weights)
+    model.eval()
+    total = count = 0.0
+    for index in range(0, min(samples, len(data)), 8):
+        rows = [data[i] for i in range(index, min(index + 8, len(data)))]
+        batch = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+        loss = phalanx.losses.cross_entropy(model(**task.inputs(batch)), batch["targets"])
+        total, count = total + float(loss.total), count + float(loss.count)
+    return total / count
+
+
+def on_rank(words: dict[str, Any]) -> None:
+    """What each rank does."""
+    torch.set_num_threads(1)
+    environment = Environment.detect()
+    environment.join(torch.device("cpu"), timedelta(minutes=10))
+    task = GPT(**SHAPE, global_batch=A_RANK * environment.world, seed=words["seed"], steps=max(words["steps"], 400))
+    ours = [Contestant(name, words["layout"], task) for name in words["comm"]]
+    every = [*([DDPContestant(task, ours[0])] if words["ddp"] else []), *ours]
+    for contestant in every:
+        contestant.run(2, timed=False)  # connections, buffers, and what is measured in first steps
+    for _ in range(words["rounds"]):
+        for contestant in every:
+            contestant.run(words["segment"])
+    found: dict[str, Any] = {}
+    if words["drop"]:
+        _asked(words, "drop")
+        found["dropped at"] = {each.name: len(each.seconds) for each in every}
+        for contestant in every[-1:]:
+            contestant.run(words["after"])
+    if words["steps"]:
+        for shaped in (False, True):
+            _asked(words, "shaped" if shaped else "free")
+            for contestant in every:
+                if shaped != (contestant.name in (DDP, "exact")):
+                    contestant.run(words["steps"] - len(contestant.losses), timed=False)
+    for contestant in every:
+        weights = contestant.weights()
+        if environment.rank == 0:
+            found[contestant.name] = {
+                "seconds": contestant.seconds, "bytes": contestant.bytes, "losses": contestant.losses,
+                "chosen": contestant.chosen(), "held out": held_out_loss(task, weights) if words["steps"] else None,
+            }  # fmt: skip
+    if environment.rank == 0:
+        Path(words["results"]).write_text(json.dumps(found))
+    dist.barrier()
+    for contestant in every:
+        contestant.close()
+    environment.leave()
+
+
+def _asked(words: dict[str, Any], what: str) -> None:
+    """Have the link changed, by who has made it, before anybody goes on."""
+    path = Path(words["results"]).with_suffix(f".{what}")
+    dist.barrier()
+    if dist.get_rank() == 0:
+        path.touch()
+    while not path.with_suffix(f".{what}.done").exists():
+        time.sleep(0.05)
+    dist.barrier()
+
+
+def run_hosts(options: argparse.Namespace, seed: int) -> dict[str, Any]:
+    """The contestants' results on hosts that are made for it."""
+    with tempfile.TemporaryDirectory() as folder:
+        results = Path(folder) / "results.json"
+        words = {
+            "seed": seed, "comm": options.comm, "layout": f"{options.layout}={options.hosts * options.ranks}",
+            "ddp": options.layout == "dp", "rounds": options.rounds, "segment": options.segment,
+            "steps": options.steps, "drop": bool(options.drop), "after": options.after, "results": str(results),
+        }  # fmt: skip
+        with SlowNetwork(options.hosts, Path(folder), options.mbits, options.round_trip) as network:
+            ranks = [
+                subprocess.Popen(
+                    [*network.enter(place), sys.executable, __file__, "--rank-of", json.dumps(words)],
+                    env=os.environ | {
+                        "RANK": str(place * options.ranks + local), "WORLD_SIZE": str(options.hosts * options.ranks),
+                        "LOCAL_RANK": str(local), "LOCAL_WORLD_SIZE": str(options.ranks), "MASTER_ADDR": "10.77.0.1",
+                        "MASTER_PORT": str(PORT), "GLOO_SOCKET_IFNAME": INTERFACE, "OMP_NUM_THREADS": "1",
+                    },
+                )
+                for place in range(options.hosts) for local in range(options.ranks)
+            ]  # fmt: skip
+            try:
+                _attend(network, ranks, results, options)
+            finally:
+                for process in ranks:
+                    process.kill()
+                    process.wait()
+        found: dict[str, Any] = json.loads(results.read_text())
+        return found
+
+
+def _attend(
+    network: SlowNetwork, ranks: list[subprocess.Popen[bytes]], results: Path, options: argparse.Namespace
+) -> None:
+    """Change the link when ranks ask for it, until they are done."""
+    rates = {"free": 0.0, "shaped": options.mbits, "drop": options.drop}
+    while any(process.poll() is None for process in ranks):
+        if any(process.poll() for process in ranks):
+            raise SystemExit("a rank has failed: see above")
+        for what, mbits in rates.items():
+            path = results.with_suffix(f".{what}")
+            if path.exists():
+                path.unlink()
+                network.shape(mbits)
+                path.with_suffix(f".{what}.done").touch()
+        time.sleep(0.05)
+    if any(process.returncode for process in ranks):
+        raise SystemExit("a rank has failed: see above")
+
+
+def figures(options: argparse.Namespace, runs: list[dict[str, Any]]) -> Iterator[Figure]:
+    """Beside the first contestant: its share of seconds and bytes, and how much higher the loss is."""
+    names = [name for name in runs[0] if name != "dropped at"]
+    first = names[0]
+    link = f"{options.mbits:g} Mbit/s" if options.mbits else "an unshaped link"
+    link += f", {1e3 * options.round_trip:g} ms" if options.round_trip else ""
+
+    def median(name: str, what: str) -> float:
+        return statistics.median(value for run in runs for value in run[name][what])
+
+    for name in names:
+        seconds, sent = median(name, "seconds"), median(name, "bytes")
+        chosen = sorted({run[name]["chosen"] for run in runs} - {name})
+        note = f"{1e3 * seconds:.0f} ms a step, {sent / 1e6:.3g} MB" + (
+            f", chose {', '.join(chosen)}" if chosen else ""
+        )
+        faster = seconds / median(first, "seconds")
+        yield Figure(f"{name}: step to {first}'s, {link}", faster, bar(options, name), f"{note}, {1 / faster:.2f}x")
+        if name != first:
+            fewer = sent / median(first, "bytes")
+            note = f"1/{1 / fewer:.2f}"
+            yield Figure(f"{name}: bytes to {first}'s", fewer, 1 / 7 if (name, first) == ("int4", DDP) else None, note)
+        if options.steps and name != first:
+            higher = [run[name]["held out"] / run[first]["held out"] - 1 for run in runs]
+            note = ", ".join(f"{run[name]['held out']:.4f} to {run[first]['held out']:.4f}" for run in runs)
+            yield Figure(
+                f"{name}: held-out loss above {first}'s after {options.steps} steps", statistics.mean(higher),
+                0.005 if name == "auto" else None, note,
+            )  # fmt: skip
+
+
+def bar(options: argparse.Namespace, name: str) -> float | None:
+    """What a step may take, of the first contestant's."""
+    if options.layout == "fsdp":
+        return 1 / 3 if name == "int8" and options.mbits == 100 else None
+    if name != "auto":
+        return None
+    return {0: 1 / 0.98, 1000: 1 / 1.4, 100: 1 / 5}.get(options.mbits)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="fewer steps")
+    parser.add_argument("--mbits", type=float, default=100, help="Mbit/s of each host's link; 0: not shaped")
+    parser.add_argument("--round-trip", type=float, default=0, help="seconds")
+    parser.add_argument("--hosts", type=int, default=2)
+    parser.add_argument("--ranks", type=int, default=1, help="on each host")
+    parser.add_argument("--layout", choices=["dp", "fsdp"], default="dp")
+    parser.add_argument("--comm", nargs="+", default=["exact", "int8", "int4"])
+    parser.add_argument("--steps", type=int, default=0, help="train so far, and compare losses")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--rounds", type=int, default=4, help="segments of each contestant")
+    parser.add_argument("--segment", type=int, default=5, help="steps of one")
+    parser.add_argument("--drop", type=float, default=0, help="Mbit/s that the link falls to in the end")
+    parser.add_argument("--after", type=int, default=40, help="steps of the last contestant after that")
+    parser.add_argument("--out", type=Path, help="a JSON file of all that was seen, for pictures")
+    parser.add_argument("--rank-of", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.rank_of:
+        on_rank(json.loads(options.rank_of))
+        return
+    if missing():
+        sys.exit(f"not run: {missing()}")
+    if options.quick:
+        options.rounds, options.segment = 2, 3
+    runs = [run_hosts(options, seed) for seed in options.seeds]
+    if options.out:
+        settings = {name: value for name, value in vars(options).items() if name not in ("out", "rank_of")}
+        options.out.write_text(json.dumps({"settings": settings, "runs": runs}))
+    report(list(figures(options, runs)))
+
+
+if __name__ == "__main__":
+    main()

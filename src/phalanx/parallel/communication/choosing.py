@@ -1,0 +1,52 @@
+"""Which method hides communication, by what was measured: the most exact whose step is about as short as any.
+
+A step takes what it computes, what its codec takes, and what of the communication backward does not hide. A link that
+keeps up with exact gradients leaves nothing to gain, so then they stay exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from phalanx.comm_methods import Method
+
+CLOSE = 1.05
+"""A step up to so many times the shortest is as good, where its method is more exact."""
+GAIN = 1.1
+"""By so much a step must become shorter for a method to be left."""
+NO_LOSS = 0.98
+"""Or, for one that is more exact, at least not longer."""
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """Of a run: the same on all ranks."""
+
+    compute: float
+    """Seconds of a step without communication and codecs."""
+    hides: float
+    """Seconds of it during which gradients may travel."""
+    sent: float
+    """Bytes that a rank sends of exact gradients in a step."""
+    rate: float
+    """Bytes a second that it can send."""
+    latency: float
+    """Seconds that the smallest message takes."""
+
+    def predicted(self, method: Method, codec: float) -> float:
+        """Seconds of a step; ``codec``: of these for encoding and decoding."""
+        travel = self.sent * method.bytes / self.rate + 2 * self.latency
+        return self.compute + codec + max(0.0, travel - self.hides)
+
+
+def choose(predicted: Mapping[str, float], methods: Sequence[Method], current: str) -> str:
+    """By name. ``methods``: from the most exact to the least. One that is in use is left for a gain alone."""
+    names = [method.name for method in methods]
+    best = min(predicted[name] for name in names)
+    wanted = next(name for name in names if predicted[name] <= CLOSE * best)
+    if current not in names:
+        return wanted
+    gain = predicted[current] / predicted[wanted]
+    more_exact = names.index(wanted) < names.index(current)
+    return wanted if gain >= GAIN or (more_exact and gain >= NO_LOSS) else current

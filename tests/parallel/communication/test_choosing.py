@@ -1,0 +1,39 @@
+"""The method is the most exact that a link keeps up with."""
+
+from __future__ import annotations
+
+import pytest
+
+from phalanx.comm_methods import METHODS, allowed
+from phalanx.parallel.communication.choosing import Conditions, choose
+
+CODEC = {"exact": 0.0, "bf16": 0.03, "int8": 0.03, "int4": 0.03}
+
+
+def chosen(megabits: float, current: str = "", latency: float = 1e-4, tolerance: float = 0.5) -> str:
+    """For 10 million weights of which a step computes 250 ms, 165 of them backward."""
+    conditions = Conditions(0.25, 0.165, 43e6, megabits * 1e6 / 8, latency)
+    methods = allowed(tolerance)
+    return choose({each.name: conditions.predicted(each, CODEC[each.name]) for each in methods}, methods, current)
+
+
+@pytest.mark.parametrize(
+    ("megabits", "method"), [(20_000, "exact"), (2_500, "exact"), (1_000, "bf16"), (600, "int8"), (100, "int4")]
+)
+def test_the_slower_the_link_the_fewer_the_bytes(megabits: float, method: str) -> None:
+    assert chosen(megabits) == method
+
+
+def test_a_method_in_use_is_left_for_a_gain_alone() -> None:
+    assert chosen(1_400) == "bf16" != chosen(1_800, "exact") == "exact"
+    assert chosen(100, "int8") == "int4"
+    assert chosen(20_000, "int4") == "exact"
+
+
+def test_no_method_that_changes_the_loss_by_more_than_is_allowed() -> None:
+    assert chosen(100, tolerance=0.0) == "int8"
+    assert [method.name for method in allowed(0.5)] == [method.name for method in METHODS]
+
+
+def test_what_is_left_when_latency_is_all_there_is_stays_exact() -> None:
+    assert chosen(20_000, latency=0.2) == "exact"

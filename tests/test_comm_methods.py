@@ -1,0 +1,19 @@
+"""What is known of methods."""
+
+from __future__ import annotations
+
+from phalanx.comm import Comm
+from phalanx.comm_methods import METHODS, TOLERANCE, allowed
+
+
+def test_methods_are_ordered_and_known() -> None:
+    sizes = [method.bytes for method in METHODS]
+    assert sizes == sorted(sizes, reverse=True)
+    assert METHODS[0].name == "exact"
+    assert all(Comm.parse(method.name) is not None for method in METHODS[1:])
+    assert all(method.seen for method in METHODS)
+
+
+def test_exact_is_always_allowed_and_int4_by_default() -> None:
+    assert [method.name for method in allowed(0.0)] == ["exact", "bf16", "int8"]
+    assert [method.name for method in allowed(TOLERANCE)][-1] == "int4"

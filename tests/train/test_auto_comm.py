@@ -1,0 +1,109 @@
+"""``comm=auto``: all ranks choose alike, change when the link does, and go on with what they had."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import phalanx
+from phalanx.parallel.communication import links
+from phalanx.parallel.communication.communicator import Communicator
+from phalanx.train import auto_comm
+from phalanx.train.checkpointing import save
+from phalanx.train.restoring import load
+from tests.ranks import Ranks
+from tests.tasks import Digits
+
+SLOW, FAST = 1e4, 1e12
+STEPS = 24
+
+
+def on_a_link(rates: dict[int, float], **options: Any) -> list[tuple[float, str]]:
+    """Each step's loss and the method after it, on a link that is measured to have these rates from steps on."""
+    at = [0]
+
+    def along(group: Communicator, device: torch.device, size: int = 1) -> links.Speed:
+        rate = rates[max(step for step in rates if step <= at[0])]
+        return links.Speed(1e-4, rate * (1 + group.rank), size)  # ranks measure something else each
+
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        phalanx.Engine(Digits(width=64, steps=STEPS), "dp=2,comm=auto", device="cpu", **options) as engine,
+    ):
+        patch.setattr(links, "along", along)
+        patch.setattr(auto_comm, "LEAST_STEPS", 2)
+        patch.setattr(auto_comm, "SHARE", 1e9)
+        found = []
+        for batch in engine.batches():
+            at[0] = batch.step
+            found.append((engine.step(batch).loss, engine.auto_comm.method))
+        told = list[str]()
+        engine.auto_comm.tell(lambda kind, **facts: told.append(facts["method"]), lambda line: None)
+        assert told == list(dict.fromkeys(method for _, method in found[5:]))
+        return found
+
+
+def test_a_link_that_becomes_slow_and_fast_again(ranks: Ranks) -> None:
+    first, second = ranks(2, on_a_link, {0: FAST, 8: SLOW})
+    assert first == second
+    assert first[7][1] == "exact"
+    assert first[-1][1] == "int4"
+    plain = ranks(2, exactly)[0]
+    assert [loss for loss, _ in first[:8]] == pytest.approx(plain[:8], rel=1e-6)
+    assert [loss for loss, _ in first] == pytest.approx(plain, rel=0.05)
+    assert ranks(2, on_a_link, {0: SLOW, 12: FAST})[0][-1][1] == "exact"
+
+
+def exactly() -> list[float]:
+    with phalanx.Engine(Digits(width=64, steps=STEPS), "dp=2", device="cpu") as engine:
+        return [engine.step(batch).loss for batch in engine.batches()]
+
+
+def test_no_more_loss_than_is_allowed(ranks: Ranks) -> None:
+    assert ranks(2, tolerant, 0.0) == ["int8", "int8"]
+
+
+def tolerant(tolerance: float) -> str:
+    return on_a_link({0: SLOW}, loss_tolerance=tolerance)[-1][1]
+
+
+def interrupted(folder: str, resume: bool) -> list[float]:
+    """Steps with int4, saved half way; or the second half of them."""
+    with phalanx.Engine(Digits(width=64), "dp=2,comm=auto", device="cpu") as engine:
+        if resume:
+            load(engine, folder)
+            assert engine.auto_comm.method == "int4"
+        else:
+            engine.auto_comm.restore({"method": "int4"})
+        losses = []
+        for batch in engine.batches():
+            if engine.step_number == 2 and not resume:
+                save(engine, folder)
+            if engine.step_number == 3:
+                engine.auto_comm.restore({"method": "exact"})  # what is owed is settled in this step
+            losses.append(engine.step(batch).loss)
+        return losses[-2:]
+
+
+def test_a_run_goes_on_with_its_method_and_with_what_it_owed(ranks: Ranks, tmp_path: Path) -> None:
+    through = ranks(2, interrupted, str(tmp_path / "state"), False)
+    assert ranks(2, interrupted, str(tmp_path / "state"), True) == through
+
+
+def measured() -> tuple[str, float, float]:
+    with phalanx.Engine(Digits(width=64, steps=12), "dp=2,comm=auto", device="cpu") as engine:
+        for batch in engine.batches():
+            engine.step(batch)
+        (chosen,) = list(engine.auto_comm.news)[:1]
+        assert chosen.method in chosen.predicted
+        assert "Mbit/s" in str(chosen)
+        return chosen.method, chosen.megabits, chosen.predicted["exact"]
+
+
+def test_the_link_itself_is_measured_alike(ranks: Ranks) -> None:
+    first, second = ranks(2, measured)
+    assert first == second
+    assert first[1] > 1
