@@ -12,6 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from phalanx.errors import WrongUse
+from phalanx.kernels.documents import are_starts, starts_of
+from phalanx.kernels.packed_attention import packed_attention, refusal, say_dense
 from phalanx.logits import Logits
 from phalanx.models.experts import MixtureOfExperts
 
@@ -68,6 +70,9 @@ class TransformerConfig:
 class Attention(nn.Module):
     """Attention with rotary positions and fewer key-value heads than query heads, if asked."""
 
+    packed_attention = staticmethod(packed_attention)
+    """Of queries, keys, values and where documents begin; ``cp`` has its own."""
+
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
         self.head_width, self.causal = config.width // config.heads, config.causal
@@ -82,10 +87,14 @@ class Attention(nn.Module):
             projection(x_BTD).unflatten(-1, (-1, self.head_width)).transpose(1, 2)
             for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
-        out_BHTC = F.scaled_dot_product_attention(
-            rotate(q_BHTC, rotation), rotate(k_BKTC, rotation), v_BKTC,
-            attn_mask=mask, is_causal=mask is None and self.causal, enable_gqa=q_BHTC.shape[1] != k_BKTC.shape[1],
-        )  # fmt: skip
+        q_BHTC, k_BKTC = rotate(q_BHTC, rotation), rotate(k_BKTC, rotation)
+        if mask is not None and are_starts(mask):
+            out_BHTC = self.packed_attention(q_BHTC, k_BKTC, v_BKTC, mask, self.causal)
+        else:
+            out_BHTC = F.scaled_dot_product_attention(
+                q_BHTC, k_BKTC, v_BKTC, attn_mask=mask, is_causal=mask is None and self.causal,
+                enable_gqa=q_BHTC.shape[1] != k_BKTC.shape[1],
+            )  # fmt: skip
         return self.o_proj(out_BHTC.transpose(1, 2).flatten(2))
 
 
@@ -182,11 +191,21 @@ class Transformer(nn.Module):
         angles_BTC = positions.unsqueeze(-1) * self.rates
         x_BTD = self.dropout(self.embedding(tokens))
         rotation = angles_BTC.cos().unsqueeze(1).to(x_BTD.dtype), angles_BTC.sin().unsqueeze(1).to(x_BTD.dtype)
-        mask = None if documents is None else document_mask(documents, self.config.causal)
+        mask = None if documents is None else self._apart(documents, x_BTD)
         valid = documents >= 0 if valid is None and documents is not None else valid
         for block in self.blocks:
             x_BTD = block(x_BTD, rotation, mask, None if valid is None else valid.unsqueeze(-1))
         return self.head(self.norm(x_BTD))
+
+    def _apart(self, documents_BT: Tensor, x_BTD: Tensor) -> Tensor:
+        """What keeps documents apart: where each begins, or a dense mask where attention has no kernel for that."""
+        why = refusal(x_BTD.device, x_BTD.dtype, self.config.width // self.config.heads)
+        starts = None if why else starts_of(documents_BT)
+        if starts is not None:
+            return starts
+        if x_BTD.device.type == "cuda":
+            say_dense(why or "they are very short, or go on after another one")
+        return document_mask(documents_BT, self.config.causal)
 
 
 def rotate(x_BHTC: Tensor, rotation: Rotation) -> Tensor:
