@@ -6,6 +6,8 @@ left the row's length, where documents of no token would begin. They go where a 
 
 from __future__ import annotations
 
+from typing import TypeGuard
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -26,7 +28,7 @@ def remember(placed: Tensor, host: Tensor) -> Tensor:
     return placed
 
 
-def are_starts(mask: Tensor | None) -> bool:
+def are_starts(mask: Tensor | None) -> TypeGuard[Tensor]:
     return mask is not None and mask.ndim == 4 and mask.dtype == torch.int32
 
 

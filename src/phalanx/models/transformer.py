@@ -88,7 +88,7 @@ class Attention(nn.Module):
             for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
         q_BHTC, k_BKTC = rotate(q_BHTC, rotation), rotate(k_BKTC, rotation)
-        if mask is not None and are_starts(mask):
+        if are_starts(mask):
             out_BHTC = self.packed_attention(q_BHTC, k_BKTC, v_BKTC, mask, self.causal)
         else:
             out_BHTC = F.scaled_dot_product_attention(

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from phalanx.anatomy import Anatomy
 from phalanx.errors import WrongUse
-from phalanx.kernels.documents import are_starts
+from phalanx.kernels.documents import are_starts, dense_mask
 from phalanx.kernels.packed_attention import packed_attention
 from phalanx.logits import Logits, Sequence
 from phalanx.parallel.axes import batchnorm
@@ -203,7 +203,7 @@ class ContextParallel:
         )
 
         def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, first: int = 0) -> Any:
-            if mask is not None and are_starts(mask):
+            if are_starts(mask):
                 return packed_attention(query, key, value, mask, causal, options.get("scale"), first)
             grouped = {"enable_gqa": True} if query.shape[-3] != key.shape[-3] else {}
             return func(query, key, value, attn_mask=mask, is_causal=causal, **options | grouped)
@@ -232,6 +232,9 @@ class ContextParallel:
         try:
             if self.kind == "ulysses":
                 return self._exchanged(attend, query, key, value, mask, causal, time)
+            if draws and are_starts(mask):
+                mask = dense_mask(mask, 0, self.layout.length, self.layout.length, causal).index_select(-2, here)
+                causal = False
             if causal and draws:
                 every = torch.arange(self.layout.length, device=here.device)
                 mask, causal = here.unsqueeze(1) >= every, False

@@ -103,7 +103,7 @@ def _attention(
     heads, context = query.shape[1], module.phalanx_context
 
     def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, first: int = 0) -> Any:
-        if mask is not None and are_starts(mask):
+        if are_starts(mask):
             if kind == "sdpa" and not any(options.get(name) for name in UNKNOWN):
                 out = packed_attention(query, key, value, mask, causal, options.get("scaling"), first)
                 return out.transpose(1, 2).contiguous(), None

@@ -6,8 +6,9 @@ by name. So it need not look on a GPU whether sequences are packed, which waits 
 
 from __future__ import annotations
 
+import inspect
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -64,7 +65,8 @@ def keep_apart(
     for base, why in found.items():
         config: Any = base.config
         width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        wrap(base, Documents(why or refusal(device, dtype, width), device))
+        names = list(inspect.signature(base.forward).parameters)
+        wrap(base, Documents(why or refusal(device, dtype, width), device, names))
 
 
 class Documents(Layer):
@@ -72,18 +74,18 @@ class Documents(Layer):
 
     title = "documents"
 
-    def __init__(self, why: str, device: torch.device) -> None:
-        """``why`` it cannot be told."""
-        self.why = why
+    def __init__(self, why: str, device: torch.device, names: Sequence[str]) -> None:
+        """``why`` it cannot be told; ``names`` of what it is called with."""
+        self.why, self.names = why, names
         self.none = torch.zeros(1, 1, 1, 0, dtype=torch.int32, device=device)
         self.packed = False
         """Whether positions have begun anew in any call: from then on all are computed by one program."""
 
     def __call__(self, rest: Forward, *args: Any, **kwargs: Any) -> Any:
-        if not args and kwargs.get("attention_mask") is None and kwargs.get("past_key_values") is None:
-            mask = self._mask(kwargs.get("position_ids"), kwargs.get("input_ids"))
-            kwargs = kwargs if mask is None else kwargs | {"attention_mask": mask}
-        return rest(*args, **kwargs)
+        given = dict(zip(self.names, args, strict=False)) | kwargs
+        if given.get("attention_mask") is None and given.get("past_key_values") is None:
+            given["attention_mask"] = self._mask(given.get("position_ids"), given.get("input_ids"))
+        return rest(**given)
 
     def _mask(self, positions: Tensor | None, tokens: Tensor | None) -> Tensor | None:
         if positions is None or tokens is None or positions.shape != tokens.shape:
