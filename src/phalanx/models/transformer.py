@@ -11,9 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from phalanx.attention import are_starts, kept_apart, packed_attention
 from phalanx.errors import WrongUse
-from phalanx.kernels.documents import are_starts, starts_of
-from phalanx.kernels.packed_attention import packed_attention, refusal, say_dense
 from phalanx.logits import Logits
 from phalanx.models.experts import MixtureOfExperts
 
@@ -167,9 +166,9 @@ class Transformer(nn.Module):
         self.head = Head(config.width, config.vocabulary, bias=False)
         if config.tied:
             self.head.weight = self.embedding.weight
-        head_width = config.width // config.heads
+        self.head_width = config.width // config.heads
         self.rates: Tensor
-        rates = config.rope_base ** (-torch.arange(0, head_width, 2).float() / head_width)
+        rates = config.rope_base ** (-torch.arange(0, self.head_width, 2).float() / self.head_width)
         self.register_buffer("rates", rates, persistent=False)
         self._initialise()
 
@@ -191,21 +190,11 @@ class Transformer(nn.Module):
         angles_BTC = positions.unsqueeze(-1) * self.rates
         x_BTD = self.dropout(self.embedding(tokens))
         rotation = angles_BTC.cos().unsqueeze(1).to(x_BTD.dtype), angles_BTC.sin().unsqueeze(1).to(x_BTD.dtype)
-        mask = None if documents is None else self._apart(documents, x_BTD)
+        mask = None if documents is None else kept_apart(documents, x_BTD, self.head_width, self.config.causal)
         valid = documents >= 0 if valid is None and documents is not None else valid
         for block in self.blocks:
             x_BTD = block(x_BTD, rotation, mask, None if valid is None else valid.unsqueeze(-1))
         return self.head(self.norm(x_BTD))
-
-    def _apart(self, documents_BT: Tensor, x_BTD: Tensor) -> Tensor:
-        """What keeps documents apart: where each begins, or a dense mask where attention has no kernel for that."""
-        why = refusal(x_BTD.device, x_BTD.dtype, self.config.width // self.config.heads)
-        starts = None if why else starts_of(documents_BT)
-        if starts is not None:
-            return starts
-        if x_BTD.device.type == "cuda":
-            say_dense(why or "they are very short, or go on after another one")
-        return document_mask(documents_BT, self.config.causal)
 
 
 def rotate(x_BHTC: Tensor, rotation: Rotation) -> Tensor:
@@ -213,12 +202,3 @@ def rotate(x_BHTC: Tensor, rotation: Rotation) -> Tensor:
     cos, sin = rotation
     first, second = x_BHTC.chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
-
-
-def document_mask(documents_BT: Tensor, causal: bool = True) -> Tensor:
-    """True where a token may look: inside its own document, and only back if ``causal``. ``[B, 1, T, T]``."""
-    time = documents_BT.shape[1]
-    same = documents_BT.unsqueeze(2) == documents_BT.unsqueeze(1)
-    if not causal:
-        return same.unsqueeze(1)
-    return (same & torch.ones(time, time, dtype=torch.bool, device=documents_BT.device).tril()).unsqueeze(1)

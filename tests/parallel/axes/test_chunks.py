@@ -8,7 +8,7 @@ import torch
 from phalanx import Layout
 from phalanx.kernels.documents import are_starts
 from phalanx.parallel.axes import chunks
-from phalanx.parallel.axes.chunks import Chunks
+from phalanx.parallel.axes.chunks import SequenceChunks
 from tests.parity import TOLERANCE, HostileLanguage, Trace, difference, reference, spread_run
 from tests.ranks import Ranks
 
@@ -16,7 +16,7 @@ CPU = torch.device("cpu")
 
 
 def test_all_blocks_share_a_mask_for_each_chunk() -> None:
-    made = Chunks(4, CPU)
+    made = SequenceChunks(4, CPU)
     for length in (16, 16, 32):
         made.prepare(length, torch.float32)
         every = [made.mask(index, torch.float32) for _ in range(3) for index in (1, 2)]
@@ -26,7 +26,7 @@ def test_all_blocks_share_a_mask_for_each_chunk() -> None:
 
 
 def test_what_begins_the_sequence_needs_no_mask() -> None:
-    made, narrow = Chunks(4, CPU), torch.zeros(2, 1, 4, 8, dtype=torch.bfloat16)
+    made, narrow = SequenceChunks(4, CPU), torch.zeros(2, 1, 4, 8, dtype=torch.bfloat16)
     made.prepare(16, torch.bfloat16)
     assert made.seen(0, narrow, narrow) is None
     masked = made.seen(3, narrow, narrow)
@@ -43,8 +43,8 @@ def without_masks(layouts: list[str]) -> list[Trace]:
     """Steps in which chunks are attended to as a kernel would, by its twin."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(chunks, "takes", lambda query, value: True)
-        patch.setattr(Chunks, "mask", None)
-        patch.setattr(Chunks, "by_kernel", property(lambda self: True, lambda self, value: None), raising=False)
+        patch.setattr(SequenceChunks, "mask", None)
+        patch.setattr(SequenceChunks, "by_kernel", property(lambda self: True, lambda self, value: None), raising=False)
         return [spread_run(HostileLanguage(steps=2), Layout.parse(layout)) for layout in layouts]
 
 

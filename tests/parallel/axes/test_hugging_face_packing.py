@@ -162,7 +162,7 @@ def test_what_a_model_is_told(task: phalanx.Task, slots: int) -> None:
 
 
 def test_a_mask_of_the_tasks_own_is_left_alone() -> None:
-    layer = hugging_face_packing.Documents("", torch.device("cpu"), ["input_ids"])
+    layer = hugging_face_packing.DocumentStarts("", torch.device("cpu"), ["input_ids"])
     own = torch.ones(2, 5)
     given: dict[str, Any] = layer(lambda **kwargs: kwargs, attention_mask=own, input_ids=own)
     assert given["attention_mask"] is own

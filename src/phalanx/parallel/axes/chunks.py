@@ -11,7 +11,7 @@ from phalanx.kernels.packed_attention import packed_kernel, takes
 from phalanx.parallel.communication.differentiable import run
 
 
-class Chunks:
+class SequenceChunks:
     """Sequences cut into so many, and what each of them sees."""
 
     def __init__(self, number: int, device: torch.device) -> None:

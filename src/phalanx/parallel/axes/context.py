@@ -25,7 +25,7 @@ from phalanx.kernels.documents import are_starts, dense_mask
 from phalanx.kernels.packed_attention import packed_attention
 from phalanx.logits import Logits, Sequence
 from phalanx.parallel.axes import batchnorm
-from phalanx.parallel.axes.chunks import Chunks
+from phalanx.parallel.axes.chunks import SequenceChunks
 from phalanx.parallel.communication.communicator import Communicator
 from phalanx.parallel.communication.differentiable import all_gather, all_reduce, all_to_all
 from phalanx.parallel.forward.activations import ActivationLayout
@@ -86,7 +86,7 @@ class ContextParallel:
         self._wholes: list[tuple[Tensor, Tensor]] = []
         self._known_places: dict[tuple[int, int], Tensor] = {}
         self._known_orders: dict[int, Tensor] = {}
-        self.chunks = Chunks(2 * self.ranks, randomness.device)
+        self.chunks = SequenceChunks(2 * self.ranks, randomness.device)
         check_context(model, anatomy, self.ranks)
         for name in anatomy.blocks:
             for module in model.get_submodule(name).modules():

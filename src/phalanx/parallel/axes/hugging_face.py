@@ -53,7 +53,7 @@ def looks_up_attention(model: nn.Module, config: Any) -> bool:
 def check_attention(model: nn.Module, ranks: int) -> None:
     """Refuse attention that cannot be reached where ``cp`` must reach it."""
     for config in configs(model):
-        kind = _kind(config)
+        kind = kind_of(config)
         if kind not in OFFERED:
             raise WrongUse(
                 f"attn_implementation={kind!r} is not offered with cp. "
@@ -67,7 +67,8 @@ def check_attention(model: nn.Module, ranks: int) -> None:
             )
 
 
-def _kind(config: Any) -> str:
+def kind_of(config: Any) -> str:
+    """By which of a model's own ways attention is computed."""
     return (config._attn_implementation or "eager").removeprefix(PREFIX)
 
 
@@ -75,9 +76,9 @@ def reach_attention(model: nn.Module, context: ContextParallel | None, kinds: Se
     """Lead attention that a model looks up by name to a context, and to that of packed documents."""
     if context is not None:
         check_attention(model, context.ranks)
-    found = [config for config in configs(model) if looks_up_attention(model, config) and _kind(config) in kinds]
+    found = [config for config in configs(model) if looks_up_attention(model, config) and kind_of(config) in kinds]
     for config in found:
-        kind = _kind(config)
+        kind = kind_of(config)
         masking, modeling = sys.modules["transformers.masking_utils"], sys.modules["transformers.modeling_utils"]
         modeling.ALL_ATTENTION_FUNCTIONS.register(PREFIX + kind, partial(_attention, kind))
         masking.ALL_MASK_ATTENTION_FUNCTIONS.register(PREFIX + kind, masking.ALL_MASK_ATTENTION_FUNCTIONS[kind])

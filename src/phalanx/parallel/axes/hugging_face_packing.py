@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from phalanx.kernels.documents import POSITIONS, restart, starts_of
 from phalanx.kernels.packed_attention import refusal, say_dense
 from phalanx.parallel.axes.context import ContextParallel
-from phalanx.parallel.axes.hugging_face import PREFIX, configs, looks_up_attention, reach_attention
+from phalanx.parallel.axes.hugging_face import configs, kind_of, looks_up_attention, reach_attention
 from phalanx.parallel.forward.wrapper import Forward, Layer, wrap
 
 FULL = "full_attention"
@@ -37,8 +37,9 @@ def _source(module: nn.Module) -> Any:
 def unfit(base: nn.Module) -> str:
     """Why a model's attention is not that inside documents alone; empty: it is."""
     config: Any = base.config
-    kinds = {one._attn_implementation.removeprefix(PREFIX) for one in configs(base) if one._attn_implementation}
-    if kinds != {"sdpa"} or not all(looks_up_attention(base, one) for one in configs(base)):
+    if {kind_of(one) for one in configs(base)} != {"sdpa"} or not all(
+        looks_up_attention(base, one) for one in configs(base)
+    ):
         return f"{type(base).__name__} does not look up attn_implementation='sdpa' by name"
     if getattr(config, "sliding_window", None) or any(
         kind != FULL for kind in getattr(config, "layer_types", None) or ()
@@ -66,10 +67,10 @@ def keep_apart(
         config: Any = base.config
         width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         names = list(inspect.signature(base.forward).parameters)
-        wrap(base, Documents(why or refusal(device, dtype, width), device, names))
+        wrap(base, DocumentStarts(why or refusal(device, dtype, width), device, names))
 
 
-class Documents(Layer):
+class DocumentStarts(Layer):
     """Tells a model where documents begin, if it is given positions that do so."""
 
     title = "documents"
