@@ -77,6 +77,13 @@ def test_the_mask_of_a_chunk(causal: bool, first: int, queries: int) -> None:
     assert torch.equal(dense_mask(starts, first, queries, first + queries, causal), expected[..., : first + queries])
 
 
+def test_all_blocks_share_a_mask() -> None:
+    starts = starts_of(IDS)
+    assert starts is not None
+    assert dense_mask(starts, 0, 8, 8, True) is dense_mask(starts, 0, 8, 8, True)
+    assert not torch.equal(dense_mask(starts, 0, 8, 8, False), dense_mask(starts, 0, 8, 8, True))
+
+
 def test_cumulative_lengths_of_a_chunk() -> None:
     starts = torch.tensor([[0, 3, 5, 8], [0, 1, 6, 8]], dtype=torch.int32).view(2, 1, 1, 4)
     assert cumulative(starts, 0, 8).tolist() == [0, 3, 5, 8, 8, 9, 14, 16, 16]

@@ -83,7 +83,17 @@ def cumulative(starts: Tensor, first: int, length: int) -> Tensor:
 
 
 def dense_mask(starts: Tensor, first: int, queries: int, keys: int, causal: bool) -> Tensor:
-    """True where positions from ``first`` on may look, ``[batch, 1, queries, keys]``."""
+    """True where positions from ``first`` on may look, ``[batch, 1, queries, keys]``; made once for all blocks."""
+    if torch.compiler.is_compiling():
+        return _dense_mask(starts, first, queries, keys, causal)
+    known = vars(starts).setdefault("masks", {})
+    which = first, queries, keys, causal
+    if which not in known:
+        known[which] = _dense_mask(starts, *which)
+    return known[which]
+
+
+def _dense_mask(starts: Tensor, first: int, queries: int, keys: int, causal: bool) -> Tensor:
     places = torch.arange(keys, dtype=torch.int32, device=starts.device)
     documents = (starts.flatten(1).unsqueeze(-1) <= places).sum(1)
     own = documents.narrow(1, first, queries)

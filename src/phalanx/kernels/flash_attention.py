@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from phalanx.kernels.choice import Kernel
-from phalanx.kernels.packed_attention import agrees
+from phalanx.kernels.packed_attention import BELOW, CASES, agrees
 
 PACKAGE = "flash_attn.cute.interface"
 SHORTEST = {64: 1024, 128: 4096}
@@ -81,7 +81,7 @@ def suits_packed(query: Tensor, value: Tensor, ends: Tensor | None, window: tupl
         and query.shape[2] in SHORTEST
         and value.shape[2] == query.shape[2]
         and not torch.are_deterministic_algorithms_enabled()
-        and packed_flash_attention.works(query.device)
+        and packed_flash_attention.found_to_work(query.device)
     )
 
 
@@ -116,17 +116,16 @@ def _package() -> Any:
 
 
 @cache
-def _installed(device: torch.device) -> torch.library.Library:
+def _installed() -> torch.library.Library:
     """Put before torch's kernels, for as long as the process lives."""
     library = torch.library.Library("aten", "IMPL", "CUDA")
     for name in FORWARD:
         for of, made in ((name, _forward), (f"{name}_backward", _backward)):
             before = torch.library.get_kernel(f"aten::{of}", "CUDA")
             library.impl(of, made(name, before.call_boxed), "CUDA", with_keyset=True)
-    if packed_flash_attention.works(device):
-        for of, made_packed in zip(VARLEN, (_packed_forward, _packed_backward), strict=True):
-            before = torch.library.get_kernel(f"aten::{of}", "CUDA")
-            library.impl(of, made_packed(before.call_boxed), "CUDA", with_keyset=True)
+    for of, made_packed in zip(VARLEN, (_packed_forward, _packed_backward), strict=True):
+        before = torch.library.get_kernel(f"aten::{of}", "CUDA")
+        library.impl(of, made_packed(before.call_boxed), "CUDA", with_keyset=True)
     return library
 
 
@@ -228,7 +227,7 @@ def _tried(device: torch.device) -> bool:
 def _tried_packed(device: torch.device) -> bool:
     if torch.cuda.get_device_capability(device)[0] != HOPPER:
         raise RuntimeError("it is for Hopper GPUs alone")
-    return agrees(varlen, device)
+    return agrees(varlen, device, CASES[:2])  # each is compiled, for seconds
 
 
 def varlen(
@@ -244,9 +243,10 @@ def varlen(
 
 flash_attention = Kernel.declared("FlashAttention 4", _tried, PACKAGE)
 packed_flash_attention = Kernel.declared("FlashAttention 4 of packed documents", _tried_packed, PACKAGE)
+BELOW.append(packed_flash_attention)
 
 
 def stand_in(device: torch.device) -> None:
     """Have it used from here on, where it works and runs need not repeat their bits."""
     if device.type == "cuda" and not torch.are_deterministic_algorithms_enabled() and flash_attention.works(device):
-        _installed(device)
+        _installed()

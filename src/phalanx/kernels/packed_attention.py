@@ -8,7 +8,7 @@ stands where it is installed (`kernels.flash_attention`); `benchmarks/packed_att
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 
 import torch
@@ -22,6 +22,10 @@ from phalanx.kernels.documents import cumulative, dense_mask
 DTYPES = (torch.bfloat16, torch.float16)
 WIDEST, MULTIPLE = 256, 8
 """Of a head, what the kernel takes."""
+BELOW: list[Kernel] = []
+"""Those that torch's kernel may be replaced by in the dispatcher: tried with it, since there they cannot be."""
+CASES = ((2, 128, True), (4, 128, True), (2, 512, True), (4, 512, False))
+"""By which it is tried: heads of keys, for 4 of queries, queries of 512 positions, and whether it is causal."""
 Varlen = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, int, int, bool, float | None], Tensor]
 """``(queries, keys, values, cumulative lengths of both, the longest of both, causal, scale)``, of all sequences."""
 
@@ -36,7 +40,11 @@ def refusal(device: torch.device, dtype: torch.dtype, width: int) -> str:
         return f"heads are {width} wide, and a kernel takes multiples of {MULTIPLE} up to {WIDEST}"
     if torch.are_deterministic_algorithms_enabled():
         return "an exact run keeps to one order of sums"
-    return "" if packed_kernel.works(device) else "its kernel does not work here"
+    if not packed_kernel.works(device):
+        return "its kernel does not work here"
+    for kernel in BELOW:
+        kernel.works(device)
+    return ""
 
 
 def takes(query: Tensor, value: Tensor) -> bool:
@@ -96,13 +104,13 @@ def laid_end_to_end(
     return out.unflatten(0, (batch, queries)).transpose(1, 2)
 
 
-def agrees(varlen: Varlen, device: torch.device) -> bool:
+def agrees(varlen: Varlen, device: torch.device, cases: Sequence[tuple[int, int, bool]] = CASES) -> bool:
     """Held against the twin in float32: documents of one token and of many, shared heads, and a chunk's queries, of
     which some documents have none."""
     draw = torch.Generator(device).manual_seed(0)
     starts = torch.tensor([[0, 1, 150, 400, 512, 512], [0, 300, 512, 512, 512, 512]], dtype=torch.int32, device=device)
     starts = starts.view(2, 1, 1, 6)
-    for heads, queries, causal in ((2, 512, True), (4, 128, True), (2, 128, True), (4, 512, False)):
+    for heads, queries, causal in cases:
         q, k, v, grad = (
             torch.randn(2, each, time, 64, generator=draw, device=device, dtype=torch.bfloat16)
             for each, time in ((4, queries), (heads, 512), (heads, 512), (4, queries))
