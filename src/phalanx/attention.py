@@ -25,7 +25,7 @@ def kept_apart(documents: Tensor, like: Tensor, head_width: int, causal: bool = 
     if starts is not None:
         return starts
     if like.device.type == "cuda":
-        say_dense(why or "they are very short, or go on after another one")
+        say_dense(why or "they are very short, go on after another one, or the step is recorded (graphs=step)")
     return document_mask(documents, causal)
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from phalanx.kernels import documents as kernel_documents
 from phalanx.kernels.documents import (
     FEWEST,
     POSITIONS,
@@ -65,6 +66,13 @@ def test_a_batch_on_a_gpu_is_looked_at_on_the_host() -> None:
     found = starts_of(placed)
     assert found is not None
     assert found[0, 0, 0, :3].tolist() == [0, 3, 5]
+
+
+def test_a_recorded_step_knows_nothing_of_the_next_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its documents are kept apart by what the device computes of them."""
+    monkeypatch.setattr(kernel_documents, "is_recorded", lambda column: True)
+    assert starts_of(IDS) is None
+    assert restart(torch.arange(8).expand(2, -1))
 
 
 @pytest.mark.parametrize("causal", [True, False])

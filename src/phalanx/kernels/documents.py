@@ -39,6 +39,8 @@ def starts_of(column: Tensor, kind: str = IDS) -> Tensor | None:
     """
     if type(column) is not Tensor or column.ndim != 2 or torch.compiler.is_compiling():  # without values, or as if
         return None
+    if is_recorded(column):
+        return None
     rows = _on_host(column)
     count, length = rows.shape
     step = np.diff(rows, axis=1)
@@ -59,8 +61,15 @@ def _on_host(column: Tensor) -> np.ndarray:
     return getattr(column, "on_host", column).cpu().numpy()
 
 
+def is_recorded(column: Tensor) -> bool:
+    """Whether what is done with it becomes a CUDA graph, through which other batches go than the host knows."""
+    return column.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
 def restart(positions: Tensor) -> bool:
-    """Whether positions of any row begin anew."""
+    """Whether positions of any row begin anew, or may do so."""
+    if is_recorded(positions):
+        return True
     return type(positions) is Tensor and bool((np.diff(_on_host(positions)) != 1).any())
 
 

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 
 import phalanx
 from phalanx import Layout
+from phalanx.attention import document_mask
+from phalanx.kernels import documents as kernel_documents
 from phalanx.kernels import packed_attention
 from phalanx.parallel.axes import hugging_face, hugging_face_packing
 from phalanx.parallel.axes.hugging_face_packing import bases, unfit
@@ -159,6 +161,17 @@ def test_what_a_model_is_told(task: phalanx.Task, slots: int) -> None:
         )
         engine.step(next(engine.batches()))
     assert {shape[-1] for shape in seen} == {slots}
+
+
+def test_a_recorded_step_has_a_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Made on the device from the positions that a replay finds there."""
+    for module in (kernel_documents, hugging_face_packing):
+        monkeypatch.setattr(module, "is_recorded", lambda column: True)
+    layer = hugging_face_packing.DocumentStarts("", torch.device("cpu"), ["input_ids"])
+    places = torch.tensor([[0, 1, 0, 1, 2, 0], [0, 1, 2, 3, 4, 5]])
+    given: dict[str, Any] = layer(lambda **kwargs: kwargs, input_ids=places, position_ids=places)
+    expected = document_mask(torch.tensor([[0, 0, 1, 1, 1, 2], [0] * 6]))
+    assert torch.equal(given["attention_mask"], expected)
 
 
 def test_a_mask_of_the_tasks_own_is_left_alone() -> None:

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from phalanx.kernels.documents import POSITIONS, restart, starts_of
+from phalanx.attention import document_mask
+from phalanx.kernels.documents import POSITIONS, is_recorded, restart, starts_of
 from phalanx.kernels.packed_attention import refusal, say_dense
 from phalanx.parallel.axes.context import ContextParallel
 from phalanx.parallel.axes.hugging_face import configs, kind_of, looks_up_attention, reach_attention
@@ -95,5 +96,7 @@ class DocumentStarts(Layer):
             return None if self.why else self.none
         starts, self.packed = None if self.why else starts_of(positions, POSITIONS), True
         if starts is None and positions.is_cuda:
-            say_dense(self.why or "they are very short")
+            say_dense(self.why or "they are very short, or the step is recorded (graphs=step)")
+        if starts is None and not self.why and is_recorded(positions):
+            return document_mask(positions.diff(prepend=positions[:, :1]).ne(1).cumsum(1))
         return starts
