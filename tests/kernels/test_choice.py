@@ -32,7 +32,9 @@ def test_ranks_agree_on_every_kernel_that_a_run_has() -> None:
     assert sorted(ast.literal_eval(done.stdout)) == [
         "Adam's update",
         "FlashAttention 4",
+        "FlashAttention 4 of packed documents",
         "codes of few bits",
+        "packed attention",
         "the cross-entropy",
         "transposing 8 bits",
     ]

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from phalanx.kernels import flash_attention as flash
+from phalanx.kernels.packed_attention import BELOW
 
 CPU = torch.device("cpu")
 
@@ -61,6 +62,28 @@ def test_runs_that_repeat_their_bits_do_without_it() -> None:
         assert not flash.suits(some(), some(), some(), 0.0, True, None)
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+def laid(dtype: torch.dtype = torch.bfloat16, width: int = 64) -> Tensor:
+    return torch.zeros(10, 2, width, dtype=dtype)
+
+
+def test_packed_documents_it_is_made_for() -> None:
+    """Those that do not slide, once it has been tried: in the dispatcher it cannot be."""
+    ends = torch.zeros(3, dtype=torch.int32)
+    assert flash.packed_flash_attention in BELOW
+    assert not flash.suits_packed(laid(), laid(), ends, (-1, 0))
+    flash.packed_flash_attention.settle(CPU, True)
+    try:
+        assert flash.suits_packed(laid(), laid(), ends, (-1, 0))
+        assert flash.suits_packed(laid(), laid(), ends, (-1, -1))
+        assert not flash.suits_packed(laid(), laid(), ends, (128, 0))
+        assert not flash.suits_packed(laid(), laid(), None, (-1, 0)), "a dense one, which comes here too"
+        assert not flash.suits_packed(laid(width=40), laid(width=40), ends, (-1, 0))
+        assert not flash.suits_packed(laid(), laid(width=128), ends, (-1, 0))
+        assert not flash.suits_packed(laid(torch.float32), laid(torch.float32), ends, (-1, 0))
+    finally:
+        del flash.packed_flash_attention._works[CPU]
 
 
 def test_processors_are_not_asked() -> None:

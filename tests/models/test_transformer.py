@@ -43,6 +43,17 @@ def test_packed_documents_do_not_see_each_other() -> None:
     assert torch.allclose(packed, apart, rtol=1e-6, atol=1e-9)
 
 
+def test_a_document_may_go_on_after_another_one() -> None:
+    """That is no document laid in one piece, and is kept apart by a mask."""
+    model = Transformer(TransformerConfig(width=16, layers=2, heads=2)).double()
+    tokens = torch.randint(0, 256, (1, 6))
+    other = tokens.clone()
+    other[0, 2] += 1 - 2 * (other[0, 2] > 9)
+    one, two = (model(each, documents=torch.tensor([[0, 0, 1, 1, 0, 0]])).tensor() for each in (tokens, other))
+    changed = (one - two).abs().amax(-1)[0] > 0
+    assert changed.tolist() == [False, False, True, True, False, False]
+
+
 @pytest.mark.parametrize("wrong", [{"width": 10, "heads": 4}, {"width": 12, "heads": 4}, {"heads": 4, "kv_heads": 3}])
 def test_sizes_that_do_not_fit_are_refused(wrong: dict[str, int]) -> None:
     with pytest.raises(WrongUse, match="Make "):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from datetime import timedelta
 from typing import Any
@@ -216,3 +217,8 @@ def test_functions_that_are_compiled_are_counted_with_their_seconds() -> None:
     assert torch_private.compiled_frames() == before + 2
     assert torch_private.compile_seconds(2) > torch_private.compile_seconds(1) > 0
     assert torch_private.compile_seconds(0) == 0
+
+
+def test_attention_of_variable_lengths_is_known_by_name() -> None:
+    importlib.import_module("torch.nn.attention.varlen")
+    assert str(torch.ops.torch_attn._varlen_attn.default) == torch_private.PACKED_ATTENTION

@@ -15,7 +15,7 @@ def packed(tokens: np.ndarray, ends: np.ndarray, length: int, pad: int = 0) -> d
     ``ends``: where documents end that end in these tokens, counted from the first. The sample has ``tokens``;
     ``targets``, the next token, or -100 where the next one belongs to another document; ``documents``, which document
     each token is from; and ``positions``, counted from its document's start or, in a document that began before, from
-    the sample's.
+    the sample's. What a sample is filled up with is one more document.
     """
     place = np.arange(min(length, len(tokens) - 1))
     document = np.searchsorted(ends, place, side="right")
@@ -25,7 +25,7 @@ def packed(tokens: np.ndarray, ends: np.ndarray, length: int, pad: int = 0) -> d
         "tokens": _padded(tokens[place], length, pad),
         "targets": _padded(np.where(last, IGNORE, tokens[place + 1].astype(np.int64)), length, IGNORE),
         "documents": _padded(document - (document[0] if len(document) else 0), length, -1),
-        "positions": _padded(place - begins, length, 0),
+        "positions": np.concatenate([place - begins, np.arange(length - len(place))]),
     }
     return {name: torch.from_numpy(column) for name, column in sample.items()}
 

@@ -163,12 +163,10 @@ def columns(ids: np.ndarray, counted: np.ndarray, place: int = 0) -> dict[str, n
 
 
 def padded(sample: Mapping[str, Tensor], length: int, pad: int) -> dict[str, Tensor]:
-    """A sample filled up to a length with what does not count."""
-    fills = FILLS | {"tokens": pad}
-    return {
-        name: torch.nn.functional.pad(column, (0, length - len(column)), value=fills[name])
-        for name, column in sample.items()
-    }
+    """A sample filled up to a length with what does not count: one more document, so that positions go on there."""
+    fills, more = FILLS | {"tokens": pad}, length - len(sample["tokens"])
+    found = {name: torch.nn.functional.pad(column, (0, more), value=fills[name]) for name, column in sample.items()}
+    return found | {"positions": torch.cat([sample["positions"], torch.arange(more)])}
 
 
 def padded_together(samples: Sequence[Mapping[str, Any]], pad: int) -> dict[str, Tensor]:

@@ -44,6 +44,10 @@ class Kernel:
             self._works[device] = self._tried(device)
         return self._works[device]
 
+    def found_to_work(self, device: torch.device) -> bool:
+        """Whether it has been tried, and works: where it cannot be tried any more."""
+        return self._works.get(device, False)
+
     def settle(self, device: torch.device, works: bool) -> None:
         """Have it used on a device, or not, as on other ranks."""
         self._works[device] = works

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from phalanx.attention import are_starts, kept_apart, packed_attention
 from phalanx.errors import WrongUse
 from phalanx.logits import Logits
 from phalanx.models.experts import MixtureOfExperts
@@ -68,6 +69,9 @@ class TransformerConfig:
 class Attention(nn.Module):
     """Attention with rotary positions and fewer key-value heads than query heads, if asked."""
 
+    packed_attention = staticmethod(packed_attention)
+    """Of queries, keys, values and where documents begin; ``cp`` has its own."""
+
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
         self.head_width, self.causal = config.width // config.heads, config.causal
@@ -82,10 +86,14 @@ class Attention(nn.Module):
             projection(x_BTD).unflatten(-1, (-1, self.head_width)).transpose(1, 2)
             for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
-        out_BHTC = F.scaled_dot_product_attention(
-            rotate(q_BHTC, rotation), rotate(k_BKTC, rotation), v_BKTC,
-            attn_mask=mask, is_causal=mask is None and self.causal, enable_gqa=q_BHTC.shape[1] != k_BKTC.shape[1],
-        )  # fmt: skip
+        q_BHTC, k_BKTC = rotate(q_BHTC, rotation), rotate(k_BKTC, rotation)
+        if are_starts(mask):
+            out_BHTC = self.packed_attention(q_BHTC, k_BKTC, v_BKTC, mask, self.causal)
+        else:
+            out_BHTC = F.scaled_dot_product_attention(
+                q_BHTC, k_BKTC, v_BKTC, attn_mask=mask, is_causal=mask is None and self.causal,
+                enable_gqa=q_BHTC.shape[1] != k_BKTC.shape[1],
+            )  # fmt: skip
         return self.o_proj(out_BHTC.transpose(1, 2).flatten(2))
 
 
@@ -158,9 +166,9 @@ class Transformer(nn.Module):
         self.head = Head(config.width, config.vocabulary, bias=False)
         if config.tied:
             self.head.weight = self.embedding.weight
-        head_width = config.width // config.heads
+        self.head_width = config.width // config.heads
         self.rates: Tensor
-        rates = config.rope_base ** (-torch.arange(0, head_width, 2).float() / head_width)
+        rates = config.rope_base ** (-torch.arange(0, self.head_width, 2).float() / self.head_width)
         self.register_buffer("rates", rates, persistent=False)
         self._initialise()
 
@@ -182,7 +190,7 @@ class Transformer(nn.Module):
         angles_BTC = positions.unsqueeze(-1) * self.rates
         x_BTD = self.dropout(self.embedding(tokens))
         rotation = angles_BTC.cos().unsqueeze(1).to(x_BTD.dtype), angles_BTC.sin().unsqueeze(1).to(x_BTD.dtype)
-        mask = None if documents is None else document_mask(documents, self.config.causal)
+        mask = None if documents is None else kept_apart(documents, x_BTD, self.head_width, self.config.causal)
         valid = documents >= 0 if valid is None and documents is not None else valid
         for block in self.blocks:
             x_BTD = block(x_BTD, rotation, mask, None if valid is None else valid.unsqueeze(-1))
@@ -194,12 +202,3 @@ def rotate(x_BHTC: Tensor, rotation: Rotation) -> Tensor:
     cos, sin = rotation
     first, second = x_BHTC.chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
-
-
-def document_mask(documents_BT: Tensor, causal: bool = True) -> Tensor:
-    """True where a token may look: inside its own document, and only back if ``causal``. ``[B, 1, T, T]``."""
-    time = documents_BT.shape[1]
-    same = documents_BT.unsqueeze(2) == documents_BT.unsqueeze(1)
-    if not causal:
-        return same.unsqueeze(1)
-    return (same & torch.ones(time, time, dtype=torch.bool, device=documents_BT.device).tril()).unsqueeze(1)

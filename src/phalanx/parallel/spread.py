@@ -23,6 +23,7 @@ from phalanx.parallel.axes import hugging_face
 from phalanx.parallel.axes.batchnorm import spread_batchnorm
 from phalanx.parallel.axes.context import ContextParallel
 from phalanx.parallel.axes.expert import ExpertParallel
+from phalanx.parallel.axes.hugging_face_packing import keep_apart
 from phalanx.parallel.axes.pipeline import Pipeline, weight_gradient
 from phalanx.parallel.axes.samples import Samples
 from phalanx.parallel.axes.schedules import Action, alone
@@ -118,6 +119,7 @@ class Spread:
         if not cp.alone:
             self.context = ContextParallel(self.model, anatomy, cp, layout.cp_kind, self.randomness)
             hugging_face.reach_attention(self.model, self.context)
+        keep_apart(self.model, self.probe.shadows.values(), self.context, dtypes.compute, device)
         self.samples = Samples(mesh.group(*BATCH), self.moment, layout)
         spread_batchnorm(self.model, mesh.group(*BATCH), mesh.size(*BATCH), self.moment)
         self.sharding = SequenceSharding(

@@ -193,6 +193,8 @@ ATTENTION = tuple(
     for kind in ("flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu")
 )
 """What `F.scaled_dot_product_attention` becomes, on a GPU or a CPU."""
+PACKED_ATTENTION = "torch_attn._varlen_attn.default"
+"""What ``varlen_attn`` becomes, by name: it is there when that has been imported, which takes seconds."""
 
 
 def compiler_is_loaded() -> bool:

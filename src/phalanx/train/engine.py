@@ -28,6 +28,7 @@ from phalanx.data.kinds import length
 from phalanx.data.loader import Loader, StepBatch, seed_globally
 from phalanx.data.order import Order
 from phalanx.errors import WrongUse
+from phalanx.kernels.documents import remember
 from phalanx.launch.environment import TIMEOUT, Environment
 from phalanx.layout import Layout
 from phalanx.parallel.communication.mesh import BATCH, Mesh
@@ -325,7 +326,7 @@ class Engine:
         def place(value: Tensor) -> Tensor:
             if value.is_floating_point():
                 value = value.double() if wide else value.float() if value.dtype == torch.float64 else value
-            return value.to(self.device, non_blocking=True)
+            return remember(value.to(self.device, non_blocking=True), value)
 
         return Batch({name: mapped(place, value) for name, value in batch.items()})
 

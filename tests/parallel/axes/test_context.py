@@ -33,25 +33,6 @@ def test_every_position_once_and_causal_work_is_even(ranks: Ranks) -> None:
     assert sorted(place for places, _ in short for place in places) == [0, 1, 2]
 
 
-def masks(length: int) -> list[int]:
-    """How many masks are made for a step of two blocks, and are known at its end; for another length, too."""
-    with phalanx.Engine(HostileLanguage(), Layout(cp=2), device="cpu") as engine:
-        context = engine.spread.context
-        assert context is not None
-        found = []
-        for time in (length, length, 2 * length):
-            engine.spread.activations.enter(engine.spread.sharding.layout(time))
-            context._prepare(time, torch.float32)
-            every = [context._mask(i, torch.float32) for _ in range(3) for i in (1, 2)]
-            assert {len(mask.T) for mask in every} == {time // 2, 3 * time // 4}
-            found += [len({id(mask) for mask in every}), len(context._masks)]
-        return found
-
-
-def test_all_blocks_share_the_masks_of_a_ranks_two_chunks(ranks: Ranks) -> None:
-    assert ranks(2, masks, 16) == [[2, 2] * 3] * 2
-
-
 class AttentionByHand(nn.Module):
     """Attention by hand, which nothing can reach."""
 

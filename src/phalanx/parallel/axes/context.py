@@ -21,18 +21,24 @@ from torch import Tensor, nn
 
 from phalanx.anatomy import Anatomy
 from phalanx.errors import WrongUse
+from phalanx.kernels.documents import are_starts, dense_mask
+from phalanx.kernels.packed_attention import packed_attention
 from phalanx.logits import Logits, Sequence
 from phalanx.parallel.axes import batchnorm
+from phalanx.parallel.axes.chunks import SequenceChunks
 from phalanx.parallel.communication.communicator import Communicator
-from phalanx.parallel.communication.differentiable import all_gather, all_reduce, all_to_all, run
+from phalanx.parallel.communication.differentiable import all_gather, all_reduce, all_to_all
 from phalanx.parallel.forward.activations import ActivationLayout
 from phalanx.parallel.forward.calls import TIME, about_sizes, stream
 from phalanx.parallel.forward.wrapper import Around, Forward, Layer
 from phalanx.parallel.randomness.draws import Randomness
 from phalanx.trees import leaves, mapped
 
-Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None, bool], Any]
-"""Attention over queries, keys and values ``[batch, heads, time, width]`` with a mask, or causal."""
+Attend = Callable[..., Any]
+"""Attention over queries, keys and values ``[batch, heads, time, width]`` with a mask, or causal.
+
+Where the mask says where documents begin, it is also told which position the first query is.
+"""
 MIXING = (
     nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.RNNBase, nn.GroupNorm,
     nn.InstanceNorm1d, nn.InstanceNorm2d, nn.MultiheadAttention, *batchnorm.KINDS,
@@ -80,15 +86,14 @@ class ContextParallel:
         self._wholes: list[tuple[Tensor, Tensor]] = []
         self._known_places: dict[tuple[int, int], Tensor] = {}
         self._known_orders: dict[int, Tensor] = {}
-        self._masks: dict[int, Tensor] = {}
-        """By chunk, what its positions may not see, as attention adds it. For all blocks: each would keep its own."""
-        self._masked: tuple[int, torch.dtype] | None = None
-        """For sequences of this length, in this dtype."""
+        self.chunks = SequenceChunks(2 * self.ranks, randomness.device)
         check_context(model, anatomy, self.ranks)
         for name in anatomy.blocks:
             for module in model.get_submodule(name).modules():
                 if hasattr(module, "whole_time"):
                     vars(module).update(whole_time=self._whole_time, own_time=self._own_time)
+                if hasattr(module, "packed_attention"):
+                    vars(module).update(packed_attention=self.packed_attention)
 
     def layer(self, name: str, block: nn.Module) -> Layer:
         """What a block needs to work with this rank's positions of the stream."""
@@ -99,7 +104,8 @@ class ContextParallel:
         hidden = stream(args, kwargs, name)
         args, kwargs = mapped(partial(self._cut, hidden), (args, kwargs))
         self.name, self.inside, self.reached = name, True, False
-        self._prepare(self.layout.length, hidden.dtype)
+        self._order(self.layout.length)
+        self.chunks.prepare(self.layout.length, hidden.dtype)
         try:
             output = forward(*args, **kwargs)
         except RuntimeError as error:
@@ -131,15 +137,16 @@ class ContextParallel:
         return self._known_places[time, rank]
 
     def _make_places(self, time: int, rank: int) -> Tensor:
-        chunks = [torch.arange(*self._chunk(time, i), device=self.randomness.device) for i in self._pair(rank)]
+        chunks = [torch.arange(*self.chunks.span(time, i), device=self.randomness.device) for i in self._pair(rank)]
         return torch.cat(chunks)
 
     def _pair(self, rank: int) -> tuple[int, int]:
         """A rank's two chunks of twice as many as there are ranks."""
         return rank, 2 * self.ranks - 1 - rank
 
-    def _chunk(self, time: int, index: int) -> tuple[int, int]:
-        return run(time, 2 * self.ranks, index)
+    def _each(self, time: int) -> int:
+        """So many positions at most, of a sequence's, has a rank."""
+        return 2 * self.chunks.span(time, 0)[1]
 
     def own(self, x: Tensor, dim: int) -> Tensor:
         """This rank's positions."""
@@ -148,6 +155,8 @@ class ContextParallel:
 
     def _cut(self, hidden: Tensor, x: Tensor) -> Tensor:
         """This rank's positions of what goes along with the stream; in a mask, those of the queries."""
+        if are_starts(x):
+            return x
         time, batch = self.layout.length, hidden.shape[0]
         dim = x.ndim - 2
         if x.ndim < 2 or (x.ndim == 2 and x.dtype != torch.bool and x.shape in ((batch, time), (1, time))):
@@ -161,11 +170,11 @@ class ContextParallel:
     def whole(self, x: Tensor, dim: int, after: Tensor | None = None) -> Tensor:
         """Everybody's positions, in order. ``after``: what was gathered before."""
         time = self.layout.length
-        each = 2 * self._chunk(time, 0)[1]
+        each = self._each(time)
         dim %= x.ndim
         padded = F.pad(x, [0, 0] * (x.ndim - 1 - dim) + [0, each - x.shape[dim]])
         every = all_gather(padded, dim, each * self.ranks, self.group, to="replicated", after=after)
-        return every.index_select(dim, self._order(time, each))
+        return every.index_select(dim, self._order(time))
 
     def _whole_time(self, x: Tensor, after: Tensor | None = None) -> Tensor:
         return x if self.layout.positions is None else self.whole(x, TIME, after)
@@ -173,10 +182,11 @@ class ContextParallel:
     def _own_time(self, x: Tensor) -> Tensor:
         return x if self.layout.positions is None else self.own(x, TIME)
 
-    def _order(self, time: int, each: int) -> Tensor:
+    def _order(self, time: int) -> Tensor:
         """Where each position lies in what all ranks hold, each padded to the same length."""
         if time in self._known_orders:
             return self._known_orders[time]
+        each = self._each(time)
         order = torch.empty(time, dtype=torch.int64, device=self.randomness.device)
         for rank in range(self.ranks):
             places = self.places(time, rank)
@@ -192,11 +202,20 @@ class ContextParallel:
             options.pop(name) for name in ("query", "key", "value", "attn_mask", "is_causal")
         )
 
-        def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool) -> Any:
+        def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, first: int = 0) -> Any:
+            if are_starts(mask):
+                return packed_attention(query, key, value, mask, causal, options.get("scale"), first)
             grouped = {"enable_gqa": True} if query.shape[-3] != key.shape[-3] else {}
             return func(query, key, value, attn_mask=mask, is_causal=causal, **options | grouped)
 
         return self.attention(attend, query, key, value, mask, causal, time=-2, draws=bool(options.get("dropout_p")))
+
+    def packed_attention(
+        self, query: Tensor, key: Tensor, value: Tensor, starts: Tensor, causal: bool = True, scale: float | None = None
+    ) -> Any:
+        """Attention of this rank's positions inside their documents."""
+        plain = F.scaled_dot_product_attention
+        return self.sdpa(plain, query, key, value, attn_mask=starts, is_causal=causal, scale=scale)
 
     def attention(
         self, attend: Attend, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool,
@@ -213,6 +232,9 @@ class ContextParallel:
         try:
             if self.kind == "ulysses":
                 return self._exchanged(attend, query, key, value, mask, causal, time)
+            if draws and are_starts(mask):
+                mask = dense_mask(mask, 0, self.layout.length, self.layout.length, causal).index_select(-2, here)
+                causal = False
             if causal and draws:
                 every = torch.arange(self.layout.length, device=here.device)
                 mask, causal = here.unsqueeze(1) >= every, False
@@ -227,41 +249,24 @@ class ContextParallel:
             key, value = self.whole(torch.stack([key, value]), -2).unbind(0)
         else:
             key, value = self.whole(torch.cat([key, value], -1), -2).split([key.shape[-1], value.shape[-1]], -1)
-        if not causal:
+        if not causal and not are_starts(mask):
             return attend(query, key, value, mask, False)
-        if mask is not None:
+        if mask is not None and not are_starts(mask):
             raise WrongUse(f"{self.name} gives attention both a mask and is_causal=True. Give one of them.")
         parts, offset = [], 0
         for index in self._pair(self.rank):
-            start, stop = self._chunk(self.layout.length, index)
+            start, stop = self.chunks.span(self.layout.length, index)
             if start == stop:
                 continue
             rows = query.narrow(-2, offset, stop - start)
             offset += stop - start
-            seen = self._mask(index, query.dtype) if start else None
-            parts.append(attend(rows, key[..., :stop, :], value[..., :stop, :], seen, not start))
+            seen = self.chunks.seen(index, query, value) if mask is None else mask
+            far = stop if causal else self.layout.length
+            straight = seen is None or (are_starts(seen) and causal)
+            parts.append(attend(rows, key[..., :far, :], value[..., :far, :], seen, straight, start))
         if not parts:  # no position is here: nothing comes out, but the keys' gradients must be asked for
             return attend(query, key, value, None, False)
         return _joined(parts, time)
-
-    def _prepare(self, time: int, dtype: torch.dtype) -> None:
-        """Before a block: have what all blocks share of sequences of this length."""
-        self._order(time, 2 * self._chunk(time, 0)[1])
-        if self._masks and self._masked != (time, dtype):
-            self._masks = {index: self._make_mask(index, dtype) for index in self._masks}
-        self._masked = time, dtype
-
-    def _mask(self, index: int, dtype: torch.dtype) -> Tensor:
-        """What positions of a chunk may not see."""
-        if index not in self._masks:
-            self._masks[index] = self._make_mask(index, dtype)
-        mask = self._masks[index]
-        return mask if mask.dtype == dtype else mask.to(dtype)  # attention may be computed in another one
-
-    def _make_mask(self, index: int, dtype: torch.dtype) -> Tensor:
-        start, stop = self._chunk(self.layout.length, index)
-        ahead = torch.full((stop - start, stop), float("-inf"), dtype=dtype, device=self.randomness.device)
-        return ahead.triu(start + 1)
 
     def _exchanged(
         self, attend: Attend, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, time: int
@@ -295,20 +300,20 @@ class ContextParallel:
     def _heads_for_time(self, *every: Tensor) -> list[Tensor]:
         """``[batch, heads, here, width]`` to ``[batch, heads / cp, time, width]`` of each, all in one exchange."""
         time = self.layout.length
-        each = 2 * self._chunk(time, 0)[1]
+        each = self._each(time)
         rows = [F.pad(x, [0, 0, 0, each - x.shape[-2]]).unflatten(1, (self.ranks, -1)).movedim(1, 0) for x in every]
         flat = torch.cat([x.flatten(2) for x in rows], 2)
         parts = all_to_all(flat, self.group).split([x.shape[2:].numel() for x in rows], 2)
         came = (part.unflatten(2, x.shape[2:]) for part, x in zip(parts, rows, strict=True))
-        return [x.movedim(0, 2).flatten(2, 3).index_select(2, self._order(time, each)) for x in came]
+        return [x.movedim(0, 2).flatten(2, 3).index_select(2, self._order(time)) for x in came]
 
     def _time_for_heads(self, x: Tensor, time_dim: int) -> Tensor:
         """The way back; ``x`` is ``[batch, heads, time, width]`` or has time before heads."""
         here, time = self.layout.positions, self.layout.length
         assert here is not None
         by_heads = x if time_dim == -2 else x.transpose(1, 2)
-        each = 2 * self._chunk(time, 0)[1]
-        order = self._order(time, each)
+        each = self._each(time)
+        order = self._order(time)
         rows = by_heads.new_zeros(*by_heads.shape[:2], each * self.ranks, by_heads.shape[3]).index_copy(
             2, order, by_heads
         )

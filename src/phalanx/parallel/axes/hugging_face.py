@@ -6,7 +6,7 @@ transformers is never imported here; a model that is one of its brings it along.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -15,11 +15,15 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.errors import WrongUse
+from phalanx.kernels.documents import are_starts, dense_mask
+from phalanx.kernels.packed_attention import packed_attention
 from phalanx.parallel.axes.context import ContextParallel
 from phalanx.parallel.torch_private import install
 
 PREFIX = "phalanx-"
 OFFERED = ("eager", "sdpa")
+UNKNOWN = ("dropout", "softcap", "s_aux", "position_bias", "sliding_window")
+"""Options of attention that keep it from that of packed documents."""
 
 
 def configs(model: nn.Module) -> list[Any]:
@@ -49,7 +53,7 @@ def looks_up_attention(model: nn.Module, config: Any) -> bool:
 def check_attention(model: nn.Module, ranks: int) -> None:
     """Refuse attention that cannot be reached where ``cp`` must reach it."""
     for config in configs(model):
-        kind = _kind(config)
+        kind = kind_of(config)
         if kind not in OFFERED:
             raise WrongUse(
                 f"attn_implementation={kind!r} is not offered with cp. "
@@ -63,15 +67,18 @@ def check_attention(model: nn.Module, ranks: int) -> None:
             )
 
 
-def _kind(config: Any) -> str:
+def kind_of(config: Any) -> str:
+    """By which of a model's own ways attention is computed."""
     return (config._attn_implementation or "eager").removeprefix(PREFIX)
 
 
-def reach_attention(model: nn.Module, context: ContextParallel) -> None:
-    """Lead attention that a model looks up by name to a context."""
-    check_attention(model, context.ranks)
-    for config in [config for config in configs(model) if looks_up_attention(model, config)]:
-        kind = _kind(config)
+def reach_attention(model: nn.Module, context: ContextParallel | None, kinds: Sequence[str] = OFFERED) -> None:
+    """Lead attention that a model looks up by name to a context, and to that of packed documents."""
+    if context is not None:
+        check_attention(model, context.ranks)
+    found = [config for config in configs(model) if looks_up_attention(model, config) and kind_of(config) in kinds]
+    for config in found:
+        kind = kind_of(config)
         masking, modeling = sys.modules["transformers.masking_utils"], sys.modules["transformers.modeling_utils"]
         modeling.ALL_ATTENTION_FUNCTIONS.register(PREFIX + kind, partial(_attention, kind))
         masking.ALL_MASK_ATTENTION_FUNCTIONS.register(PREFIX + kind, masking.ALL_MASK_ATTENTION_FUNCTIONS[kind])
@@ -84,24 +91,33 @@ def reach_attention(model: nn.Module, context: ContextParallel) -> None:
 def _attention(
     kind: str, module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> Any:
-    """What a model's attention calls: its own function, with whole keys."""
+    """What a model's attention calls: its own function, with whole keys, or that of packed documents."""
     if kind == "eager":
         own = sys.modules[type(module).__module__].eager_attention_forward
     else:
         own = sys.modules["transformers.modeling_utils"].ALL_ATTENTION_FUNCTIONS[kind]
     causal = options.pop("is_causal", None)
     causal = getattr(module, "is_causal", True) if causal is None else causal
-
+    packed = attention_mask is not None and are_starts(attention_mask)
+    if attention_mask is not None and packed and not attention_mask.shape[-1]:  # nothing is to be kept apart
+        attention_mask, packed = None, False
     heads, context = query.shape[1], module.phalanx_context
 
-    def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool) -> Any:
+    def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, first: int = 0) -> Any:
+        if are_starts(mask):
+            if kind == "sdpa" and not any(options.get(name) for name in UNKNOWN):
+                out = packed_attention(query, key, value, mask, causal, options.get("scaling"), first)
+                return out.transpose(1, 2).contiguous(), None
+            mask, causal = dense_mask(mask, first, query.shape[2], key.shape[2], causal), False
         mask = mask if mask is None or mask.ndim == 4 else mask.view(1, 1, *mask.shape)
-        with _of_heads(module, query.shape[1], key.shape[1], heads, context.rank):
+        with _of_heads(module, query.shape[1], key.shape[1], heads, 0 if context is None else context.rank):
             return own(module, query, key, value, mask, is_causal=causal, **options)
 
+    causal = causal and (packed or attention_mask is None)
+    if context is None:
+        return attend(query, key, value, attention_mask, causal)
     return context.attention(
-        attend, query, key, value, attention_mask, causal and attention_mask is None,
-        time=1, draws=bool(options.get("dropout")),
+        attend, query, key, value, attention_mask, causal, time=1, draws=bool(options.get("dropout")),
     )  # fmt: skip
 
 

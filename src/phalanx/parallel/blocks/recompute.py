@@ -10,7 +10,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from phalanx.parallel.forward.wrapper import Forward, Layer
 from phalanx.parallel.randomness.draws import Randomness
-from phalanx.parallel.torch_private import ATTENTION, GROUPED_PRODUCT, SCALED_PRODUCT
+from phalanx.parallel.torch_private import ATTENTION, GROUPED_PRODUCT, PACKED_ATTENTION, SCALED_PRODUCT
 
 aten = torch.ops.aten
 COSTLY = {
@@ -26,7 +26,8 @@ COSTLY = {
 
 
 def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if operation in COSTLY else CheckpointPolicy.PREFER_RECOMPUTE
+    costly = operation in COSTLY or str(operation) == PACKED_ATTENTION
+    return CheckpointPolicy.MUST_SAVE if costly else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 class Recompute(Layer):
