@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import threading
+import time
 from collections.abc import Callable
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -17,7 +18,7 @@ import pytest
 import torch
 
 from phalanx import user_code
-from phalanx.flight import BYTES, KINDS, PHASES, Flight
+from phalanx.flight import BYTES, COMPILED, COMPILING, HAD, KINDS, MAGIC, PHASES, SPENT, Flight
 from phalanx.parallel.communication import compiled_notes
 from phalanx.parallel.communication.compiled_notes import PLAIN, Noting, agrees, compiled, fastest
 from phalanx.parallel.communication.launched import Launches
@@ -58,8 +59,8 @@ def sequence(drawn: random.Random, calls: int) -> list[tuple[Any, ...]]:
     found: list[tuple[Any, ...]] = []
     for number in range(calls):
         name = drawn.choices(
-            ["launched", "with", "recorded", "doing", "step", "waiting", "left", "arrived", "elsewhere"],
-            [8, 8, 2, 2, 1, 3, 3, 1, 0.1],
+            ["launched", "with", "recorded", "doing", "step", "waiting", "left", "arrived", "device", "elsewhere"],
+            [8, 8, 2, 2, 1, 3, 3, 1, 0.3, 0.1],
         )[0]
         depth = drawn.choice([0, 1, 2, 3, 22])
         stack = [(drawn.choice(list(CALLERS)), drawn.randrange(60)) for _ in range(depth)]
@@ -88,6 +89,8 @@ def act(
     if name == "step":
         notes.step = int(100 * first) if second < 0.1 else notes.step + 1
         return notes.step
+    if name == "device":
+        return notes.on_device(int(1e9 * first), int(1e9 * second))
     if name == "elsewhere":
         thread = threading.Thread(target=notes.left, args=(old,))
         thread.start()
@@ -144,9 +147,28 @@ def test_it_is_its_twin_byte_for_byte(way: Noting) -> None:
     plain, own = written(PLAIN, told), written(way, told)
     for number, (one, other) in enumerate(zip(plain, own, strict=True)):
         assert one == other, f"seed {seed}, part {number}"
-    record = Flight.of(b"PHLXFLT3" + own[0][8:])
+    record = Flight.of(MAGIC + own[0][8:])
     assert len({record.launch(each).place for each in record.collectives}) > 20
     assert agrees(way)
+
+
+def test_what_a_step_had_of_a_processor_and_compiled_is_noted(way: Noting) -> None:
+    double = torch.compile(lambda numbers: numbers * 2, backend="eager", dynamic=False)
+    memory = memoryview(bytearray(BYTES))
+    notes = way.Notes(memory, Places(memory), StepSums(memory.cast("q")))
+    for step in range(3):
+        notes.step = step
+        notes.doing("data")
+        if step == 0:
+            double(torch.ones(3))
+            double(torch.ones(4))
+        elif step == 1:
+            time.sleep(0.2)
+    steps = Flight.of(MAGIC + bytes(memory)[8:]).steps
+    assert steps[:2, COMPILED].tolist() == [2, 0]
+    assert steps[0, COMPILING] > 0 == steps[1, COMPILING]
+    assert 0 < steps[1, HAD] < 0.1e9
+    assert steps[1, SPENT + 1] > 0.2e9
 
 
 def test_one_that_writes_something_else_is_not_used(way: Noting) -> None:

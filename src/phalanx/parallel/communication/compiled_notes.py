@@ -27,7 +27,8 @@ SECONDS = 3.0
 """A run's start is not held up for longer; half a second is usual, and once for a host."""
 NUMBERS = (
     "GROUPS", "SITES", "RECORDS", "NOW_AT", "DOING", "SINCE", "STEP", "GROUPS_AT", "GROUP_BYTES", "RECORDS_AT",
-    "MOST_PHASES", "PHASE", "ON_GPU", "BYTES",
+    "MOST_PHASES", "PHASE", "ON_GPU", "BYTES", "FIRST", "STEPS", "STEPS_AT", "NUMBERS_A_STEP", "HAD", "QUEUED",
+    "COMPILED", "COMPILING", "ON_DEVICE", "DEVICE_WAITED", "SPENT", "WAITED", "WAITED_ALONG",
 )  # fmt: skip
 """Of `flight`, those that the C goes by."""
 

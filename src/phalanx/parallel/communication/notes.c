@@ -1,6 +1,6 @@
 // The same as `notes.py` and `launched.py`, without Python's instructions: what a rank notes of each collective and each
 // phase. Compiled by `compiled_notes.py`, which gives the numbers of the record's layout. What is seldom done, a group or
-// a place that is new, a step that begins, is Python's (`places.py`, `step_sums.py`).
+// a place that is new, is Python's (`places.py`).
 #include <Python.h>
 
 #include <math.h>
@@ -8,6 +8,7 @@
 #include <stdint.h>
 #include <structmember.h>
 #include <time.h>
+#include <unistd.h>
 
 #define LARGEST UINT32_MAX
 
@@ -34,8 +35,9 @@ typedef struct {
   PyObject_HEAD
   Py_buffer memory, spent, waited, along, beside;
   PyObject *places, *sums, *clock, *groups;
-  int64_t step, summed, since, count;
-  int phase, has_summed;
+  int64_t step, summed, since, count, had, queued, compiled;
+  int64_t along_before[GROUPS], *sums_of_step;
+  int phase, has_summed, processor;
   unsigned long main;
   Entry *entries;
   size_t room, used;
@@ -60,9 +62,10 @@ typedef struct {
 } Launched;
 
 static PyTypeObject NotesType, LaunchesType, LaunchedType;
-static PyObject *kinds, *dtypes, *phases, *phase_names, *instant, *exit_stack, *getframe, *main_thread_of;
+static PyObject *kinds, *dtypes, *phases, *phase_names, *instant, *exit_stack, *getframe, *main_thread_of, *compiled_frames,
+    *compile_seconds;
 static int64_t item_sizes[256];
-static PyObject *word_shape, *word_dtype, *word_is_cuda, *word_nbytes, *word_begin, *word_owner, *word_new_site,
+static PyObject *word_shape, *word_dtype, *word_is_cuda, *word_nbytes, *word_owner, *word_new_site,
     *word_new_group, *word_enter_context, *word_exit, *word_receive, *one, *no_instant;
 
 // Places in the code.
@@ -358,6 +361,64 @@ static int note_left(Notes *self, int64_t given, int on_gpu) {
   return 0;
 }
 
+// What this thread had of a processor, and how long it waited for one: what was last known where nothing says so.
+static void read_processor(Notes *self, int64_t *had, int64_t *queued) {
+  char text[101];
+  ssize_t size = self->processor < 0 ? -1 : pread(self->processor, text, sizeof(text) - 1, 0);
+  long long first, second;
+  text[size < 0 ? 0 : size] = 0;
+  int both = sscanf(text, "%lld %lld", &first, &second) == 2;
+  *had = both ? first : self->had;
+  *queued = both ? second : self->queued;
+}
+
+// Steps from this one on were undone.
+static void forget(Notes *self) {
+  int64_t *sums = numbers_at(self, STEPS_AT);
+  for (int i = 0; i < STEPS; ++i, sums += NUMBERS_A_STEP)
+    if (*sums > self->step) *sums = 0;
+}
+
+// A step begins; what the one before had, waited and compiled is known now.
+static int begin_step(Notes *self) {
+  int64_t had, queued, *sums = self->sums_of_step, *along = self->along.buf;
+  read_processor(self, &had, &queued);
+  PyObject *found = PyObject_CallNoArgs(compiled_frames);
+  int64_t compiled = found ? PyLong_AsLongLong(found) : -1;
+  Py_XDECREF(found);
+  if (compiled < 0) return -1;
+  if (!self->has_summed) {
+    numbers_at(self, NOW_AT)[FIRST] = self->step;
+  } else {
+    sums[HAD] = had - self->had;
+    sums[QUEUED] = queued - self->queued;
+    if (compiled > self->compiled) {
+      PyObject *seconds = PyObject_CallFunction(compile_seconds, "L", (long long)(compiled - self->compiled));
+      double spent = seconds ? PyFloat_AsDouble(seconds) : -1;
+      Py_XDECREF(seconds);
+      if (spent == -1 && PyErr_Occurred()) return -1;
+      sums[COMPILED] = compiled - self->compiled;
+      sums[COMPILING] = (int64_t)nearbyint(1e9 * spent);
+    }
+    memcpy(sums + SPENT, self->spent.buf, 8 * MOST_PHASES);
+    memcpy(sums + WAITED, self->waited.buf, 8 * MOST_PHASES);
+    for (int row = 0; row < GROUPS; ++row) sums[WAITED_ALONG + row] = along[row] - self->along_before[row];
+    if (self->step <= self->summed) forget(self);
+  }
+  self->summed = self->step;
+  self->has_summed = 1;
+  self->had = had;
+  self->queued = queued;
+  self->compiled = compiled;
+  memset(self->spent.buf, 0, 8 * MOST_PHASES);
+  memset(self->waited.buf, 0, 8 * MOST_PHASES);
+  memcpy(self->along_before, along, sizeof(self->along_before));
+  self->sums_of_step = sums = numbers_at(self, STEPS_AT) + self->step % STEPS * NUMBERS_A_STEP;
+  memset(sums, 0, 8 * NUMBERS_A_STEP);
+  sums[0] = self->step + 1;
+  return 0;
+}
+
 static PyObject *notes_doing(Notes *self, PyObject *phase) {
   int64_t now, *current = numbers_at(self, NOW_AT);
   PyObject *number = PyDict_GetItemWithError(phases, phase);
@@ -370,15 +431,7 @@ static PyObject *notes_doing(Notes *self, PyObject *phase) {
   self->phase = (int)PyLong_AsLong(number);
   ((int64_t *)self->spent.buf)[before] += now - self->since;
   self->since = now;
-  if (self->phase && (!self->has_summed || self->summed != self->step)) {
-    PyObject *step = PyLong_FromLongLong(self->step);
-    PyObject *done = step ? PyObject_CallMethodOneArg(self->sums, word_begin, step) : NULL;
-    Py_XDECREF(step);
-    if (!done) return NULL;
-    Py_DECREF(done);
-    self->summed = self->step;
-    self->has_summed = 1;
-  }
+  if (self->phase && (!self->has_summed || self->summed != self->step) && begin_step(self) < 0) return NULL;
   current[DOING] = self->phase;
   current[SINCE] = now;
   current[STEP] = self->step;
@@ -428,6 +481,14 @@ static PyObject *notes_left(Notes *self, PyObject *given, PyObject *named) {
   Py_RETURN_NONE;
 }
 
+static PyObject *notes_on_device(Notes *self, PyObject *given) {
+  long long spent, waited;
+  if (!PyArg_ParseTuple(given, "LL", &spent, &waited)) return NULL;
+  self->sums_of_step[ON_DEVICE] = spent;
+  self->sums_of_step[DEVICE_WAITED] = waited;
+  Py_RETURN_NONE;
+}
+
 static int whole_numbers(PyObject *sums, const char *name, Py_buffer *view, Py_ssize_t count) {
   PyObject *found = PyObject_GetAttrString(sums, name);
   int failed = !found || PyObject_GetBuffer(found, view, PyBUF_WRITABLE) < 0;
@@ -460,6 +521,9 @@ static int notes_init(Notes *self, PyObject *given, PyObject *named) {
       whole_numbers(self->sums, "along", &self->along, GROUPS) < 0 ||
       whole_numbers(self->sums, "beside", &self->beside, GROUPS) < 0)
     return -1;
+  self->processor = to_int(PyObject_GetAttrString(self->sums, "processor"));
+  self->sums_of_step = numbers_at(self, STEPS_AT);
+  if (PyErr_Occurred()) return -1;
   self->room = 1024;
   self->entries = PyMem_Calloc(self->room, sizeof(Entry));
   if (!self->entries) return PyErr_NoMemory(), -1;
@@ -498,6 +562,7 @@ static PyMethodDef notes_methods[] = {
     {"launched", (PyCFunction)(void (*)(void))notes_launched, METH_VARARGS | METH_KEYWORDS, "See the twin."},
     {"arrived", (PyCFunction)notes_arrived, METH_O, "The GPU has come to a collective."},
     {"waiting", (PyCFunction)notes_waiting, METH_O, "From now on a collective is waited for."},
+    {"on_device", (PyCFunction)notes_on_device, METH_VARARGS, "What the clock of a GPU says of steps."},
     {"left", (PyCFunction)(void (*)(void))notes_left, METH_VARARGS | METH_KEYWORDS, "And now not any more."},
     {NULL},
 };
@@ -819,6 +884,8 @@ PyMODINIT_FUNC PyInit_phalanx_notes(void) {
       {&phases, twin, "PHASE_NUMBERS"},       {&phase_names, "phalanx.flight", "PHASES"},
       {&exit_stack, "contextlib", "ExitStack"}, {&getframe, "sys", "_getframe"},
       {&main_thread_of, "threading", "main_thread"},
+      {&compiled_frames, "phalanx.parallel.torch_private", "compiled_frames"},
+      {&compile_seconds, "phalanx.parallel.torch_private", "compile_seconds"},
       {&instant, "phalanx.parallel.communication.instants", "now"},
   };
   for (size_t i = 0; i < sizeof(needed) / sizeof(*needed); ++i)
@@ -828,7 +895,7 @@ PyMODINIT_FUNC PyInit_phalanx_notes(void) {
     const char *text;
   } words[] = {
       {&word_shape, "shape"},       {&word_dtype, "dtype"},         {&word_is_cuda, "is_cuda"},
-      {&word_nbytes, "nbytes"},     {&word_begin, "begin"},         {&word_owner, "owner"},
+      {&word_nbytes, "nbytes"},     {&word_owner, "owner"},
       {&word_new_site, "new_site"}, {&word_new_group, "new_group"}, {&word_enter_context, "enter_context"},
       {&word_exit, "__exit__"},     {&word_receive, "receive"},
   };

@@ -152,6 +152,10 @@ class Notes:
                 sums.beside[row] += waiting - begun
             self._covered[row] = now
 
+    def on_device(self, spent: int, waited: int) -> None:
+        """Nanoseconds of a step by the clock of this rank's GPU; of these, in collectives."""
+        self._sums.on_device(spent, waited)
+
     def _came(self, row: int, sequence: int) -> None:
         """To this collective of its group, and so to all before it."""
         place = GROUPS_IN + row * GROUP_WIDTH

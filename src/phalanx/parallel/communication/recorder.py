@@ -58,4 +58,4 @@ class FlightRecorder:
 
     def on_device(self, spent: float, waited: float) -> None:
         """Seconds of a step by the clock of this rank's GPU; of these, in collectives."""
-        self._sums.on_device(round(1e9 * spent), round(1e9 * waited))
+        self.notes.on_device(round(1e9 * spent), round(1e9 * waited))

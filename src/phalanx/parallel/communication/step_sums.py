@@ -1,7 +1,7 @@
 """Nanoseconds of a rank's last steps, by phase and by group, added up as they pass: a few additions a phase.
 
 The ring of records holds few steps where a step has many collectives; these hold the same number of steps always. A
-step's sums are put into the flight record when the next one begins.
+step's sums are put into the flight record when the next one begins. The C of `notes` does the same.
 """
 
 from __future__ import annotations
@@ -50,10 +50,11 @@ class StepSums:
         self._along = _none(GROUPS)
         self._at = STEPS_AT // 8
         self._before, self._compiled = (0, 0), 0
-        self._file = -1
+        self.processor = -1
+        """An open file that says what this thread has had of a processor, if there is one."""
         with suppress(OSError):
-            self._file = os.open(processor, os.O_RDONLY | os.O_CLOEXEC)
-            weakref.finalize(self, os.close, self._file)
+            self.processor = os.open(processor, os.O_RDONLY | os.O_CLOEXEC)
+            weakref.finalize(self, os.close, self.processor)
 
     def begin(self, step: int) -> None:
         """Of the step before, what it had of a processor is known now, and what it compiled."""
@@ -94,9 +95,9 @@ class StepSums:
                 self._numbers[at] = 0
 
     def _processor(self) -> tuple[int, int]:
-        if self._file >= 0:
+        if self.processor >= 0:
             with suppress(OSError, ValueError):
-                had, queued, _ = os.pread(self._file, 100, 0).split()
+                had, queued, _ = os.pread(self.processor, 100, 0).split()
                 return int(had), int(queued)
         return self._before
 
