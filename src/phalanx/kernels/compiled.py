@@ -11,6 +11,7 @@ import hashlib
 import os
 import platform
 import shlex
+import shutil
 import subprocess
 import tempfile
 import time
@@ -42,12 +43,7 @@ def built(source: Path, flags: Sequence[str], headers: Sequence[str] = (), secon
     with (folder / "building").open("w") as lock:
         _locked(lock, deadline, seconds)
         if not whole.exists():
-            # the folder may be of several hosts, and the lock of one: each builds apart, and the first one's is used
-            with tempfile.TemporaryDirectory(dir=folder, ignore_cleanup_errors=True) as own:
-                new = Path(own) / "built.so"
-                _compile(source, [*flags, *(f"-I{path}" for path in headers)], new, deadline, seconds)
-                if not whole.exists():
-                    new.replace(whole)
+            _compile(source, [*flags, *(f"-I{path}" for path in headers)], whole, lock, deadline)
     return whole
 
 
@@ -71,21 +67,35 @@ def _locked(lock: IO[str], deadline: float, seconds: float) -> None:
             return
         except BlockingIOError:
             if time.monotonic() > deadline:
-                raise RuntimeError(f"another process did not build it in {seconds:g} s") from None
+                raise RuntimeError(f"another process has not built it in {seconds:g} s") from None
             time.sleep(LOOK_SECONDS)
 
 
-def _compile(source: Path, flags: Sequence[str], to: Path, deadline: float, seconds: float) -> None:
+def _compile(source: Path, flags: Sequence[str], whole: Path, lock: IO[str], deadline: float) -> None:
+    """The folder may be of several hosts, and the lock of one: each builds apart, and what is whole is moved in place.
+
+    What takes longer goes on with the lock, and is there for the next who asks.
+    """
     variable, usual, _ = COMPILERS[source.suffix]
     compiler = shlex.split(os.environ.get(variable) or usual)
-    command = [*compiler, "-shared", "-fPIC", *flags, str(source), "-o", str(to)]
-    try:
-        left = max(0.1, deadline - time.monotonic())
-        done = subprocess.run(command, capture_output=True, text=True, timeout=left, stdin=subprocess.DEVNULL)
-    except subprocess.TimeoutExpired:
-        raise RuntimeError(f"{compiler[0]} took more than {seconds:g} s") from None
-    except OSError as error:
-        raise RuntimeError(f"{compiler[0]}: {error.strerror}") from None
-    if done.returncode:
-        lines = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines() or [""]
-        raise RuntimeError(f"{compiler[0]}: {lines[0].strip()}")
+    if shutil.which(compiler[0]) is None:
+        raise RuntimeError(f"there is no {compiler[0]}")
+    handle, own = tempfile.mkstemp(".so", "unfinished-", whole.parent)
+    os.close(handle)
+    command = [*compiler, "-shared", "-fPIC", *flags, str(source), "-o", own]
+    script = 'own=$1 whole=$2; shift 2; "$@" && chmod +rx "$own" && mv -f "$own" "$whole" || { rm -f "$own"; exit 1; }'
+    with tempfile.TemporaryFile("w+") as said:
+        building = subprocess.Popen(
+            ["/bin/sh", "-c", script, "sh", own, str(whole), *command], stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL, stderr=said, pass_fds=[lock.fileno()], start_new_session=True,
+        )  # fmt: skip
+        try:
+            code = building.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            building.returncode = 0  # nobody waits for it
+            raise RuntimeError("it is still being built, for the next start") from None
+        said.seek(0)
+        lines = said.read().splitlines()
+    if code:
+        wrong = [line for line in lines if "error" in line] or lines or [f"exit code {code}"]
+        raise RuntimeError(f"{compiler[0]}: {wrong[0].strip()}")

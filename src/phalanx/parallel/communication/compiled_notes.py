@@ -23,8 +23,8 @@ from phalanx.parallel.communication.notes import Notes
 from phalanx.parallel.communication.step_sums import StepSums
 
 SOURCE = Path(__file__).with_name("notes.c")
-SECONDS = 3.0
-"""A run's start is not held up for longer; half a second is usual, and once for a host."""
+SECONDS = 1.0
+"""A run's start is not held up for longer; a third of one is usual, and once for a host."""
 NUMBERS = (
     "GROUPS", "SITES", "RECORDS", "NOW_AT", "DOING", "SINCE", "STEP", "GROUPS_AT", "GROUP_BYTES", "RECORDS_AT",
     "MOST_PHASES", "PHASE", "ON_GPU", "BYTES", "FIRST", "STEPS", "STEPS_AT", "NUMBERS_A_STEP", "HAD", "QUEUED",
@@ -65,7 +65,7 @@ def _library(seconds: float) -> Path:
     known |= {"DEEPEST": notes.DEEPEST, "TRIES": notes.TRIES}
     known |= {"GROUP_SIZE": flight.GROUP.size, "RECORD_SIZE": flight.RECORD.size, "FLAGS_AT": flight.FLAGS}
     python = f"-DSOABI={sysconfig.get_config_var('SOABI')}"
-    flags = ["-O2", "-std=gnu11", python, *(f"-D{name}={value}" for name, value in known.items())]
+    flags = ["-O1", "-std=gnu11", python, *(f"-D{name}={value}" for name, value in known.items())]
     headers = dict.fromkeys(sysconfig.get_path(name) for name in ("include", "platinclude"))
     return built(SOURCE, flags, list(headers), seconds)
 
