@@ -27,12 +27,14 @@ Found = TypeVar("Found")
 
 
 def built(source: Path, flags: Sequence[str], headers: Sequence[str] = (), seconds: float = 600.0) -> Path:
-    """What is compiled of a file, by whoever comes first; `RuntimeError`: it cannot be, or not in so many seconds.
+    """What is compiled of a file, and of headers beside it, by whoever comes first.
 
-    ``headers``: folders of what it includes, which may lie elsewhere on another host; what they hold, the flags say.
+    `RuntimeError`: it cannot be, or not in so many seconds. ``headers``: folders of what else it includes, which may lie
+    elsewhere on another host; what they hold, the flags say.
     """
+    read = [path.read_bytes() for path in (source, *sorted(source.parent.glob("*.h")))]
     words = [*flags, platform.machine(), *platform.libc_ver()]
-    told = hashlib.sha256(source.read_bytes() + "\0".join(words).encode()).hexdigest()[:16]
+    told = hashlib.sha256(b"\0".join([*read, *map(str.encode, words)])).hexdigest()[:16]
     root = os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions"
     folder = Path(root) / f"phalanx_{source.stem}_{told}"
     whole = folder / "whole.so"

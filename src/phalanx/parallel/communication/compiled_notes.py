@@ -1,4 +1,4 @@
-"""`notes` and `launched` compiled from the C beside them, when they are first used; where that cannot be, as they are.
+"""`notes` and `launched` compiled from C, when they are first used; where that cannot be, as they are.
 
 The numbers of the record's layout are handed to the compiler, so they are written down once, in `flight`.
 """
@@ -22,7 +22,7 @@ from phalanx.parallel.communication.launched import Launches
 from phalanx.parallel.communication.notes import Notes
 from phalanx.parallel.communication.step_sums import StepSums
 
-SOURCE = Path(__file__).with_name("notes.c")
+SOURCE = Path(__file__).parent / "c" / "notes.c"
 SECONDS = 1.0
 """A run's start is not held up for longer; a third of one is usual, and once for a host."""
 NUMBERS = (

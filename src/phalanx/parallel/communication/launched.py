@@ -1,6 +1,6 @@
 """Collectives that are launched: counted, told to who watches, and noted in the flight record while a rank waits.
 
-This is the plain twin of what `notes.c` has of it (`compiled_notes`).
+This is the plain twin of what `c/notes.c` has of it (`compiled_notes`).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A collective or a phase noted in the flight record: what is done at each, and so in few instructions.
 
-This is the plain twin of `notes.c`, which writes the same bytes (`compiled_notes`).
+This is the plain twin of `c/notes.c`, which writes the same bytes (`compiled_notes`).
 """
 
 from __future__ import annotations
