@@ -29,8 +29,8 @@ Found = TypeVar("Found")
 def built(source: Path, flags: Sequence[str], headers: Sequence[str] = (), seconds: float = 600.0) -> Path:
     """What is compiled of a file, and of headers beside it, by whoever comes first.
 
-    `RuntimeError`: it cannot be, or not in so many seconds. ``headers``: folders of what else it includes, which may lie
-    elsewhere on another host; what they hold, the flags say.
+    `RuntimeError`: it cannot be, or not in so many seconds. ``headers``: folders of what else it includes, which may
+    lie elsewhere on another host; what they hold, the flags say.
     """
     read = [path.read_bytes() for path in (source, *sorted(source.parent.glob("*.h")))]
     words = [*flags, platform.machine(), *platform.libc_ver()]
