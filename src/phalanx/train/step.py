@@ -77,32 +77,8 @@ def train_step(engine: Engine, batch: StepBatch, rounds: Rounds | None = None) -
     spread, scale, clock = engine.spread, engine.loss_scale, engine.clock
     if spread.probe.untried:
         try_blocks(engine, batch)
-    spread.reduction.start_step(as_made=engine.update.takes_as_made and len(batch.micro_batches) == 1)
     before = engine.traffic.start_step()
-    totals = Totals(engine, batch.micro_batches)
-    actions = spread.actions(len(batch.micro_batches))
-    spread.start(batch.micro_batches, actions)
-    for index, action in enumerate(actions):
-        micro = batch.micro_batches[action.micro]
-        last = index + 1 == len(actions)
-        if action.kind == "forward":
-            with engine.logged.taking():
-                loss = forward(engine, batch.step, micro, action, rounds)
-            totals.add(action.micro, loss, micro.real)
-            if spread.nears_loss(action):
-                scale.begin(partial(_global_count, engine, loss, len(batch.micro_batches)))
-            continue
-        if action.kind == "backward":
-            if spread.pipeline is not None:
-                clock.begin("wait")
-                spread.pipeline.await_gradient(action)
-            clock.begin("backward")
-            spread.backward(action, scale.value * micro.real / engine.mesh.size("cp"), last)
-        else:
-            clock.begin("backward")
-            spread.backward_weights(action, last)
-        clock.begin("reduce")
-        spread.reduction.finish_backward()
+    totals = engine.graphs(batch) if rounds is None else passes(engine, batch, rounds)
 
     clock.begin("update")
     spread.complete_gradients()
@@ -148,6 +124,37 @@ def train_step(engine: Engine, batch: StepBatch, rounds: Rounds | None = None) -
         communication=engine.traffic.end_step(seconds),
         signals=agreed.signals,
     )
+
+
+def passes(engine: Engine, batch: StepBatch, rounds: Rounds | None = None) -> Totals:
+    """Forward and backward of each micro-batch: gradients are summed over ranks, and losses on this one."""
+    spread, scale, clock = engine.spread, engine.loss_scale, engine.clock
+    spread.reduction.start_step(as_made=engine.update.takes_as_made and len(batch.micro_batches) == 1)
+    totals = Totals(engine, batch.micro_batches)
+    actions = spread.actions(len(batch.micro_batches))
+    spread.start(batch.micro_batches, actions)
+    for index, action in enumerate(actions):
+        micro = batch.micro_batches[action.micro]
+        last = index + 1 == len(actions)
+        if action.kind == "forward":
+            with engine.logged.taking():
+                loss = forward(engine, batch.step, micro, action, rounds)
+            totals.add(action.micro, loss, micro.real)
+            if spread.nears_loss(action):
+                scale.begin(partial(_global_count, engine, loss, len(batch.micro_batches)))
+            continue
+        if action.kind == "backward":
+            if spread.pipeline is not None:
+                clock.begin("wait")
+                spread.pipeline.await_gradient(action)
+            clock.begin("backward")
+            spread.backward(action, scale.value * micro.real / engine.mesh.size("cp"), last)
+        else:
+            clock.begin("backward")
+            spread.backward_weights(action, last)
+        clock.begin("reduce")
+        spread.reduction.finish_backward()
+    return totals
 
 
 def forward(engine: Engine, step: int, micro: MicroBatch, action: Action, rounds: Rounds | None = None) -> Loss | None:
@@ -221,7 +228,7 @@ class micro_batch:
     def __enter__(self) -> dict[str, Any]:
         moment = self.engine.spread.moment
         moment.step, moment.slots, moment.real = self.step, self.micro.slots, self.micro.real
-        self._generator = generator_state(self.engine.device)
+        self._generator = None if self.engine.traffic.in_graph else generator_state(self.engine.device)
         self._scope = self.engine.spread.randomness.scope("task")
         self._scope.__enter__()
         tensors = self.engine.to_device(self.micro.tensors)
@@ -230,7 +237,7 @@ class micro_batch:
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         self._scope.__exit__(kind, error, trace)
-        if kind is None:
+        if kind is None and self._generator is not None:
             check_unmoved(self._generator, self.engine.device)
 
 
@@ -310,7 +317,7 @@ def _agree_exactly(engine: Engine, sums: Tensor, trained: int) -> Agreed:
     """The same to the same bits at any number of ranks: losses by the tree, the norm as a sum of whole numbers."""
     gradients = engine.spread.gradients
     few = torch.cat([gradients.largest()[None], _told(engine, trained)])
-    every = engine.gathered(torch.cat([few, sums.view(-1)]))
+    every = engine.mesh.world.gathered(torch.cat([few, sums.view(-1)]))
     largest, missing, alike = float(every[:, 0].amax()), float(every[:, 1].sum()), bool(every[:, 2].eq(trained).all())
     signals = Signals.unpacked(every[:, 3 : 3 + len(NAMES)].sum(0).tolist())
     total, count, *named = fold(by_leaf(engine, every[:, 3 + len(NAMES) :].reshape(-1, sums.shape[1]))).tolist()

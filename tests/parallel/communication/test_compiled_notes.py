@@ -59,8 +59,20 @@ def sequence(drawn: random.Random, calls: int) -> list[tuple[Any, ...]]:
     found: list[tuple[Any, ...]] = []
     for number in range(calls):
         name = drawn.choices(
-            ["launched", "with", "recorded", "doing", "step", "waiting", "left", "arrived", "device", "elsewhere"],
-            [8, 8, 2, 2, 1, 3, 3, 1, 0.3, 0.1],
+            [
+                "launched",
+                "with",
+                "recorded",
+                "doing",
+                "step",
+                "waiting",
+                "left",
+                "arrived",
+                "device",
+                "graph",
+                "elsewhere",
+            ],
+            [8, 8, 2, 2, 1, 3, 3, 1, 0.3, 0.1, 0.1],
         )[0]
         depth = drawn.choice([0, 1, 2, 3, 22])
         stack = [(drawn.choice(list(CALLERS)), drawn.randrange(60)) for _ in range(depth)]
@@ -89,6 +101,9 @@ def act(
     if name == "step":
         notes.step = int(100 * first) if second < 0.1 else notes.step + 1
         return notes.step
+    if name == "graph":
+        launches.in_graph = not launches.in_graph and first < 0.5
+        return launches.in_graph
     if name == "device":
         return notes.on_device(int(1e9 * first), int(1e9 * second))
     if name == "elsewhere":

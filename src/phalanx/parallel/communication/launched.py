@@ -36,17 +36,20 @@ class Launches:
         self.watchers: list[Watcher] = []
         self.wait_watchers: list[WaitWatcher] = []
         self.main = threading.main_thread().ident
+        self.in_graph = False
 
     def launched(self, group: str, axis: str, size: int, kind: str, tensor: Tensor, share: float) -> Launched:
         """A collective of a group along an axis, of which this rank sends ``share`` times the tensor."""
         cuda = tensor.is_cuda
+        key = axis, kind
+        self.calls[key] += 1
+        self.sent[key] += round(tensor.nbytes * share)
+        if self.in_graph:
+            return Launched(self, axis, kind, None, cuda)
         launching = self._launching if cuda else None
         record = self.notes.launched(group, axis, size, kind, tensor, launching is not None)
         for watcher in self.watchers:
             watcher(axis, kind, tensor)
-        key = axis, kind
-        self.calls[key] += 1
-        self.sent[key] += round(tensor.nbytes * share)
         if launching is not None:
             launching(record)
         else:
@@ -58,7 +61,8 @@ class Launches:
         if kind == "receive":
             for watcher in self.watchers:
                 watcher(axis, kind, tensor)
-        return Launched(self, axis, kind, self.notes.launched(group, axis, size, kind, tensor), tensor.is_cuda)
+        record = None if self.in_graph else self.notes.launched(group, axis, size, kind, tensor)
+        return Launched(self, axis, kind, record, tensor.is_cuda)
 
 
 class Launched:
@@ -66,8 +70,8 @@ class Launched:
 
     __slots__ = ("_launches", "_main", "_since", "_waits", "_watched", "axis", "cuda", "kind", "record")
 
-    def __init__(self, launches: Launches, axis: str, kind: str, record: int, cuda: bool) -> None:
-        """``record``: its number in the flight record."""
+    def __init__(self, launches: Launches, axis: str, kind: str, record: int | None, cuda: bool) -> None:
+        """``record``: its number in the flight record; None: it is in a graph."""
         self._launches, self.axis, self.kind, self.record, self.cuda = launches, axis, kind, record, cuda
         self._since: Instant = now(True) if cuda else 0.0
         """When a GPU came to its launch, or was last past it."""
@@ -80,7 +84,8 @@ class Launched:
         if get_ident() == launches.main:
             self._main = True
             launches.signs[2] = 1
-        launches.notes.waiting(self.record)
+        if self.record is not None:
+            launches.notes.waiting(self.record)
         if self.cuda:
             self._waits = now(True)
         if launches.wait_watchers:
@@ -96,7 +101,8 @@ class Launched:
             self._watched.__exit__(kind, error, trace)
             self._watched = None
         if kind is None:  # where it failed it was never left
-            launches.notes.left(self.record, self.cuda)
+            if self.record is not None:
+                launches.notes.left(self.record, self.cuda)
             if self.cuda:
                 ended = now(True)
                 launches.waited(self.axis, self._since, self._waits, ended)

@@ -26,7 +26,8 @@ class Traffic:
         """What of a step is spent on them, by axis."""
         self._arrivals = Arrivals(signs, self.recorder.arrived) if signs is not None else None
         launching = self._arrivals.launching if self._arrivals is not None else None
-        launches = fastest().Launches(self.recorder.notes, self.signs, launching, self.exposure.waited)
+        self._launches = launches = fastest().Launches(self.recorder.notes, self.signs, launching, self.exposure.waited)
+        self._in_graphs = False
         self.launched, self.recorded = launches.launched, launches.recorded
         self.sent: Counter[tuple[str, str]] = launches.sent
         """Bytes that this rank has had to send, by axis and kind: what a good algorithm sends, which is what ours do,
@@ -37,6 +38,22 @@ class Traffic:
         """Told of every message or collective, when it is launched: its axis, its kind, and what this rank brings."""
         self.wait_watchers = launches.wait_watchers
         """Each gives what is entered while this rank waits in one: its axis, its kind."""
+
+    @property
+    def in_graph(self) -> bool:
+        """What is launched is recorded in a CUDA graph, and happens when that is replayed."""
+        return self._launches.in_graph
+
+    @in_graph.setter
+    def in_graph(self, recorded: bool) -> None:
+        self._launches.in_graph = recorded
+        self._in_graphs |= recorded
+
+    def put_back(self, sent: Counter[tuple[str, str]], calls: Counter[tuple[str, str]]) -> None:
+        """What was counted since then has not happened."""
+        for counted, before in ((self.sent, sent), (self.calls, calls)):
+            counted.clear()
+            counted.update(before)
 
     def doing(self, phase: str) -> None:
         """What this rank does from now on, for the flight record; nothing said is nothing new."""
@@ -59,7 +76,7 @@ class Traffic:
     def end_step(self, seconds: Mapping[str, float]) -> dict[str, float]:
         """What collectives took of it, ``exposed_AXIS`` and ``overlapped_AXIS``. ``seconds``: its own, by phase."""
         found = self.exposure.taken()
-        if self._arrivals is not None and self._arrivals.begun:
+        if self._in_graphs or (self._arrivals is not None and self._arrivals.begun):
             waited = sum(value for name, value in found.items() if name.startswith("exposed_"))
             self.recorder.on_device(sum(seconds.values()), waited)
         return found

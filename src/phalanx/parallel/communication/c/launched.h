@@ -2,6 +2,8 @@
 #pragma once
 #include "record.h"
 
+#define IN_GRAPH -1  // instead of a record: what is recorded in a graph happens when that is replayed
+
 static int watched_by(Launches *self, PyObject *axis, PyObject *kind, PyObject *tensor) {
   for (Py_ssize_t i = 0; i < PyList_GET_SIZE(self->watchers); ++i) {
     PyObject *watcher = Py_NewRef(PyList_GET_ITEM(self->watchers, i));
@@ -64,9 +66,13 @@ static PyObject *launches_launched(Launches *self, PyObject *const *given, Py_ss
   int64_t bytes, *signs = self->signs.buf;
   int cuda = to_int(PyObject_GetAttr(tensor, word_is_cuda));
   if (cuda < 0) return NULL;
+  if (self->in_graph) {
+    if ((bytes = bytes_of(tensor)) < 0 || count(self, axis, kind, bytes, given[5]) < 0) return NULL;
+    return new_launched(self, axis, kind, IN_GRAPH, cuda);
+  }
   int awaited = cuda && self->launching;
   int64_t record = note_launch(self->notes, group, axis, size, kind, tensor, awaited, cuda, &bytes);
-  if (record < 0 || watched_by(self, axis, kind, tensor) < 0 || count(self, axis, kind, bytes, given[5]) < 0)
+  if (record < 0 || count(self, axis, kind, bytes, given[5]) < 0 || watched_by(self, axis, kind, tensor) < 0)
     return NULL;
   if (awaited) {
     PyObject *called = PyLong_FromLongLong(record);
@@ -86,6 +92,7 @@ static PyObject *launches_recorded(Launches *self, PyObject *const *given, Py_ss
   int cuda = to_int(PyObject_GetAttr(tensor, word_is_cuda));
   int received = cuda < 0 ? -1 : PyObject_RichCompareBool(kind, word_receive, Py_EQ);
   if (received < 0 || (received && watched_by(self, axis, kind, tensor) < 0)) return NULL;
+  if (self->in_graph) return new_launched(self, axis, kind, IN_GRAPH, cuda);
   int64_t record = note_launch(self->notes, group, axis, size, kind, tensor, 0, cuda, NULL);
   return record < 0 ? NULL : new_launched(self, axis, kind, record, cuda);
 }
@@ -153,6 +160,7 @@ static PyMethodDef launches_methods[] = {
 };
 
 static PyMemberDef launches_members[] = {
+    {"in_graph", T_BOOL, offsetof(Launches, in_graph), 0, NULL},
     {"sent", T_OBJECT_EX, offsetof(Launches, sent), READONLY, NULL},
     {"calls", T_OBJECT_EX, offsetof(Launches, calls), READONLY, NULL},
     {"watchers", T_OBJECT_EX, offsetof(Launches, watchers), READONLY, NULL},
@@ -180,7 +188,7 @@ static PyObject *launched_enter(Launched *self, PyObject *nothing) {
     self->main = 1;
     ((int64_t *)launches->signs.buf)[2] = 1;
   }
-  if (note_waiting(launches->notes, self->record) < 0) return NULL;
+  if (self->record != IN_GRAPH && note_waiting(launches->notes, self->record) < 0) return NULL;
   if (self->cuda) {
     PyObject *waits = PyObject_CallOneArg(instant, Py_True);
     if (!waits) return NULL;
@@ -214,7 +222,7 @@ static PyObject *launched_exit(Launched *self, PyObject *const *given, Py_ssize_
     Py_DECREF(done);
   }
   if (given[0] == Py_None) {  // where it failed it was never left
-    if (note_left(launches->notes, self->record, self->cuda) < 0) return NULL;
+    if (self->record != IN_GRAPH && note_left(launches->notes, self->record, self->cuda) < 0) return NULL;
     if (self->cuda) {
       PyObject *ended = PyObject_CallOneArg(instant, Py_True);
       PyObject *waits = self->waits ? self->waits : no_instant;

@@ -50,6 +50,7 @@ typedef struct {
   Py_buffer signs;
   PyObject *launching, *waited, *sent, *calls, *watchers, *wait_watchers;
   unsigned long main;
+  char in_graph;
 } Launches;
 
 typedef struct {

@@ -73,6 +73,13 @@ static int told(PyObject *tensor, Record *record, int64_t *elements) {
   return dims > 4 ? 4 : (int)dims;
 }
 
+static int64_t bytes_of(PyObject *tensor) {
+  PyObject *found = PyObject_GetAttr(tensor, word_nbytes);
+  int64_t bytes = found ? PyLong_AsLongLong(found) : -1;
+  Py_XDECREF(found);
+  return bytes;
+}
+
 // A collective is launched; what it is called here, or -1. Bytes: of what this rank brings.
 static int64_t note_launch(Notes *self, PyObject *group, PyObject *axis, PyObject *size, PyObject *kind,
                            PyObject *tensor, int awaited, int cuda, int64_t *bytes) {
@@ -100,11 +107,8 @@ static int64_t note_launch(Notes *self, PyObject *group, PyObject *axis, PyObjec
   record.dtype = found ? (uint8_t)PyLong_AsLong(found) : 0;
   if (bytes && record.dtype) {
     *bytes = elements * item_sizes[record.dtype];
-  } else if (bytes) {
-    PyObject *held = PyObject_GetAttr(tensor, word_nbytes);
-    *bytes = held ? PyLong_AsLongLong(held) : -1;
-    Py_XDECREF(held);
-    if (*bytes == -1 && PyErr_Occurred()) return -1;
+  } else if (bytes && (*bytes = bytes_of(tensor)) < 0) {
+    return -1;
   }
   if (read_clock(self, &now) < 0) return -1;
   record.number = ++self->count;
