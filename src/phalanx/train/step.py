@@ -77,6 +77,7 @@ def train_step(engine: Engine, batch: StepBatch, rounds: Rounds | None = None) -
     spread, scale, clock = engine.spread, engine.loss_scale, engine.clock
     if spread.probe.untried:
         try_blocks(engine, batch)
+    engine.update.begin(batch.step, scale.value)
     before = engine.traffic.start_step()
     totals = engine.graphs(batch) if rounds is None else passes(engine, batch, rounds)
 
@@ -102,7 +103,7 @@ def train_step(engine: Engine, batch: StepBatch, rounds: Rounds | None = None) -
     clip_factor, apart = engine.clipping.factors(norm, agreed.norms, divisor)
     engine.callbacks.call("before_update", engine)
     if counts := finite and not bad and count > 0:
-        engine.update(clip_factor / divisor, without, {name: own / divisor for name, own in apart.items()})
+        engine.update(clip_factor / divisor, without, {n: own / divisor for n, own in apart.items()}, divisor, count)
     else:
         engine.update.forget()
     spread.end_step(counts, scale.update(finite))
