@@ -9,6 +9,7 @@ import os
 import subprocess
 import threading
 from collections.abc import Generator, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import hypothesis
@@ -17,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from phalanx.launch import forkserver
+from phalanx.parallel.communication.compiled_notes import compiled
 from phalanx.parallel.torch_private import preload
 from tests import cuda_rule
 from tests.quick import left_out
@@ -65,6 +67,8 @@ def _by_name(config: pytest.Config) -> bool:
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """All test files are imported, and nothing has computed yet."""
+    with suppress(RuntimeError):  # there is no compiler
+        compiled(seconds=60)  # so that no test waits for it, nor leaves it behind
     forkserver.kept(forkserver.ForkServer())
 
 

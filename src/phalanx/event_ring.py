@@ -37,10 +37,11 @@ class EventRing:
         if put + size - header[TAKEN] > RING_BYTES:
             return False
         framed, at = FRAME.pack(len(piece), zlib.crc32(piece)) + piece, put % RING_BYTES
-        first = min(size, RING_BYTES - at)
-        self._ring[at : at + first] = framed[:first]
-        if first < size:
-            self._ring[: size - first] = framed[first:]
+        if at + size <= RING_BYTES:
+            self._ring[at : at + size] = framed
+        else:
+            first = RING_BYTES - at
+            self._ring[at:], self._ring[: size - first] = framed[:first], framed[first:]
         header[PUT] = put + size
         return True
 

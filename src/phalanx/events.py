@@ -177,16 +177,18 @@ class EventLog:
         if self._file is not None:
             self._file.take(kind, time.time(), fields)
             return
+        assert self._ring is not None
         piece = pickle.dumps((kind, time.time(), fields), pickle.HIGHEST_PROTOCOL)
         if len(piece) > LARGEST_EVENT:
             piece = pickle.dumps((kind, time.time(), _shortened(fields)), pickle.HIGHEST_PROTOCOL)
         with self._lock:
-            if len(piece) <= LARGEST_EVENT and self._bytes + len(piece) <= BACKLOG_BYTES:
+            if len(piece) > LARGEST_EVENT or self._bytes + len(piece) > BACKLOG_BYTES:
+                self._lost += 1
+            elif self._unsent or not self._ring.put(piece):
                 self._unsent.append(piece)
                 self._bytes += len(piece)
-            else:
-                self._lost += 1
-            self._send()
+            if self._unsent:
+                self._send()
 
     def _send(self) -> None:
         """What there is room for."""

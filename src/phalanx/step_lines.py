@@ -16,6 +16,8 @@ EVERY = 50
 """And so many later ones have one whole line."""
 SUMMED = ("seconds", "sent", "losses", "logged")
 """Facts of a step that are numbers by name."""
+RATES = ("tflops", "mfu")
+"""Numbers of which five digits say enough."""
 USUAL: dict[str, Any] = {"skipped": False, "bad": "", "signals": [], "turn": ""}
 """A step with anything else here, but for its turn, has a whole line."""
 ONLY_WHOLE = "sent"
@@ -44,7 +46,7 @@ class StepLines:
         ``last``: no more are to come.
         """
         facts = {**facts, "seconds": {phase: round(value, 6) for phase, value in facts["seconds"].items()}}
-        numbers = {name: round(value, 6) for name, value in numbers.items()}
+        numbers = {name: round(_digits(value) if name in RATES else value, 6) for name, value in numbers.items()}
         if facts["step"] < WHOLE:
             self._begun = True
             return {**facts, **numbers, **held}
@@ -76,6 +78,10 @@ class StepLines:
         if not self._shared:
             means.pop("seconds")  # short lines have them
         return {**facts, **means, **numbers, **held, "of": steps}
+
+
+def _digits(value: float) -> float:
+    return float(f"{value:.5g}")
 
 
 def filled(events: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 
 ENDS = {type(None), bool, int, float, str}
 """Nothing is in these; most of what modules are called with are tensors and these."""
+PLAIN = {list, tuple, dict}
+"""Containers that are made anew, and looked into without asking what else they may be."""
 DEPTH = 8
 """How deep objects that nobody knows are looked into."""
 
@@ -59,6 +61,12 @@ def reachable(value: Any) -> list[Tensor]:
 def _reach(value: Any, depth: int, found: list[Tensor]) -> None:
     if isinstance(value, Tensor):
         found.append(value)
+    elif depth > 0 and type(value) in PLAIN:
+        for item in value.values() if type(value) is dict else value:
+            if isinstance(item, Tensor):
+                found.append(item)
+            elif type(item) not in ENDS:
+                _reach(item, depth - 1, found)
     elif depth > 0 and isinstance(value, (list, tuple, Mapping)):
         for item in branches(value) or ():
             if type(item) not in ENDS:
@@ -83,17 +91,23 @@ def branches(tree: Any) -> list[Any] | None:
 def _mapped(change: Callable[[Any], Any], tree: Any, kind: Any, above: tuple[int, ...]) -> Any:
     if isinstance(tree, kind):
         return change(tree)
-    if type(tree) in ENDS:
+    of = type(tree)
+    if of in ENDS or id(tree) in above:
         return tree
-    inside = branches(tree)
-    if inside is None or id(tree) in above:
-        return tree
-    known = type(tree) in (list, tuple, dict)
-    if not known and next(_leaves(tree, kind, above), None) is None:
+    known = of in PLAIN
+    inside = (tree.values() if of is dict else tree) if known else branches(tree)
+    if inside is None or (not known and next(_leaves(tree, kind, above), None) is None):
         return tree
     above = (*above, id(tree))
-    items = [_mapped(change, item, kind, above) for item in inside]
-    return _plain(tree, items) if known else _like(tree, items)
+    items = [
+        change(item) if isinstance(item, kind) else item if type(item) in ENDS else _mapped(change, item, kind, above)
+        for item in inside
+    ]
+    if not known:
+        return _like(tree, items)
+    if of is tuple:
+        return tuple(items)
+    return items if of is list else dict(zip(tree, items, strict=True))
 
 
 def _leaves(tree: Any, kind: Any, above: tuple[int, ...]) -> Iterator[Any]:
@@ -103,12 +117,6 @@ def _leaves(tree: Any, kind: Any, above: tuple[int, ...]) -> Iterator[Any]:
         above = (*above, id(tree))
         for item in inside:
             yield from _leaves(item, kind, above)
-
-
-def _plain(tree: Any, items: list[Any]) -> Any:
-    if type(tree) is dict:
-        return dict(zip(tree, items, strict=True))
-    return items if type(tree) is list else tuple(items)
 
 
 def _like(tree: Any, items: list[Any]) -> Any:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
-from unittest import mock
 
 import torch
 
 from phalanx import flight
 from phalanx.flight import HAD, QUEUED, Flight
-from phalanx.parallel.communication import recorder
 from phalanx.parallel.communication.recorder import FlightRecorder
 from phalanx.run import Run
 from phalanx.watch.evidence import Evidence
@@ -23,19 +20,12 @@ class Scribe:
     def __init__(self, rank: int, world: int = 2) -> None:
         self.memory = bytearray(flight.BYTES)
         self.now = 1000.0
-        with self.clock():
-            self.recorder = FlightRecorder(memoryview(self.memory), rank, world, 1)
-
-    @contextmanager
-    def clock(self) -> Iterator[None]:
-        with mock.patch.object(recorder.time, "time_ns", side_effect=lambda: round(self.now * 1e9)):
-            yield
+        self.recorder = FlightRecorder(memoryview(self.memory), rank, world, 1, lambda: round(self.now * 1e9))
 
     def doing(self, phase: str, seconds: float, step: int | None = None) -> None:
         """A phase, of so many seconds."""
-        with self.clock():
-            self.recorder.step = self.recorder.step if step is None else step
-            self.recorder.doing(phase)
+        self.recorder.step = self.recorder.step if step is None else step
+        self.recorder.doing(phase)
         self.now += seconds
 
     def collective(
@@ -48,12 +38,11 @@ class Scribe:
         on_gpu: bool = False,
     ) -> None:
         """One that is waited for so long; None: it is never left."""
-        with self.clock():
-            number = self.recorder.launched(group, group.split()[0], ranks, kind, torch.ones(size), on_gpu)
-            self.recorder.waiting(number)
-            if waits is not None:
-                self.now += waits
-                self.recorder.left(number)
+        number = self.recorder.launched(group, group.split()[0], ranks, kind, torch.ones(size), on_gpu)
+        self.recorder.waiting(number)
+        if waits is not None:
+            self.now += waits
+            self.recorder.left(number)
 
     def flight(self) -> Flight:
         return Flight.of(bytes(self.memory))

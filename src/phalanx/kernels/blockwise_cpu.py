@@ -1,18 +1,11 @@
 """`blockwise` on a processor, compiled when it is first used: one pass over memory, and the same bits.
 
-torch's loader of extensions builds it once for a host and a kind of processor. Where there is no compiler, the twin is
-used and a warning says so.
+Where there is no compiler, the twin is used and a warning says so.
 """
 
 from __future__ import annotations
 
 import ctypes
-import fcntl
-import hashlib
-import os
-import platform
-import tempfile
-import warnings
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -22,6 +15,7 @@ from torch import Tensor
 
 from phalanx.kernels.blockwise import BLOCKS, FULL, block_bytes
 from phalanx.kernels.blockwise import encode as plain_encode
+from phalanx.kernels.compiled import built, loaded
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 FLAGS = ["-O3", "-ffp-contract=off", "-std=c++17"]
@@ -65,44 +59,19 @@ def _word(value: Tensor | float | None) -> Any:
 @cache
 def library() -> ctypes.CDLL | None:
     """What was compiled, here or before; None: it cannot be."""
-    try:
-        found = ctypes.CDLL(str(_built()))
-        if not _agrees(found):
-            raise RuntimeError("it does not find what its plain twin does")
-        return found
-    except Exception as error:
-        reason = str(error).splitlines()[0] if str(error) else repr(error)
-        warnings.warn(
-            f"codes of few bits are made by torch's operations, several times slower: a compiled kernel cannot be had "
-            f"({reason}). Install a C++ compiler and ninja.",
-            stacklevel=3,
-        )
-        return None
+    return loaded(SOURCE, _checked, "codes of few bits are made by torch's operations, several times slower")
 
 
-def _built() -> Path:
-    """The library, built by whoever comes first."""
+def _checked() -> ctypes.CDLL:
+    found = ctypes.CDLL(str(built(SOURCE, _flags())))
+    if not _agrees(found):
+        raise RuntimeError("it does not find what its plain twin does")
+    return found
+
+
+def _flags() -> list[str]:
     capability = torch.backends.cpu.get_cpu_capability()
-    flags = [*FLAGS, *([ARCHITECTURE[capability]] if capability in ARCHITECTURE else [])]
-    told = hashlib.sha256(SOURCE.read_bytes() + " ".join([*flags, platform.machine()]).encode()).hexdigest()[:16]
-    name = f"phalanx_blockwise_{told}"
-    root = os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions"
-    folder = Path(root) / name
-    whole = folder / "whole.so"
-    if whole.exists():
-        return whole
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "building").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not whole.exists():
-            from torch.utils.cpp_extension import load
-
-            # the folder may be of several hosts, and the lock of one: each builds apart, and the first one's is used
-            with tempfile.TemporaryDirectory(dir=folder, ignore_cleanup_errors=True) as own:
-                built = load(name, [str(SOURCE)], extra_cflags=flags, build_directory=own, is_python_module=False)
-                if not whole.exists():
-                    os.replace(built, whole)
-    return whole
+    return [*FLAGS, *([ARCHITECTURE[capability]] if capability in ARCHITECTURE else [])]
 
 
 def _agrees(found: ctypes.CDLL) -> bool:

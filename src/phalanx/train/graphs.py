@@ -153,7 +153,7 @@ class StepGraphs:
             [bucket.gradient_state() for bucket in spread.buckets], phases, collectives,
             traffic.sent - sent, traffic.calls - calls,
         )  # fmt: skip
-        traffic.sent, traffic.calls = sent, calls
+        traffic.put_back(sent, calls)
         self.recorded[key] = found
         return found
 

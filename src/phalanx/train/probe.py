@@ -126,7 +126,8 @@ def _flops(device: torch.device) -> float:
 def _codec_rate(method: str, device: torch.device) -> float:
     """Bytes of float32 a second that are encoded and decoded."""
     coding = Coding.of(Layout(dp=2, comm=method))
-    assert coding is not None and isinstance(coding.gradients, Codec)
+    assert coding is not None
+    assert isinstance(coding.gradients, Codec)
     return 4.0 * speed.SAMPLE / sum(speed.seconds(coding.gradients, device))
 
 

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
 LEAST_PAUSE = 0.5
 """Seconds between two steps from which on they are noted."""
-NUMBERS = ("communication", "flops")
-"""Of a step's metrics: what stands in its event under names of its own."""
 
 
 class StepRecording:
@@ -45,19 +43,13 @@ class StepRecording:
         """A step is done."""
         before, self._last = self._last, time.perf_counter()
         took = self._last - before if before else 0.0
-        numbers = self._between(metrics, took)
+        checkpoint, self._checkpoint = self._checkpoint, 0.0
+        facts = vars(metrics).copy()
+        del facts["flops"]
+        numbers = {**facts.pop("communication"), "checkpoint_seconds": checkpoint}
+        if took:  # what lies between the step before and this one, and is in no phase
+            numbers["other_seconds"] = max(0.0, took - sum(metrics.seconds.values()) - checkpoint)
         if self.utilisation is not None:
             numbers |= self.utilisation.measure(metrics, took)
-        facts = vars(metrics).copy()
-        for name in NUMBERS:
-            del facts[name]
         facts["signals"] = metrics.signals.names()
         self.log.step(facts, numbers, self.memory.changed(), self.engine.step_number == self.engine.task.steps)
-
-    def _between(self, metrics: Metrics, took: float) -> dict[str, float]:
-        """Seconds of collectives, of what lies between the step before and this one, and of what is in no phase."""
-        found = {**metrics.communication, "checkpoint_seconds": self._checkpoint}
-        if took:
-            found["other_seconds"] = max(0.0, took - sum(metrics.seconds.values()) - self._checkpoint)
-        self._checkpoint = 0.0
-        return found

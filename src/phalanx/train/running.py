@@ -25,6 +25,7 @@ from phalanx.launch.place import taken_back
 from phalanx.launch.rendezvous import Rendezvous
 from phalanx.launch.shared import Shared
 from phalanx.launch.supervisor import Host, Supervisor
+from phalanx.parallel.communication.compiled_notes import fastest
 from phalanx.proofs import said
 from phalanx.run import Run, short_name
 from phalanx.settings import plain_settings
@@ -116,6 +117,7 @@ class _Running:
         if finished is not None:
             return finished
         user_code.remember()  # now, before it is edited: ranks are forked from this process
+        fastest()  # compiled here, if it has to be: once for all ranks
         self.run.certificate_path.unlink(missing_ok=True)  # of a shorter run, which goes on now
         job = self.job
         proven = said(job.task, plain_settings(job.task), job.layout, self.run.path.parent, job.reference)

@@ -39,8 +39,8 @@ class Signals(Requests):
         return cls(**{name: bool(value) for name, value in zip(NAMES, sums, strict=True)})
 
     def names(self) -> list[str]:
-        """Of those that are set."""
-        return [name for name in NAMES if getattr(self, name)]
+        """Of those that are set; mostly none is."""
+        return [name for name in NAMES if getattr(self, name)] if True in vars(self).values() else []
 
 
 NAMES = tuple(field.name for field in fields(Signals))

@@ -77,8 +77,8 @@ class Utilisation:
         metrics.flops = self._flops.a_sample * metrics.slots / self.world
         if not metrics.flops or seconds <= 0:
             return {}
-        rates = {"tflops": 1e12} | ({"mfu": self.peak} if self.peak else {})
-        return {name: float(f"{metrics.flops / seconds / unit:.5g}") for name, unit in rates.items()}
+        rate = metrics.flops / seconds
+        return {"tflops": rate / 1e12, "mfu": rate / self.peak} if self.peak else {"tflops": rate / 1e12}
 
 
 def unknown(device: str, peak: float | None) -> str:

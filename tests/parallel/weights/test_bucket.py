@@ -54,8 +54,7 @@ def travel(shapes: list[tuple[int, ...]], compute: torch.dtype) -> tuple[list[Te
     bucket.finish_gather()
     wholes = [weight.full.data.clone() for weight in made]
     for index, weight in enumerate(made):
-        weight.full.grad = known(index, weight.shape, dist.get_rank() + 1.0).to(compute)
-        bucket.collect(weight)
+        bucket.collect(weight, known(index, weight.shape, dist.get_rank() + 1.0).to(compute))
     bucket.complete()
     bucket.start_scatter().wait()
     bucket.release()

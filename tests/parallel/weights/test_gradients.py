@@ -46,8 +46,7 @@ def test_narrow_gradients_are_measured_and_scaled_wide() -> None:
         spread.reduction.start_step(as_made=True)
         bucket = spread.gradients.buckets[0]
         for weight in bucket.trainable:
-            weight.full.grad = torch.full_like(weight.full, 1.0)
-            bucket.collect(weight)
+            bucket.collect(weight, torch.full_like(weight.full, 1.0))
         bucket.complete()
         assert bucket.owned is None
         assert all(bucket.gradient_own(weight).dtype == torch.bfloat16 for weight in bucket.trainable)

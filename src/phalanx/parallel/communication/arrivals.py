@@ -26,6 +26,11 @@ class Arrivals:
         self._spare: deque[Any] = deque()
         self._thread: threading.Thread | None = None
 
+    @property
+    def begun(self) -> bool:
+        """Whether any collective was launched on a GPU."""
+        return self._thread is not None
+
     def launching(self, record: int) -> None:
         """A collective is launched next."""
         if self._thread is None:

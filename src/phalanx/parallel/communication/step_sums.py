@@ -1,7 +1,7 @@
 """Nanoseconds of a rank's last steps, by phase and by group, added up as they pass: a few additions a phase.
 
 The ring of records holds few steps where a step has many collectives; these hold the same number of steps always. A
-step's sums are put into the flight record when the next one begins.
+step's sums are put into the flight record when the next one begins. The C of `notes` does the same.
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ from phalanx.flight import (
     COMPILED,
     COMPILING,
     DEVICE_WAITED,
+    FIRST,
     GROUPS,
     HAD,
     MOST_PHASES,
+    NOW_AT,
     NUMBERS_A_STEP,
     ON_DEVICE,
     QUEUED,
@@ -37,27 +39,30 @@ PROCESSOR = "/proc/thread-self/schedstat"
 class StepSums:
     """Of the memory of a flight record, as whole numbers of 8 bytes."""
 
-    def __init__(self, numbers: memoryview) -> None:
+    def __init__(self, numbers: memoryview, processor: str = PROCESSOR) -> None:
         self._numbers = numbers
         self.step: int | None = None
         """The one that is added up."""
-        self.spent, self.waited = [0] * MOST_PHASES, [0] * MOST_PHASES
+        self.spent, self.waited = _none(MOST_PHASES), _none(MOST_PHASES)
         """By phase: all, and of that in collectives."""
-        self.along, self.beside = [0] * GROUPS, [0] * GROUPS
+        self.along, self.beside = _none(GROUPS), _none(GROUPS)
         """By group, since ever: waited for its collectives; and from their launch until then."""
-        self._along = list(self.along)
+        self._along = _none(GROUPS)
         self._at = STEPS_AT // 8
         self._before, self._compiled = (0, 0), 0
-        self._file = -1
+        self.processor = -1
+        """An open file that says what this thread has had of a processor, if there is one."""
         with suppress(OSError):
-            self._file = os.open(PROCESSOR, os.O_RDONLY | os.O_CLOEXEC)
-            weakref.finalize(self, os.close, self._file)
+            self.processor = os.open(processor, os.O_RDONLY | os.O_CLOEXEC)
+            weakref.finalize(self, os.close, self.processor)
 
     def begin(self, step: int) -> None:
         """Of the step before, what it had of a processor is known now, and what it compiled."""
         (had, queued), compiled = self._processor(), compiled_frames()
         numbers, at = self._numbers, self._at
-        if self.step is not None:
+        if self.step is None:
+            numbers[NOW_AT // 8 + FIRST] = step
+        else:
             numbers[at + HAD] = had - self._before[0]
             numbers[at + QUEUED] = queued - self._before[1]
             if compiled > self._compiled:
@@ -78,9 +83,8 @@ class StepSums:
         self._numbers[self._at + ON_DEVICE], self._numbers[self._at + DEVICE_WAITED] = spent, waited
 
     def _put(self, at: int) -> None:
-        spent, waited = array("q", self.spent), array("q", self.waited)
-        self._numbers[at + SPENT : at + WAITED] = spent
-        self._numbers[at + WAITED : at + WAITED_ALONG] = waited
+        self._numbers[at + SPENT : at + WAITED] = self.spent
+        self._numbers[at + WAITED : at + WAITED_ALONG] = self.waited
         along = array("q", map(sub, self.along, self._along))
         self._numbers[at + WAITED_ALONG : at + NUMBERS_A_STEP] = along
 
@@ -91,12 +95,15 @@ class StepSums:
                 self._numbers[at] = 0
 
     def _processor(self) -> tuple[int, int]:
-        if self._file >= 0:
+        if self.processor >= 0:
             with suppress(OSError, ValueError):
-                had, queued, _ = os.pread(self._file, 100, 0).split()
+                had, queued, _ = os.pread(self.processor, 100, 0).split()
                 return int(had), int(queued)
         return self._before
 
 
-_nothing = memoryview(bytes(NUMBERS_A_STEP * 8)).cast("q")
-_no_phases = [0] * MOST_PHASES
+def _none(count: int) -> array[int]:
+    return array("q", bytes(8 * count))
+
+
+_nothing, _no_phases = _none(NUMBERS_A_STEP), _none(MOST_PHASES)

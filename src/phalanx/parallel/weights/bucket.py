@@ -63,15 +63,15 @@ class Bucket:
         if storage.group.alone:
             self._gathering = self._fetched() if storage.offloaded else None
             return
-        coded = storage.gathers is not None
-        dtype = storage.reduce if coded else storage.compute
+        gathers = storage.gathers
+        dtype = storage.compute if gathers is None else storage.reduce
         flat = storage.buffers.take(storage.ranks, self.packing.length, dtype=dtype)
         row = flat[storage.rank]
-        if coded and self.packing.padded:
+        if gathers is not None and self.packing.padded:
             row.zero_()
         self.packing.pack(row)
-        if storage.gathers is not None:
-            self._gathering = storage.gathers.all_gather(storage.group, flat, row, storage.buffers), flat
+        if gathers is not None:
+            self._gathering = gathers.all_gather(storage.group, flat, row, storage.buffers), flat
         else:
             self._gathering = storage.group.all_gather(flat, row), flat
 
@@ -154,10 +154,9 @@ class Bucket:
         """Backward has left the same once more."""
         vars(self).update({name: copy(state[name]) if name in COPIED else state[name] for name in LEFT})
 
-    def collect(self, weight: Weight) -> None:
-        """Take a weight's new gradient into the flat buffer and let the tensor go."""
-        name, gradient = weight.name, weight.full.grad
-        assert gradient is not None
+    def collect(self, weight: Weight, gradient: Tensor) -> None:
+        """Take a weight's new gradient into the flat buffer."""
+        name, filled = weight.name, self.filled
         if gradient.is_sparse:
             gradient = gradient.to_dense()
         if self.as_made:
@@ -166,12 +165,11 @@ class Bucket:
         else:
             places = self._places or self._placed()
             for part, place in weight.pairs(gradient, places[name]):
-                if name in self.filled:
+                if name in filled:
                     place.add_(part)
                 else:
                     place.copy_(part)
-        self.filled.add(name)
-        weight.full.grad = None
+        filled.add(name)
 
     def _placed(self) -> dict[str, Tensor]:
         self._places = self.gradient_packing.places(self._own_gradients())
@@ -179,7 +177,8 @@ class Bucket:
 
     def complete(self) -> None:
         """Put zeros where no gradient came. Of whole gradients that are summed exactly, this is the end of a leaf."""
-        missing = [weight for weight in self.trainable if weight.name not in self.filled]
+        some = len(self.filled) < len(self.trainable)
+        missing = [weight for weight in self.trainable if weight.name not in self.filled] if some else []
         if self.as_made:
             self._made.update({weight.name: torch.zeros_like(weight.full.data) for weight in missing})
             return

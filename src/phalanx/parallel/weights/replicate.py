@@ -36,12 +36,11 @@ class Reduction:
             gathering.on_done = self.done
         low_rank = [bucket.coded for bucket in buckets if isinstance(bucket.coded, LowRankGradients)]
         self._low_rank = LowRankSum(low_rank) if low_rank else None
-        self._position = {id(bucket): index for index, bucket in enumerate(buckets)}
-        self._names = [(bucket, frozenset(weight.name for weight in bucket.trainable)) for bucket in buckets]
+        self._names = [frozenset(weight.name for weight in bucket.trainable) for bucket in buckets]
         self._homes = {id(weight.full): (bucket, weight) for bucket in buckets for weight in bucket.trainable}
         self._hooks = [
-            weight.full.register_post_accumulate_grad_hook(partial(self._arrived, bucket, weight))
-            for bucket in buckets
+            weight.full.register_post_accumulate_grad_hook(partial(self._arrived, bucket, weight, position))
+            for position, bucket in enumerate(buckets)
             for weight in bucket.trainable
         ]
 
@@ -72,26 +71,28 @@ class Reduction:
             self.gathering.start_backward()
         self._last, self._reached, self._hold = last, reached, hold
         self._done: set[int] = set()
-        self._missing = {id(bucket): set(names) for bucket, names in self._names}
+        self._missing = [set(names) for names in self._names]
+        """By position of a bucket: weights whose gradients have yet to come."""
         self._turn = 0
         self._scattering: tuple[Bucket, Pending] | None = None
         self._reducing: list[Pending] = []
 
-    def _arrived(self, bucket: Bucket, weight: Weight, parameter: nn.Parameter) -> None:
-        if parameter.grad is None:
+    def _arrived(self, bucket: Bucket, weight: Weight, position: int, parameter: nn.Parameter) -> None:
+        gradient = parameter.grad
+        if gradient is None:
             return  # it was left for `deposit`
-        key = id(bucket)
-        assert self._position[key] >= self._turn, f"the gradient of {weight.name} came after its bucket was reduced"
+        assert position >= self._turn, f"the gradient of {weight.name} came after its bucket was reduced"
         if not bucket.is_whole:
             raise WrongUse(
                 f"backward used {weight.name} after it was let go: a module of its block gives its output in a form "
                 "that cannot be followed. Give tensors, or lists, dicts or dataclasses of them; or use zero=2."
             )
         if self.on_gradient is not None:
-            self.on_gradient(weight.name, parameter.grad)
-        bucket.collect(weight)
+            self.on_gradient(weight.name, gradient)
+        bucket.collect(weight, gradient)
+        parameter.grad = gradient = None  # its memory is free before the next is launched
         self.touched.add(weight.name)
-        missing = self._missing[key]
+        missing = self._missing[position]
         missing.discard(weight.name)
         if not missing and not (self.gathering and self.gathering.busy(bucket)):
             self.done(bucket)
@@ -124,10 +125,9 @@ class Reduction:
     def deposit(self, parameter: nn.Parameter, gradient: Tensor) -> None:
         """Bring a gradient that was left out of its backward."""
         bucket, weight = self._homes[id(parameter)]
-        weight.full.grad = gradient
         if self.on_gradient is not None:
             self.on_gradient(weight.name, gradient)
-        bucket.collect(weight)
+        bucket.collect(weight, gradient)
         self.touched.add(weight.name)
 
     def _due(self, bucket: Bucket) -> bool:

@@ -98,7 +98,8 @@ class ShardedUnit:
 
     def finish(self) -> None:
         """Its part of this backward is over."""
-        self.calls = {call: part for call, part in self.calls.items() if part != self.part}
+        if self.calls:
+            self.calls = {call: part for call, part in self.calls.items() if part != self.part}
         self.running.clear()
         self.in_backward = False
         if not self.calls:
