@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from phalanx.comm import Comm
-from phalanx.comm_methods import METHODS, TOLERANCE, allowed
+from phalanx.comm_methods import CANDIDATES, TOLERANCE, allowed
 
 
 def test_methods_are_ordered_and_known() -> None:
-    sizes = [method.bytes for method in METHODS]
+    sizes = [method.bytes for method in CANDIDATES]
     assert sizes == sorted(sizes, reverse=True)
-    assert METHODS[0].name == "exact"
-    assert all(Comm.parse(method.name) is not None for method in METHODS[1:])
-    assert all(method.seen for method in METHODS)
+    assert CANDIDATES[0].name == "exact"
+    assert all(Comm.parse(method.name) is not None for method in CANDIDATES[1:])
+    assert all(method.seen for method in CANDIDATES)
 
 
 def test_exact_is_always_allowed_and_int4_by_default() -> None:

@@ -13,7 +13,7 @@ TOLERANCE = 0.5
 
 
 @dataclass(frozen=True)
-class Method:
+class Candidate:
     """A way for gradients to travel."""
 
     name: str
@@ -25,15 +25,15 @@ class Method:
     """Where."""
 
 
-METHODS = (
-    Method("exact", 1.0, 0.0, "nothing is rounded but sums"),
-    Method("bf16", 1 / 2, 0.0, "1.8829 to 1.8826, 400 steps of a small transformer with AdamW, 2 ranks"),
-    Method("int8", 1 / 3.94, -0.2, "1.8789 to 1.8826, the same"),
-    Method("int4", 1 / 7.53, 0.3, "-0.3 and 0.2 % after 400 steps, 1.1 and 0.1 % after 1,600, two seeds each"),
+CANDIDATES = (
+    Candidate("exact", 1.0, 0.0, "nothing is rounded but sums"),
+    Candidate("bf16", 1 / 2, 0.0, "1.8829 to 1.8826, 400 steps of a small transformer with AdamW, 2 ranks"),
+    Candidate("int8", 1 / 3.94, -0.2, "1.8789 to 1.8826, the same"),
+    Candidate("int4", 1 / 7.53, 0.3, "-0.3 and 0.2 % after 400 steps, 1.1 and 0.1 % after 1,600, two seeds each"),
 )
 """From the most exact to the least."""
 
 
-def allowed(tolerance: float) -> list[Method]:
+def allowed(tolerance: float) -> list[Candidate]:
     """Those whose losses are at most so many percent higher; exact sums always."""
-    return [method for method in METHODS if method.loss <= max(0.0, tolerance)]
+    return [method for method in CANDIDATES if method.loss <= max(0.0, tolerance)]

@@ -9,7 +9,7 @@ from dataclasses import fields, replace
 from typing import Literal
 
 from phalanx.comm import AUTO
-from phalanx.comm_methods import METHODS
+from phalanx.comm_methods import CANDIDATES
 from phalanx.layout import CHOICES, Layout
 
 MICRO_BATCHES = 3
@@ -54,7 +54,7 @@ def each_choice(layout: Layout) -> list[Layout]:
     """Where methods are chosen in a run, one layout for each that may be; otherwise the layout itself."""
     if layout.comm != AUTO:
         return [layout]
-    return [replace(layout, comm=method.name) for method in METHODS]
+    return [replace(layout, comm=method.name) for method in CANDIDATES]
 
 
 def covering(layouts: Sequence[Layout], done: Sequence[Layout] = ()) -> list[Layout]:

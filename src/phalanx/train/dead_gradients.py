@@ -12,7 +12,7 @@ import torch
 from phalanx.callbacks import Callback
 from phalanx.parallel.torch_private import norms
 from phalanx.train.checkpointing import Note
-from phalanx.train.step import summed_over_ranks
+from phalanx.train.step_agreement import summed_over_ranks
 
 if TYPE_CHECKING:
     from phalanx.train.engine import Engine

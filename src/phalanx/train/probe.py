@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from phalanx.cluster import Cluster, MeasuredLink
 from phalanx.comm import EXACT
-from phalanx.comm_methods import METHODS
+from phalanx.comm_methods import CANDIDATES
 from phalanx.errors import CannotHere
 from phalanx.launch.environment import Environment
 from phalanx.launch.supervisor import Host
@@ -69,7 +69,7 @@ def _measured(folder: Path, kind: str, timeout: float, host: Host) -> Probed:
         if environment.join(device, timedelta(seconds=timeout)):
             undo.callback(environment.leave)
         world = Communicator(dist.group.WORLD if environment.world > 1 else None, Traffic(), "world")
-        codecs = {method.name: _codec_rate(method.name, device) for method in METHODS if method.name != EXACT}
+        codecs = {method.name: _codec_rate(method.name, device) for method in CANDIDATES if method.name != EXACT}
         slowest = torch.tensor([_flops(device), *codecs.values()], dtype=torch.float64, device=device).neg()
         world.all_reduce_max(slowest)
         flops, *rates = slowest.neg().tolist()

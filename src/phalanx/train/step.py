@@ -9,21 +9,20 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from phalanx.data.loader import MicroBatch, StepBatch
 from phalanx.errors import WrongUse
-from phalanx.kernels.transfer import sent
 from phalanx.losses import Loss
 from phalanx.parallel.axes.pipeline import StageEnds
 from phalanx.parallel.axes.schedules import Action
-from phalanx.parallel.communication.exact import fold
 from phalanx.parallel.communication.mesh import BATCH
 from phalanx.parallel.randomness.answers import check_unmoved, generator_state
 from phalanx.precision import cast
 from phalanx.task import Task, as_loss, called
-from phalanx.train.signals import NAMES, Signals
-from phalanx.train.totals import Totals, by_leaf, counted
+from phalanx.train.signals import Signals
+from phalanx.train.step_agreement import agree, nobody_touched, summed_over_ranks
+from phalanx.train.totals import Totals, counted
 
 if TYPE_CHECKING:
     from phalanx.train.engine import Engine
@@ -86,13 +85,13 @@ def train_step(engine: Engine, batch: StepBatch, rounds: Rounds | None = None) -
     engine.update.prepare()
 
     # From here on all ranks hold the same numbers.
-    agreed = _agreed(engine, batch.step, totals.table())
-    total, count = agreed.total, agreed.count
-    named, logged = totals.by_name(agreed.named), totals.logged(agreed.named, agreed.signals.new_names)
-    without = _nobody_touched(engine) if agreed.missing else set()
+    held = agree(engine, batch.step, totals.table())
+    total, count = held.total, held.count
+    named, logged = totals.by_name(held.named), totals.logged(held.named, held.signals.new_names)
+    without = nobody_touched(engine) if held.missing else set()
 
     divisor = (count if count > 0 else 1.0) * scale.value
-    norm = agreed.norm / divisor
+    norm = held.norm / divisor
     mean = total / count if count else math.nan
     finite = math.isfinite(norm) and math.isfinite(total)
     overflow = scale.dynamic and scale.value > 1 and math.isfinite(total) and not finite  # the scale will mend that
@@ -100,7 +99,7 @@ def train_step(engine: Engine, batch: StepBatch, rounds: Rounds | None = None) -
     engine.callbacks.call("on_gradients", engine, divisor, without)
 
     lr = engine.set_learning_rate(batch.step)
-    clip_factor, apart = engine.clipping.factors(norm, agreed.norms, divisor)
+    clip_factor, apart = engine.clipping.factors(norm, held.norms, divisor)
     engine.callbacks.call("before_update", engine)
     if counts := finite and not bad and count > 0:
         engine.update(clip_factor / divisor, without, {n: own / divisor for n, own in apart.items()}, divisor, count)
@@ -123,7 +122,7 @@ def train_step(engine: Engine, batch: StepBatch, rounds: Rounds | None = None) -
         seconds=(seconds := clock.seconds()),
         sent=engine.traffic.sent_since(before),
         communication=engine.traffic.end_step(seconds),
-        signals=agreed.signals,
+        signals=held.signals,
     )
 
 
@@ -266,86 +265,3 @@ def _global_count(engine: Engine, own: Loss | None, micro_batches: int) -> float
     count *= engine.mesh.counts_samples
     summed_over_ranks(engine, count)
     return float(count) * (engine.layout.exact or micro_batches)
-
-
-AGREED = 5 + len(NAMES)
-"""Numbers in a step's one small sum: total, count, norm, missing weights, which are trained, signals."""
-
-
-@dataclass(frozen=True)
-class Agreed:
-    """What all ranks hold alike after a step's one small sum."""
-
-    total: float
-    count: float
-    named: list[float]
-    """Likewise of losses that have names, then of what is logged."""
-    norm: float
-    norms: list[float]
-    """Of groups of weights that have limits of their own."""
-    missing: float
-    """How many weights some ranks have no gradient of."""
-    signals: Signals
-    alike: bool
-    """Whether all ranks train the same weights."""
-
-
-def _agreed(engine: Engine, step: int, sums: Tensor) -> Agreed:
-    agree = _agree_exactly if engine.layout.exact else _agree
-    found = agree(engine, sums, engine.turns.fingerprint)
-    if not found.alike and engine.turns.refuses_apart:
-        raise WrongUse(
-            f"ranks train other weights in step {step + 1}: trains(step, weight) of a callback of "
-            f"{type(engine.task).__name__} must follow from the two alone, on every rank alike."
-        )
-    return found
-
-
-def _agree(engine: Engine, sums: Tensor, trained: int) -> Agreed:
-    """``trained``: says which weights this rank trains."""
-    gradients, own = engine.spread.gradients, sums.sum(0)
-    apart = gradients.norms_squared(engine.clipping.groups)
-    timed = sent(torch.tensor(engine.auto_comm.told, dtype=own.dtype), engine.device)
-    agreed = torch.cat([own[:2], gradients.norm_squared()[None], _told(engine, trained), own[2:], apart, timed])
-    summed_over_ranks(engine, agreed)
-    total, count, squared, missing, trained_by_all, *rest = engine.auto_comm.agreed(agreed.tolist())
-    alike = trained_by_all == trained * engine.mesh.world.size
-    signals, named = Signals.unpacked(rest[: len(NAMES)]), rest[len(NAMES) : len(rest) - len(apart)]
-    norm, *norms = (math.sqrt(each) if each >= 0 else math.nan for each in (squared, *rest[len(rest) - len(apart) :]))
-    return Agreed(total, count, named, norm, norms, missing, signals, alike)
-
-
-def _agree_exactly(engine: Engine, sums: Tensor, trained: int) -> Agreed:
-    """The same to the same bits at any number of ranks: losses by the tree, the norm as a sum of whole numbers."""
-    gradients = engine.spread.gradients
-    few = torch.cat([gradients.largest()[None], _told(engine, trained)])
-    every = engine.mesh.world.gathered(torch.cat([few, sums.view(-1)]))
-    largest, missing, alike = float(every[:, 0].amax()), float(every[:, 1].sum()), bool(every[:, 2].eq(trained).all())
-    signals = Signals.unpacked(every[:, 3 : 3 + len(NAMES)].sum(0).tolist())
-    total, count, *named = fold(by_leaf(engine, every[:, 3 + len(NAMES) :].reshape(-1, sums.shape[1]))).tolist()
-    wanted = [None, *engine.clipping.groups]
-    norm, *norms = (gradients.exact_norm(largest, each) if math.isfinite(largest) else math.inf for each in wanted)
-    return Agreed(total, count, named, norm, norms, missing, signals, alike)
-
-
-def _told(engine: Engine, trained: int) -> Tensor:
-    """What this rank has to tell: how many weights it has no gradient of, which it trains, its signals."""
-    numbers = [len(engine.spread.untouched()), trained, *engine.signals.packed()]
-    return sent(torch.tensor(numbers, dtype=torch.float64), engine.device)
-
-
-def summed_over_ranks(engine: Engine, numbers: Tensor) -> Tensor:
-    """A few numbers of a step, summed over all ranks, in place."""
-    engine.mesh.world.all_reduce(numbers).wait()
-    return numbers
-
-
-def _nobody_touched(engine: Engine) -> set[str]:
-    """Weights that got a gradient on no rank: the optimizer must leave them alone, as it would on one device."""
-    own = set(engine.spread.untouched())
-    names = [name for name, trainable in engine.spread.trainable.items() if trainable]
-    held = engine.spread.weights
-    touched = torch.tensor([float(n in held and n not in own) for n in names], dtype=torch.float64)
-    touched = touched.to(engine.device)
-    summed_over_ranks(engine, touched)
-    return {name for name, hits in zip(names, touched.tolist(), strict=True) if not hits}

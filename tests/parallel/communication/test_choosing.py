@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from phalanx.comm_methods import METHODS, allowed
+from phalanx.comm_methods import CANDIDATES, allowed
 from phalanx.parallel.communication.choosing import Conditions, choose
 
 CODEC = {"exact": 0.0, "bf16": 0.03, "int8": 0.03, "int4": 0.03}
@@ -32,7 +32,7 @@ def test_a_method_in_use_is_left_for_a_gain_alone() -> None:
 
 def test_no_method_that_changes_the_loss_by_more_than_is_allowed() -> None:
     assert chosen(100, tolerance=0.0) == "int8"
-    assert [method.name for method in allowed(0.5)] == [method.name for method in METHODS]
+    assert [method.name for method in allowed(0.5)] == [method.name for method in CANDIDATES]
 
 
 def test_what_is_left_when_latency_is_all_there_is_stays_exact() -> None:

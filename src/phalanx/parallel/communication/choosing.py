@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from phalanx.comm_methods import Method
+from phalanx.comm_methods import Candidate
 
 CLOSE = 1.05
 """A step up to so many times the shortest is as good, where its method is more exact."""
@@ -34,13 +34,13 @@ class Conditions:
     latency: float
     """Seconds that the smallest message takes."""
 
-    def predicted(self, method: Method, codec: float) -> float:
+    def predicted(self, method: Candidate, codec: float) -> float:
         """Seconds of a step; ``codec``: of these for encoding and decoding."""
         travel = self.sent * method.bytes / self.rate + 2 * self.latency
         return self.compute + codec + max(0.0, travel - self.hides)
 
 
-def choose(predicted: Mapping[str, float], methods: Sequence[Method], current: str) -> str:
+def choose(predicted: Mapping[str, float], methods: Sequence[Candidate], current: str) -> str:
     """By name. ``methods``: from the most exact to the least. One that is in use is left for a gain alone."""
     names = [method.name for method in methods]
     best = min(predicted[name] for name in names)

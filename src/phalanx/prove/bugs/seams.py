@@ -40,7 +40,7 @@ from phalanx.parallel.weights.holding import Holding
 from phalanx.parallel.weights.replicate import Reduction
 from phalanx.parallel.weights.weight import Weight
 from phalanx.prove.replacing import replacing
-from phalanx.train import engine, evaluate, step
+from phalanx.train import engine, evaluate, step_agreement
 from phalanx.train.checkpointing import Checkpointer
 from phalanx.train.collecting import Collected
 from phalanx.train.engine import Engine
@@ -103,7 +103,9 @@ DRAW_GRID = Seam(ActivationLayout, "grid", "the coordinates of draws in the whol
 
 # Collectives
 
-SHARED_SUM = Seam(step, "summed_over_ranks", "the all-reduce in which ranks agree on loss, count, norm and signals")
+SHARED_SUM = Seam(
+    step_agreement, "summed_over_ranks", "the all-reduce in which ranks agree on loss, count, norm and signals"
+)
 ALL_REDUCE = Seam(Communicator, "all_reduce", "sum over the ranks of an axis, in place")
 REDUCE_SCATTER = Seam(Communicator, "reduce_scatter", "sum over the ranks of an axis, a part for each")
 STREAM_GATHER = Seam(boundary, "all_gather", "all-gather of the stream after the last block, with gradients")
@@ -161,7 +163,7 @@ def agreeing(replace: Replace, change: Callable[[Tensor, Tensor], None]) -> None
     def summed(of: Any, numbers: Tensor) -> Tensor:
         own = numbers.clone()
         plain(of, numbers)
-        if of.environment.world > 1 and numbers.shape == (step.AGREED,):
+        if of.environment.world > 1 and numbers.shape == (step_agreement.AGREED,):
             change(own, numbers)
         return numbers
 

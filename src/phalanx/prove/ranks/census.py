@@ -18,7 +18,7 @@ from phalanx.parallel.communication.mesh import BATCH, EXPERTS
 from phalanx.parallel.weights.bucket import Bucket
 from phalanx.parallel.weights.matrices import COPY
 from phalanx.train.engine import Engine
-from phalanx.train.step import AGREED
+from phalanx.train.step_agreement import AGREED
 
 Bounds = dict[tuple[str, str], tuple[float, float]]
 """By axis and kind, the fewest and the most bytes of a step."""

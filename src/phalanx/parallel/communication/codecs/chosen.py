@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from phalanx.comm import AUTO, EXACT, Comm
-from phalanx.comm_methods import METHODS
+from phalanx.comm_methods import CANDIDATES
 from phalanx.kernels.blockwise import FULL
 from phalanx.layout import Layout
 from phalanx.parallel.communication.codecs.bfloat16 import Bfloat16
@@ -42,7 +42,7 @@ class Coding:
 
 def _codec(method: Comm) -> Method:
     if method.name == AUTO:
-        others = (Comm.parse(each.name) for each in METHODS if each.name != EXACT)
+        others = (Comm.parse(each.name) for each in CANDIDATES if each.name != EXACT)
         codecs = {other.name: _codec(other) for other in others if other is not None}
         return Switched({name: codec for name, codec in codecs.items() if isinstance(codec, Codec)})
     if method.name == "bf16":
