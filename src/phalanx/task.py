@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 Precision = Literal["fp32", "bf16", "fp16", "fp8", "fp8_rowwise", "float64"]
 OptimizerKind = Literal["adamw", "muon"]
+BadRows = Literal["stop", "skip"]
+"""What becomes of rows and samples that cannot be read: the first ends it, or they are left out."""
 
 
 class NoSuchColumn(WrongUse, KeyError):
@@ -75,6 +77,7 @@ class Task:
     """By patterns of weights' names, what is other for them; later ones before earlier ones."""
     clip: float = 1.0
     workers: int = 0
+    bad_rows: BadRows = "stop"
     evaluate_every: int = 0
 
     counts: ClassVar[str] = "samples"
@@ -263,7 +266,8 @@ class Task:
                 raise WrongUse(f"{name}={value} is no rate. Set {name} to a number from 0 up, such as 0.001.")
         if not self.clip > 0:
             raise WrongUse(f"clip={self.clip} would stop all learning. Set clip above 0, or clip=inf for no clipping.")
-        for name, kind in (("precision", Precision), ("moments", Moments), ("optimizer_kind", OptimizerKind)):
+        kinds = {"precision": Precision, "moments": Moments, "optimizer_kind": OptimizerKind, "bad_rows": BadRows}
+        for name, kind in kinds.items():
             value, known = getattr(self, name), get_args(kind)
             if value not in known:
                 raise WrongUse(f"{name}={value!r} is not known. Choose one of: {', '.join(known)}.")

@@ -4,6 +4,7 @@ from phalanx.data.arrays import Arrays, Images
 from phalanx.data.mixing import CutMix, Mixup
 from phalanx.data.mixture import Joined, Mixture
 from phalanx.data.named import Named
+from phalanx.data.shards import Shards
 from phalanx.data.splitting import split
 from phalanx.data.streaming import StreamedFiles, StreamedSamples
 from phalanx.data.text import JsonLines, Parquet
@@ -13,5 +14,6 @@ from phalanx.data.tokens import PackedTokens, TokenFile, write_tokens
 
 __all__ = [
     "Arrays", "CutMix", "Images", "Joined", "JsonLines", "Mixture", "Mixup", "Named", "PackedFiles", "PackedTokens",
-    "Parquet", "StreamedFiles", "StreamedSamples", "TokenFile", "TokenFiles", "split", "tokenize", "write_tokens",
+    "Parquet", "Shards", "StreamedFiles", "StreamedSamples", "TokenFile", "TokenFiles", "split", "tokenize",
+    "write_tokens",
 ]  # fmt: skip

@@ -24,9 +24,9 @@ import numpy as np
 from phalanx import streams
 from phalanx.data.chat import Chat
 from phalanx.data.row_file import RowFile
-from phalanx.data.rows import BadRows
 from phalanx.data.supervised import Encoded, encoded
 from phalanx.events import say
+from phalanx.task import BadRows
 
 SMALL_BYTES = 1 << 20
 """Fewer bytes of rows are encoded in a moment, by each rank."""

@@ -7,6 +7,7 @@ from typing import Any
 
 from phalanx.data.mixture import MixtureOrder
 from phalanx.data.order import Order
+from phalanx.data.shard_order import ShardOrder
 from phalanx.data.streaming import BlockOrder
 
 
@@ -16,5 +17,8 @@ def order_of(facts: Mapping[str, Any] | None, size: int, global_batch: int, seed
         return Order(size, global_batch, seed)
     if "block" in facts:
         return BlockOrder(size, global_batch, seed, block=int(facts["block"]), window=int(facts["window"]))
+    if "shards" in facts:
+        sizes, chunk, window = tuple(facts["shards"]), int(facts["chunk"]), int(facts["window"])
+        return ShardOrder(size, global_batch, seed, sizes=sizes, chunk=chunk, window=window)
     curriculum = tuple((int(step), tuple(weights)) for step, weights in facts["curriculum"])
     return MixtureOrder(size, global_batch, seed, sizes=tuple(facts["sizes"]), curriculum=curriculum)

@@ -19,9 +19,9 @@ import numpy as np
 from phalanx.data.chat import Chat
 from phalanx.data.conversations import Message, said_by, said_first
 from phalanx.data.row_file import RowFile
-from phalanx.data.rows import BadRows
 from phalanx.data.supervised import Document, fit_rows, fitting
 from phalanx.errors import WrongUse
+from phalanx.task import BadRows
 
 CHOSEN, REJECTED = "chosen", "rejected"
 TRUTHS = {"true": True, "false": False, "1": True, "0": False}

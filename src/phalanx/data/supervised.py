@@ -20,8 +20,9 @@ from phalanx.data.conversations import conversation
 from phalanx.data.order import Order
 from phalanx.data.packing import IGNORE
 from phalanx.data.row_file import RowFile
-from phalanx.data.rows import BadRow, BadRows
+from phalanx.data.rows import BadRow
 from phalanx.errors import WrongUse
+from phalanx.task import BadRows
 from phalanx.words import listed, many
 
 Document = tuple[np.ndarray, np.ndarray]

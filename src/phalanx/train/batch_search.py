@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 
-from phalanx.data.loader import seed_globally
+from phalanx.data.adopted import training_samples
 from phalanx.errors import WrongUse
 from phalanx.train.engine import Engine, length
 from phalanx.train.job import Job
@@ -76,8 +76,7 @@ def search(job: Job, memory: int | None, steps: int, most: int, tell: Callable[[
     job = replace(job, task=thawed(job.task, 0))  # what is trained later takes memory later
     layout, tried = job.layout, dict[int, Fitting]()
     at_once = layout.batch_ranks * max(2, layout.stages)
-    seed_globally(job.task.seed, "data")
-    samples = length(job.task.data(), "data", job.task)
+    samples = length(training_samples(job.task), "data", job.task)
     if samples < at_once:
         raise WrongUse(f"there are {samples} samples, and {layout} computes {at_once} at a time. Give it more data.")
     most = min(most, samples // at_once)

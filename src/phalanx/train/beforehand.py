@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from phalanx.data.fingerprint import digest
+from phalanx.data.fingerprint import digest, near
 from phalanx.data.joined import JoinedSamples, apart
 from phalanx.data.loader import Loader, sample_at
 from phalanx.data.order import Order
@@ -114,7 +114,7 @@ def _means(engine: Engine, loaders: Mapping[str, Loader]) -> tuple[str, str]:
 def _looks(engine: Engine, loader: Loader) -> list[Any]:
     """Of a data set, how many samples it has, and hashes of three."""
     data, size = loader.reader.data, loader.order.size
-    return [size, *(digest(sample_at(data, place, engine.task.seed)) for place in (0, size // 2, size - 1))]
+    return [size, *(digest(sample_at(data, place, engine.task.seed)) for place in near(data, (0, size // 2, size - 1)))]
 
 
 def _kept(engine: Engine, path: Path | None, means: str, begun: str) -> Columns | None:

@@ -44,7 +44,8 @@ class Overview:
         """Settings that have no effect, or cost more than they need."""
         device = self.engine.device.type
         settings = self.engine.layout.notes(device, self.engine.loader.micro_batches)
-        return [*settings, *self._of_task[1], *self.engine.dtypes.notes(device), *self._wide(), *self.news()]
+        given = getattr(self.engine.loader.reader.data, "notes", ())
+        return [*settings, *given, *self._of_task[1], *self.engine.dtypes.notes(device), *self._wide(), *self.news()]
 
     def _wide(self) -> Iterator[str]:
         """What of a model in 8 bits is not."""

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from phalanx.cluster import Cluster
-from phalanx.data.loader import seed_globally
+from phalanx.data.adopted import training_samples
 from phalanx.errors import WrongUse, closest
 from phalanx.layout import Layout
 from phalanx.references import find_task
@@ -97,8 +97,7 @@ def _saved(config: Path, resume: bool) -> Mapping[str, Any]:
 def _plan_steps(task: Task) -> None:
     """Where epochs are asked for, as many steps as they have."""
     if task.epochs:
-        seed_globally(task.seed, "data")
-        task.plan_steps(length(task.data(), "data", task))
+        task.plan_steps(length(training_samples(task), "data", task))
 
 
 def _unsaid(task: Task, values: Mapping[str, Any], config: Path, resume: bool) -> Iterator[str]:

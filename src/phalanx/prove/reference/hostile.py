@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from phalanx.data.adopted import adopted, collate_of, own_collate
 from phalanx.data.fingerprint import digest
 from phalanx.data.kinds import count_samples
 from phalanx.data.loader import seed_globally
@@ -100,9 +101,9 @@ class TrialSamples:
 
     def __init__(self, data: Any, trial: Trial, most: int, ignoring: bool = True) -> None:
         """``ignoring``: some targets are ignored, which a loss has been seen to bear."""
-        self.data, self.trial, self.ignoring = data, trial, ignoring
+        self.data, self.trial, self.ignoring, self.collate_fn = data, trial, ignoring, own_collate(data)
         size = min(most, len(data))
-        self.places = [index * len(data) // size for index in range(size)]
+        self.places = _places(data, size)
         self.read: list[tuple[int, str]] = []
         """Each sample read: its number, and a hash of what it was and of what a draw gave there."""
 
@@ -142,6 +143,11 @@ class TrialSamples:
         if name in trial.ignorable and self.ignoring:
             tensor = _ignored_unevenly(tensor, index)
         return tensor
+
+
+def _places(data: Any, size: int) -> list[int]:
+    """So many of a data set's samples, from all of it; or its first ones, where others take long to read."""
+    return [*range(size)] if hasattr(data, "near") else [index * len(data) // size for index in range(size)]
 
 
 def _ignored_unevenly(targets: Tensor, index: int) -> Tensor:
@@ -185,7 +191,7 @@ class Hostile(Variant):
     def data(self) -> TrialSamples:
         trial, here = self.proof_trial, os.getpid()
         if trial.source is None or trial.source[0] != here:  # a rank may make something else of it
-            trial.source = here, super().data()
+            trial.source = here, adopted(super().data(), self, "data", checked=False)
         samples = TrialSamples(trial.source[1], trial, 2 * trial.batch - 5)
         trial.size = len(samples)
         return samples
@@ -193,7 +199,7 @@ class Hostile(Variant):
     def held_out(self) -> TrialSamples | None:
         trial, here = self.proof_trial, os.getpid()
         if trial.held is None or trial.held[0] != here:
-            trial.held = here, super().held_out()
+            trial.held = here, adopted(super().held_out(), self, "held_out", checked=False)
         held = trial.held[1]
         if held is None:
             return None
@@ -232,7 +238,7 @@ def wide_batch(task: Task, data: Any, epoch: int, ids: Iterable[int]) -> Batch:
     for index in ids:
         seed_globally(task.seed, "sample", epoch, int(index))
         samples.append(data[int(index)])
-    tensors = task.collate(samples)
+    tensors = collate_of(task, data)(samples)
     return Batch({n: mapped(lambda t: t.double() if t.is_floating_point() else t, v) for n, v in tensors.items()})
 
 
