@@ -221,12 +221,11 @@ class Task:
         """
         return schedules.schedule(self.rate, self.steps, self.warmup_steps)
 
-    def plan_steps(self, samples: int) -> None:
-        """Where epochs are given, set ``steps`` to as many as they take with so many samples to train on."""
+    def plan_steps(self, samples: int, steps_in: Callable[[float], int]) -> None:
+        """Where epochs are given, set ``steps`` to as many as they take: ``steps_in`` says so of any number."""
         if not self.epochs:
             return
-        each = math.ceil(samples / self.global_batch)
-        steps = max(1, round(self.epochs * each))
+        each, steps = steps_in(1), steps_in(self.epochs)
         unset = next(f.default for f in fields(self) if f.name == "steps")
         if self.steps not in (unset, steps):
             raise WrongUse(

@@ -49,4 +49,4 @@ def test_shards_are_read_forwards_a_chunk_at_a_time() -> None:
 
 def test_it_is_made_again_from_its_facts() -> None:
     order = an_order((5, 1, 9))
-    assert order_of(order.facts(), 15, 4, 5) == order
+    assert order_of(order.facts(), 15, 4, 5, list) == order

@@ -212,15 +212,17 @@ class Loader:
 
     def plans(self, step: int, ids: np.ndarray) -> list[MicroBatchPlan]:
         """What this rank reads of a step's samples."""
+        tokens = self.order.tokens(ids)
         if self.leaves:
-            ranges = [leaf(len(ids), len(self.leaves) * self.ranks, index) for index in self.leaves]
+            ranges = [leaf(len(ids), len(self.leaves) * self.ranks, index, tokens) for index in self.leaves]
         else:
-            ranges = share(len(ids), self.micro_batches, self.ranks, self.rank)
+            ranges = share(len(ids), self.micro_batches, self.ranks, self.rank, tokens)
         return [self._plan(step, ids, *found) for found in ranges]
 
-    def spans(self, slots: int) -> list[list[tuple[int, int]]]:
+    def spans(self, step: int) -> list[list[tuple[int, int]]]:
         """By rank and micro-batch, which slots of a step it computes."""
-        return [share(slots, self.micro_batches, self.ranks, rank) for rank in range(self.ranks)]
+        tokens = self.order.tokens(ids := self.order.ids(step))
+        return [share(len(ids), self.micro_batches, self.ranks, rank, tokens) for rank in range(self.ranks)]
 
     def _plan(self, step: int, ids: np.ndarray, start: int, stop: int) -> MicroBatchPlan:
         real = stop > start
@@ -230,11 +232,11 @@ class Loader:
 
     def first(self, step: int) -> MicroBatch:
         """A step's first micro-batch, whoever computes it."""
-        ids = self.order.ids(step)
+        tokens = self.order.tokens(ids := self.order.ids(step))
         if self.leaves:
-            found = leaf(len(ids), len(self.leaves) * self.ranks, 0)
+            found = leaf(len(ids), len(self.leaves) * self.ranks, 0, tokens)
         else:
-            found = share(len(ids), self.micro_batches, self.ranks, 0)[0]
+            found = share(len(ids), self.micro_batches, self.ranks, 0, tokens)[0]
         plan = self._plan(step, ids, *found)
         return _micro_batch(_checked(self.looked_at(lambda: self.reader[plan])), plan)
 

@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from phalanx.checkpoint.manager import CheckpointManager
+from phalanx.data.adopted import training_samples
 from phalanx.data.order import Order, digest
 from phalanx.data.planned import order_of
 from phalanx.files import when_there_is_room, write_whole
@@ -154,7 +155,13 @@ def _when(event: Mapping[str, Any]) -> str:
 
 def _order(start: Mapping[str, Any], task: Task) -> Order:
     size, batch, seed = start["data"], start.get("global_batch", task.global_batch), start.get("seed", task.seed)
-    return order_of(start.get("order"), size, batch, seed)
+    found = order_of(start.get("order"), size, batch, seed, lambda: training_samples(task))
+    if found is None:
+        raise NotDone(
+            "samples have other lengths now than when it was trained, so that it cannot be seen which were planned",
+            "Make the data what it was, and give --resume.",
+        )
+    return found
 
 
 def _changes(starts: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

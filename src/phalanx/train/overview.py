@@ -30,8 +30,7 @@ class Overview:
             "model": f"{self._weights()}, {engine.anatomy.describe()}",
             **self._here(),
             "memory": str(fullest(engine.spread.placement, engine.kept, engine.dtypes)),
-            "batch": f"{many(engine.task.global_batch, 'sample')} as {micro} a step, "
-            f"{many(engine.order.size, 'sample')} an epoch",
+            "batch": f"{self._batch()} as {micro} a step, {many(engine.order.size, 'sample')} an epoch",
             **self._of_task[0],
             "dtypes": engine.dtypes.table(),
         }
@@ -69,6 +68,11 @@ class Overview:
         if self.engine.spread.samples.all_at_once and not self._twice:
             self._twice = True
             yield "the loss needs all micro-batches of a step at once: each goes through the model twice"
+
+    def _batch(self) -> str:
+        """What a step has: so many samples, or tokens."""
+        tokens = getattr(self.engine.order, "batch_tokens", 0)
+        return f"up to {many(tokens, 'token')}" if tokens else many(self.engine.task.global_batch, "sample")
 
     def _weights(self) -> str:
         shapes, trainable = self.engine.spread.holding.shapes, self.engine.spread.trainable

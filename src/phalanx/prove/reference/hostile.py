@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.data.adopted import adopted, collate_of, own_collate
+from phalanx.data.by_length import ByLength, LengthOrder
 from phalanx.data.fingerprint import digest
 from phalanx.data.kinds import count_samples
 from phalanx.data.loader import seed_globally
@@ -61,6 +62,8 @@ class Trial:
     """Columns of targets in which some are ignored."""
     spread: dict[str, int] = field(default_factory=dict)
     """Columns of ids that are dealt out over a whole vocabulary, so that each part of it is used."""
+    samples: TrialSamples | None = None
+    """Those that its data was asked for last."""
     source: tuple[int, Any] | None = None
     """The task's data, and in which process it was made."""
     held: tuple[int, Any] | None = None
@@ -74,6 +77,7 @@ class Trial:
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {
+            "samples": None,
             "source": None,
             "held": None,
             "moment": Moment(),
@@ -109,6 +113,16 @@ class TrialSamples:
 
     def __len__(self) -> int:
         return len(self.places)
+
+    def training_order(self, global_batch: int, seed: int) -> Order:
+        """As of any data; by length, where the task's is, and with about as many tokens as a step has otherwise."""
+        if not isinstance(self.data, ByLength):
+            return Order(len(self), global_batch, seed)
+        lengths = np.minimum(self.data.lengths[self.places], self.trial.length or np.inf).astype(np.int64)
+        most = max(int(lengths.max()), int(lengths.mean() * global_batch)) if self.data.batch_tokens else 0
+        return LengthOrder(
+            len(self), global_batch, seed, lengths=lengths, grouped=self.data.grouped, batch_tokens=most
+        )  # fmt: skip
 
     def __getitem__(self, index: int) -> Any:
         drawn = random.random(), float(np.random.random()), float(torch.rand(()))
@@ -193,8 +207,15 @@ class Hostile(Variant):
         if trial.source is None or trial.source[0] != here:  # a rank may make something else of it
             trial.source = here, adopted(super().data(), self, "data", checked=False)
         samples = TrialSamples(trial.source[1], trial, 2 * trial.batch - 5)
-        trial.size = len(samples)
+        trial.size, trial.samples = len(samples), samples
         return samples
+
+    @property
+    def proof_order(self) -> Order:
+        """The order that the samples of the trial are trained on in."""
+        samples = self.proof_trial.samples
+        assert samples is not None, "its data was not asked for"
+        return Order.of(samples, len(samples), self.global_batch, self.seed)
 
     def held_out(self) -> TrialSamples | None:
         trial, here = self.proof_trial, os.getpid()
@@ -213,7 +234,7 @@ class Hostile(Variant):
     def loss(self, output: Any, batch: dict[str, Any]) -> Loss:
         with Widened():
             loss = as_loss(super().loss(output, batch), self)
-        moment, order = self.proof_trial.moment, Order(self.proof_trial.size, self.global_batch, self.seed)
+        moment, order = self.proof_trial.moment, self.proof_order
         training = torch.is_grad_enabled()
         if training and moment.step == self.proof_trial.poisoned and moment.slots[-1] == order.slots(moment.step) - 1:
             return replace(loss, total=loss.total * float("nan"))
