@@ -111,6 +111,13 @@ class Task:
         """The training samples: anything with ``len()`` and ``[i]`` -> dict of tensors or numbers."""
         raise self._missing("data", "return something with len() and [i] -> dict of tensors or numbers")
 
+    def prepare(self) -> None:
+        """Have ready what `data` needs: called once on each host, in the process that its ranks are forked from.
+
+        What it keeps in the task all of them have; it must leave no thread running and no file open that they share.
+        What is wrong with the data is said here before any of them starts.
+        """
+
     def held_out(self) -> Any:
         """Samples kept aside for `evaluate`, or None."""
         return None

@@ -60,8 +60,13 @@ class Order:
             )
 
     @classmethod
-    def of(cls, data: Any, size: int, global_batch: int, seed: int) -> Order:
-        """The order that a data set of so many samples is trained on in: its own, if it has a ``training_order``."""
+    def of(cls, data: Any, size: int, global_batch: int, seed: int, trained: bool = True) -> Order:
+        """The order that a data set of so many samples is trained on in: its own, if it has a ``training_order``.
+
+        Not ``trained`` on: as they are, and they may be fewer than a batch.
+        """
+        if not trained:
+            return Order(size, global_batch, seed, shuffle=False)
         own = getattr(data, "training_order", None)
         return Order(size, global_batch, seed) if own is None else own(global_batch, seed)
 

@@ -150,7 +150,7 @@ class Preferences:
 
 def pairs(rows: RowFile, reader: PreferenceReader, bad_rows: BadRows) -> Preferences:
     """Each row's two answers; bad rows end it, or are left out and named."""
-    found, left_out = fit_rows(rows, reader.pair, bad_rows)
+    found, left_out, _ = fit_rows(rows, reader.pair, bad_rows)
     return Preferences(found, len(rows), left_out, _cut([answer for pair in found for answer in pair]))
 
 
@@ -158,7 +158,7 @@ def judgements(rows: RowFile, reader: PreferenceReader, bad_rows: BadRows) -> Pr
     """Each row's answer and whether it is good, or its two answers, to be taken `apart`."""
     if _are_pairs(rows):
         return pairs(rows, reader, bad_rows)
-    found, left_out = fit_rows(rows, reader.judged, bad_rows)
+    found, left_out, _ = fit_rows(rows, reader.judged, bad_rows)
     return Preferences(found, len(rows), left_out, _cut([each.answer for each in found]))
 
 

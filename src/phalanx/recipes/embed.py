@@ -153,6 +153,9 @@ class Embed(phalanx.Task):
             )
         return split(self._rows, self.share_held_out)[held_out]
 
+    def prepare(self) -> None:
+        self.data()
+
     def data(self) -> Any:
         return self._part(held_out=False)
 

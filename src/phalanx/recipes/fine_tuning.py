@@ -99,6 +99,10 @@ class FineTuning(phalanx.Task):
         if self.adapter and self.base == TINY:
             raise phalanx.WrongUse(f"adapter={self.adapter} belongs to a model, and base=tiny is none. Set base to it.")
 
+    def prepare(self) -> None:
+        self.data()
+        self.held_out()
+
     def made_small(self) -> dict[str, Any]:
         """Settings of the same kind of model and task at small sizes, on the shipped rows."""
         return {

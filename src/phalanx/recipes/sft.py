@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 import phalanx
-from phalanx.data.asked import asked
+from phalanx.data.asked import LastQuestions, asked
 from phalanx.data.by_length import ByLength
 from phalanx.data.chat import Chat, LossOn
 from phalanx.data.encoded_rows import encoded_once
@@ -76,12 +76,17 @@ class SFT(FineTuning):
         return encoded_once(rows, chat, self.length, words, self.bad_rows, cache)
 
     def _samples(self, held_out: bool) -> Supervised:
-        documents = self._encoded.documents
-        if self.share_held_out:
-            self._check_share(len(documents))
-            part = split(documents, self.share_held_out)[held_out]
-            documents = [part[index] for index in range(len(part))]
+        documents = [self._encoded.documents[number] for number in self._part(held_out)]
         return Supervised(documents, self.length if self.packed else None, self._pad)
+
+    def _part(self, held_out: bool) -> list[int]:
+        """Which documents are trained on, or held out."""
+        every = range(len(self._encoded.documents))
+        if not self.share_held_out:
+            return [*every]
+        self._check_share(len(every))
+        part = split(every, self.share_held_out)[held_out]
+        return [part[index] for index in range(len(part))]
 
     @cached_property
     def _training(self) -> Supervised:
@@ -104,7 +109,9 @@ class SFT(FineTuning):
     def _questions(self) -> Questions | None:
         if self._aside is None:
             return None
-        return asked(self._aside.documents, self._tokenizer, self.length, self._pad, self.answers)
+        rows = [self._encoded.kept[number] for number in self._part(held_out=True)]
+        words = LastQuestions(self.path or HEALTH, rows)
+        return asked(self._aside.documents, self._tokenizer, self.length, self._pad, self.answers, words)
 
     def questions(self) -> Questions | None:
         return self._questions

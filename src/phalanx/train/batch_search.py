@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
+from pathlib import Path
 
 from phalanx.data.adopted import training_samples
 from phalanx.errors import WrongUse
@@ -84,7 +86,7 @@ def search(job: Job, memory: int | None, steps: int, most: int, tell: Callable[[
     def fits(size: int) -> bool:
         found = attempt(
             job, partial(stepped, steps=steps), replace(layout, micro_batch=size), steps=steps,
-            global_batch=size * at_once, evaluate_every=0,
+            global_batch=size * at_once, evaluate_every=0, known=Path(known),
         )  # fmt: skip
         if not found.exhausted:
             found.or_refuse()
@@ -93,7 +95,8 @@ def search(job: Job, memory: int | None, steps: int, most: int, tell: Callable[[
         tell(tried[size])
         return good
 
-    largest_that_fits(fits, most)
+    with tempfile.TemporaryDirectory() as known:
+        largest_that_fits(fits, most)
     return Search(list(tried.values()), most)
 
 

@@ -131,7 +131,8 @@ def _kept(engine: Engine, path: Path | None, means: str, begun: str) -> Columns 
     for word in answer:
         name, shape, dtype = json.loads(word)
         found[name] = _told(engine, found.get(name, torch.zeros(shape, dtype=getattr(torch, dtype))))
-    if engine.is_main and not engine.evaluates:  # whose output may be read by a program
+    quiet = engine.evaluates or (engine.run is not None and not exists(engine.run.settings_path))  # or of no run
+    if engine.is_main and not quiet:  # whose output may be read by a program
         say(f"   note  {path} has what is known of the samples beforehand: nothing is computed again")
     return found
 

@@ -96,7 +96,7 @@ class Engine:
         self.dtypes, self.device = DTYPES[task.precision], self.environment.device(device)
         data = training_samples(task)
         samples = length(data, "data", task)
-        self.order = Order.of(data, samples, task.global_batch, task.seed)
+        self.order = Order.of(data, samples, task.global_batch, task.seed, trained=not evaluates)
         task.plan_steps(samples, self.order.steps_in)
         self.schedule, self.guard, self.logged = make_schedule(task), guard or Guard(), Logged(self)
         self.loss_scale = LossScale(dynamic=task.precision == "fp16")

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cached_property
+from typing import Any
 
 from phalanx.cluster import devices
 from phalanx.kernels.fp8 import MULTIPLE
+from phalanx.task import Task
 from phalanx.train.engine import Engine
 from phalanx.train.memory import fullest
-from phalanx.words import many
+from phalanx.train.optimizers import parts_of
+from phalanx.words import listed, many
+
+SHOWN = 4
+"""So many patterns of weights are told; of the others, how many they are."""
 
 
 class Overview:
@@ -32,6 +38,7 @@ class Overview:
             "memory": str(fullest(engine.spread.placement, engine.kept, engine.dtypes)),
             "batch": f"{self._batch()} as {micro} a step, {many(engine.order.size, 'sample')} an epoch",
             **self._of_task[0],
+            "optimizer": f"{self._optimizer()}; {self._schedule()}",
             "dtypes": engine.dtypes.table(),
         }
 
@@ -69,6 +76,23 @@ class Overview:
             self._twice = True
             yield "the loss needs all micro-batches of a step at once: each goes through the model twice"
 
+    def _optimizer(self) -> str:
+        """Which optimizers, at which rates and decays, and which weights have settings of their own."""
+        found = []
+        for part in parts_of(self.engine.optimizer):
+            each = [f"{group['initial_lr']:g}{_decay(group)}" for group in part.param_groups if group["params"]]
+            if each:
+                found.append(f"{type(part).__name__} at {' and '.join(dict.fromkeys(each))}")
+        named = list(self.engine.task.parameters)
+        own = f"; settings of their own: {listed(named, SHOWN)}" if named else ""
+        return f"{', '.join(found) or 'none'}{own}"
+
+    def _schedule(self) -> str:
+        task = self.engine.task
+        if type(task).schedule is not Task.schedule:
+            return f"a schedule of its own over {many(task.steps, 'step')}"
+        return f"{task.rate} over {many(task.steps, 'step')}, {task.warmup_steps} of them warm-up"
+
     def _batch(self) -> str:
         """What a step has: so many samples, or tokens."""
         tokens = getattr(self.engine.order, "batch_tokens", 0)
@@ -92,3 +116,7 @@ class Overview:
             stages = " | ".join(f"{blocks[0]} to {blocks[-1]}" for blocks in spread.pipeline.stages.blocks)
             text += f"; stages: {stages}"
         return {"here": text}
+
+
+def _decay(group: Mapping[str, Any]) -> str:
+    return f" with decay {group['weight_decay']:g}" if group.get("weight_decay") else ""
