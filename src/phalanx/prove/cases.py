@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -23,10 +24,13 @@ from phalanx.prove.ladder import MOST_BAR, Standard, off, size
 from phalanx.prove.layouts import MICRO_BATCHES, One, as_proven
 from phalanx.prove.ranks import trial
 from phalanx.prove.ranks.trial import Case
+from phalanx.prove.reference.activations import round_activations, rounding
 from phalanx.prove.reference.coded import Coded
 from phalanx.prove.reference.failing import Unprovable, failed
 from phalanx.prove.reference.hostile import BATCH, Hostile, Trial, hostile, ignorable, vocabularies
 from phalanx.prove.reference.loop import Reference, Step
+from phalanx.prove.reference.low_rank import Projected
+from phalanx.prove.reference.onebit import OneBit
 from phalanx.prove.reference.steady import Decisions
 from phalanx.task import Precision, Task
 from phalanx.train.check.beside import Checked
@@ -91,8 +95,8 @@ class Docket:
             task, tried = self._prepared(needs)
             self._tasks[needs] = task, tried.couples_samples, tried.one
         task, _, one = self._tasks[needs]
-        run = as_proven(layout, task.global_batch, one) if layout.coded_axis else None
-        if run is not None and (one != "never" or self._tasks[needs][1]):
+        run = as_proven(layout, task.global_batch, one) if rounding(layout) else None
+        if layout.coded_axis and (one != "never" or self._tasks[needs][1]):
             raise Unprovable(
                 f"comm={layout.comm} rounds what each rank has of a gradient, and in {type(task).__name__} samples of "
                 "several ranks are computed together, so that no device alone has it",
@@ -196,8 +200,9 @@ class Docket:
         """``layout``: one whose sums are in few bits, if they are."""
 
         def made_anew(nudge: int = 0, decisions: Decisions | None = None) -> Reference:
-            coded = None if layout is None else _coded(task, layout)
-            return Reference(task, groups, nudge, decisions=decisions, coded=coded)
+            coded = defined(task, layout) if layout is not None and layout.coded_axis else None
+            observe = None if layout is None else partial(round_activations, task, layout)
+            return Reference(task, groups, nudge, observe, decisions, coded)
 
         reference = self._run(made_anew(), "to compare with")
         made = reference.decisions
@@ -228,9 +233,12 @@ class Docket:
         return standard
 
 
-def _coded(task: Task, layout: Layout) -> Coded:
+def defined(task: Task, layout: Layout) -> Coded:
+    """What a layout's ``comm`` means, for a run of a task."""
     blueprint = Blueprint(task.model, task.seed)
-    return Coded(layout, Placement.of(blueprint.model, task.anatomy(blueprint.model), layout), task.global_batch)
+    kind = {"onebit": OneBit, "powersgd": Projected}.get(layout.comm.partition(":")[0], Coded)
+    placement = Placement.of(blueprint.model, task.anatomy(blueprint.model), layout)
+    return kind(layout, placement, task.global_batch, task.steps)
 
 
 def _look(reference: Reference, trial: Trial) -> None:

@@ -112,6 +112,8 @@ def _settings(engine: Engine, facts: Mapping[str, Any]) -> list[Change]:
             found.append(Change(f"{what} was {before} and is {value}"))
     if "layout" in facts and (change := _owed(Layout.parse(facts["layout"]), engine.layout)):
         found.append(change)
+    if "layout" in facts and (change := _begun_anew(Layout.parse(facts["layout"]), engine.layout, facts)):
+        found.append(change)
     found += _callbacks(list(facts["callbacks"]), list(engine.callbacks.named)) if "callbacks" in facts else []
     others = user_code.changed(facts.get("files", {}), user_code.home(type(engine.task)))
     if others:
@@ -131,6 +133,21 @@ def _owed(then: Layout, now: Layout) -> Change | None:
         return Change(f"comm was {then.comm} and is {now.comm}: what was still owed of gradients is left out")
     if then.coded_axis == "dp" and (then.tp, then.ep) != (now.tp, now.ep):
         return Change("weights are cut otherwise: what was still owed of sums over replicas is left out")
+    return None
+
+
+def _begun_anew(then: Layout, now: Layout, facts: Mapping[str, Any]) -> Change | None:
+    """Where a method kept more than what is owed, and goes on without."""
+    before, after = Comm.parse(then.comm), Comm.parse(now.comm)
+    if before is None or not then.coded_axis:
+        return None
+    stays = after is not None and after.name == before.name and now.coded_axis == then.coded_axis
+    if before.name == "onebit" and not stays and any("frozen" in each for each in facts.get("options", {}).values()):
+        return Change(f"comm was {then.comm} and is {now.comm}: the variance of gradients is not frozen any more")
+    if before.name == "powersgd" and stays:
+        cuts = [(layout.fsdp, layout.cp, layout.tp, layout.ep) for layout in (then, now)]
+        if before.number != (after and after.number) or cuts[0] != cuts[1]:
+            return Change("weights are cut otherwise, or of another rank: what sums are projected on begins anew")
     return None
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from phalanx.cluster import devices
 from phalanx.kernels.fp8 import MULTIPLE
+from phalanx.layout_notes import layout_notes
 from phalanx.task import Task
 from phalanx.train.engine import Engine
 from phalanx.train.memory import fullest
@@ -49,7 +50,8 @@ class Overview:
     def notes(self) -> list[str]:
         """Settings that have no effect, or cost more than they need."""
         device = self.engine.device.type
-        settings = self.engine.layout.notes(device, self.engine.loader.micro_batches)
+        stream = self.engine.dtypes.compute.itemsize
+        settings = layout_notes(self.engine.layout, device, self.engine.loader.micro_batches, stream)
         given = getattr(self.engine.loader.reader.data, "notes", ())
         return [*settings, *given, *self._of_task[1], *self.engine.dtypes.notes(device), *self._wide(), *self.news()]
 

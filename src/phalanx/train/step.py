@@ -77,8 +77,60 @@ def train_step(engine: Engine, batch: StepBatch, rounds: Rounds | None = None) -
     spread, scale, clock = engine.spread, engine.loss_scale, engine.clock
     if spread.probe.untried:
         try_blocks(engine, batch)
-    spread.reduction.start_step(as_made=engine.update.takes_as_made and len(batch.micro_batches) == 1)
+    engine.update.begin(batch.step, scale.value)
     before = engine.traffic.start_step()
+    totals = engine.graphs(batch) if rounds is None else passes(engine, batch, rounds)
+
+    clock.begin("update")
+    spread.complete_gradients()
+    engine.update.prepare()
+
+    # From here on all ranks hold the same numbers.
+    agreed = _agreed(engine, batch.step, totals.table())
+    total, count = agreed.total, agreed.count
+    named, logged = totals.by_name(agreed.named), totals.logged(agreed.named, agreed.signals.new_names)
+    without = _nobody_touched(engine) if agreed.missing else set()
+
+    divisor = (count if count > 0 else 1.0) * scale.value
+    norm = agreed.norm / divisor
+    mean = total / count if count else math.nan
+    finite = math.isfinite(norm) and math.isfinite(total)
+    overflow = scale.dynamic and scale.value > 1 and math.isfinite(total) and not finite  # the scale will mend that
+    bad = engine.guard.judge(mean, norm) if count > 0 and not overflow else ""
+    engine.callbacks.call("on_gradients", engine, divisor, without)
+
+    lr = engine.set_learning_rate(batch.step)
+    clip_factor, apart = engine.clipping.factors(norm, agreed.norms, divisor)
+    engine.callbacks.call("before_update", engine)
+    if counts := finite and not bad and count > 0:
+        engine.update(clip_factor / divisor, without, {n: own / divisor for n, own in apart.items()}, divisor, count)
+    else:
+        engine.update.forget()
+    spread.end_step(counts, scale.update(finite))
+    return Metrics(
+        step=batch.step,
+        loss=mean,
+        losses=named,
+        logged=logged,
+        grad_norm=norm,
+        clip_factor=clip_factor,
+        lr=lr,
+        count=round(count) if count == round(count) else count,
+        slots=batch.slots,
+        samples=batch.samples,
+        skipped=not counts,
+        bad=bad,
+        seconds=(seconds := clock.seconds()),
+        sent=engine.traffic.sent_since(before),
+        communication=engine.traffic.end_step(seconds),
+        signals=agreed.signals,
+    )
+
+
+def passes(engine: Engine, batch: StepBatch, rounds: Rounds | None = None) -> Totals:
+    """Forward and backward of each micro-batch: gradients are summed over ranks, and losses on this one."""
+    spread, scale, clock = engine.spread, engine.loss_scale, engine.clock
+    spread.reduction.start_step(as_made=engine.update.takes_as_made and len(batch.micro_batches) == 1)
     totals = Totals(engine, batch.micro_batches)
     actions = spread.actions(len(batch.micro_batches))
     spread.start(batch.micro_batches, actions)
@@ -103,51 +155,7 @@ def train_step(engine: Engine, batch: StepBatch, rounds: Rounds | None = None) -
             spread.backward_weights(action, last)
         clock.begin("reduce")
         spread.reduction.finish_backward()
-
-    clock.begin("update")
-    spread.complete_gradients()
-    engine.update.prepare()
-
-    # From here on all ranks hold the same numbers.
-    agreed = _agreed(engine, batch.step, totals.table())
-    total, count = agreed.total, agreed.count
-    named, logged = totals.by_name(agreed.named), totals.logged(agreed.named, agreed.signals.new_names)
-    without = _nobody_touched(engine) if agreed.missing else set()
-
-    divisor = (count if count > 0 else 1.0) * scale.value
-    norm = agreed.norm / divisor
-    mean = total / count if count else math.nan
-    finite = math.isfinite(norm) and math.isfinite(total)
-    overflow = scale.dynamic and scale.value > 1 and math.isfinite(total) and not finite  # the scale will mend that
-    bad = engine.guard.judge(mean, norm) if count > 0 and not overflow else ""
-    engine.callbacks.call("on_gradients", engine, divisor, without)
-
-    lr = engine.set_learning_rate(batch.step)
-    clip_factor, apart = engine.clipping.factors(norm, agreed.norms, divisor)
-    engine.callbacks.call("before_update", engine)
-    if counts := finite and not bad and count > 0:
-        engine.update(clip_factor / divisor, without, {name: own / divisor for name, own in apart.items()})
-    else:
-        engine.update.forget()
-    spread.end_step(counts, scale.update(finite))
-    return Metrics(
-        step=batch.step,
-        loss=mean,
-        losses=named,
-        logged=logged,
-        grad_norm=norm,
-        clip_factor=clip_factor,
-        lr=lr,
-        count=round(count) if count == round(count) else count,
-        slots=batch.slots,
-        samples=batch.samples,
-        skipped=not counts,
-        bad=bad,
-        seconds=(seconds := clock.seconds()),
-        sent=engine.traffic.sent_since(before),
-        communication=engine.traffic.end_step(seconds),
-        signals=agreed.signals,
-    )
+    return totals
 
 
 def forward(engine: Engine, step: int, micro: MicroBatch, action: Action, rounds: Rounds | None = None) -> Loss | None:
@@ -221,7 +229,7 @@ class micro_batch:
     def __enter__(self) -> dict[str, Any]:
         moment = self.engine.spread.moment
         moment.step, moment.slots, moment.real = self.step, self.micro.slots, self.micro.real
-        self._generator = generator_state(self.engine.device)
+        self._generator = None if self.engine.traffic.in_graph else generator_state(self.engine.device)
         self._scope = self.engine.spread.randomness.scope("task")
         self._scope.__enter__()
         tensors = self.engine.to_device(self.micro.tensors)
@@ -230,7 +238,7 @@ class micro_batch:
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         self._scope.__exit__(kind, error, trace)
-        if kind is None:
+        if kind is None and self._generator is not None:
             check_unmoved(self._generator, self.engine.device)
 
 
@@ -310,7 +318,7 @@ def _agree_exactly(engine: Engine, sums: Tensor, trained: int) -> Agreed:
     """The same to the same bits at any number of ranks: losses by the tree, the norm as a sum of whole numbers."""
     gradients = engine.spread.gradients
     few = torch.cat([gradients.largest()[None], _told(engine, trained)])
-    every = engine.gathered(torch.cat([few, sums.view(-1)]))
+    every = engine.mesh.world.gathered(torch.cat([few, sums.view(-1)]))
     largest, missing, alike = float(every[:, 0].amax()), float(every[:, 1].sum()), bool(every[:, 2].eq(trained).all())
     signals = Signals.unpacked(every[:, 3 : 3 + len(NAMES)].sum(0).tolist())
     total, count, *named = fold(by_leaf(engine, every[:, 3 + len(NAMES) :].reshape(-1, sums.shape[1]))).tolist()
