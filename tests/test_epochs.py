@@ -11,6 +11,7 @@ import pytest
 
 import phalanx
 from phalanx import Run
+from phalanx.data.order import Order
 from phalanx.settings import make_task, over
 from tests.tasks import Digits
 from tests.test_cli import phalanx as run_phalanx
@@ -32,9 +33,9 @@ def test_steps_follow_from_the_data(epochs: float, batch: int, steps: int) -> No
 
 
 def test_one_of_the_two() -> None:
-    Digits(epochs=2, steps=10).plan_steps(40)  # 10 is what two epochs come to
+    Digits(epochs=2, steps=10).plan_steps(40, Order(40, 8).steps_in)  # 10 is what two epochs come to
     with pytest.raises(phalanx.WrongUse, match=r"steps=11 and epochs=2 do not agree: .* 40 samples has 5 steps"):
-        Digits(epochs=2, steps=11).plan_steps(40)
+        Digits(epochs=2, steps=11).plan_steps(40, Order(40, 8).steps_in)
     for wrong in (-1.0, float("nan"), float("inf")):
         with pytest.raises(phalanx.WrongUse, match="epochs="):
             Digits(epochs=wrong).check()
@@ -53,7 +54,7 @@ def test_what_is_given_now_counts() -> None:
         epochs: float = 3
 
     task = make_task(Passes, over({}, {"steps": "4"}))
-    task.plan_steps(40)
+    task.plan_steps(40, Order(40, 8).steps_in)
     assert task.steps == 4
 
 

@@ -31,8 +31,8 @@ def tokenize(
     json: Annotated[bool, typer.Option("--json", help="print one JSON object and nothing else")] = False,
 ) -> None:
     """Encode documents once, into a folder of token files that training reads; run again, it goes on where it was."""
-    from phalanx.data.rows import BadRows
     from phalanx.data.token_folder import tokenize as encode
+    from phalanx.task import BadRows
 
     if len(paths) < 2:
         raise WrongUse("name the inputs and then the folder to write: phalanx tokenize a.jsonl b.jsonl tokens")

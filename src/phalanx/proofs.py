@@ -16,7 +16,7 @@ from phalanx.task import Task
 
 FREE = {
     "seed", "steps", "epochs", "precision", "learning_rate", "warmup_steps", "rate", "weight_decay", "clip",
-    "layer_decay", "workers", "evaluate_every", "global_batch",
+    "layer_decay", "workers", "evaluate_every", "global_batch", "bad_rows",
 }  # fmt: skip
 """Settings that a proof does not hang on."""
 

@@ -13,7 +13,10 @@ class Question:
     tokens: Sequence[int]
     """The prompt, as the model is given it."""
     text: str
+    """The question in its author's words."""
     reference: str
+    prompt: str = ""
+    """The prompt as text: all that was said before, as a template writes it."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,7 @@ class ModelAnswer:
     question: str
     answer: str
     reference: str
+    prompt: str = ""
 
     @property
     def exact(self) -> bool:

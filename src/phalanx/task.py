@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 Precision = Literal["fp32", "bf16", "fp16", "fp8", "fp8_rowwise", "float64"]
 OptimizerKind = Literal["adamw", "muon"]
+BadRows = Literal["stop", "skip"]
+"""What becomes of rows and samples that cannot be read: the first ends it, or they are left out."""
 
 
 class NoSuchColumn(WrongUse, KeyError):
@@ -75,6 +77,7 @@ class Task:
     """By patterns of weights' names, what is other for them; later ones before earlier ones."""
     clip: float = 1.0
     workers: int = 0
+    bad_rows: BadRows = "stop"
     evaluate_every: int = 0
 
     counts: ClassVar[str] = "samples"
@@ -107,6 +110,13 @@ class Task:
     def data(self) -> Any:
         """The training samples: anything with ``len()`` and ``[i]`` -> dict of tensors or numbers."""
         raise self._missing("data", "return something with len() and [i] -> dict of tensors or numbers")
+
+    def prepare(self) -> None:
+        """Have ready what `data` needs: called once on each host, in the process that its ranks are forked from.
+
+        What it keeps in the task all of them have; it must leave no thread running and no file open that they share.
+        What is wrong with the data is said here before any of them starts.
+        """
 
     def held_out(self) -> Any:
         """Samples kept aside for `evaluate`, or None."""
@@ -218,12 +228,11 @@ class Task:
         """
         return schedules.schedule(self.rate, self.steps, self.warmup_steps)
 
-    def plan_steps(self, samples: int) -> None:
-        """Where epochs are given, set ``steps`` to as many as they take with so many samples to train on."""
+    def plan_steps(self, samples: int, steps_in: Callable[[float], int]) -> None:
+        """Where epochs are given, set ``steps`` to as many as they take: ``steps_in`` says so of any number."""
         if not self.epochs:
             return
-        each = math.ceil(samples / self.global_batch)
-        steps = max(1, round(self.epochs * each))
+        each, steps = steps_in(1), steps_in(self.epochs)
         unset = next(f.default for f in fields(self) if f.name == "steps")
         if self.steps not in (unset, steps):
             raise WrongUse(
@@ -263,7 +272,8 @@ class Task:
                 raise WrongUse(f"{name}={value} is no rate. Set {name} to a number from 0 up, such as 0.001.")
         if not self.clip > 0:
             raise WrongUse(f"clip={self.clip} would stop all learning. Set clip above 0, or clip=inf for no clipping.")
-        for name, kind in (("precision", Precision), ("moments", Moments), ("optimizer_kind", OptimizerKind)):
+        kinds = {"precision": Precision, "moments": Moments, "optimizer_kind": OptimizerKind, "bad_rows": BadRows}
+        for name, kind in kinds.items():
             value, known = getattr(self, name), get_args(kind)
             if value not in known:
                 raise WrongUse(f"{name}={value!r} is not known. Choose one of: {', '.join(known)}.")

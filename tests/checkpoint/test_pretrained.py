@@ -75,10 +75,13 @@ def test_buffers_are_read_too(ranks: Ranks, tmp_path: Path) -> None:
         assert all(torch.equal(found[name], tensor) for name, tensor in saved.items())
 
 
-def test_what_the_model_has_no_place_for_is_said(tmp_path: Path) -> None:
+def test_what_the_model_has_no_place_for_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save_file({"a": torch.zeros(2), "b": torch.zeros(3)}, tmp_path / "a.safetensors")
-    with pytest.warns(UserWarning, match="also holds 1 tensors that the model has no place for: b"):
-        Pretrained(tmp_path, {"a": torch.Size([2])}, {})
+    Pretrained(tmp_path, {"a": torch.Size([2])}, {})
+    assert f"note  {tmp_path}: the model has no place for some of its tensors (b)" in capsys.readouterr().err
+    save_file({"a": torch.zeros(2), "lm_head.weight": torch.zeros(3)}, tmp_path / "a.safetensors")
+    Pretrained(tmp_path, {"a": torch.Size([2])}, {})
+    assert "what the saved model ends in is not used (lm_head.weight)" in capsys.readouterr().err
 
 
 def test_what_does_not_fit_is_named(tmp_path: Path) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import numpy as np
 
-from phalanx.data.asked import asked
+from phalanx.data.asked import LastQuestions, asked
 
 
 class Letters:
@@ -50,3 +53,18 @@ def test_those_alone_are_made_that_are_asked_for() -> None:
     assert [question.reference for question in found.every[:2]] == ["a", "b"]
     assert tokenizer.calls == 4
     assert found.every[-1].reference == "s"
+
+
+def test_a_question_is_in_its_authors_words_and_the_prompt_beside_it(tmp_path: Path) -> None:
+    turns = [("user", "First?"), ("assistant", "One."), ("user", "And then?"), ("assistant", "Two.")]
+    rows = [
+        {"question": "left out", "answer": ""},
+        {"messages": [{"role": role, "content": content} for role, content in turns]},
+        {"question": "How many?", "answer": "Two."},
+    ]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    documents = [document([1, 2, 3, 0, 4, 5, 6, 0], [0, 0, 1, 1, 0, 0, 1, 1]), document([1, 2, 0], [0, 1, 1])]
+    found = asked(documents, Letters(), length=20, pad=0, shown=2, words=LastQuestions(path, [1, 2]))
+    assert [question.text for question in found.every] == ["And then?", "How many?"]
+    assert [question.prompt for question in found.every] == ["abc.de", "a"]

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import IterableDataset, TensorDataset
 
 import phalanx
 from phalanx import WrongUse
@@ -42,6 +42,12 @@ class Stream(IterableDataset):
         return iter(())
 
 
+class Sharded(Stream):
+    """One of Hugging Face's, as far as it is looked at."""
+
+    num_shards = 3
+
+
 def generator() -> Iterator[dict[str, int]]:
     yield {"x": 1}
 
@@ -53,12 +59,12 @@ PAIRS = TensorDataset(ARRAY, torch.arange(6))
 @pytest.mark.parametrize(
     ("data", "line"),
     [
-        (DataLoader(PAIRS, batch_size=4), "return loader.dataset; set global_batch=4"),
         ({"x": ARRAY, "y": ARRAY}, 'return phalanx.data.Arrays(x=columns["x"], y=columns["y"])'),
         (Frame(), 'return phalanx.data.Arrays(width=frame["width"].to_numpy(), label=frame["label"].to_numpy())'),
         ({"train": Formatted(), "test": Formatted()}, 'return data["train"].with_format("torch")'),
         (generator(), "return list(stream)"),
-        (Stream(), "return list(stream)"),
+        (Stream(), "give it a __len__()"),
+        (Sharded(), 'return phalanx.data.Shards.of(stream, "sizes.json")'),
         (ARRAY, "return phalanx.data.Arrays(x=data)"),
         ((ARRAY, ARRAY), "return phalanx.data.Arrays(x=x, y=y)"),
         ("data.csv", "phalanx.data.JsonLines(path)"),

@@ -20,6 +20,6 @@ ORDERS = [
 
 @pytest.mark.parametrize("order", ORDERS, ids=lambda order: type(order).__name__)
 def test_an_order_reads_back(order: Order) -> None:
-    found = order_of(json.loads(json.dumps(order.facts())), 20, 4, 1)
+    found = order_of(json.loads(json.dumps(order.facts())), 20, 4, 1, list)
     assert found == order
     assert [found.ids(step).tolist() for step in range(9)] == [order.ids(step).tolist() for step in range(9)]

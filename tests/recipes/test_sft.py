@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -186,3 +187,25 @@ def test_questions_are_made_once() -> None:
     task = SFT(**SMALL)
     assert task.questions() is task.questions()
     assert len(task.questions().every) > 0
+
+
+def test_steps_of_about_one_length_or_of_so_many_tokens() -> None:
+    plain: dict[str, Any] = {**SMALL, "packed": False, "share_held_out": 0.0}
+    data = SFT(**plain, group_by_length=True, batch_tokens=300).data()
+    lengths = np.array([len(sample["tokens"]) for sample in data])
+    order = phalanx.data.order.Order.of(data, len(data), 4, 0)
+    steps = [lengths[order.ids(step)] for step in range(order.steps_in(1))]
+    assert max(int(step.sum()) for step in steps) <= 300
+    assert len({len(step) for step in steps}) > 1
+    assert sum(len(step) * int(step.max()) for step in steps) < 1.1 * lengths.sum()
+    task = SFT(**plain, batch_tokens=300, epochs=1.0, steps=100)
+    with phalanx.Engine(task, device="cpu") as engine:
+        assert "up to 300 tokens as 1 micro-batch a step" in Overview(engine).facts()["batch"]
+        assert task.steps == engine.order.steps_per_epoch
+    for wrong, said in (
+        ({"group_by_length": True}, "group_by_length has no effect on packed samples"),
+        ({"batch_tokens": 300}, "batch_tokens has no effect on packed samples"),
+        ({"batch_tokens": -1}, "batch_tokens=-1 is no number of tokens"),
+    ):
+        with pytest.raises(phalanx.WrongUse, match=said):
+            SFT(**SMALL, **wrong).check()

@@ -63,7 +63,7 @@ def test_a_few_are_written_into_the_runs_folder(tmp_path: Path) -> None:
         note_answers(engine, Run(tmp_path))
         assert engine.model.training
     lines = (tmp_path / "answers" / "step-00000000.jsonl").read_text().splitlines()
-    assert [set(json.loads(line)) for line in lines] == [{"question", "answer", "reference", "exact"}] * 2
+    assert [set(json.loads(line)) for line in lines] == [{"question", "prompt", "answer", "reference", "exact"}] * 2
     task = SFT(**SETTINGS | {"answers": 0})
     with phalanx.Engine(task, device="cpu") as engine:
         note_answers(engine, Run(tmp_path / "none"))

@@ -15,6 +15,7 @@ from phalanx import CannotHere, WrongUse
 from phalanx.train.beforehand import FILE
 from phalanx.train.evaluating import Evaluator
 from phalanx.train.exporting import export_run
+from tests.tasks import Digits
 from tests.test_cli import GOOD, Done
 from tests.test_cli import phalanx as command
 from tests.train.test_beforehand import FromWhereItBegan, Points
@@ -123,3 +124,12 @@ def test_other_rows_are_known_too_and_nothing_of_them_is_kept(began: Path) -> No
     with pytest.raises(CannotHere, match="is of other settings or samples than the run has now"):
         evaluated(began, "seed=3", "shift=0.3")
     assert (began / FILE).read_bytes() == kept
+
+
+def test_fewer_samples_than_a_batch_are_evaluated_and_not_trained_on() -> None:
+    few = Digits(samples=3, global_batch=8)
+    with phalanx.Engine(few, device="cpu", evaluates="data") as engine:
+        engine.held_out = engine.in_order(engine.loader.reader.data, "data")
+        assert engine.evaluate()["loss"] > 0
+    with pytest.raises(WrongUse, match="3 samples, fewer than one batch of 8"):
+        phalanx.Engine(few, device="cpu")

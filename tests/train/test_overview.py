@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor, nn
 
 import phalanx
@@ -14,7 +16,7 @@ def test_facts_and_notes() -> None:
     with phalanx.Engine(Digits(), phalanx.Layout(zero=2), device="cpu") as engine:
         overview = Overview(engine)
         facts = overview.facts()
-        assert list(facts) == ["layout", "model", "memory", "batch", "dtypes"]
+        assert list(facts) == ["layout", "model", "memory", "batch", "optimizer", "dtypes"]
         assert facts["dtypes"].startswith("parameter float32 | compute float32")
         (note,) = overview.notes()
         assert note.startswith("zero=2 has no effect")
@@ -76,3 +78,24 @@ def test_a_task_says_lines_of_its_own() -> None:
         overview = Overview(engine)
         assert overview.facts()["rows"] == "7: 2 held out"
         assert overview.notes() == ["left out: one"]
+
+
+def test_the_optimizer_and_the_schedule_are_told() -> None:
+    task = Digits(
+        learning_rate=0.02,
+        steps=50,
+        warmup_steps=3,
+        parameters={"0.*": phalanx.ParameterGroup(learning_rate_factor=0.5)},
+    )
+    with phalanx.Engine(task, device="cpu") as engine:
+        told = Overview(engine).facts()["optimizer"]
+    assert told.startswith("AdamW at ")
+    assert all(part in told.partition(";")[0] for part in ("0.01 with decay 0.1", "0.02 with decay 0.1"))
+    assert told.endswith("settings of their own: 0.*; cosine over 50 steps, 3 of them warm-up")
+
+    class Planned(Digits):
+        def schedule(self) -> Any:
+            return lambda step: 1.0
+
+    with phalanx.Engine(Planned(steps=50), device="cpu") as engine:
+        assert Overview(engine).facts()["optimizer"].endswith("; a schedule of its own over 50 steps")

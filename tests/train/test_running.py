@@ -59,3 +59,15 @@ def test_hosts_that_meet_need_a_folder() -> None:
     job = job_of(meet="localhost:1", max_nodes=2)  # type: ignore[arg-type]
     with pytest.raises(WrongUse, match="Give it with --run"):
         running.train(job, None)
+
+
+def test_bad_data_is_named_before_any_rank_starts(tmp_path: Path) -> None:
+    pytest.importorskip("transformers", reason="transformers is not installed (the dev extra has it)")
+    (tmp_path / "rows.jsonl").write_text('{"question": "a?", "answer": "b"}\n{"question": "c?"}\n')
+    job = resolve(
+        task="sft", layout=None, on="local:2", assignments=[f"path={tmp_path / 'rows.jsonl'}"], steps=1, config=None,
+        device="cpu",
+    )  # fmt: skip
+    with pytest.raises(WrongUse, match=r"rows\.jsonl, row 2: "):
+        running.train(job, tmp_path / "run")
+    assert not (tmp_path / "run").exists()

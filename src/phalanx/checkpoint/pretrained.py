@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import os
 import re
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -12,12 +12,18 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from phalanx import streams
 from phalanx.checkpoint.weights import DTYPES
 from phalanx.errors import WrongUse, closest
+from phalanx.events import say
 from phalanx.parallel.axes.cuts import Cut
 from phalanx.parallel.weights.filling import Saved
 from phalanx.task import Task
 from phalanx.trees import leaves
+from phalanx.words import listed
+
+HEADS = ("lm_head", "embed_out", "cls", "predictions", "pooler", "score", "classifier", "classification_head")
+"""Modules that models of Hugging Face's end in, by what they are for."""
 
 STACKED = {"gate_up_proj": ("gate_proj|w1", "up_proj|w3"), "down_proj": ("down_proj|w2",)}
 """What experts' stacked weights are called, and the files' names for what one expert has of them."""
@@ -65,6 +71,15 @@ def beginning(path: str | Path | Mapping[str, Path], model: nn.Module, tied: Map
         return made if made is None or cut is None else cut.take(made, rank)
 
     return part
+
+
+def _tell_unused(path: str | Path, names: Sequence[str]) -> None:
+    """Of tensors in files that a model does not take, once: that a head is another one's is meant so."""
+    if os.environ.get("RANK", "0") != "0":
+        return
+    heads = all(any(word in name.split(".") for word in HEADS) for name in names)
+    what = "what the saved model ends in is not used" if heads else "the model has no place for some of its tensors"
+    say(f"   note  {path}: {what} ({listed(list(names), 3)})", streams.stderr())
 
 
 def _home(paths: Mapping[str, Path], name: str) -> str | None:
@@ -142,10 +157,7 @@ class Pretrained:
         if beyond is not None:
             raise WrongUse(f"{path} holds {beyond}, and the model ends before it. Build it as the saved one was.")
         if left:
-            warnings.warn(
-                f"{path} also holds {len(left)} tensors that the model has no place for: {', '.join(left[:3])}",
-                stacklevel=2,
-            )
+            _tell_unused(path, left)
 
     def whole(self, name: str) -> Tensor:
         """A tensor that is there, whether or not the model has one of its name."""

@@ -24,14 +24,14 @@ import numpy as np
 from phalanx import streams
 from phalanx.data.chat import Chat
 from phalanx.data.row_file import RowFile
-from phalanx.data.rows import BadRows
 from phalanx.data.supervised import Encoded, encoded
 from phalanx.events import say
+from phalanx.task import BadRows
 
 SMALL_BYTES = 1 << 20
 """Fewer bytes of rows are encoded in a moment, by each rank."""
 UNUSED_SECONDS = 30 * 24 * 3600
-FORMAT = 1
+FORMAT = 2
 FACTS = "facts.json"
 
 
@@ -94,7 +94,7 @@ def _write(place: Path, found: Encoded) -> None:
         np.save(unfinished / "tokens.npy", np.concatenate([ids for ids, _ in found.documents]))
         np.save(unfinished / "counted.npy", np.concatenate([counted for _, counted in found.documents]))
         np.save(unfinished / "ends.npy", np.cumsum([len(ids) for ids, _ in found.documents]))
-        facts = {"rows": found.rows, "left_out": found.left_out, "cut": found.cut}
+        facts = {"rows": found.rows, "left_out": found.left_out, "cut": found.cut, "kept": found.kept}
         (unfinished / FACTS).write_text(json.dumps(facts))
         for path in unfinished.iterdir():
             with path.open("rb") as file:

@@ -33,10 +33,10 @@ class Fingerprint:
     """Whether a sample that is read twice is the same."""
 
     @classmethod
-    def of(cls, size: int, read: Read) -> Fingerprint:
+    def of(cls, size: int, read: Read, data: Any = None) -> Fingerprint:
         """Of as many samples as can be read in a moment; of none where one cannot be read, which training will tell."""
         try:
-            samples = _hashes(_places(size), read)
+            samples = _hashes(near(data, _places(size)), read)
             again = {name: digest(read(int(name))) for name in list(samples)[:1]}
         except Exception:
             return cls(size)
@@ -63,6 +63,12 @@ class Fingerprint:
 def _places(size: int) -> list[int]:
     drawn = [counter.key("fingerprint", size, number) % size for number in range(SAMPLES - 2)] if size else []
     return list(dict.fromkeys([size - 1, 0, *drawn])) if size else []
+
+
+def near(data: Any, places: Iterable[int]) -> list[int]:
+    """Samples to look at instead of some, of data that says which ones near them are read sooner."""
+    found = getattr(data, "near", None)
+    return list(dict.fromkeys(places if found is None else map(found, places)))
 
 
 def _hashes(places: Iterable[int], read: Read) -> dict[str, str]:

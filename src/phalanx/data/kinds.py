@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import IterableDataset
 
 from phalanx.errors import WrongUse
 from phalanx.traces import described
@@ -15,6 +15,10 @@ from phalanx.words import many
 
 SAMPLES = "Return something with len() and [i] -> dict of tensors or numbers"
 SHOWN = 4
+
+
+class BrokenStream(WrongUse):
+    """Why samples cannot be read from here on: none of them can be left out as bad."""
 
 
 def count_samples(data: Any, name: str) -> int:
@@ -46,12 +50,6 @@ def _mistaken(data: Any) -> str:
     kind = type(data).__name__
     if data is None:
         return f"nothing. {SAMPLES}."
-    if isinstance(data, DataLoader):
-        workers = f", and workers={data.num_workers} in the task" if data.num_workers else ""
-        return (
-            "a DataLoader, which has an order and batches of its own. Return what it reads: return loader.dataset; "
-            f"set global_batch={data.batch_size or 'N'}{workers}. A collate_fn becomes the task's collate(samples)."
-        )
     if isinstance(data, Mapping):
         if all(hasattr(value, "features") for value in data.values()) and data:  # Hugging Face's DatasetDict
             split = "train" if "train" in data else str(next(iter(data)))
@@ -64,8 +62,8 @@ def _mistaken(data: Any) -> str:
     if isinstance(data, (IterableDataset, Iterator)):
         return (
             f"a {kind}, a stream: which sample is in which step follows from the seed, so samples are asked for by "
-            "their number. If they fit into memory: return list(stream). If not, write them to a file once and index "
-            "it: phalanx.data.JsonLines, Parquet, TokenFile."
+            "their number. If they fit into memory: return list(stream). If not, say how many there are: "
+            f"{_sized(data)}; or write them to a file once and index it: phalanx.data.JsonLines, Parquet, TokenFile."
         )
     if isinstance(data, (Tensor, np.ndarray)):
         return f"{described(data)}, whose rows have no name. Write: return phalanx.data.Arrays(x=data)"
@@ -75,6 +73,15 @@ def _mistaken(data: Any) -> str:
     if isinstance(data, str):
         return f"text ({data[:40]!r}), not samples. Open it: phalanx.data.JsonLines(path), Parquet(path), or a class."
     return ""
+
+
+def _sized(stream: Any) -> str:
+    """The line that makes a data set of a stream."""
+    if hasattr(stream, "num_shards"):
+        return f'return phalanx.data.Shards.of(stream, "sizes.json"), which counts its {stream.num_shards} shards once'
+    if isinstance(stream, IterableDataset):
+        return "give it a __len__(), or return phalanx.data.Shards([...], sizes) of parts that can each be iterated"
+    return "return phalanx.data.Shards([...], sizes) of parts that can each be iterated again"
 
 
 def not_a_sample(sample: Any, index: int) -> WrongUse:

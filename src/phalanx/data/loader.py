@@ -10,23 +10,43 @@ import random
 import signal
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
 from phalanx import counter
-from phalanx.data.kinds import check_rows, check_values, not_a_sample, unstackable
+from phalanx.data.kinds import BrokenStream, check_rows, check_values, not_a_sample, unstackable
 from phalanx.data.order import Order, digest, leaf, share
 from phalanx.data.splitting import by_rows
 from phalanx.errors import WrongUse, may_pass
 from phalanx.processes import aside, die_with_parent
+from phalanx.task import BadRows
 from phalanx.traces import Traced, folded, whole
 
 T = TypeVar("T")
+LOOKED_AT = 1000
+"""So many samples are tried for one to stand in for bad ones."""
+
+
+class BadSample(NamedTuple):
+    """A sample that cannot be read, and why."""
+
+    number: int
+    reason: str
+
+
+class Incomplete(NamedTuple):
+    """A batch without some of its samples; one that has none left is a stand-in."""
+
+    tensors: dict[str, Any]
+    kept: list[int]
+    """Places of those that it has, among those that were asked for."""
+    bad: tuple[BadSample, ...]
 
 
 @dataclass
@@ -48,6 +68,8 @@ class StepBatch:
     """Samples of this step over all ranks."""
     samples: str
     """A hash of the global batch's sample ids."""
+    bad: tuple[BadSample, ...] = ()
+    """Those of this rank that could not be read, and are left out."""
 
 
 def seed_globally(*key: int | str) -> None:
@@ -56,6 +78,12 @@ def seed_globally(*key: int | str) -> None:
     random.seed(seed)
     np.random.seed(seed)
     torch.default_generator.manual_seed(seed)
+
+
+def reason_of(error: Exception) -> str:
+    """Why a sample cannot be read, in one line."""
+    first = (str(error).splitlines() or [""])[0]
+    return first if isinstance(error, WrongUse) else f"{type(error).__name__}: {first}"
 
 
 def sample_at(data: Any, index: int, seed: int, epoch: int = 0) -> Any:
@@ -77,10 +105,48 @@ class MicroBatchPlan:
 class Reader(Dataset):
     """Reads and collates the samples of a plan; each sample's own randomness is seeded by (seed, epoch, sample)."""
 
-    def __init__(self, data: Any, collate: Callable[[Sequence[Any]], dict[str, Any]], seed: int, plain: bool) -> None:
-        self.data, self.collate, self.seed, self.plain = data, collate, seed, plain
+    def __init__(
+        self,
+        data: Any,
+        collate: Callable[[Sequence[Any]], dict[str, Any]],
+        seed: int,
+        plain: bool,
+        bad_rows: BadRows = "stop",
+    ) -> None:
+        self.data, self.collate, self.seed, self.plain, self.bad_rows = data, collate, seed, plain, bad_rows
 
-    def __getitem__(self, plan: MicroBatchPlan) -> dict[str, Any] | WrongUse | Traced:
+    def __getitem__(self, plan: MicroBatchPlan) -> dict[str, Any] | Incomplete | WrongUse | Traced:
+        found = self._batch(plan)
+        skips = self.bad_rows == "skip" and isinstance(found, (WrongUse, Traced)) and not may_pass(found)
+        return self._without_bad(plan, found) if skips else found
+
+    def _without_bad(self, plan: MicroBatchPlan, failed: Any) -> Any:
+        """A batch of those samples that can be read; ``failed``: what came of all of them."""
+        good, bad = list[int](), list[BadSample]()
+        for place, index in enumerate(plan.ids.tolist()):
+            try:
+                self._sample(index, plan.epoch)
+                good.append(place)
+            except Exception as error:
+                if may_pass(error) or isinstance(error, BrokenStream):
+                    return failed
+                bad.append(BadSample(index, reason_of(error)))
+        if not bad:
+            return failed  # they can be read, and make no batch
+        ids = plan.ids[good] if good else self._readable(plan)
+        batch = failed if ids is None else self._batch(replace(plan, ids=ids))
+        return batch if isinstance(batch, (WrongUse, Traced)) else Incomplete(batch, good, tuple(bad))
+
+    def _readable(self, plan: MicroBatchPlan) -> np.ndarray | None:
+        """A sample that can be read, to stand in for others; None: there is none near."""
+        first = int(plan.ids[-1])
+        for index in range(first + 1, first + 1 + LOOKED_AT):
+            with suppress(Exception):
+                self._sample(index % len(self.data), plan.epoch)
+                return np.array([index % len(self.data)])
+        return None
+
+    def _batch(self, plan: MicroBatchPlan) -> dict[str, Any] | WrongUse | Traced:
         what, samples = "", []
         try:
             if self.plain and by_rows(self.data):
@@ -104,7 +170,8 @@ class Reader(Dataset):
 
     def read(self, index: int) -> dict[str, Any]:
         """One sample alone, as a batch."""
-        return _checked(self[MicroBatchPlan(0, np.array([index]), np.zeros(1, dtype=np.int64), True)])
+        found = _checked(self[MicroBatchPlan(0, np.array([index]), np.zeros(1, dtype=np.int64), True)])
+        return found.tensors if isinstance(found, Incomplete) else found
 
     def _sample(self, index: int, epoch: int) -> Any:
         sample = sample_at(self.data, index, self.seed, epoch)
@@ -128,28 +195,34 @@ class Loader:
         workers: int = 0,
         pin: bool = False,
         plain: bool = False,
+        bad_rows: BadRows = "stop",
         leaves: Sequence[int] = (),
     ) -> None:
         """``plain``: samples are only stacked, so that arrays may give many rows at once.
 
+        ``bad_rows``: one that cannot be read ends the run, or is left out, and all others stay where they are.
         ``leaves``: which virtual micro-batches are this rank's, of as many as all ranks have together.
         """
         self.leaves = leaves
         self.order, self.micro_batches, self.ranks, self.rank = order, micro_batches, ranks, rank
         self.workers, self.pin = workers, pin
-        self.reader = Reader(data, collate, order.seed, plain)
+        self.bad: dict[int, str] = {}
+        """Samples that could not be read so far, and why."""
+        self.reader = Reader(data, collate, order.seed, plain, bad_rows)
 
     def plans(self, step: int, ids: np.ndarray) -> list[MicroBatchPlan]:
         """What this rank reads of a step's samples."""
+        tokens = self.order.tokens(ids)
         if self.leaves:
-            ranges = [leaf(len(ids), len(self.leaves) * self.ranks, index) for index in self.leaves]
+            ranges = [leaf(len(ids), len(self.leaves) * self.ranks, index, tokens) for index in self.leaves]
         else:
-            ranges = share(len(ids), self.micro_batches, self.ranks, self.rank)
+            ranges = share(len(ids), self.micro_batches, self.ranks, self.rank, tokens)
         return [self._plan(step, ids, *found) for found in ranges]
 
-    def spans(self, slots: int) -> list[list[tuple[int, int]]]:
+    def spans(self, step: int) -> list[list[tuple[int, int]]]:
         """By rank and micro-batch, which slots of a step it computes."""
-        return [share(slots, self.micro_batches, self.ranks, rank) for rank in range(self.ranks)]
+        tokens = self.order.tokens(ids := self.order.ids(step))
+        return [share(len(ids), self.micro_batches, self.ranks, rank, tokens) for rank in range(self.ranks)]
 
     def _plan(self, step: int, ids: np.ndarray, start: int, stop: int) -> MicroBatchPlan:
         real = stop > start
@@ -159,13 +232,13 @@ class Loader:
 
     def first(self, step: int) -> MicroBatch:
         """A step's first micro-batch, whoever computes it."""
-        ids = self.order.ids(step)
+        tokens = self.order.tokens(ids := self.order.ids(step))
         if self.leaves:
-            found = leaf(len(ids), len(self.leaves) * self.ranks, 0)
+            found = leaf(len(ids), len(self.leaves) * self.ranks, 0, tokens)
         else:
-            found = share(len(ids), self.micro_batches, self.ranks, 0)[0]
+            found = share(len(ids), self.micro_batches, self.ranks, 0, tokens)[0]
         plan = self._plan(step, ids, *found)
-        return MicroBatch(_checked(self.looked_at(lambda: self.reader[plan])), plan.slots, plan.real)
+        return _micro_batch(_checked(self.looked_at(lambda: self.reader[plan])), plan)
 
     def looked_at(self, function: Callable[[], T]) -> T:
         """What a function that reads samples gives. Workers must find nothing that it has opened: two that share a file
@@ -187,9 +260,11 @@ class Loader:
             for step in range(start, stop):
                 first = _checked(next(read))
                 ids, plans = asked.popleft()
-                tensors = [first, *(_checked(next(read)) for _ in plans[1:])]
-                micro = [MicroBatch(batch, plan.slots, plan.real) for batch, plan in zip(tensors, plans, strict=True)]
-                yield StepBatch(step, micro, len(ids), digest(ids))
+                found = [first, *(_checked(next(read)) for _ in plans[1:])]
+                pairs = [*zip(found, plans, strict=True)]
+                micro = [_micro_batch(batch, plan) for batch, plan in pairs]
+                bad = tuple(bad for batch, plan in pairs if plan.real for bad in getattr(batch, "bad", ()))
+                yield StepBatch(step, micro, len(ids), digest(ids), bad)
         finally:
             del read  # ends the workers, also where an error's traceback would keep them
 
@@ -210,7 +285,15 @@ def _worker(_: int) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a scheduler gives it to everybody; the rank still needs its samples
 
 
-def _checked(batch: dict[str, Any] | WrongUse | Traced) -> dict[str, Any]:
+def _checked(batch: dict[str, Any] | Incomplete | WrongUse | Traced) -> Any:
     if isinstance(batch, (WrongUse, Traced)):
         raise batch
     return batch
+
+
+def _micro_batch(batch: dict[str, Any] | Incomplete, plan: MicroBatchPlan) -> MicroBatch:
+    if not isinstance(batch, Incomplete):
+        return MicroBatch(batch, plan.slots, plan.real)
+    if not batch.kept:
+        return MicroBatch(batch.tensors, plan.slots[:1], real=False)
+    return MicroBatch(batch.tensors, plan.slots[batch.kept], plan.real)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -59,8 +60,13 @@ class Order:
             )
 
     @classmethod
-    def of(cls, data: Any, size: int, global_batch: int, seed: int) -> Order:
-        """The order that a data set of so many samples is trained on in: its own, if it has a ``training_order``."""
+    def of(cls, data: Any, size: int, global_batch: int, seed: int, trained: bool = True) -> Order:
+        """The order that a data set of so many samples is trained on in: its own, if it has a ``training_order``.
+
+        Not ``trained`` on: as they are, and they may be fewer than a batch.
+        """
+        if not trained:
+            return Order(size, global_batch, seed, shuffle=False)
         own = getattr(data, "training_order", None)
         return Order(size, global_batch, seed) if own is None else own(global_batch, seed)
 
@@ -71,6 +77,14 @@ class Order:
     @property
     def steps_per_epoch(self) -> int:
         return math.ceil(self.size / self.global_batch)
+
+    def steps_in(self, epochs: float) -> int:
+        """How many steps so many epochs have."""
+        return max(1, round(epochs * self.steps_per_epoch))
+
+    def tokens(self, ids: np.ndarray) -> np.ndarray | None:
+        """How much there is to compute of each sample, if they differ: micro-batches and ranks share that evenly."""
+        return None
 
     def epoch(self, step: int) -> int:
         return step // self.steps_per_epoch
@@ -94,21 +108,41 @@ def digest(ids: np.ndarray) -> str:
     return hashlib.sha256(ids.tobytes()).hexdigest()[:16]
 
 
-def share(slots: int, micro_batches: int, ranks: int, rank: int) -> list[tuple[int, int]]:
+def share(
+    slots: int, micro_batches: int, ranks: int, rank: int, tokens: np.ndarray | None = None
+) -> list[tuple[int, int]]:
     """The slot range of each of a rank's micro-batches.
 
     A micro-batch is one contiguous range of slots over all ranks, so that what a batch-norm sees together does not
-    depend on how many ranks there are. Ranges differ by one slot at most, and may be empty on some ranks.
+    depend on how many ranks there are. Ranges differ by one slot at most, or where samples have different ``tokens``
+    about by those of one, and may be empty on some ranks.
     """
-    micro_batches = min(micro_batches, slots)
     ranges = []
-    for index in range(micro_batches):
-        first, last = index * slots // micro_batches, (index + 1) * slots // micro_batches
-        width = last - first
-        ranges.append((first + rank * width // ranks, first + (rank + 1) * width // ranks))
+    for first, last in parts(0, slots, min(micro_batches, slots), tokens):
+        ranges.append(parts(first, last, ranks, tokens)[rank])
     return ranges
 
 
-def leaf(slots: int, leaves: int, index: int) -> tuple[int, int]:
+def leaf(slots: int, leaves: int, index: int, tokens: np.ndarray | None = None) -> tuple[int, int]:
     """The slot range of one of so many virtual micro-batches; it may be empty where a step has few samples."""
-    return index * slots // leaves, (index + 1) * slots // leaves
+    return parts(0, slots, leaves, tokens)[index]
+
+
+def parts(first: int, last: int, count: int, tokens: np.ndarray | None = None) -> list[tuple[int, int]]:
+    """So many ranges that make up slots ``first:last``, of as many slots each as can be, or of as many tokens.
+
+    None is empty where there are as many slots.
+    """
+    width = last - first
+    if tokens is None:
+        ends = [first + index * width // count for index in range(count + 1)]
+        return list(pairwise(ends))
+    upto = np.concatenate([[0], np.cumsum(tokens[first:last], dtype=np.int64)])
+    ends = [0]
+    for index in range(1, count):
+        wanted = index * int(upto[-1]) / count
+        near = int(np.searchsorted(upto, wanted))
+        near -= near > 0 and wanted - upto[near - 1] < upto[min(near, width)] - wanted
+        least, most = (ends[-1] + 1, width - (count - index)) if width >= count else (ends[-1], width)
+        ends.append(min(max(near, least), most))
+    return [(first + start, first + stop) for start, stop in pairwise([*ends, width])]

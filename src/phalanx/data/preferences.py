@@ -19,9 +19,9 @@ import numpy as np
 from phalanx.data.chat import Chat
 from phalanx.data.conversations import Message, said_by, said_first
 from phalanx.data.row_file import RowFile
-from phalanx.data.rows import BadRows
 from phalanx.data.supervised import Document, fit_rows, fitting
 from phalanx.errors import WrongUse
+from phalanx.task import BadRows
 
 CHOSEN, REJECTED = "chosen", "rejected"
 TRUTHS = {"true": True, "false": False, "1": True, "0": False}
@@ -150,7 +150,7 @@ class Preferences:
 
 def pairs(rows: RowFile, reader: PreferenceReader, bad_rows: BadRows) -> Preferences:
     """Each row's two answers; bad rows end it, or are left out and named."""
-    found, left_out = fit_rows(rows, reader.pair, bad_rows)
+    found, left_out, _ = fit_rows(rows, reader.pair, bad_rows)
     return Preferences(found, len(rows), left_out, _cut([answer for pair in found for answer in pair]))
 
 
@@ -158,7 +158,7 @@ def judgements(rows: RowFile, reader: PreferenceReader, bad_rows: BadRows) -> Pr
     """Each row's answer and whether it is good, or its two answers, to be taken `apart`."""
     if _are_pairs(rows):
         return pairs(rows, reader, bad_rows)
-    found, left_out = fit_rows(rows, reader.judged, bad_rows)
+    found, left_out, _ = fit_rows(rows, reader.judged, bad_rows)
     return Preferences(found, len(rows), left_out, _cut([each.answer for each in found]))
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import IO, Any, Literal, NamedTuple
+from typing import IO, Any, NamedTuple
 
 from phalanx.errors import CannotHere, WrongUse, closest
 
@@ -50,8 +50,6 @@ class BadRow(WrongUse):
         return BadRow, (self.path, self.number, self.reason)
 
 
-BadRows = Literal["stop", "skip"]
-"""What becomes of bad rows: the first ends it, or they are left out."""
 Told = Callable[[BadRow], None]
 """Told of a bad row, which is then left out."""
 

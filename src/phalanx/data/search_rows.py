@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from phalanx.data.row_file import RowFile
-from phalanx.data.rows import BadRow, BadRows
+from phalanx.data.rows import BadRow
 from phalanx.errors import WrongUse
+from phalanx.task import BadRows
 from phalanx.words import listed, many
 
 QUERY, POSITIVE, NEGATIVE = ("query", "anchor", "question"), ("positive", "answer"), "negative"

@@ -20,8 +20,9 @@ from phalanx.data.conversations import conversation
 from phalanx.data.order import Order
 from phalanx.data.packing import IGNORE
 from phalanx.data.row_file import RowFile
-from phalanx.data.rows import BadRow, BadRows
+from phalanx.data.rows import BadRow
 from phalanx.errors import WrongUse
+from phalanx.task import BadRows
 from phalanx.words import listed, many
 
 Document = tuple[np.ndarray, np.ndarray]
@@ -49,23 +50,28 @@ class Encoded:
     """Which are not here, and why; empty: all are."""
     cut: int
     """How many were longer than they may be, and are cut off."""
+    kept: list[int]
+    """Which row each document is from."""
 
 
 def encoded(rows: RowFile, chat: Chat, length: int, vocabulary: int, bad_rows: BadRows = "stop") -> Encoded:
     """Each row's tokens, cut off at ``length``, and which of them count; bad rows end it, or are left out and named."""
-    found, left_out = fit_rows(
+    found, left_out, kept = fit_rows(
         rows, lambda row: fitting(*chat.encode(conversation(row)), length, vocabulary), bad_rows
     )  # fmt: skip
     documents = [(ids[:length], counted[:length]) for ids, counted in found]
-    return Encoded(documents, len(rows), left_out, sum(len(ids) > length for ids, _ in found))
+    return Encoded(documents, len(rows), left_out, sum(len(ids) > length for ids, _ in found), kept)
 
 
-def fit_rows(rows: RowFile, make: Callable[[dict[str, Any]], Made], bad_rows: BadRows) -> tuple[list[Made], str]:
-    """What is made of each row, and which are left out and why; a bad row ends it, or is left out."""
-    found, skipped = list[Made](), dict[str, list[str]]()
+def fit_rows(
+    rows: RowFile, make: Callable[[dict[str, Any]], Made], bad_rows: BadRows
+) -> tuple[list[Made], str, list[int]]:
+    """What is made of each row, which are left out and why, and which are not; a bad row ends it, or is left out."""
+    found, kept, skipped = list[Made](), list[int](), dict[str, list[str]]()
     for index in range(len(rows)):
         try:
             found.append(_made(rows, index, make))
+            kept.append(index)
         except Unfit as error:
             number = f"{rows.number(index):,}"
             if bad_rows == "stop":
@@ -76,7 +82,7 @@ def fit_rows(rows: RowFile, make: Callable[[dict[str, Any]], Made], bad_rows: Ba
     left_out = _told(skipped)
     if not found:
         raise WrongUse(f"{rows.path} has no row to train on: {left_out}. Mend them, or give another file.")
-    return found, left_out and f"{rows.path}, {left_out}"
+    return found, left_out and f"{rows.path}, {left_out}", kept
 
 
 def _told(skipped: Mapping[str, Sequence[str]]) -> str:

@@ -25,13 +25,14 @@ from typing import Any
 import numpy as np
 
 from phalanx.data.encoding import NAMED, Encoder, PartRecord, closes
-from phalanx.data.rows import BadRows, FilePart, files_of, parts_of
+from phalanx.data.rows import FilePart, files_of, parts_of
 from phalanx.data.token_manifest import ENDS, MANIFEST, BlockHash, Progress, ShardRecord, TokenManifest
 from phalanx.data.tokenizer import BYTES, FILE, Tokenizer, file_of, on_one_thread
 from phalanx.errors import CannotHere, WrongUse
 from phalanx.files import sync_folder, write_whole
 from phalanx.processes import die_with_parent
 from phalanx.run import FolderHeld, held
+from phalanx.task import BadRows
 
 PART_BYTES = 8 << 20
 SHARD_TOKENS = 1 << 27

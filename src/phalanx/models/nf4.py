@@ -81,13 +81,13 @@ def dequantised(
 ) -> Tensor:  # fmt: skip
     """A weight again, in another dtype; ``blocks``: which of the whole's these are, if not all."""
     code = torch.tensor(CODE, device=bits.packed.device)
-    pairs = torch.stack([bits.packed >> 4, bits.packed & 15], 1).to(torch.int32)
+    pairs = torch.cartesian_prod(code, code)  # of each byte; few temporaries: 6 bytes for each element, at most 8
     real = torch.ldexp(bits.scales[0].to(torch.float32) / MANTISSA, bits.scales[1])
     largest = bits.absmax.to(torch.float32) / LARGEST
     blocks = torch.arange(len(largest), device=largest.device) if blocks is None else blocks
     largest = largest * real[:-1][blocks // SCALES] + real[-1]
-    values = code[pairs.reshape(-1, BLOCK)] * largest.unsqueeze(1)
-    return values.reshape(-1)[: torch.Size(shape).numel()].reshape(shape).to(dtype)
+    values = pairs.index_select(0, bits.packed.to(torch.int32)).view(-1, BLOCK).mul_(largest.unsqueeze(1))
+    return values.view(-1)[: torch.Size(shape).numel()].reshape(shape).to(dtype)
 
 
 class _Product(torch.autograd.Function):

@@ -17,7 +17,6 @@ from torch import Tensor
 import phalanx
 from phalanx.data.chat_tokenizer import opened, trained
 from phalanx.data.row_file import RowFile
-from phalanx.data.rows import BadRows
 from phalanx.data.search_rows import ABSENT, Read, SearchRows, padded_together, read
 from phalanx.data.splitting import split
 from phalanx.models.embedder import Embedder, Pooling, embedder
@@ -54,7 +53,6 @@ class Embed(phalanx.Task):
     """Matryoshka: the first so many numbers of a vector shall be a vector too; the loss of each is added."""
     query_prompt: str = ""
     text_prompt: str = ""
-    bad_rows: BadRows = "stop"
     small: bool = False
     """A model of the base's kind with few and narrow blocks, and weights of its own."""
     global_batch: int = 32
@@ -154,6 +152,9 @@ class Embed(phalanx.Task):
                 "so that both parts have rows."
             )
         return split(self._rows, self.share_held_out)[held_out]
+
+    def prepare(self) -> None:
+        self.data()
 
     def data(self) -> Any:
         return self._part(held_out=False)

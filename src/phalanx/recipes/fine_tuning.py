@@ -17,7 +17,6 @@ from phalanx.data.chat import Marks
 from phalanx.data.chat_tokenizer import opened, trained
 from phalanx.data.conversations import conversation
 from phalanx.data.row_file import RowFile
-from phalanx.data.rows import BadRows
 from phalanx.models.adapters import Adapter
 from phalanx.models.hugging_face import LanguageModel, configuration, language_model, local_folder, smaller
 from phalanx.models.lora import FOUR_BITS, MAGNITUDE, Lora, LoraKind, attach, is_four_bit, is_lora, lengths
@@ -49,7 +48,6 @@ class FineTuning(phalanx.Task):
     share_held_out: float = 0.1
     length: int = 128
     marks: Marks = "auto"
-    bad_rows: BadRows = "stop"
     small: bool = False
     """A model of the base's kind with few and narrow blocks, and weights of its own."""
     lora: int = 0
@@ -100,6 +98,10 @@ class FineTuning(phalanx.Task):
             )
         if self.adapter and self.base == TINY:
             raise phalanx.WrongUse(f"adapter={self.adapter} belongs to a model, and base=tiny is none. Set base to it.")
+
+    def prepare(self) -> None:
+        self.data()
+        self.held_out()
 
     def made_small(self) -> dict[str, Any]:
         """Settings of the same kind of model and task at small sizes, on the shipped rows."""

@@ -13,7 +13,8 @@ from typing import Any
 from torch import nn
 
 import phalanx
-from phalanx.data.asked import asked
+from phalanx.data.asked import LastQuestions, asked
+from phalanx.data.by_length import ByLength
 from phalanx.data.chat import Chat, LossOn
 from phalanx.data.encoded_rows import encoded_once
 from phalanx.data.row_file import RowFile
@@ -31,6 +32,10 @@ class SFT(FineTuning):
 
     packed: bool = True
     """Several conversations a sample, as many as fit; otherwise each is one, padded."""
+    group_by_length: bool = False
+    """Without packing: samples of a step have about one length."""
+    batch_tokens: int = 0
+    """Without packing: a step has so many tokens at most, of as many samples as have them; 0: ``global_batch``."""
     loss_on: LossOn = "answers"
     cache: str = ""
     """A folder for encoded rows; by default in the user's own for such things."""
@@ -43,6 +48,13 @@ class SFT(FineTuning):
         super().check()
         if self.answers < 0:
             raise phalanx.WrongUse(f"answers={self.answers} is no number of answers. Set it to 0 or more.")
+        if self.batch_tokens < 0:
+            raise phalanx.WrongUse(f"batch_tokens={self.batch_tokens} is no number of tokens. Set it to 0 or more.")
+        if self.packed and (self.group_by_length or self.batch_tokens):
+            name = "group_by_length" if self.group_by_length else "batch_tokens"
+            raise phalanx.WrongUse(
+                f"{name} has no effect on packed samples, which all have one length. Set packed=false."
+            )
 
     def tiny(self) -> SFT:
         """The same kind of model and task at small sizes, on the shipped rows."""
@@ -64,19 +76,27 @@ class SFT(FineTuning):
         return encoded_once(rows, chat, self.length, words, self.bad_rows, cache)
 
     def _samples(self, held_out: bool) -> Supervised:
-        documents = self._encoded.documents
-        if self.share_held_out:
-            self._check_share(len(documents))
-            part = split(documents, self.share_held_out)[held_out]
-            documents = [part[index] for index in range(len(part))]
+        documents = [self._encoded.documents[number] for number in self._part(held_out)]
         return Supervised(documents, self.length if self.packed else None, self._pad)
+
+    def _part(self, held_out: bool) -> list[int]:
+        """Which documents are trained on, or held out."""
+        every = range(len(self._encoded.documents))
+        if not self.share_held_out:
+            return [*every]
+        self._check_share(len(every))
+        part = split(every, self.share_held_out)[held_out]
+        return [part[index] for index in range(len(part))]
 
     @cached_property
     def _training(self) -> Supervised:
         return self._samples(held_out=False)
 
-    def data(self) -> Supervised:
-        return self._training
+    def data(self) -> Supervised | ByLength:
+        if not (self.group_by_length or self.batch_tokens):
+            return self._training
+        lengths = [len(ids) for ids, _ in self._training.documents]
+        return ByLength(self._training, lengths, grouped=self.group_by_length, batch_tokens=self.batch_tokens)
 
     @cached_property
     def _aside(self) -> Supervised | None:
@@ -89,7 +109,9 @@ class SFT(FineTuning):
     def _questions(self) -> Questions | None:
         if self._aside is None:
             return None
-        return asked(self._aside.documents, self._tokenizer, self.length, self._pad, self.answers)
+        rows = [self._encoded.kept[number] for number in self._part(held_out=True)]
+        words = LastQuestions(self.path or HEALTH, rows)
+        return asked(self._aside.documents, self._tokenizer, self.length, self._pad, self.answers, words)
 
     def questions(self) -> Questions | None:
         return self._questions

@@ -83,7 +83,8 @@ def answered(
                 break
         for number, question in enumerate(asked):
             tokens = [token for token in said[number % size][number // size] if token not in questions.ends]
-            found.append(ModelAnswer(question.text, questions.decode(tokens), question.reference))
+            answer = questions.decode(tokens)
+            found.append(ModelAnswer(question.text, answer, question.reference, question.prompt))
     engine.spread.rest()
     model.train()
     return found

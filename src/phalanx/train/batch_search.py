@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
+from pathlib import Path
 
+from phalanx.data.adopted import training_samples
 from phalanx.data.kinds import length
-from phalanx.data.loader import seed_globally
 from phalanx.errors import WrongUse
 from phalanx.train.engine import Engine
 from phalanx.train.job import Job
@@ -77,8 +79,7 @@ def search(job: Job, memory: int | None, steps: int, most: int, tell: Callable[[
     job = replace(job, task=thawed(job.task, 0))  # what is trained later takes memory later
     layout, tried = job.layout, dict[int, Fitting]()
     at_once = layout.batch_ranks * max(2, layout.stages)
-    seed_globally(job.task.seed, "data")
-    samples = length(job.task.data(), "data", job.task)
+    samples = length(training_samples(job.task), "data", job.task)
     if samples < at_once:
         raise WrongUse(f"there are {samples} samples, and {layout} computes {at_once} at a time. Give it more data.")
     most = min(most, samples // at_once)
@@ -86,7 +87,7 @@ def search(job: Job, memory: int | None, steps: int, most: int, tell: Callable[[
     def fits(size: int) -> bool:
         found = attempt(
             job, partial(stepped, steps=steps), replace(layout, micro_batch=size), steps=steps,
-            global_batch=size * at_once, evaluate_every=0,
+            global_batch=size * at_once, evaluate_every=0, known=Path(known),
         )  # fmt: skip
         if not found.exhausted:
             found.or_refuse()
@@ -95,7 +96,8 @@ def search(job: Job, memory: int | None, steps: int, most: int, tell: Callable[[
         tell(tried[size])
         return good
 
-    largest_that_fits(fits, most)
+    with tempfile.TemporaryDirectory() as known:
+        largest_that_fits(fits, most)
     return Search(list(tried.values()), most)
 
 

@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from phalanx.data.fingerprint import digest
+from phalanx.data.fingerprint import digest, near
 from phalanx.data.joined import JoinedSamples, apart
 from phalanx.data.loader import Loader, sample_at
 from phalanx.data.order import Order
@@ -114,7 +114,7 @@ def _means(engine: Engine, loaders: Mapping[str, Loader]) -> tuple[str, str]:
 def _looks(engine: Engine, loader: Loader) -> list[Any]:
     """Of a data set, how many samples it has, and hashes of three."""
     data, size = loader.reader.data, loader.order.size
-    return [size, *(digest(sample_at(data, place, engine.task.seed)) for place in (0, size // 2, size - 1))]
+    return [size, *(digest(sample_at(data, place, engine.task.seed)) for place in near(data, (0, size // 2, size - 1)))]
 
 
 def _kept(engine: Engine, path: Path | None, means: str, begun: str) -> Columns | None:
@@ -131,7 +131,8 @@ def _kept(engine: Engine, path: Path | None, means: str, begun: str) -> Columns 
     for word in answer:
         name, shape, dtype = json.loads(word)
         found[name] = _told(engine, found.get(name, torch.zeros(shape, dtype=getattr(torch, dtype))))
-    if engine.is_main and not engine.evaluates:  # whose output may be read by a program
+    quiet = engine.evaluates or (engine.run is not None and not exists(engine.run.settings_path))  # or of no run
+    if engine.is_main and not quiet:  # whose output may be read by a program
         say(f"   note  {path} has what is known of the samples beforehand: nothing is computed again")
     return found
 

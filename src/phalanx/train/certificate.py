@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from phalanx.checkpoint.manager import CheckpointManager
+from phalanx.data.adopted import training_samples
 from phalanx.data.order import Order, digest
 from phalanx.data.planned import order_of
 from phalanx.files import when_there_is_room, write_whole
@@ -124,6 +125,7 @@ def certify(run: Run, task: Task, manager: CheckpointManager) -> dict[str, Any]:
         "generations": len(starts),
         "repeated": len(differences),
         "difference": None if math.inf in differences else max(differences, default=0.0),
+        "bad_samples": sorted(_bad_samples(run)),
         "skipped": [step for step, event in ledger.items() if event["kind"] == "step" and event["skipped"]],
         "left_out": [step for step, event in ledger.items() if event["kind"] == "left out"],
         "unchecked": next((str(event["left_out"]) for event in reversed(list(run.events(0, "check")))), ""),
@@ -132,6 +134,12 @@ def certify(run: Run, task: Task, manager: CheckpointManager) -> dict[str, Any]:
     text = json.dumps(found, indent=1) + "\n"
     when_there_is_room(run.certificate_path, lambda: write_whole(run.certificate_path, text))
     return found
+
+
+def _bad_samples(run: Run) -> set[int]:
+    """Those that a rank could not read, and left out."""
+    ranks = (int(path.stem.removeprefix("rank-")) for path in run.events_path(0).parent.glob("rank-*.jsonl"))
+    return {event["sample"] for rank in ranks for event in run.events(rank, "bad sample")}
 
 
 def _ended(task: Task, manager: CheckpointManager) -> Ended | None:
@@ -147,7 +155,13 @@ def _when(event: Mapping[str, Any]) -> str:
 
 def _order(start: Mapping[str, Any], task: Task) -> Order:
     size, batch, seed = start["data"], start.get("global_batch", task.global_batch), start.get("seed", task.seed)
-    return order_of(start.get("order"), size, batch, seed)
+    found = order_of(start.get("order"), size, batch, seed, lambda: training_samples(task))
+    if found is None:
+        raise NotDone(
+            "samples have other lengths now than when it was trained, so that it cannot be seen which were planned",
+            "Make the data what it was, and give --resume.",
+        )
+    return found
 
 
 def _changes(starts: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -181,6 +195,8 @@ def in_words(found: Mapping[str, Any]) -> str:
     left = f", {len(found['left_out'])} steps' data left out" if found["left_out"] else ""
     others = any(change["other_samples"] for change in found.get("changes", ()))
     sure = "some perhaps twice and some never" if others else "none lost and none counted twice"
-    samples = f"{found['samples']:,} samples, {sure}"
+    bad = found.get("bad_samples")
+    lost = f", {many(len(bad), 'sample')} that cannot be read left out" if bad else ""
+    samples = f"{found['samples']:,} samples, {sure}{lost}"
     early = f" of {found['planned']} planned, ended by the task ({found['ended']})" if found.get("ended") else ""
     return f"certificate: {found['steps']} steps{early}, {samples}{left}{again}; weights {found['hash'][:16]}"

@@ -53,11 +53,15 @@ def described(engine: Engine) -> dict[str, Any]:
             "code": user_code.joined(files),
             "files": files,
             "order": engine.order.facts(),
-            "fingerprint": asdict(engine.loader.looked_at(lambda: Fingerprint.of(engine.order.size, _reader(engine)))),
+            "fingerprint": asdict(engine.loader.looked_at(lambda: _fingerprint(engine))),
         }
         own = [json.dumps(plain(found))]
     (text,) = engine.mesh.world.broadcast_words(own, 0)
     return dict(json.loads(text))
+
+
+def _fingerprint(engine: Engine) -> Fingerprint:
+    return Fingerprint.of(engine.order.size, _reader(engine), engine.loader.reader.data)
 
 
 def _reader(engine: Engine) -> Callable[[int], Any]:

@@ -120,8 +120,11 @@ class Collected:
             column.places.append(torch.from_numpy(places).clone())
             column.parts.append(value.detach().cpu().clone() if isinstance(value, Tensor) else list(value))
 
-    def gathered(self, engine: Engine, samples: int) -> tuple[Gathered | None, bool]:
-        """On rank 0 all rows of all ranks, a column after the other; and whether there are any. All must call it."""
+    def gathered(self, engine: Engine, samples: int, may_lack: bool = False) -> tuple[Gathered | None, bool]:
+        """On rank 0 all rows of all ranks, a column after the other; and whether there are any. All must call it.
+
+        ``may_lack``: samples that could not be read are not among them.
+        """
         if not engine.mesh.counts_samples:
             self.columns = {}
         own = [json.dumps([name, column.kinds]) for name, column in sorted(self.columns.items())]
@@ -136,11 +139,18 @@ class Collected:
             kind = every[holders[0]][name][0]
             own_rows = self.columns.pop(name, Column())
             found[name], times = _assembled(engine, own_rows, holders, kind, samples)
+            if may_lack and bool((times == 0).any()):
+                here = times.nonzero().flatten()
+                found[name], times = _rows_of(found[name], here), times[here]
             wrong = (times != 1).nonzero().flatten().tolist()[:1]
             amiss += [f"{name!r} of held-out sample {place} was gathered {int(times[place])} times" for place in wrong]
         for told in engine.mesh.world.broadcast_words(amiss, 0):
             raise WrongUse(f"{told}, not once. Have {type(self.task).__name__}.evaluate give it for every batch.")
         return (found if engine.environment.rank == 0 else None), bool(names)
+
+
+def _rows_of(column: Any, places: Tensor) -> Any:
+    return [column[place] for place in places.tolist()] if isinstance(column, list) else column[places]
 
 
 def check_alike(task: Task, name: str, kinds: set[str]) -> None:

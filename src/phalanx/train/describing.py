@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from phalanx import inventory
+from phalanx.data.adopted import training_samples
 from phalanx.data.kinds import length
-from phalanx.data.loader import seed_globally
 from phalanx.data.order import Order
 from phalanx.layout_notes import layout_notes
 from phalanx.parallel.weights.blueprint import Blueprint
@@ -25,8 +25,7 @@ def describe(job: Job, every_weight: bool = False) -> str:
     model = Blueprint(building(task), task.seed).model
     anatomy = task.anatomy(model)
     placement = Placement.of(model, anatomy, layout, DTYPES[task.precision])
-    seed_globally(task.seed, "data")
-    data = task.data()
+    data = training_samples(task)
     order = Order.of(data, length(data, "data", task), task.global_batch, task.seed)
     settings = ", ".join(f"{name}={value}" for name, value in plain_settings(task).items())
     callbacks, (facts, said) = made_callbacks(task), task.overview()

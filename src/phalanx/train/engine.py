@@ -24,8 +24,9 @@ from phalanx.checkpoint.frozen import Frozen
 from phalanx.checkpoint.pretrained import beginning
 from phalanx.checkpoint.weights import check_writable
 from phalanx.comm_methods import TOLERANCE
+from phalanx.data.adopted import collate_of, held_out_samples, stacks, training_samples
 from phalanx.data.kinds import length
-from phalanx.data.loader import Loader, StepBatch, seed_globally
+from phalanx.data.loader import Loader, StepBatch
 from phalanx.data.order import Order
 from phalanx.errors import WrongUse
 from phalanx.kernels.documents import remember
@@ -98,10 +99,10 @@ class Engine:
         self.layout = (Layout.parse(layout) if isinstance(layout, str) else layout) or Layout(dp=self.environment.world)
         self.layout.check(task.global_batch, self.environment.world)
         self.dtypes, self.device = DTYPES[task.precision], self.environment.device(device)
-        seed_globally(task.seed, "data")
-        data = task.data()
-        task.plan_steps(samples := length(data, "data", task))
-        self.order = Order.of(data, samples, task.global_batch, task.seed)
+        data = training_samples(task)
+        samples = length(data, "data", task)
+        self.order = Order.of(data, samples, task.global_batch, task.seed, trained=not evaluates)
+        task.plan_steps(samples, self.order.steps_in)
         self.schedule, self.guard, self.logged = make_schedule(task), guard or Guard(), Logged(self)
         self.loss_scale, self.loss_tolerance = LossScale(dynamic=task.precision == "fp16"), loss_tolerance
         self.step_number, self.samples, self.terms = 0, 0, 0.0
@@ -174,9 +175,9 @@ class Engine:
     def loader_of(self, data: Any, order: Order) -> Loader:
         """This rank's part of a data set's batches, in an order."""
         return Loader(
-            data, self.task.collate, order, micro_batches=self.layout.micro_batches(self.task.global_batch),
+            data, collate_of(self.task, data), order, micro_batches=self.layout.micro_batches(self.task.global_batch),
             ranks=self.mesh.size(*BATCH), rank=self.mesh.index(*BATCH), workers=self.task.workers,
-            pin=self.device.type == "cuda", plain=type(self.task).collate is Task.collate,
+            pin=self.device.type == "cuda", plain=stacks(self.task, data), bad_rows=self.task.bad_rows,
             leaves=self.layout.leaves(self.mesh.index(*BATCH)) if self.layout.exact else (),
         )  # fmt: skip
 
@@ -288,8 +289,7 @@ class Engine:
     @cached_property
     def held_out(self) -> Loader | None:
         """The task's held-out data in order, or None."""
-        seed_globally(self.task.seed, "held out")
-        return None if (data := self.task.held_out()) is None else self.in_order(data, "held_out")
+        return None if (data := held_out_samples(self.task)) is None else self.in_order(data, "held_out")
 
     def in_order(self, data: Any, method: str) -> Loader:
         """The samples that a method of the task gave, in order."""

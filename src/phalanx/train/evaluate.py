@@ -15,6 +15,7 @@ from phalanx.errors import WrongUse
 from phalanx.logits import Logits
 from phalanx.parallel.communication.exact import fold
 from phalanx.task import Task, as_loss
+from phalanx.train.bad_samples import note_bad_samples
 from phalanx.train.collecting import Collected, Gathered, summarised
 from phalanx.train.rounds import Measured
 from phalanx.train.totals import added_up, by_leaf, counted, spelled_out
@@ -53,7 +54,9 @@ def evaluate(
     sums, collected = computed(engine, loader, steps, task.evaluate, on_batch)
     totals = totals_over_ranks(engine, loader, sums)
     on_batch()
-    gathered, any_rows = collected.gathered(engine, min(order.size, steps * order.global_batch))
+    gathered, any_rows = collected.gathered(
+        engine, min(order.size, steps * order.global_batch), may_lack=task.bad_rows == "skip"
+    )
     on_batch()
     numbers = summarised(engine, gathered) if any_rows else {}
     twice = sorted(totals.keys() & numbers.keys())
@@ -80,6 +83,7 @@ def computed(
     collected = Collected(task)
     for batch in loader.batches(0, steps):
         on_batch()
+        note_bad_samples(engine, loader, batch)
         actions = engine.spread.forwards(len(batch.micro_batches))
         engine.spread.start(batch.micro_batches, actions)
         measured = Measured(engine, loader, batch, measure)

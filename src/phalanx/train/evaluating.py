@@ -104,6 +104,7 @@ class Evaluator:
     def evaluate(self, step: int) -> Evaluation:
         """Fork ranks, and have them evaluate a checkpoint."""
         self.job.cluster.check_room()
+        self.job.task.prepare()
         outcome = run_ranks(partial(self._rank, step), self.job.cluster.world)
         if outcome.failures:
             raise _told(outcome.failures[0])

@@ -25,6 +25,7 @@ from phalanx.launch.heartbeats import STEPS, RankHeartbeat
 from phalanx.launch.stopping import give_requests
 from phalanx.run import Run
 from phalanx.train.answering import note_answers, rehearse_answers
+from phalanx.train.bad_samples import note_bad_samples
 from phalanx.train.calling import Ended
 from phalanx.train.checkpointing import FULL_ATTEMPTS, Checkpointer
 from phalanx.train.collecting import CannotSummarise
@@ -229,6 +230,7 @@ class Loop:
         store = self.checkpointer.manager.store.url
         with self.recording.checkpointing(store):
             self.checkpointer.before_step()
+        note_bad_samples(engine, engine.loader, batch, self.log.write)
         metrics = engine.step(batch)
         self.recording.note(metrics)
         engine.auto_comm.tell(self.log.write, self.listener.said)

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from phalanx.data.loader import sample_at, seed_globally
+from phalanx.data.adopted import collate_of, training_samples
+from phalanx.data.loader import sample_at
 from phalanx.data.order import Order
 from phalanx.parallel.torch_private import FakeTensor, FakeTensorMode
 from phalanx.parallel.weights.blueprint import Blueprint
@@ -53,8 +54,7 @@ class _Counting(FlopCount):
 
 def flops_per_sample(task: Task) -> float:
     """The mean over some of the first samples, and over the task's turns. What the task's code raises is raised."""
-    seed_globally(task.seed, "data")
-    data = task.data()
+    data = training_samples(task)
     ids = Order.of(data, len(data), task.global_batch, task.seed).ids(0)[:SAMPLES]
     samples = [sample_at(data, int(index), task.seed) for index in ids]
     model = Blueprint(building(task), task.seed).model
@@ -72,7 +72,7 @@ def flops_per_sample(task: Task) -> float:
         for name in trainable:
             trained = task.trains(turn, name) and all(each.trains(0, name) for each in callbacks)
             weights[name].requires_grad_(trained)
-        total += _counted(task, model, task.collate(list(samples)), fake, turn)
+        total += _counted(task, model, collate_of(task, data)(list(samples)), fake, turn)
     if not total:
         raise ValueError("torch has formulas for none of its operations")
     return total / len(turns) / len(samples)

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cached_property
+from typing import Any
 
 from phalanx.cluster import devices
 from phalanx.kernels.fp8 import MULTIPLE
 from phalanx.layout_notes import layout_notes
+from phalanx.task import Task
 from phalanx.train.engine import Engine
 from phalanx.train.memory import fullest
-from phalanx.words import many
+from phalanx.train.optimizers import parts_of
+from phalanx.words import listed, many
+
+SHOWN = 4
+"""So many patterns of weights are told; of the others, how many they are."""
 
 
 class Overview:
@@ -31,9 +37,9 @@ class Overview:
             "model": f"{self._weights()}, {engine.anatomy.describe()}",
             **self._here(),
             "memory": str(fullest(engine.spread.placement, engine.kept, engine.dtypes)),
-            "batch": f"{many(engine.task.global_batch, 'sample')} as {micro} a step, "
-            f"{many(engine.order.size, 'sample')} an epoch",
+            "batch": f"{self._batch()} as {micro} a step, {many(engine.order.size, 'sample')} an epoch",
             **self._of_task[0],
+            "optimizer": f"{self._optimizer()}; {self._schedule()}",
             "dtypes": engine.dtypes.table(),
         }
 
@@ -46,7 +52,8 @@ class Overview:
         device = self.engine.device.type
         stream = self.engine.dtypes.compute.itemsize
         settings = layout_notes(self.engine.layout, device, self.engine.loader.micro_batches, stream)
-        return [*settings, *self._of_task[1], *self.engine.dtypes.notes(device), *self._wide(), *self.news()]
+        given = getattr(self.engine.loader.reader.data, "notes", ())
+        return [*settings, *given, *self._of_task[1], *self.engine.dtypes.notes(device), *self._wide(), *self.news()]
 
     def _wide(self) -> Iterator[str]:
         """What of a model in 8 bits is not."""
@@ -71,6 +78,28 @@ class Overview:
             self._twice = True
             yield "the loss needs all micro-batches of a step at once: each goes through the model twice"
 
+    def _optimizer(self) -> str:
+        """Which optimizers, at which rates and decays, and which weights have settings of their own."""
+        found = []
+        for part in parts_of(self.engine.optimizer):
+            each = [f"{group['initial_lr']:g}{_decay(group)}" for group in part.param_groups if group["params"]]
+            if each:
+                found.append(f"{type(part).__name__} at {' and '.join(dict.fromkeys(each))}")
+        named = list(self.engine.task.parameters)
+        own = f"; settings of their own: {listed(named, SHOWN)}" if named else ""
+        return f"{', '.join(found) or 'none'}{own}"
+
+    def _schedule(self) -> str:
+        task = self.engine.task
+        if type(task).schedule is not Task.schedule:
+            return f"a schedule of its own over {many(task.steps, 'step')}"
+        return f"{task.rate} over {many(task.steps, 'step')}, {task.warmup_steps} of them warm-up"
+
+    def _batch(self) -> str:
+        """What a step has: so many samples, or tokens."""
+        tokens = getattr(self.engine.order, "batch_tokens", 0)
+        return f"up to {many(tokens, 'token')}" if tokens else many(self.engine.task.global_batch, "sample")
+
     def _weights(self) -> str:
         shapes, trainable = self.engine.spread.holding.shapes, self.engine.spread.trainable
         weights = sum(shapes[name].numel() for name in trainable)
@@ -89,3 +118,7 @@ class Overview:
             stages = " | ".join(f"{blocks[0]} to {blocks[-1]}" for blocks in spread.pipeline.stages.blocks)
             text += f"; stages: {stages}"
         return {"here": text}
+
+
+def _decay(group: Mapping[str, Any]) -> str:
+    return f" with decay {group['weight_decay']:g}" if group.get("weight_decay") else ""

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 
 from phalanx.cluster import Cluster
+from phalanx.data.adopted import training_samples
 from phalanx.data.kinds import length
-from phalanx.data.loader import seed_globally
+from phalanx.data.order import Order
 from phalanx.errors import WrongUse, closest
 from phalanx.layout import Layout
 from phalanx.references import find_task
@@ -97,8 +98,8 @@ def _saved(config: Path, resume: bool) -> Mapping[str, Any]:
 def _plan_steps(task: Task) -> None:
     """Where epochs are asked for, as many steps as they have."""
     if task.epochs:
-        seed_globally(task.seed, "data")
-        task.plan_steps(length(task.data(), "data", task))
+        samples = length(data := training_samples(task), "data", task)
+        task.plan_steps(samples, Order.of(data, samples, task.global_batch, task.seed).steps_in)
 
 
 def _unsaid(task: Task, values: Mapping[str, Any], config: Path, resume: bool) -> Iterator[str]:

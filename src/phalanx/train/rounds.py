@@ -35,7 +35,7 @@ def step(engine: Engine, batch: StepBatch) -> Metrics:
     """One training step; where its loss turns out to need all micro-batches at once, from its beginning again."""
     samples = engine.spread.samples
     several = len(batch.micro_batches) > 1
-    samples.start(engine.task.turn(batch.step), len(batch.micro_batches), partial(engine.loader.spans, batch.slots))
+    samples.start(engine.task.turn(batch.step), len(batch.micro_batches), partial(engine.loader.spans, batch.step))
     if not (several and samples.known.all_at_once):
         before = copies(engine.spread.model) if several and samples.repeats else []
         try:
@@ -53,7 +53,7 @@ class Measured:
     def __init__(self, engine: Engine, loader: Loader, batch: StepBatch, finish: Callable[..., Any]) -> None:
         self.engine, self.batch, self._measure = engine, batch, finish
         self._rounds: Rounds | None = None
-        engine.spread.samples.start(None, len(batch.micro_batches), partial(loader.spans, batch.slots))
+        engine.spread.samples.start(None, len(batch.micro_batches), partial(loader.spans, batch.step))
 
     def __call__(self, action: Action) -> Any:
         engine, micro = self.engine, self.batch.micro_batches[action.micro]

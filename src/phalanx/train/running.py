@@ -52,6 +52,7 @@ def train(
     job.cluster.check_room()
     if (profiled := job.options.profiled()) is not None:
         profiled.check_device(job.cluster.device)
+    job.task.prepare()
     name = short_name(job.reference)
     if job.options.meet is not None:
         if path is None:

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from phalanx.data.adopted import adopted
 from phalanx.errors import WrongUse
 from phalanx.layout import Layout
 from phalanx.models.hugging_face import HEAD_WIDTH, smaller
@@ -105,7 +106,7 @@ def shortened(task: Task, model: nn.Module) -> int | None:
 
 def _length(task: Task) -> int:
     """Of the longest column of a sample that is one whole number after another."""
-    sample = task.data()[0]
+    sample = adopted(task.data(), task, "data", checked=False)[0]
     columns = [torch.as_tensor(v) for v in sample.values() if isinstance(v, (Tensor, np.ndarray))]
     return max((len(c) for c in columns if c.ndim == 1 and not c.is_floating_point()), default=0)
 

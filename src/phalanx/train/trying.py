@@ -14,6 +14,7 @@ from phalanx.callbacks import Callback, Freeze
 from phalanx.errors import CannotHere, WrongUse
 from phalanx.launch.local import Failure, run_ranks
 from phalanx.layout import Layout
+from phalanx.run import Run
 from phalanx.task import Task
 from phalanx.train.engine import Engine
 from phalanx.train.job import Job
@@ -55,12 +56,15 @@ class Attempt:
         )
 
 
-def attempt(job: Job, program: Program, layout: Layout, **settings: Any) -> Attempt:
-    """Have ranks make an engine of the job's task with these settings, and run a program with it."""
+def attempt(job: Job, program: Program, layout: Layout, known: Path | None = None, **settings: Any) -> Attempt:
+    """Have ranks make an engine of the job's task with these settings, and run a program with it.
+
+    ``known``: a folder for what the task wants to know of samples beforehand, which several attempts have in common.
+    """
     task: Task = variant(job.task, Tried, epochs=0.0, **settings)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        outcome = run_ranks(partial(_on_rank, task, layout, job.cluster.device, folder, program), layout.world)
+        outcome = run_ranks(partial(_on_rank, task, layout, job.cluster.device, folder, known, program), layout.world)
         if outcome.interrupted:
             raise KeyboardInterrupt
         peaks = [int(path.read_text()) for path in folder.glob("peak-*")]
@@ -70,10 +74,11 @@ def attempt(job: Job, program: Program, layout: Layout, **settings: Any) -> Atte
     return Attempt(outcome.result, max(peaks, default=0), failure, starved or killed)
 
 
-def _on_rank(task: Task, layout: Layout, device: str, folder: Path, program: Program) -> Any:
+def _on_rank(task: Task, layout: Layout, device: str, folder: Path, known: Path | None, program: Program) -> Any:
     rank = os.environ.get("RANK", "0")
     try:
-        with Engine(task, layout, device=device) as engine:
+        run = None if known is None else Run(known)
+        with Engine(task, layout, device=device, run=run) as engine:
             result = program(engine)
             (folder / f"peak-{rank}").write_text(str(memory_bytes(engine.device)))
             return result

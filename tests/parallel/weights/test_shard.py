@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import torch.distributed as dist
 import phalanx
 from phalanx import Layout
 from phalanx.parallel.weights.shard import ReshardedWeight
+from phalanx.recipes.sft import SFT
 from tests.parallel.test_odd_models import Odd, Stack
 from tests.parity import HostileLanguage
 from tests.ranks import Ranks
@@ -82,3 +84,42 @@ ZERO_BUBBLE = "pp=2,schedule=zb,micro_batch=2"
 def test_nothing_is_left_of_an_engine(ranks: Ranks, layout: str) -> None:
     """Hooks on a graph hold its nodes, and those each other: a graph that is let go must have none left."""
     assert ranks(2, left_behind, layout) == [0, 0]
+
+
+def fetched() -> list[tuple[str, str]]:
+    """What of a base in bf16 and LoRA beside it is gathered and let go, in one step."""
+    task = SFT(small=True, lora=2, precision="bf16", base_dtype="bf16", length=64, global_batch=2, steps=1)
+    found: list[tuple[str, str]] = []
+    with phalanx.Engine(task, "fsdp=2", device="cpu") as engine:
+        for bucket in engine.spread.buckets:
+            for method in ("start_gather", "finish_gather"):
+                found_of(bucket, method, found)
+        for batch in engine.batches():
+            engine.step(batch)
+    return found
+
+
+def found_of(bucket: Any, method: str, found: list[tuple[str, str]]) -> None:
+    before = getattr(bucket, method)
+
+    def noted() -> None:
+        was = bucket.is_whole, bucket.is_coming
+        before()
+        if was != (bucket.is_whole, bucket.is_coming):
+            found.append((method, bucket.name))
+
+    setattr(bucket, method, noted)
+
+
+def test_weights_of_a_block_in_two_dtypes_come_together_and_the_next_block_after_them(ranks: Ranks) -> None:
+    pytest.importorskip("transformers", reason="transformers is not installed (the dev extra has it)")
+    for found in ranks(2, fetched):
+        coming: set[str] = set()
+        for method, name in found:
+            if method == "start_gather":
+                coming.add(name)
+            else:
+                coming.discard(name)
+            assert len(coming) <= 1, f"{coming} are on their way at once"
+        starts = [name for method, name in found if method == "start_gather" and "layers" in name]
+        assert all(one == other for one, other in zip(starts[::2], starts[1::2], strict=True))

@@ -6,9 +6,11 @@ import numpy as np
 import torch
 
 from phalanx import ParameterGroup
+from phalanx.data.by_length import ByLength, LengthOrder
 from phalanx.kernels.linear_cross_entropy import LOGIT_ELEMENTS
 from phalanx.prove.cases import Docket
 from phalanx.prove.reference.hostile import Trial, TrialSamples, cramped, hostile, ignorable
+from phalanx.prove.reference.loop import Reference
 from phalanx.recipes.gpt import GPT
 from phalanx.train.shrink import Needs
 from tests.prove.tasks import Plain
@@ -73,3 +75,18 @@ def test_weights_that_begin_frozen_are_trained_in_a_proof() -> None:
     moved = [step.gradients["0.weight"] is not None for step in reference.steps if not step.skipped]
     assert moved[:2] == [False, True]
     assert "weights that begin frozen are so in the first step alone" in docket.hostility
+
+
+def test_steps_by_length_stay_so_and_differ_in_size() -> None:
+    class Ragged(Plain):
+        def data(self) -> ByLength:
+            found = super().data()
+            return ByLength(found, [1 + index % 13 for index in range(len(found))], batch_tokens=10**6)
+
+    task = hostile(Ragged(), Trial(3, length=9))
+    order = task.proof_order  # type: ignore[attr-defined]
+    assert isinstance(order, LengthOrder)
+    assert int(order.lengths.max()) == 9
+    assert len({order.slots(step) for step in range(order.steps_in(2))}) > 1
+    assert order.steps_per_epoch > 1, "what is enough for all samples of the task is too much for a trial"
+    assert Reference(task).run(2).steps[0].ids.tolist() == order.ids(0).tolist()

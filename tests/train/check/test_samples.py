@@ -27,7 +27,7 @@ class Stream(IterableDataset):
 
 
 MISTAKEN: dict[str, tuple[Any, str]] = {
-    "loader": (lambda: DataLoader(TensorDataset(X, Y), batch_size=4), "return loader.dataset; set global_batch=4"),
+    "loader": (lambda: DataLoader(TensorDataset(X, Y), batch_sampler=[[0]]), "a DataLoader with batch_sampler=list"),
     "columns": (lambda: {"x": X, "y": Y}, 'return phalanx.data.Arrays(x=columns["x"], y=columns["y"])'),
     "frame": (Frame, "return phalanx.data.Arrays(width="),
     "splits": (lambda: {"train": Formatted(), "test": Formatted()}, 'return data["train"].with_format("torch")'),

@@ -207,11 +207,21 @@ class Samples:
             self.used = True
             self._check_alike(own, self.group)
             sizes = [sum(stop - start for start, stop in ranges) for ranges in spans]
+            self._check_complete(own, sizes[self.group.rank])
             own = all_gather_rows(own, sizes, self.group, counts=self.moment.real or self.micro_batches > 1)
         slots = [slot for ranges in spans for start, stop in ranges for slot in range(start, stop)]
         if slots == sorted(slots):
             return own
         return own[torch.tensor(slots, device=own.device).argsort()]
+
+    def _check_complete(self, own: Tensor, planned: int) -> None:
+        """Refuse to gather from a batch of which samples were left out: others count on them."""
+        brought = len(own) if self.moment.real or self.micro_batches > 1 else 0
+        if brought < planned:
+            raise WrongUse(
+                f"{planned - brought} of the samples of this step could not be read and are left out, and the loss "
+                "gathers all of them. Leave them out of data() instead, and bad_rows=skip."
+            )
 
     def _check(self, x: Tensor) -> None:
         if not self._in_loss:

@@ -120,6 +120,14 @@ class Gathering:
     def __init__(self, model: nn.Module, units: Sequence[ShardedUnit]) -> None:
         self.units = units
         self.by_bucket = {id(g.bucket): g for g in units}
+        self.together: list[list[ShardedUnit]] = []
+        """Units of the same modules, whose weights have different dtypes, side by side."""
+        for item in units:
+            if self.together and self.together[-1][0].unit.modules == item.unit.modules:
+                self.together[-1].append(item)
+            else:
+                self.together.append([item])
+        self.place = {id(item): number for number, items in enumerate(self.together) for item in items}
         self.on_done: Callable[[Bucket], None] = self.finish
         """Told when no more gradients will come for a bucket in this backward."""
         self.in_step = False
@@ -142,7 +150,7 @@ class Gathering:
             return
         item = self.units[index]
         item.need()
-        self._fetch(index + 1)
+        self._fetch_next(item, 1)
         if torch.is_grad_enabled() and not item.in_backward:
             call = item.open_call()  # until its inputs' gradients are there, or backward ends
             item.running.append(call)
@@ -183,7 +191,7 @@ class Gathering:
             return  # over already: an output that was an input too
         self.units[index].in_backward = self.in_step
         self.units[index].need()
-        self._fetch(index - 1)
+        self._fetch_next(self.units[index], -1)
 
     def _inputs_done(self, index: int, call: object, gradients: Any) -> None:
         item = self.units[index]
@@ -192,9 +200,15 @@ class Gathering:
             if not item.busy:
                 self.on_done(item.bucket)
 
-    def _fetch(self, index: int) -> None:
-        if 0 <= index < len(self.units):
-            self.units[index].bucket.start_gather()
+    def _fetch_next(self, item: ShardedUnit, way: int) -> None:
+        """Begin to gather what comes after or before a unit, when all that is needed with it is there.
+
+        Sooner it would be in memory beside what of this one is still on its way.
+        """
+        place = self.place[id(item)]
+        if 0 <= place + way < len(self.together) and all(other.bucket.is_whole for other in self.together[place]):
+            for coming in self.together[place + way]:
+                coming.bucket.start_gather()
 
     def busy(self, bucket: Bucket) -> bool:
         """Whether a later hook will say that the bucket's backward is over."""

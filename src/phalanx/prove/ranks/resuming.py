@@ -244,6 +244,7 @@ def write_reference(task: Task, standard: Standard, folder: str) -> None:
         "step": half, "samples": sum(len(s.ids) for s in done), "terms": sum(s.count for s in done),
         "scale": [1.0, 0, True], "guard": Guard().state(), "compared": None, "options": {}, "attributes": {},
         "seed": task.seed, "global_batch": task.global_batch, "data": task.proof_trial.size,
+        "order": task.proof_order.facts(),
     }  # fmt: skip
     manager, unfinished = CheckpointManager(Folder(folder)), CheckpointManager(Folder(folder)).commits.writing(0, half)
     manager.fence(0)

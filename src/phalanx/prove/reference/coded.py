@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import numpy as np
 import torch
 from torch import Tensor, nn, optim
 
@@ -63,10 +64,10 @@ class Coded(Plain):
         """By weight and sender, in the shape of the weight."""
         self._next: dict[tuple[str, int], Tensor] = {}
 
-    def turns(self, slots: int) -> list[list[list[Slots]]]:
+    def turns(self, slots: int, tokens: np.ndarray | None = None) -> list[list[list[Slots]]]:
         """What is summed at a time: by sender, the ranges of slots that its gradient is of."""
-        layout = self.layout
-        ranges = [share(slots, self.micro_batches, layout.batch_ranks, rank) for rank in range(layout.batch_ranks)]
+        layout, ranks = self.layout, self.layout.batch_ranks
+        ranges = [share(slots, self.micro_batches, ranks, rank, tokens) for rank in range(ranks)]
         if self.over_shards and layout.sums_each_micro_batch:
             return [[[own[number]] for own in ranges] for number in range(len(ranges[0]))]
         senders = layout.fsdp if self.over_shards else layout.dp

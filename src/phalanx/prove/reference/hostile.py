@@ -20,6 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from phalanx.data.adopted import adopted, collate_of, own_collate
+from phalanx.data.by_length import ByLength, LengthOrder
 from phalanx.data.fingerprint import digest
 from phalanx.data.kinds import count_samples
 from phalanx.data.loader import seed_globally
@@ -60,6 +62,8 @@ class Trial:
     """Columns of targets in which some are ignored."""
     spread: dict[str, int] = field(default_factory=dict)
     """Columns of ids that are dealt out over a whole vocabulary, so that each part of it is used."""
+    samples: TrialSamples | None = None
+    """Those that its data was asked for last."""
     source: tuple[int, Any] | None = None
     """The task's data, and in which process it was made."""
     held: tuple[int, Any] | None = None
@@ -73,6 +77,7 @@ class Trial:
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {
+            "samples": None,
             "source": None,
             "held": None,
             "moment": Moment(),
@@ -100,14 +105,24 @@ class TrialSamples:
 
     def __init__(self, data: Any, trial: Trial, most: int, ignoring: bool = True) -> None:
         """``ignoring``: some targets are ignored, which a loss has been seen to bear."""
-        self.data, self.trial, self.ignoring = data, trial, ignoring
+        self.data, self.trial, self.ignoring, self.collate_fn = data, trial, ignoring, own_collate(data)
         size = min(most, len(data))
-        self.places = [index * len(data) // size for index in range(size)]
+        self.places = _places(data, size)
         self.read: list[tuple[int, str]] = []
         """Each sample read: its number, and a hash of what it was and of what a draw gave there."""
 
     def __len__(self) -> int:
         return len(self.places)
+
+    def training_order(self, global_batch: int, seed: int) -> Order:
+        """As of any data; by length, where the task's is, and with about as many tokens as a step has otherwise."""
+        if not isinstance(self.data, ByLength):
+            return Order(len(self), global_batch, seed)
+        lengths = np.minimum(self.data.lengths[self.places], self.trial.length or np.inf).astype(np.int64)
+        most = max(int(lengths.max()), int(lengths.mean() * global_batch)) if self.data.batch_tokens else 0
+        return LengthOrder(
+            len(self), global_batch, seed, lengths=lengths, grouped=self.data.grouped, batch_tokens=most
+        )  # fmt: skip
 
     def __getitem__(self, index: int) -> Any:
         drawn = random.random(), float(np.random.random()), float(torch.rand(()))
@@ -142,6 +157,11 @@ class TrialSamples:
         if name in trial.ignorable and self.ignoring:
             tensor = _ignored_unevenly(tensor, index)
         return tensor
+
+
+def _places(data: Any, size: int) -> list[int]:
+    """So many of a data set's samples, from all of it; or its first ones, where others take long to read."""
+    return [*range(size)] if hasattr(data, "near") else [index * len(data) // size for index in range(size)]
 
 
 def _ignored_unevenly(targets: Tensor, index: int) -> Tensor:
@@ -185,15 +205,22 @@ class Hostile(Variant):
     def data(self) -> TrialSamples:
         trial, here = self.proof_trial, os.getpid()
         if trial.source is None or trial.source[0] != here:  # a rank may make something else of it
-            trial.source = here, super().data()
+            trial.source = here, adopted(super().data(), self, "data", checked=False)
         samples = TrialSamples(trial.source[1], trial, 2 * trial.batch - 5)
-        trial.size = len(samples)
+        trial.size, trial.samples = len(samples), samples
         return samples
+
+    @property
+    def proof_order(self) -> Order:
+        """The order that the samples of the trial are trained on in."""
+        samples = self.proof_trial.samples
+        assert samples is not None, "its data was not asked for"
+        return Order.of(samples, len(samples), self.global_batch, self.seed)
 
     def held_out(self) -> TrialSamples | None:
         trial, here = self.proof_trial, os.getpid()
         if trial.held is None or trial.held[0] != here:
-            trial.held = here, super().held_out()
+            trial.held = here, adopted(super().held_out(), self, "held_out", checked=False)
         held = trial.held[1]
         if held is None:
             return None
@@ -207,7 +234,7 @@ class Hostile(Variant):
     def loss(self, output: Any, batch: dict[str, Any]) -> Loss:
         with Widened():
             loss = as_loss(super().loss(output, batch), self)
-        moment, order = self.proof_trial.moment, Order(self.proof_trial.size, self.global_batch, self.seed)
+        moment, order = self.proof_trial.moment, self.proof_order
         training = torch.is_grad_enabled()
         if training and moment.step == self.proof_trial.poisoned and moment.slots[-1] == order.slots(moment.step) - 1:
             return replace(loss, total=loss.total * float("nan"))
@@ -232,7 +259,7 @@ def wide_batch(task: Task, data: Any, epoch: int, ids: Iterable[int]) -> Batch:
     for index in ids:
         seed_globally(task.seed, "sample", epoch, int(index))
         samples.append(data[int(index)])
-    tensors = task.collate(samples)
+    tensors = collate_of(task, data)(samples)
     return Batch({n: mapped(lambda t: t.double() if t.is_floating_point() else t, v) for n, v in tensors.items()})
 
 

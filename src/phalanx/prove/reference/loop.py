@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from phalanx import counter
 from phalanx.anatomy import Anatomy
 from phalanx.data.loader import seed_globally
-from phalanx.data.order import Order, digest, share
+from phalanx.data.order import digest, share
 from phalanx.parallel.axes import batchnorm, hugging_face, samples
 from phalanx.parallel.forward.wrapper import wrap
 from phalanx.parallel.randomness.answers import Answers
@@ -128,7 +128,7 @@ class Reference:
         self.turns = Turns(task, dict.fromkeys(self.trained, True), [*callbacks, *frozen_first(self.trained)])
         seed_globally(task.seed, "data")
         self.data: Any = task.data()
-        self.order = Order(len(self.data), task.global_batch, task.seed)
+        self.order = task.proof_order
         self.known = known_beforehand(self)
         """Of held-out samples, what the task wants to know of them before the first step."""
         self.steps: list[Step] = []
@@ -208,7 +208,7 @@ class Reference:
         self.model.train()
         with self._computing():
             if self.coded is None:
-                for slots in share(len(ids), self.micro_batches, 1, 0):
+                for slots in share(len(ids), self.micro_batches, 1, 0, order.tokens(ids)):
                     self._backward(step, number, slots)
             else:
                 self._backward_coded(step, number, self.coded)
@@ -266,7 +266,7 @@ class Reference:
         step.read = [(-1, "")] * len(step.ids)
         sums: dict[str, Tensor] = {}
         touched: set[str] = set()
-        for turn in coded.turns(len(step.ids)):
+        for turn in coded.turns(len(step.ids), self.order.tokens(step.ids)):
             every = []
             for ranges in turn:
                 for slots in filter(lambda slots: slots[0] < slots[1], ranges):

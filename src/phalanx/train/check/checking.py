@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from phalanx.data.loader import seed_globally
+from phalanx.data.adopted import held_out_samples, own_collate, training_samples
 from phalanx.data.order import Order
 from phalanx.errors import WrongUse
 from phalanx.task import Task
@@ -90,9 +90,10 @@ def _why(task: Task, look: Callable[[Subject], object]) -> str:
 
 
 def _subject(task: Task) -> Subject:
-    seed_globally(task.seed, "data")
-    data = task.data()
-    return Subject(task, [read(task, data, index) for index in first_ids(task, data)])
+    data = training_samples(task)
+    subject = Subject(task, [read(task, data, index) for index in first_ids(task, data)])
+    subject.collate = own_collate(data)
+    return subject
 
 
 class _Check:
@@ -100,9 +101,8 @@ class _Check:
         self.task, self.warnings = task, warnings
         with raising(f"{type(task).__name__}.pretrained()"):
             self.pretrained = pretrained or task.pretrained() is not None
-        seed_globally(task.seed, "data")
         with raising(f"{type(task).__name__}.data()"):
-            self.data = task.data()
+            self.data = training_samples(task)
 
     def run(self) -> None:
         task = self.task
@@ -111,9 +111,8 @@ class _Check:
         samples, found = read_samples(task, self.data)
         self.warnings += found
         self._compute(samples)
-        seed_globally(task.seed, "held out")
         with raising(f"{type(task).__name__}.held_out()"):
-            held_out = task.held_out()
+            held_out = held_out_samples(task)
         if held_out is not None:
             count(task, held_out, "held_out")
         self._evaluate(held_out)
@@ -126,6 +125,7 @@ class _Check:
         except CannotCheck as reason:
             self.warnings.append(f"{reason}.")
             return
+        subject.collate = own_collate(self.data)
         began = time.process_time()
         try:
             self._learns(subject)
@@ -158,6 +158,7 @@ class _Check:
         try:
             ids = Order.of(self.data, len(self.data), size, self.task.seed).ids(0)
             whole = Subject(self.task, [read(self.task, self.data, int(index)) for index in ids], all_samples=True)
+            whole.collate = own_collate(self.data)
             whole.compute(whole.places)
         except Exception:
             return

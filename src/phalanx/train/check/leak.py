@@ -13,6 +13,7 @@ from torch.utils.data import Subset
 
 from phalanx import counter
 from phalanx.data.arrays import Arrays, Images
+from phalanx.data.fingerprint import near
 from phalanx.data.splitting import Split
 from phalanx.errors import WrongUse
 from phalanx.task import Task
@@ -77,7 +78,7 @@ def _both(task: Task, data: Any, held_out: Any) -> tuple[Hashes, Hashes]:
 def _hashed(task: Task, data: Any, most: int, method: str) -> Hashes:
     """Numbers and hashes of some samples."""
     found, deadline = [], time.perf_counter() + SECONDS
-    for number, index in enumerate(_spread(len(data), most)):
+    for number, index in enumerate(near(data, _spread(len(data), most))):
         if time.perf_counter() > deadline and number >= FEWEST:
             break
         found.append((index, fingerprint(read_sample(task, data, index, method))))

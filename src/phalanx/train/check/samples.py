@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from phalanx.data.fingerprint import digest
+from phalanx.data.adopted import stacks
+from phalanx.data.fingerprint import digest, near
 from phalanx.data.kinds import check_values, count_samples, not_a_sample, unstackable
 from phalanx.errors import WrongUse
 from phalanx.losses import Loss
@@ -66,7 +67,7 @@ def read_samples(task: Task, data: Any) -> tuple[list[Any], list[str]]:
     _check_stack(task, data, ids, samples)
     if not slow:
         _check_repeats(task, data, ids, samples)
-        read_sample(task, data, len(data) - 1)
+        read_sample(task, data, near(data, [len(data) - 1])[0])
     return samples, _not_finite(task, ids, samples)
 
 
@@ -96,7 +97,7 @@ def count(task: Task, data: Any, method: str = "data") -> int:
 
 def _check_stack(task: Task, data: Any, ids: list[int], samples: list[Any]) -> None:
     """Samples that are only stacked must be such that they can be, as in training."""
-    if type(task).collate is not Task.collate:
+    if not stacks(task, data):
         return
     with raising(f"{type(task).__name__}.collate()", type(task).data):
         try:

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from phalanx.data.adopted import Collate
 from phalanx.data.loader import sample_at, seed_globally
 from phalanx.data.order import Order
 from phalanx.errors import WrongUse
@@ -113,6 +114,8 @@ class Given:
 class Subject:
     """A task's model and samples, and how to compute some of them."""
 
+    collate: Collate | None = None  # of the samples' data set, where that makes batches and not the task
+
     def __init__(self, task: Task, samples: Sequence[Any], all_samples: bool = False) -> None:
         self.task, self.samples = task, list(samples)
         self.name = type(task).__name__
@@ -196,7 +199,7 @@ class Subject:
         chosen = [copied(self.samples[place]) for place in places]
         seed_globally(self.task.seed, "check collate")
         with raising(f"{self.name}.collate()"):
-            tensors = self.task.collate(chosen)
+            tensors = (self.collate or self.task.collate)(chosen)
         made = Batch({name: mapped(self._placed, value) for name, value in tensors.items()})
         made.turn = self.turn
         return made

@@ -1,0 +1,120 @@
+"""Memory of LoRA and QLoRA: the peak of a rank at fsdp=4 with a frozen base, against what arithmetic says it must hold.
+
+    python benchmarks/lora_memory.py [--quick]
+
+Counted as in `memory.py`: a process's peak resident memory while it trains, less what it held before and less the pages
+of libraries, with large blocks mapped by themselves. What the first step of any model leaves in a process (kernels'
+scratch memory, threads, imported code) is no model's: a small one is trained first. The arithmetic, in bytes, for F
+frozen weights of ``b`` bytes each and P trained ones over n ranks, B bytes of a block's whole weights, and N elements
+of the largest linear:
+
+    LoRA     bF/n + 16P/n + 2B            weights, gradients and moments; a block in use, and the next on its way
+    QLoRA    bF/n + 16P/n + 2B + 6N       and one linear's weight that is made from its 4 bits
+
+Samples have so few tokens that activations are a percent. The bar is for fp32: what products in bf16, and of 4 bits,
+take beside that on a CPU is counted too, and is its libraries'.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import phalanx
+from memory import M_MMAP_THRESHOLD, status
+from phalanx.launch.local import run_ranks
+from phalanx.recipes.sft import SFT
+from phalanx.train.memory import fullest
+from report import Figure, report
+
+RANKS = 4
+BAR = 0.10
+KINDS = {"LoRA in bf16": ("bf16", False), "LoRA in fp32": ("fp32", False), "QLoRA in bf16": ("bf16", True)}
+TOKENS = 4
+
+
+@dataclass
+class Tuned(SFT):
+    """A base of any size, and samples of a few tokens."""
+
+    layers: int = 12
+    width: int = 768
+
+    def tiny_config(self) -> Any:
+        config = super().tiny_config()
+        config.hidden_size, config.intermediate_size = self.width, 4 * self.width
+        config.num_hidden_layers, config.head_dim = self.layers, self.width // config.num_attention_heads
+        config.num_key_value_heads = config.num_attention_heads
+        return config
+
+    def data(self) -> Any:
+        place = torch.arange(TOKENS)
+        return [
+            {"tokens": place + i, "targets": place + i + 1, "positions": place, "documents": 0 * place}
+            for i in range(32)
+        ]
+
+    def held_out(self) -> None:
+        return None
+
+
+def figures(quick: bool) -> Iterator[Figure]:
+    for name, (precision, four_bit) in KINDS.items():
+        outcome = run_ranks(partial(peak, precision, four_bit, 6 if quick else 12), RANKS)
+        assert outcome.result is not None, outcome.failures
+        measured, expected = outcome.result
+        bar = BAR if precision == "fp32" else None
+        note = f"{measured / 2**20:.0f} MiB measured, {expected / 2**20:.0f} MiB by arithmetic"
+        yield Figure(
+            f"peak memory, {name}, fsdp={RANKS}, off the arithmetic by", abs(measured / expected - 1), bar, note
+        )
+
+
+def peak(precision: Any, four_bit: bool, layers: int) -> tuple[int, int]:
+    """On a rank: bytes at the peak of three steps, and bytes by arithmetic."""
+    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 17)
+    task = partial(
+        Tuned, lora=8, four_bit=four_bit, precision=precision, base_dtype="bf16" if precision == "bf16" else "saved",
+        packed=False, global_batch=RANKS, warmup_steps=1, steps=3, share_held_out=0.0,
+    )  # fmt: skip
+    trained(task(layers=1, width=64))
+    before, libraries = status("VmRSS"), status("RssFile")
+    Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
+    with phalanx.Engine(task(layers=layers), f"fsdp={RANKS}", device="cpu") as engine:
+        Path("/proc/self/clear_refs").write_text("5")  # and that of making weights
+        for batch in engine.batches():
+            engine.step(batch)
+        measured = status("VmHWM") - before - (status("RssFile") - libraries)
+        return measured, arithmetic(engine)
+
+
+def trained(task: phalanx.Task) -> None:
+    with phalanx.Engine(task, f"fsdp={RANKS}", device="cpu") as engine:
+        for batch in engine.batches():
+            engine.step(batch)
+
+
+def arithmetic(engine: phalanx.Engine) -> int:
+    """What lies between steps, and what a step adds to it."""
+    blocks: dict[str, int] = {}
+    for bucket in engine.spread.buckets:
+        whole = bucket.packing.length * RANKS * bucket.storage.compute.itemsize
+        blocks[bucket.name] = blocks.get(bucket.name, 0) + whole
+    weights = engine.spread.weights.values()
+    packed = [weight.rows * weight.row_size for weight in weights if weight.name.endswith("packed")]
+    linear = 2 * max(packed, default=0)
+    state = fullest(engine.spread.placement, engine.kept, engine.dtypes).total
+    return state + 2 * max(blocks.values()) + 6 * linear
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true")
+    report(list(figures(parser.parse_args().quick)))
