@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from phalanx.errors import WrongUse
+from phalanx.local_updates import LocalUpdates
 
 EXACT = "exact"
 METHODS = ("bf16", "int8", "int4", "topk")
@@ -29,11 +30,11 @@ class Comm:
     @classmethod
     def parse(cls, text: str) -> Comm | None:
         """Read the text form; None where everything is sent as it is."""
-        if text == EXACT:
+        if text == EXACT or LocalUpdates.parse(text) is not None:
             return None
         name, colon, number = text.partition(":")
         if name not in METHODS or (colon and name != "topk"):
-            known = (EXACT, *METHODS[:-1], "topk:1")
+            known = (EXACT, *METHODS[:-1], "topk:1", "local:16", "diloco:16")
             raise WrongUse(f"comm={text} is not known in a layout. Choose one of: {', '.join(known)}.")
         return cls(name, name in SHARDING, name in OWING, _percent(text, number) if name == "topk" else 0.0)
 

@@ -14,6 +14,7 @@ from typing import Any, get_type_hints
 
 from phalanx.comm import EXACT, Comm
 from phalanx.errors import WrongUse, closest
+from phalanx.local_updates import LocalUpdates
 
 DEGREES = ("dp", "fsdp", "tp", "cp", "pp", "ep")
 MOST_RANKS = 1 << 20
@@ -60,7 +61,7 @@ class Layout:
     """How much of the weights ``offload`` takes, the first blocks' first; what stays needs no way to the device."""
     compile: str = "none"
     comm: str = EXACT
-    """How gradients travel: as they are, or in few bits over `coded_axis`."""
+    """How gradients travel: as they are, or in few bits over `coded_axis`; or how sites update by themselves."""
 
     def __post_init__(self) -> None:
         for name in (*DEGREES, "zero", "micro_batch", "offload_percent"):
@@ -146,9 +147,19 @@ class Layout:
     @property
     def coded_axis(self) -> str:
         """The axis over which gradients travel in few bits: the one whose ranks are further apart; none if empty."""
-        if self.comm == EXACT or self.batch_ranks == 1:
+        if self.comm == EXACT or self.batch_ranks == 1 or self.local is not None:
             return ""
         return "dp" if self.dp > 1 else "fsdp"
+
+    @property
+    def local(self) -> LocalUpdates | None:
+        """How sites, the ranks with one index along ``dp``, train by themselves, if they do."""
+        return LocalUpdates.parse(self.comm)
+
+    @property
+    def site(self) -> Layout:
+        """How one of them is spread; all of it, where there are none."""
+        return self if self.local is None else replace(self, dp=1, comm=EXACT)
 
     def leaves(self, batch_rank: int) -> list[int]:
         """The virtual micro-batches that a rank computes, in order, so that every sum it takes part in is a node.
@@ -213,6 +224,8 @@ class Layout:
     def _notes_of_comm(self) -> list[str]:
         if self.comm == EXACT:
             return []
+        if local := self.local:
+            return [f"comm={self.comm} has {self.dp} sites train by themselves, which agree every {local.every} steps"]
         if not self.coded_axis:
             return [f"comm={self.comm} has no effect at dp=1,fsdp=1: no gradients travel"]
         others = [
@@ -260,7 +273,7 @@ class Layout:
         if self.compile != "none":
             yield f"{text} is not offered with compile={self.compile}, whose kernels depend on what ran before"
         if self.comm != EXACT:
-            yield f"{text} is not offered with comm={self.comm}, which rounds what ranks send"
+            yield f"{text} is not offered with comm={self.comm}, which rounds or delays what ranks send"
         if self.micro_batch is not None:
             yield f"{text} cuts a step into micro-batches, and so would micro_batch={self.micro_batch}"
         if self.exact > global_batch:
@@ -272,6 +285,8 @@ class Layout:
             )
 
     def _not_coded(self) -> Iterator[str]:
+        if self.local is not None and self.dp == 1:
+            yield f"comm={self.comm} is for replicas that train by themselves, and dp=1 is one alone"
         method = Comm.parse(self.comm)
         if method is None or self.coded_axis != "fsdp":
             return
@@ -314,6 +329,7 @@ class Layout:
 
     def _distance(self, other: Layout) -> tuple[float | bool, ...]:
         weights = dict.fromkeys(DEGREES[2:], 3)  # dp and fsdp stand in for each other, the others are wanted
+        weights["fsdp"] = 1 if self.local is None else 3  # sites come and go, and each stays as it is
         far = sum(weights.get(n, 1) * abs(math.log2(getattr(self, n) / getattr(other, n))) for n in DEGREES)
         return far, *(
             getattr(self, name) != getattr(other, name) for name in ("compile", "comm", "micro_batch", "exact")

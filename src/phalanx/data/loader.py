@@ -129,12 +129,14 @@ class Loader:
         pin: bool = False,
         plain: bool = False,
         leaves: Sequence[int] = (),
+        together: int = 0,
     ) -> None:
         """``plain``: samples are only stacked, so that arrays may give many rows at once.
 
-        ``leaves``: which virtual micro-batches are this rank's, of as many as all ranks have together.
+        ``leaves``: which virtual micro-batches are this rank's, of as many as all ranks have together. ``together``: so
+        many ranks make a step with each other, if not all do.
         """
-        self.leaves = leaves
+        self.leaves, self.together = leaves, together or ranks
         self.order, self.micro_batches, self.ranks, self.rank = order, micro_batches, ranks, rank
         self.workers, self.pin = workers, pin
         self.reader = Reader(data, collate, order.seed, plain)
@@ -148,8 +150,9 @@ class Loader:
         return [self._plan(step, ids, *found) for found in ranges]
 
     def spans(self, slots: int) -> list[list[tuple[int, int]]]:
-        """By rank and micro-batch, which slots of a step it computes."""
-        return [share(slots, self.micro_batches, self.ranks, rank) for rank in range(self.ranks)]
+        """By rank of those that make a step together, and by micro-batch, which slots it computes."""
+        first = self.rank - self.rank % self.together
+        return [share(slots, self.micro_batches, self.ranks, first + rank) for rank in range(self.together)]
 
     def _plan(self, step: int, ids: np.ndarray, start: int, stop: int) -> MicroBatchPlan:
         real = stop > start

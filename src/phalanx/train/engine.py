@@ -55,6 +55,7 @@ from phalanx.train.optimizers import make_schedule
 from phalanx.train.parameter_groups import Clipping, frozen_first, set_rates
 from phalanx.train.scale import LossScale
 from phalanx.train.signals import Signals
+from phalanx.train.sites import Sites, agreed_weights
 from phalanx.train.steady import in_one_way, steady
 from phalanx.train.step import Metrics
 from phalanx.train.turns import Turns
@@ -133,13 +134,19 @@ class Engine:
         check_agreement(self, "settings", "layout", "kernels", "callbacks")
         self.mesh = Mesh(self.layout, self.environment.rank, timeout, self.traffic)
         undo.callback(self.mesh.close)
+        site = self.mesh
+        if self.layout.local is not None:
+            site = Mesh(self.layout.site, self.environment.rank, timeout, self.traffic, within=self.mesh)
+            undo.callback(site.close)
         agree_on_kernels(self)
         blueprint = Blueprint(building(task), task.seed)
         self.anatomy = task.anatomy(blueprint.model)
-        placement = Placement.of(blueprint.model, self.anatomy, self.layout, self.dtypes)
+        placement = Placement.of(blueprint.model, self.anatomy, self.layout.site, self.dtypes)
         described_weights, begun = dict(blueprint.model.named_parameters()), self.init_from or task.pretrained()
         saved = None if begun is None else beginning(begun, blueprint.model, self.anatomy.tied, task)
-        self.spread = Spread(blueprint, placement, self.mesh, self.dtypes, self.device, task.seed, saved)
+        self.spread = Spread(blueprint, placement, site, self.dtypes, self.device, task.seed, saved)
+        if self.layout.local is not None:
+            self.spread.apart(self.layout.local)
         self.frozen = Frozen(self.spread, begun, task.seed)
         """Weights that are in no checkpoint."""
         undo.callback(self.spread.reduction.close)
@@ -161,6 +168,8 @@ class Engine:
         self.loader = self.loader_of(data, self.order)
         check_agreement(self, "data", "model")
         check_writable(self.spread)
+        self.sites = None if self.layout.local is None else Sites(self, self.layout.local)
+        """Their agreement, where each trains by itself."""
         self.described = described(self)
         join_beforehand(self)
 
@@ -171,6 +180,7 @@ class Engine:
             ranks=self.mesh.size(*BATCH), rank=self.mesh.index(*BATCH), workers=self.task.workers,
             pin=self.device.type == "cuda", plain=type(self.task).collate is Task.collate,
             leaves=self.layout.leaves(self.mesh.index(*BATCH)) if self.layout.exact else (),
+            together=self.spread.mesh.size(*BATCH),
         )  # fmt: skip
 
     @property
@@ -220,8 +230,17 @@ class Engine:
         self.terms += metrics.count
         if not metrics.skipped:
             self.good = metrics.step
+        if self.sites is not None:
+            metrics.round = self.sites.after_step(metrics)
         self.callbacks.call("on_step", self, metrics)
         return metrics
+
+    @property
+    def just_agreed(self) -> range:
+        """The steps since all ranks last agreed on what to do, up to this one; none where they do not now."""
+        if self.sites is None:
+            return range(self.step_number, self.step_number + 1)
+        return self.sites.just_agreed
 
     def stop(self, why: str) -> None:
         """End the run after the next step, on all ranks. Any rank may ask for it, in a callback or between steps."""
@@ -271,7 +290,9 @@ class Engine:
         self.signals.finish, self._why = False, ""
         self.ended = Ended.found(facts, self.task.steps)
         self.spread.restore_scales(facts.get("fp8"))
-        self.spread.reduction.settle()
+        self.spread.settle()
+        if self.sites is not None:
+            self.sites.settle()
         self.spread.updated()
 
     @cached_property
@@ -291,7 +312,7 @@ class Engine:
             raise WrongUse(f"{type(self.task).__name__} keeps nothing aside to evaluate on. Give it a held_out().")
         try:
             self.spread.refresh()
-            with self.callbacks.evaluating(self):
+            with self.callbacks.evaluating(self), agreed_weights(self):
                 found = evaluate(self, self.held_out, batches, on_batch).results()
         except Exception as error:
             explain(error, self.spread.model, self.task)

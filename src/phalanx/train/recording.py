@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 LEAST_PAUSE = 0.5
 """Seconds between two steps from which on they are noted."""
-NUMBERS = ("communication", "flops")
-"""Of a step's metrics: what stands in its event under names of its own."""
+NUMBERS = ("communication", "flops", "round")
+"""Of a step's metrics: what stands in its event under names of its own, or in an event of its own."""
 
 
 class StepRecording:
@@ -53,6 +53,8 @@ class StepRecording:
             del facts[name]
         facts["signals"] = metrics.signals.names()
         self.log.step(facts, numbers, self.memory.changed(), self.engine.step_number == self.engine.task.steps)
+        if metrics.round is not None:
+            self.log.write("round", **vars(metrics.round) | {"signals": metrics.round.signals.names()})
 
     def _between(self, metrics: Metrics, took: float) -> dict[str, float]:
         """Seconds of collectives, of what lies between the step before and this one, and of what is in no phase."""

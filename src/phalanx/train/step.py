@@ -30,6 +30,22 @@ if TYPE_CHECKING:
     from phalanx.train.rounds import Rounds
 
 
+@dataclass(frozen=True)
+class Round:
+    """What sites did by themselves, and agreed on, the same on every rank."""
+
+    step: int
+    """The last of it."""
+    loss: float
+    """Per term, over all samples of all its steps."""
+    count: float
+    skipped: int
+    """Steps that a site has left out, added up over sites."""
+    bad: str
+    """What was, if anything."""
+    signals: Signals = field(default_factory=Signals)
+
+
 @dataclass
 class Metrics:
     """What a step did, the same on every rank but for the seconds."""
@@ -67,6 +83,9 @@ class Metrics:
     """Whose turn it was, where steps train parts of a model in turn."""
     flops: float = 0.0
     """Of the model for this rank's share of the samples, where they are known."""
+    round: Round | None = None
+    """What all sites did since they last agreed, where they train by themselves and agree after this step. The rest is
+    of this rank's site alone then, between two such steps too."""
 
 
 def train_step(engine: Engine, batch: StepBatch, rounds: Rounds | None = None) -> Metrics:
@@ -300,7 +319,7 @@ def _agree(engine: Engine, sums: Tensor, trained: int) -> Agreed:
     agreed = torch.cat([own[:2], gradients.norm_squared()[None], _told(engine, trained), own[2:], apart])
     summed_over_ranks(engine, agreed)
     total, count, squared, missing, trained_by_all, *rest = agreed.tolist()
-    alike = trained_by_all == trained * engine.mesh.world.size
+    alike = trained_by_all == trained * engine.spread.mesh.world.size
     signals, named = Signals.unpacked(rest[: len(NAMES)]), rest[len(NAMES) : len(rest) - len(apart)]
     norm, *norms = (math.sqrt(each) if each >= 0 else math.nan for each in (squared, *rest[len(rest) - len(apart) :]))
     return Agreed(total, count, named, norm, norms, missing, signals, alike)
@@ -326,8 +345,8 @@ def _told(engine: Engine, trained: int) -> Tensor:
 
 
 def summed_over_ranks(engine: Engine, numbers: Tensor) -> Tensor:
-    """A few numbers of a step, summed over all ranks, in place."""
-    engine.mesh.world.all_reduce(numbers).wait()
+    """A few numbers of a step, summed over all ranks that make it together, in place."""
+    engine.spread.mesh.world.all_reduce(numbers).wait()
     return numbers
 
 

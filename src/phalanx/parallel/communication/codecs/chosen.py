@@ -29,12 +29,13 @@ class Coding:
         method = Comm.parse(layout.comm)
         if method is None or not layout.coded_axis:
             return None
-        codec = _codec(method)
+        codec = codec_of(method)
         weights = {"bf16": codec}.get(method.name, Blockwise(8)) if layout.coded_axis == "fsdp" else None
         return cls(layout.coded_axis, codec, weights)
 
 
-def _codec(method: Comm) -> Codec:
+def codec_of(method: Comm) -> Codec:
+    """Of what is summed."""
     if method.name == "bf16":
         return Bfloat16()
     if method.name == "topk":

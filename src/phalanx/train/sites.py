@@ -1,0 +1,176 @@
+"""Sites that train by themselves: after which steps they agree on weights, and all ranks on what is to be done.
+
+Between two such steps no message leaves a site. What concerns all ranks, as a request to stop, a save or a callback
+that ends the run, is told and heard at a boundary, where all fragments have been agreed on and none travels.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from phalanx.errors import WrongUse
+from phalanx.local_updates import LocalUpdates
+from phalanx.parallel.communication.pending import Pending
+from phalanx.train.signals import NAMES, Signals
+from phalanx.train.step import Metrics, Round
+
+if TYPE_CHECKING:
+    from phalanx.train.engine import Engine
+
+NUMBERS = 5
+"""Of a round, before the signals: total and count of the loss, steps left out, bad ones, and terms trained on."""
+
+
+class Sites:
+    """This rank's part in the agreement of all sites."""
+
+    def __init__(self, engine: Engine, local: LocalUpdates) -> None:
+        _check(engine, local)
+        assert engine.spread.outer is not None
+        self.engine, self.local, self.outer = engine, local, engine.spread.outer
+        self.outer.begin(*local.outer(engine.task.steps))
+        self._speaks = engine.spread.mesh.world.rank == 0
+        """Each site counts once."""
+        self._sums, self._terms = torch.zeros(NUMBERS, dtype=torch.float64), 0.0
+        """Of this site since it last told the others: what it will tell, and terms, which are in the engine's sum."""
+        self._told: tuple[Pending, Tensor, float] | None = None
+        """What is on its way to all ranks, and what of it is known here."""
+        self.just_agreed = range(1)
+        """After a boundary: the steps since the last one."""
+        self._buffers = {
+            name: (tensor, tensor.detach().clone())
+            for name, tensor in engine.spread.whole.replicated()
+            if tensor.is_floating_point() and engine.spread.holding.here(name)
+        }
+        """Each, and as sites last had it alike."""
+
+    def after_step(self, metrics: Metrics) -> Round | None:
+        """Have fragments leave and arrive; what all sites did since the last boundary, where this step is one."""
+        engine, local, step = self.engine, self.local, self.engine.step_number
+        self._note(metrics)
+        self.just_agreed = range(0)
+        with engine.traffic.recorder.during("outer step"):
+            if step == engine.task.steps:
+                return self._finish(step)
+            if (arriving := local.arriving(step)) is not None:
+                self.outer.arrive(arriving, local.kept)
+                engine.spread.updated()
+            elif local.overlap and local.arriving(step + local.overlap // 2) is not None:
+                self.outer.advance()
+            if local.overlap and (leaving := local.leaving(step)) is not None:
+                self.outer.leave(leaving)
+                if local.is_boundary(step + local.overlap):
+                    self._tell()
+            return self._agree(step) if local.is_boundary(step) else None
+
+    def _finish(self, step: int) -> Round:
+        """After the run's last step: all is agreed on, and nothing else stays."""
+        for number in range(len(self.outer.fragments)):
+            self.outer.arrive(number, 0.0)
+        self.outer.rest()
+        self.engine.spread.updated()
+        if self._told is not None:
+            self._hear()
+        return self._agree(step)
+
+    def _note(self, metrics: Metrics) -> None:
+        """A step of this site."""
+        self._terms += metrics.count
+        counts = not metrics.skipped and math.isfinite(metrics.loss)
+        total, count = (metrics.loss * metrics.count, metrics.count) if counts else (0.0, 0.0)
+        self._sums += torch.tensor([total, count, metrics.skipped, bool(metrics.bad), metrics.count])
+
+    def _tell(self) -> None:
+        """Begin to tell all ranks what this site did, what this rank has to say, and which buffers it has changed."""
+        said = torch.tensor(self.engine.signals.packed(), dtype=torch.float64)
+        numbers = torch.cat([self._sums * self._speaks, said, self._changed()]).to(self.engine.device)
+        self._told = self.engine.mesh.world.all_reduce(numbers), numbers, self._terms
+        self._sums.zero_()
+        self._terms = 0.0
+
+    def _hear(self) -> list[float]:
+        """Wait for what everybody told."""
+        assert self._told is not None
+        (pending, numbers, own), self._told = self._told, None
+        pending.wait()
+        found: list[float] = numbers.tolist()
+        self.engine.terms += found[NUMBERS - 1] - own
+        return found
+
+    def _agree(self, step: int) -> Round:
+        """A boundary: all ranks know the same from here on."""
+        if self._told is None:
+            self._tell()
+        total, count, skipped, bad, _, *rest = self._hear()
+        self._average([bool(number) for number in rest[len(NAMES) :]])
+        self.just_agreed = self.local.since(step)
+        words = f"{bad:.0f} steps of sites since step {self.just_agreed[0]}" if bad else ""
+        self.engine.good = step - 1 if not skipped else self.engine.good
+        mean = total / count if count else math.nan
+        return Round(step - 1, mean, count, round(skipped), words, Signals.unpacked(rest[: len(NAMES)]))
+
+    def _changed(self) -> Tensor:
+        """Of each buffer, whether this site's is not what it was when sites had it alike."""
+        names = [name for name, _ in self.engine.spread.whole.replicated()]
+        changed = [name in self._buffers and not torch.equal(*self._buffers[name]) for name in names]
+        return torch.tensor(changed, dtype=torch.float64)
+
+    @torch.no_grad()
+    def _average(self, changed: list[bool]) -> None:
+        """Have sites hold buffers alike: their mean, where any site has changed one."""
+        names = [name for name, _ in self.engine.spread.whole.replicated()]
+        found = [self._buffers[n] for n, other in zip(names, changed, strict=True) if other and n in self._buffers]
+        if not found:
+            return
+        flat = torch.cat([now.reshape(-1).double() for now, _ in found])
+        self.outer.sites.all_reduce(flat).wait()
+        flat /= self.outer.sites.size
+        for (now, before), mean in zip(found, flat.split([now.numel() for now, _ in found]), strict=True):
+            now.copy_(mean.view(now.shape))
+            before.copy_(now)
+
+    def settle(self) -> None:
+        """A saved state has been taken up."""
+        self._sums.zero_()
+        self._terms, self._told, self.just_agreed = 0.0, None, self.local.since(self.engine.step_number)
+        for now, before in self._buffers.values():
+            before.copy_(now)
+
+
+@contextmanager
+def agreed_weights(engine: Engine) -> Iterator[None]:
+    """While this lasts, all sites compute with what they have agreed on."""
+    sites = engine.sites
+    if sites is None or (sites.just_agreed and not sites.local.apart):
+        yield
+        return
+    with sites.outer.in_place():
+        engine.spread.updated()
+        yield
+    engine.spread.updated()
+
+
+def _check(engine: Engine, local: LocalUpdates) -> None:
+    """Refuse what every step of all ranks would have to agree on."""
+    task = engine.task
+    if engine.loss_scale.dynamic or engine.dtypes.fp8:
+        raise WrongUse(
+            f"comm={engine.layout.comm} has sites train by themselves, and {task.precision} keeps scales that would "
+            "not be the same in all of them. Use precision=bf16."
+        )
+    if keeping := sorted(engine.callbacks.tensors()):
+        raise WrongUse(
+            f"{', '.join(keeping)} keeps tensors of weights after every step, and with comm={engine.layout.comm} each "
+            "site has weights of its own then. Leave it out: what sites agree on is a mean already."
+        )
+    if local.outer(task.steps)[1] and engine.turns.leaves_out:
+        raise WrongUse(
+            f"comm={engine.layout.comm} carries on what weights last changed, also of those that later steps of "
+            f"{type(task).__name__} leave out. Use momentum=0, or comm=local:{local.every}."
+        )
