@@ -1,4 +1,4 @@
-"""Local updates: a layout's ``comm`` where sites train by themselves, and agree every so many steps. Read from its text.
+"""Local updates: a layout's ``comm`` where sites train by themselves, and agree every so many steps. Read from text.
 
 local:16                                  16 steps of each site alone, then the mean of their weights
 diloco:16                                 the same, and the mean of what they changed is a step of an outer optimizer

@@ -234,6 +234,8 @@ class Checkpointer(Callback):
             engine.signals.save = False
         facts = engine.facts() | engine.frozen.facts(self.state)
         facts |= {"generation": self.generation, "rank": engine.environment.rank}
+        if engine.sites is not None:
+            facts["callbacks"] = engine.sites.as_the_first(facts["callbacks"])
         self._last = Save(slot, save, facts, self.state.numbers(), entries, engine.device)
         self._queue.put(self._last)
 

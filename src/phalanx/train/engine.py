@@ -227,11 +227,11 @@ class Engine:
         metrics.seconds = {"data": self._waited, **metrics.seconds}
         self.step_number = batch.step + 1
         self.samples += metrics.slots
-        self.terms += metrics.count
-        if not metrics.skipped:
-            self.good = metrics.step
         if self.sites is not None:
             metrics.round = self.sites.after_step(metrics)
+        else:
+            self.terms += metrics.count
+            self.good = self.good if metrics.skipped else metrics.step
         self.callbacks.call("on_step", self, metrics)
         return metrics
 

@@ -6,10 +6,11 @@ that ends the run, is told and heard at a boundary, where all fragments have bee
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -37,10 +38,10 @@ class Sites:
         self.outer.begin(*local.outer(engine.task.steps))
         self._speaks = engine.spread.mesh.world.rank == 0
         """Each site counts once."""
-        self._sums, self._terms = torch.zeros(NUMBERS, dtype=torch.float64), 0.0
-        """Of this site since it last told the others: what it will tell, and terms, which are in the engine's sum."""
-        self._told: tuple[Pending, Tensor, float] | None = None
-        """What is on its way to all ranks, and what of it is known here."""
+        self._sums = torch.zeros(NUMBERS, dtype=torch.float64)
+        """Of this site, since it last told the others."""
+        self._told: tuple[Pending, Tensor] | None = None
+        """What is on its way to all ranks."""
         self.just_agreed = range(1)
         """After a boundary: the steps since the last one."""
         self._buffers = {
@@ -81,7 +82,6 @@ class Sites:
 
     def _note(self, metrics: Metrics) -> None:
         """A step of this site."""
-        self._terms += metrics.count
         counts = not metrics.skipped and math.isfinite(metrics.loss)
         total, count = (metrics.loss * metrics.count, metrics.count) if counts else (0.0, 0.0)
         self._sums += torch.tensor([total, count, metrics.skipped, bool(metrics.bad), metrics.count])
@@ -90,17 +90,16 @@ class Sites:
         """Begin to tell all ranks what this site did, what this rank has to say, and which buffers it has changed."""
         said = torch.tensor(self.engine.signals.packed(), dtype=torch.float64)
         numbers = torch.cat([self._sums * self._speaks, said, self._changed()]).to(self.engine.device)
-        self._told = self.engine.mesh.world.all_reduce(numbers), numbers, self._terms
+        self._told = self.engine.mesh.world.all_reduce(numbers), numbers
         self._sums.zero_()
-        self._terms = 0.0
 
     def _hear(self) -> list[float]:
         """Wait for what everybody told."""
         assert self._told is not None
-        (pending, numbers, own), self._told = self._told, None
+        (pending, numbers), self._told = self._told, None
         pending.wait()
         found: list[float] = numbers.tolist()
-        self.engine.terms += found[NUMBERS - 1] - own
+        self.engine.terms += found[NUMBERS - 1]
         return found
 
     def _agree(self, step: int) -> Round:
@@ -135,10 +134,15 @@ class Sites:
             now.copy_(mean.view(now.shape))
             before.copy_(now)
 
+    def as_the_first(self, state: dict[str, Any]) -> dict[str, Any]:
+        """What callbacks have on the first rank: they were told of their own site alone. All ranks must call it."""
+        words = [json.dumps(state)] if self.engine.environment.rank == 0 else []
+        return json.loads(self.engine.mesh.world.broadcast_words(words, 0)[0]) if state else state
+
     def settle(self) -> None:
         """A saved state has been taken up."""
         self._sums.zero_()
-        self._terms, self._told, self.just_agreed = 0.0, None, self.local.since(self.engine.step_number)
+        self._told, self.just_agreed = None, self.local.since(self.engine.step_number)
         for now, before in self._buffers.values():
             before.copy_(now)
 

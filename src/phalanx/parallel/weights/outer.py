@@ -134,7 +134,8 @@ class Fragment:
 
     def arrive(self) -> Iterator[tuple[Weight, Tensor]]:
         """Wait for it: of each weight the mean over the sites."""
-        assert self.pending is not None and self._flat is not None
+        assert self.pending is not None
+        assert self._flat is not None
         self.pending.wait()
         flat, self.pending, self._flat = self._flat.div_(self.sites.size), None, None
         for weight, place in zip(self.weights, self.places, strict=True):
