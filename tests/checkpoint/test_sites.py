@@ -67,7 +67,9 @@ def test_other_layouts_go_on_with_the_mean(ranks: Ranks, tmp_path: Path, after: 
     before = ranks(2, run, "dp=2,comm=diloco:4", str(tmp_path), False)
     moments = {name: (before[0][1][name] + before[1][1][name]) / 2 for name in before[0][1]}
     sites = after.startswith("dp=2")  # as many as there were: each goes on with its own
-    for rank, (losses, found, _) in enumerate(ranks(phalanx.Layout.parse(after).world, run, after, str(tmp_path), True)):
+    for rank, (losses, found, _) in enumerate(
+        ranks(phalanx.Layout.parse(after).world, run, after, str(tmp_path), True)
+    ):
         assert losses[-1] < 2.4
         for name, moment in moments.items():
             if name in found and found[name].shape == moment.shape:

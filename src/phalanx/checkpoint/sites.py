@@ -14,7 +14,7 @@ from torch import Tensor
 from phalanx.checkpoint.manifest import Manifest
 from phalanx.layout import Layout
 
-SITES, VELOCITY = "sites/", "outer/velocity/"
+SITES, VELOCITY, UNTOLD = "sites/", "outer/velocity/", "untold"
 Kept = dict[str, dict[tuple[str, str], list[str]]]
 """By weight, and by kind and key of what is kept of it: the names under which it is saved."""
 

@@ -22,7 +22,7 @@ from torch import Tensor, optim
 
 from phalanx.checkpoint.manifest import Held, Manifest
 from phalanx.checkpoint.owed import OwedState
-from phalanx.checkpoint.sites import SITES, VELOCITY, joined, kept_by, sources
+from phalanx.checkpoint.sites import SITES, UNTOLD, VELOCITY, joined, kept_by, sources
 from phalanx.errors import WrongUse, closest
 from phalanx.parallel.communication.mesh import AXES
 from phalanx.parallel.spread import Spread
@@ -134,8 +134,9 @@ class State:
         return [Entry(name, Box.whole(value), tuple(value.shape), value, kept, written)]
 
     def numbers(self) -> dict[str, Any]:
-        """What the optimizer keeps that is no tensor."""
-        return {
+        """What the optimizer keeps that is no tensor, and what a site has yet to tell others."""
+        untold = {} if self.outer is None else {f"{self.own}{UNTOLD}": self.outer.untold}
+        return untold | {
             f"{self.own}counters/{key}/{name}": value
             for name, weight in self.spread.weights.items()
             if self._speaks(weight)
@@ -177,7 +178,9 @@ class State:
         outer = self.outer
         if outer is None:
             return found
-        alone = sources(manifest, self.own, self.mesh.size("dp")) == [self.own]
+        whose = sources(manifest, self.own, self.mesh.size("dp"))
+        alone, told = whose == [self.own], [manifest.numbers.get(f"{each}{UNTOLD}") or [] for each in whose]
+        outer.untold = [sum(each) / (1 if alone else self.mesh.size("dp")) for each in zip(*filter(None, told))]
         for name, weight in outer.weights.items():
             full = f"{VELOCITY}{name}"
             if name in outer.velocity:

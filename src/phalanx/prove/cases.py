@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -27,6 +27,7 @@ from phalanx.prove.reference.coded import Coded
 from phalanx.prove.reference.failing import Unprovable, failed
 from phalanx.prove.reference.hostile import BATCH, Hostile, Trial, hostile, ignorable, vocabularies
 from phalanx.prove.reference.loop import Reference, Step
+from phalanx.prove.reference.sites import Sites, boundary
 from phalanx.prove.reference.steady import Decisions
 from phalanx.task import Precision, Task
 from phalanx.train.check.beside import Checked
@@ -36,6 +37,7 @@ from phalanx.train.check.sums import DIVIDED, SUM, TOGETHER
 from phalanx.train.shrink import Needs, Shrunk, shortened, shrunk
 
 NUDGES = (1, 2)
+Loops = TypeVar("Loops", Reference, Sites)
 ONE = {"never": "micro-batches", "in a pipeline": "micro-batches (a pipeline's in one)", "always": "one micro-batch"}
 SLOW_SECONDS = 1.0
 """A step on one device that takes longer is made shorter, if it can be."""
@@ -91,18 +93,43 @@ class Docket:
             task, tried = self._prepared(needs)
             self._tasks[needs] = task, tried.couples_samples, tried.one
         task, _, one = self._tasks[needs]
-        run = as_proven(layout, task.global_batch, one) if layout.coded_axis else None
+        run = as_proven(layout, task.global_batch, one) if layout.coded_axis or layout.local else None
         if run is not None and (one != "never" or self._tasks[needs][1]):
             raise Unprovable(
-                f"comm={layout.comm} rounds what each rank has of a gradient, and in {type(task).__name__} samples of "
-                "several ranks are computed together, so that no device alone has it",
+                f"comm={layout.comm} rounds what each rank has of a gradient, or has sites train on their own samples, "
+                f"and in {type(task).__name__} samples of several ranks are computed together, so that no device alone "
+                "has it",
                 "Prove the layout without comm.",
             )
         key = needs, self._groups(layout), run
         if key not in self._numbers:
             self._numbers[key] = len(self.cases)
-            self.cases.append(Case(task, self._standard(task, key[1], run), key[1], one))
+            self.cases.append(self._case(task, key[1], one, run))
         return self._numbers[key]
+
+    def _case(self, task: Task, groups: int, one: One, run: Layout | None) -> Case:
+        if run is None or run.local is None:
+            return Case(task, self._standard(task, groups, run), groups, one)
+        standards = self._of_sites(task, run)
+        return Case(task, standards[0], groups, one, standards, boundary(run.local, self.half, task.steps))
+
+    def _of_sites(self, task: Task, layout: Layout) -> list[Standard]:
+        """What each site is held against."""
+        blueprint = Blueprint(task.model, task.seed)
+        placement = Placement.of(blueprint.model, task.anatomy(blueprint.model), layout.site)
+        reference = self._run(Sites(task, layout, placement), "to compare with")
+        made = [site.decisions for site in reference.sites]
+        nudged = [
+            self._run(Sites(task, layout, placement, nudge, made), f"one rounding off ({nudge} of {len(NUDGES)})")
+            for nudge in NUDGES
+        ]
+        found = [
+            Standard.measured(site, [other.sites[number] for other in nudged])
+            for number, site in enumerate(reference.sites)
+        ]
+        for standard in found:
+            self._check_certifies(task, standard)
+        return found
 
     def known(self, layout: Layout) -> int | None:
         """The case that a layout is held against, if there is one."""
@@ -181,7 +208,7 @@ class Docket:
         _look(reference, terms)
         return task, terms
 
-    def _run(self, reference: Reference, which: str, steps: int | None = None) -> Reference:
+    def _run(self, reference: Loops, which: str, steps: int | None = None) -> Loops:
         """A reference to its end, or so many steps on, each told."""
         every = reference.task.steps if steps is None else len(reference.steps) + steps
         began = time.perf_counter()
@@ -214,6 +241,13 @@ class Docket:
                 f"one rounding changes what held-out data gives, so it is not compared: {', '.join(standard.unsteady)}"
             )
             self.hostility = [*self.hostility, *([note] if note not in self.hostility else [])]
+        self._check_certifies(task, standard)
+        if not reference.couples_samples and not reference.at_once and layout is None:
+            _check_sum_of_samples(task, self.task, standard)
+        return standard
+
+    def _check_certifies(self, task: Task, standard: Standard) -> None:
+        """Refuse a task whose rounding could hide a bug."""
         if not standard.certifies:
             raise Unprovable(
                 f"cannot certify: one rounding at the beginning becomes {standard.sensitivity:.1e} in "
@@ -223,9 +257,6 @@ class Docket:
                 "inputs in the model's forward (no .float()), and look for logs and roots near 0.",
                 code=3,
             )
-        if not reference.couples_samples and not reference.at_once and layout is None:
-            _check_sum_of_samples(task, self.task, standard)
-        return standard
 
 
 def _coded(task: Task, layout: Layout) -> Coded:

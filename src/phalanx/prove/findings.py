@@ -19,6 +19,7 @@ from phalanx.prove.shrinking import Shrinking
 from phalanx.task import Precision
 
 NEXT = "Mend it, then prove this layout again."
+CODECS = "parallel/communication/codecs"
 
 
 @dataclass
@@ -54,7 +55,7 @@ class Findings:
             return self._narrow(layout, number, found, axes)
         if first(found.differences)[0].rung == "evaluation":
             return explain_evaluation(case.task, found.differences, axes, str(layout))
-        if layout.coded_axis:
+        if layout.coded_axis or layout.local:
             return self._coded(layout, found, axes)
         step = first(found.differences)[0].step
         records = self.ranks.record(number, layout, step)
@@ -64,7 +65,7 @@ class Findings:
     def _resume(self, layout: Layout, number: int, found: TrialOutcome) -> Finding | None:
         """A finding, if it is that the run was interrupted which made the difference."""
         rung = first(found.differences)
-        lead, half = rung[0], self.docket.half
+        lead, half = rung[0], self.docket.cases[number].half
         shrinking = Shrinking(self.docket, self.ranks)
         if lead.rung in RESUMING and lead.step == half - 1:
             axes, saver = shrinking.axes(layout, number), self.ranks.saved_by(number)
@@ -75,17 +76,17 @@ class Findings:
         return None
 
     def _coded(self, layout: Layout, found: TrialOutcome, axes: list[str]) -> Finding:
-        """What one device does alone says nothing of sums in few bits; the same layout without them does."""
+        """What one device does alone says nothing of sums in few bits, or of sites; the same layout without does."""
         rung = first(found.differences)
         lead, names = rung[0], list(dict.fromkeys(d.name for d in rung))
         without = replace(layout, comm="exact")
         told = f"It is {lead.found}, and should be {lead.expected}." if lead.expected else lead.found
         return Finding(
-            lead.rung, lead.name, lead.step, lead.error, sorted({d.rank for d in rung}), axes, "few bits",
-            affected=names[1:], minimal=str(layout),
-            cause=f"{lead.name} is not what one device finds that rounds as comm={layout.comm} is defined to. "
+            lead.rung, lead.name, lead.step, lead.error, sorted({d.rank for d in rung}), axes,
+            "local updates" if layout.local else "few bits", affected=names[1:], minimal=str(layout),
+            cause=f"{lead.name} is not what one device finds that does as comm={layout.comm} is defined to. "
             f"{told}".rstrip(),
-            next=f"Prove {without} first: if that holds, look at parallel/communication/codecs.",
+            next=f"Prove {without} first: if that holds, look at {'train/sites.py' if layout.local else CODECS}.",
         )  # fmt: skip
 
     def _narrow(self, layout: Layout, number: int, found: TrialOutcome, axes: list[str]) -> Finding:

@@ -31,6 +31,8 @@ from phalanx.train.check.beside import Checked, checked
 from phalanx.verdict import Verdict
 
 NARROW: tuple[Precision, ...] = ("bf16", "fp16", "fp8", "fp8_rowwise", "fp32")
+LOCAL_STEPS = 4
+"""Where sites train by themselves there are at least so many: they agree, and are interrupted there."""
 MOST_STEPS = 10_000
 OnResult = Callable[[Result], None]
 
@@ -118,6 +120,8 @@ class _Prover:
     def prove(self, layouts: Sequence[Layout | str] | Layout | str, ranks: int) -> Proof:
         chosen = self._chosen(layouts, ranks)
         self.docket.ranks = max(layout.world for layout in chosen)
+        if any(layout.local for layout in chosen):
+            self.docket.steps = max(self.docket.steps, LOCAL_STEPS)
         reasons = {layout: self._why_not(layout) for layout in chosen}
         try:
             numbers = {layout: self.docket.number(layout) for layout in chosen if reasons[layout] is None}
@@ -138,10 +142,10 @@ class _Prover:
 
     def _why_not(self, layout: Layout) -> str | None:
         """Why a layout cannot be proven, or None."""
-        if self.dtype is not None and layout.coded_axis:
+        if self.dtype is not None and (layout.coded_axis or layout.local):
             return (
-                f"comm={layout.comm} is proven in float64 alone: in {self.dtype} a last bit decides about codes. Leave "
-                "--dtype out"
+                f"comm={layout.comm} is proven in float64 alone: in {self.dtype} a last bit decides about codes, and "
+                "sites take their own way. Leave --dtype out"
             )
         return applicable(self.task, layout, self.model, self.anatomy)
 

@@ -25,7 +25,7 @@ class Shrinking:
     def minimal(self, layout: Layout, number: int, found: TrialOutcome) -> tuple[Layout, TrialOutcome]:
         """The smallest layout that still fails like ``found``, as it is run."""
         tried: set[Layout] = set()
-        if layout.coded_axis:  # what it is held against is its own
+        if layout.coded_axis or layout.local:  # what it is held against is its own
             return self.docket.cases[number].as_run(layout), found
         while (less := self._less(layout, number, found, tried)) is not None:
             layout, found = less
@@ -53,7 +53,12 @@ class Shrinking:
         plain = Layout()
         axes += [f"{name}={getattr(layout, name)}" for name in OPTIONS if getattr(layout, name) != getattr(plain, name)]
         whole = replace(layout, micro_batch=None)
-        if not layout.coded_axis and self._comparable(whole, number) and self.docket.cases[number].micro_batches == 1:
+        if (
+            not layout.coded_axis
+            and not layout.local
+            and self._comparable(whole, number)
+            and self.docket.cases[number].micro_batches == 1
+        ):
             again = self.ranks.attest(number, whole)
             if not again.fails:
                 axes.append("micro-batches")

@@ -38,8 +38,7 @@ class Sites:
         self.outer.begin(*local.outer(engine.task.steps))
         self._speaks = engine.spread.mesh.world.rank == 0
         """Each site counts once."""
-        self._sums = torch.zeros(NUMBERS, dtype=torch.float64)
-        """Of this site, since it last told the others."""
+        self.outer.untold = [0.0] * NUMBERS
         self._told: tuple[Pending, Tensor] | None = None
         """What is on its way to all ranks."""
         self.just_agreed = range(1)
@@ -84,14 +83,16 @@ class Sites:
         """A step of this site."""
         counts = not metrics.skipped and math.isfinite(metrics.loss)
         total, count = (metrics.loss * metrics.count, metrics.count) if counts else (0.0, 0.0)
-        self._sums += torch.tensor([total, count, metrics.skipped, bool(metrics.bad), metrics.count])
+        new = total, count, float(metrics.skipped), float(bool(metrics.bad)), metrics.count
+        self.outer.untold = [before + more for before, more in zip(self.outer.untold, new, strict=True)]
 
     def _tell(self) -> None:
         """Begin to tell all ranks what this site did, what this rank has to say, and which buffers it has changed."""
-        said = torch.tensor(self.engine.signals.packed(), dtype=torch.float64)
-        numbers = torch.cat([self._sums * self._speaks, said, self._changed()]).to(self.engine.device)
+        own = [number * self._speaks for number in self.outer.untold]
+        said = [*own, *self.engine.signals.packed(), *self._changed()]
+        numbers = torch.tensor(said, dtype=torch.float64).to(self.engine.device)
         self._told = self.engine.mesh.world.all_reduce(numbers), numbers
-        self._sums.zero_()
+        self.outer.untold = [0.0] * NUMBERS
 
     def _hear(self) -> list[float]:
         """Wait for what everybody told."""
@@ -114,11 +115,10 @@ class Sites:
         mean = total / count if count else math.nan
         return Round(step - 1, mean, count, round(skipped), words, Signals.unpacked(rest[: len(NAMES)]))
 
-    def _changed(self) -> Tensor:
+    def _changed(self) -> list[float]:
         """Of each buffer, whether this site's is not what it was when sites had it alike."""
         names = [name for name, _ in self.engine.spread.whole.replicated()]
-        changed = [name in self._buffers and not torch.equal(*self._buffers[name]) for name in names]
-        return torch.tensor(changed, dtype=torch.float64)
+        return [float(name in self._buffers and not torch.equal(*self._buffers[name])) for name in names]
 
     @torch.no_grad()
     def _average(self, changed: list[bool]) -> None:
@@ -141,7 +141,7 @@ class Sites:
 
     def settle(self) -> None:
         """A saved state has been taken up."""
-        self._sums.zero_()
+        self.outer.untold = self.outer.untold or [0.0] * NUMBERS
         self._told, self.just_agreed = None, self.local.since(self.engine.step_number)
         for now, before in self._buffers.values():
             before.copy_(now)

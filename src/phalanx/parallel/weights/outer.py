@@ -36,6 +36,8 @@ class OuterWeights:
         """The value that all sites have agreed on."""
         self.velocity: dict[str, Tensor] = {}
         """What the outer optimizer carries on, where it has momentum."""
+        self.untold: list[float] = []
+        """What this site has yet to tell the others of its steps."""
         self.weights = {weight.name: weight for weight in weights}
         method = Comm.parse(local.codec) if local.codec else None
         codec = None if method is None else codec_of(method)

@@ -40,7 +40,7 @@ class Coded:
         self.method, self.number, self.layout = method.name, method.number, layout
         self.over_shards = layout.coded_axis == "fsdp"
         self.micro_batches = layout.micro_batches(batch)
-        self.pieces = {name: list(_pieces(name, placement)) for name in placement.weights}
+        self.pieces = {name: list(parts_of(name, placement)) for name in placement.weights}
         """By weight, the indices of each part that a rank holds, in order."""
         self.exact = {name for name in self.pieces if not {"tp", "pp"}.isdisjoint(placement.summed_over(name))}
         """Weights to whose gradient other ranks add too."""
@@ -136,7 +136,7 @@ def _largest(block: Tensor, percent: float) -> Tensor:
     return block.index_fill(0, order[count:], 0)
 
 
-def _pieces(name: str, placement: Placement) -> Iterator[Tensor]:
+def parts_of(name: str, placement: Placement) -> Iterator[Tensor]:
     """The indices into a flat weight of each part of it that is a rank's own."""
     one, layout = placement.weights[name], placement.layout
     whole, cut = torch.arange(one.shape.numel()).view(one.shape), placement.plan.cuts.get(name)
