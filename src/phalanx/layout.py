@@ -159,7 +159,7 @@ class Layout:
     @property
     def site(self) -> Layout:
         """How one of them is spread; all of it, where there are none."""
-        return self if self.local is None else replace(self, dp=1, comm=EXACT)
+        return replace(self, dp=1, comm=EXACT) if self.local else self
 
     def leaves(self, batch_rank: int) -> list[int]:
         """The virtual micro-batches that a rank computes, in order, so that every sum it takes part in is a node.
@@ -222,10 +222,8 @@ class Layout:
         return notes
 
     def _notes_of_comm(self) -> list[str]:
-        if self.comm == EXACT:
-            return []
-        if local := self.local:
-            return [f"comm={self.comm} has {self.dp} sites train by themselves, which agree every {local.every} steps"]
+        if self.comm == EXACT or self.local:
+            return [self.local.note(self.comm, self.dp)] if self.local else []
         if not self.coded_axis:
             return [f"comm={self.comm} has no effect at dp=1,fsdp=1: no gradients travel"]
         others = [
@@ -255,12 +253,9 @@ class Layout:
             )
         yield from self._not_exact(global_batch)
         yield from self._not_coded()
-        share = math.ceil(global_batch / self.batch_ranks)
+        share, over = math.ceil(global_batch / self.batch_ranks), f"global_batch={global_batch} over {self.batch_ranks}"
         if self.micro_batch is not None and self.micro_batch > share:
-            yield (
-                f"micro_batch={self.micro_batch} is more than a rank's share of {share} "
-                f"(global_batch={global_batch} over {self.batch_ranks})"
-            )
+            yield f"micro_batch={self.micro_batch} is more than a rank's share of {share} ({over})"
 
     def _not_exact(self, global_batch: int) -> Iterator[str]:
         if not self.exact:
@@ -273,7 +268,8 @@ class Layout:
         if self.compile != "none":
             yield f"{text} is not offered with compile={self.compile}, whose kernels depend on what ran before"
         if self.comm != EXACT:
-            yield f"{text} is not offered with comm={self.comm}, which rounds or delays what ranks send"
+            how = "has sites train by themselves" if self.local else "rounds what ranks send"
+            yield f"{text} is not offered with comm={self.comm}, which {how}"
         if self.micro_batch is not None:
             yield f"{text} cuts a step into micro-batches, and so would micro_batch={self.micro_batch}"
         if self.exact > global_batch:
@@ -328,8 +324,9 @@ class Layout:
         return {"micro_batch": self.micro_batch and min(self.micro_batch, math.ceil(global_batch / ranks))}
 
     def _distance(self, other: Layout) -> tuple[float | bool, ...]:
-        weights = dict.fromkeys(DEGREES[2:], 3)  # dp and fsdp stand in for each other, the others are wanted
-        weights["fsdp"] = 1 if self.local is None else 3  # sites come and go, and each stays as it is
+        weights = dict.fromkeys(
+            DEGREES[1 if self.local else 2 :], 3
+        )  # fsdp stands in for dp, but a site stays as it is
         far = sum(weights.get(n, 1) * abs(math.log2(getattr(self, n) / getattr(other, n))) for n in DEGREES)
         return far, *(
             getattr(self, name) != getattr(other, name) for name in ("compile", "comm", "micro_batch", "exact")

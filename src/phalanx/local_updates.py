@@ -109,6 +109,12 @@ class LocalUpdates:
         rate = RATE if self.rate is None else self.rate
         return rate, usual if self.momentum is None else self.momentum
 
+    def note(self, text: str, sites: int) -> str:
+        """What a run's first lines say of it."""
+        how = f"a fragment of {self.fragments} at a time" if self.fragments > 1 else "on all weights at once"
+        late = f", {self.overlap} steps late" if self.overlap else ""
+        return f"comm={text} has {sites} sites train by themselves; they agree {how}{late}, in {self.every} steps"
+
     def arriving(self, step: int) -> int | None:
         """The fragment that is agreed on after so many steps, if one is."""
         place = (step - 1) % self.every + 1

@@ -11,7 +11,6 @@ from torch import Tensor
 import phalanx
 from phalanx.checkpoint.manifest import Held, Manifest
 from phalanx.checkpoint.sites import common, joined, kept_by, sources
-from phalanx.errors import WrongUse
 from phalanx.train.checkpointing import save
 from phalanx.train.restoring import load
 from tests.ranks import Ranks

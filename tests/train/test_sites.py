@@ -11,16 +11,13 @@ from torch import Tensor
 
 import phalanx
 from phalanx.data.order import Order, share
-from phalanx.errors import WrongUse
 from phalanx.layout import Layout
-from phalanx.local_updates import LocalUpdates
 from phalanx.parallel.forward.wrapper import wrap
 from phalanx.parallel.randomness.answers import Answers
 from phalanx.parallel.randomness.draws import Moment, RandomKeys, Randomness
 from phalanx.parallel.weights.blueprint import Blueprint
 from tests.parity import TOLERANCE, HostileLanguage
 from tests.ranks import Ranks
-from tests.tasks import Digits
 
 STEPS = 7
 

@@ -55,3 +55,9 @@ def joined(rooms: Sequence[Tensor], counters: bool) -> None:
     every = [room.to(wide) for room in rooms]
     total = torch.stack(every).amax(0) if counters else sum(every[1:], every[0].clone()) / len(every)
     rooms[0].copy_(total)
+
+
+def untold(manifest: Manifest, whose: Sequence[str], among: int) -> list[float]:
+    """What sites had yet to tell of their steps, added up, and a share of it ``among`` so many."""
+    found = [numbers for each in whose if (numbers := manifest.numbers.get(f"{each}{UNTOLD}"))]
+    return [sum(numbers) / among for numbers in zip(*found, strict=True)]

@@ -22,7 +22,7 @@ from torch import Tensor, optim
 
 from phalanx.checkpoint.manifest import Held, Manifest
 from phalanx.checkpoint.owed import OwedState
-from phalanx.checkpoint.sites import SITES, UNTOLD, VELOCITY, joined, kept_by, sources
+from phalanx.checkpoint.sites import SITES, UNTOLD, VELOCITY, joined, kept_by, sources, untold
 from phalanx.errors import WrongUse, closest
 from phalanx.parallel.communication.mesh import AXES
 from phalanx.parallel.spread import Spread
@@ -148,7 +148,7 @@ class State:
         """Where each saved tensor goes on this rank; makes room for the optimizer's and the callbacks'."""
         keys = kept_by(manifest, self.own, self.mesh.size("dp"))
         self.optimizer.state.clear()
-        self.spread.unsettled.clear()
+        self.spread.reduction.unsettled.clear()
         found = self._wanted_beside(manifest) | OwedState(self.spread).wanted(manifest) | self._wanted_agreed(manifest)
         for name, weight in self.spread.weights.items():
             if f"model/{name}" in manifest.tensors and f"model/{name}" not in found:
@@ -167,7 +167,7 @@ class State:
                         found[full] = list(self._places(weight, rooms[-1]))
                     state[key] = rooms[0]
                 if len(rooms) > 1:
-                    self.spread.unsettled.append(partial(joined, rooms, kind == "counters"))
+                    self.spread.reduction.unsettled.append(partial(joined, rooms, kind == "counters"))
         for name, tensor in self._replicated():
             found[f"model/{name}"] = [(Box.whole(tensor), tensor.detach())]
         return {name: parts for name, parts in found.items() if parts}
@@ -179,8 +179,8 @@ class State:
         if outer is None:
             return found
         whose = sources(manifest, self.own, self.mesh.size("dp"))
-        alone, told = whose == [self.own], [manifest.numbers.get(f"{each}{UNTOLD}") or [] for each in whose]
-        outer.untold = [sum(each) / (1 if alone else self.mesh.size("dp")) for each in zip(*filter(None, told))]
+        alone = whose == [self.own]
+        outer.untold = untold(manifest, whose, 1 if alone else self.mesh.size("dp"))
         for name, weight in outer.weights.items():
             full = f"{VELOCITY}{name}"
             if name in outer.velocity:
@@ -191,7 +191,7 @@ class State:
                 found[f"{self.own}model/{name}"] = self._boxes(weight, weight.shard.data)
                 found[f"model/{name}"] = self._boxes(weight, outer.agreed[name])
             else:
-                self.spread.unsettled.append(partial(outer.settle, name))
+                self.spread.reduction.unsettled.append(partial(outer.settle, name))
         return found
 
     def _wanted_beside(self, manifest: Manifest) -> dict[str, list[tuple[Box, Tensor]]]:

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from phalanx.local_updates import LocalUpdates
 from phalanx.losses import penalty_factor
 from phalanx.parallel.axes import hugging_face
 from phalanx.parallel.axes.batchnorm import spread_batchnorm
@@ -160,8 +159,6 @@ class Spread:
         )
         self.outer: OuterWeights | None = None
         """What sites have agreed on, where each trains by itself."""
-        self.unsettled: list[Callable[[], None]] = []
-        """What is left to be done with a saved state that was taken up."""
         like = torch.empty(0, dtype=self.dtypes.reduce, device=self.device)
         self.gradients = Gradients(self.buckets, self.holding, self.mesh, like)
         self.reduction = Reduction(self.buckets, self.mesh.group("dp"), self.gathering)
@@ -171,20 +168,6 @@ class Spread:
         self._refused_if_written = [weight for weight in self.weights.values() if not weight.trainable]
         for weight in self.weights.values():
             weight.note_version()
-
-    def apart(self, local: LocalUpdates) -> None:
-        """Have this site train by itself, and agree with others on its weights."""
-        trained = [weight for weight in self.weights.values() if weight.trainable and weight.shard.numel()]
-        sizes = {name: self.holding.shapes[name].numel() for name, trained in self.trainable.items() if trained}
-        sites = self.mesh.everybody.group("dp")
-        self.outer = OuterWeights(trained, sizes, local, sites, self.dtypes.reduce, self.device)
-
-    def settle(self) -> None:
-        """A saved state has been taken up."""
-        for rest in self.unsettled:
-            rest()
-        self.unsettled.clear()
-        self.reduction.settle()
 
     def train(self) -> None:
         """Have every module in training mode. Mostly they are, which is seen without a call of each."""

@@ -26,7 +26,8 @@ from phalanx.prove.ranks.trial import Case
 from phalanx.prove.reference.coded import Coded
 from phalanx.prove.reference.failing import Unprovable, failed
 from phalanx.prove.reference.hostile import BATCH, Hostile, Trial, hostile, ignorable, vocabularies
-from phalanx.prove.reference.loop import Reference, Step
+from phalanx.prove.reference.loop import Reference
+from phalanx.prove.reference.one_step import Step
 from phalanx.prove.reference.sites import Sites, boundary
 from phalanx.prove.reference.steady import Decisions
 from phalanx.task import Precision, Task

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from phalanx.prove.reference.evaluation import Measures, off_by
-from phalanx.prove.reference.loop import Reference, Step
+from phalanx.prove.reference.loop import Reference
+from phalanx.prove.reference.one_step import Step
 from phalanx.prove.reference.steady import Decisions
 
 RUNGS = (

@@ -106,8 +106,9 @@ def _settings(engine: Engine, facts: Mapping[str, Any]) -> list[Change]:
         if before != value and (before, value) not in pairs:  # a rate that follows from a setting was told
             what = "the optimizer" if name == "class" else f"the optimizer's {name}"
             found.append(Change(f"{what} was {before} and is {value}"))
-    if "layout" in facts and (change := _owed(Layout.parse(facts["layout"]), engine.layout)):
-        found.append(change)
+    if "layout" in facts:
+        then_spread = Layout.parse(facts["layout"])
+        found += [c for c in (_owed(then_spread, engine.layout), _sites(then_spread, engine.layout)) if c is not None]
     found += _callbacks(list(facts["callbacks"]), list(engine.callbacks.named)) if "callbacks" in facts else []
     others = user_code.changed(facts.get("files", {}), user_code.home(type(engine.task)))
     if others:
@@ -128,6 +129,14 @@ def _owed(then: Layout, now: Layout) -> Change | None:
     if then.coded_axis == "dp" and (then.tp, then.ep) != (now.tp, now.ep):
         return Change("weights are cut otherwise: what was still owed of sums over replicas is left out")
     return None
+
+
+def _sites(then: Layout, now: Layout) -> Change | None:
+    """Where sites that trained by themselves are others, or none."""
+    if then.local is None or (now.local is not None and then.dp == now.dp):
+        return None
+    left = " and what their outer optimizer carried on is left out" if now.local is None else ""
+    return Change(f"{then.dp} sites trained by themselves: what the optimizer of each kept is averaged{left}")
 
 
 def _callbacks(then: Sequence[str], now: Sequence[str]) -> list[Change]:

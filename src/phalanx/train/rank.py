@@ -151,9 +151,13 @@ class Rank:
         return Checkpointer(
             engine, self.manager, self.job.options.policy(), generation=self.host.generation,
             slots=self.own[self.environment.local_rank],
-            guests=self._taken_in if len(set(self.environment.hosts)) > 1 else None, note=log.write,
-            settle=log.settle,
+            guests=self._taken_in if self._exchanges else None, note=log.write, settle=log.settle,
         )  # fmt: skip
+
+    @property
+    def _exchanges(self) -> bool:
+        """Whether hosts keep copies of each other's state. Sites do not: each has what all have agreed on."""
+        return len(set(self.environment.hosts)) > 1 and self.layout.local is None
 
     def _listener(self, engine: Engine, notes: list[str]) -> Listener:
         """Rank 0's screen, begun with what there is to note."""

@@ -18,6 +18,7 @@ from torch import Tensor
 from phalanx.errors import WrongUse
 from phalanx.local_updates import LocalUpdates
 from phalanx.parallel.communication.pending import Pending
+from phalanx.parallel.weights.outer import OuterWeights
 from phalanx.train.signals import NAMES, Signals
 from phalanx.train.step import Metrics, Round
 
@@ -33,8 +34,8 @@ class Sites:
 
     def __init__(self, engine: Engine, local: LocalUpdates) -> None:
         _check(engine, local)
-        assert engine.spread.outer is not None
-        self.engine, self.local, self.outer = engine, local, engine.spread.outer
+        self.engine, self.local = engine, local
+        self.outer = engine.spread.outer = OuterWeights.of(engine.spread, local)
         self.outer.begin(*local.outer(engine.task.steps))
         self._speaks = engine.spread.mesh.world.rank == 0
         """Each site counts once."""

@@ -160,6 +160,7 @@ class Mesh(Grid):
         self._all = "world" if within is None else "site"
         self.traffic, self.everybody = traffic or Traffic(), within or self
         """All ranks, of this site and of others."""
+        self._sites: list[Mesh] = []
         shared: dict[Members, Communicator] = {} if within is None else within._made
         wanted, lanes = self.groups(), self.lanes()
         self._number = default_store().add(f"meshes of rank {rank}", 1) if wanted else 0  # in this world, so far
@@ -198,6 +199,13 @@ class Mesh(Grid):
             else:
                 lane.send(number, receiver).wait()
 
+    def site(self, layout: Layout) -> Mesh:
+        """Of the ranks that make a step together: all, or this rank's site. All ranks must ask for it."""
+        if layout.local is None:
+            return self
+        self._sites.append(Mesh(layout.site, self.rank, self._timeout, self.traffic, within=self))
+        return self._sites[-1]
+
     def group(self, *axes: str) -> Communicator:
         """The ranks along these axes."""
         return self._groups[axes]
@@ -227,6 +235,8 @@ class Mesh(Grid):
 
     def close(self) -> None:
         """Take the process groups apart."""
+        for site in self._sites:
+            site.close()
         for communicator in self._made.values():
             forget(communicator)
             communicator.close()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -21,6 +22,9 @@ from phalanx.parallel.communication.communicator import Communicator
 from phalanx.parallel.communication.memory import Buffers
 from phalanx.parallel.communication.pending import Pending
 from phalanx.parallel.weights.weight import Weight
+
+if TYPE_CHECKING:
+    from phalanx.parallel.spread import Spread
 
 
 class OuterWeights:
@@ -44,6 +48,14 @@ class OuterWeights:
         where = local.divided(sizes)
         parts = [[weight for weight in weights if where[weight.name] == part] for part in range(local.fragments)]
         self.fragments = [Fragment(part, sites, codec, Buffers(device), dtype) for part in parts]
+
+    @classmethod
+    def of(cls, spread: Spread, local: LocalUpdates) -> OuterWeights:
+        """Of a model that is spread over a site."""
+        trained = [weight for weight in spread.weights.values() if weight.trainable and weight.shard.numel()]
+        sizes = {name: spread.holding.shapes[name].numel() for name, trained in spread.trainable.items() if trained}
+        sites = spread.mesh.everybody.group("dp")
+        return cls(trained, sizes, local, sites, spread.dtypes.reduce, spread.device)
 
     def begin(self, rate: float, momentum: float) -> None:
         """Have this outer optimizer from now on."""

@@ -152,6 +152,6 @@ def divided(sizes: dict[str, int], fragments: int) -> list[list[str]]:
 
 
 def boundary(local: LocalUpdates, half: int, steps: int) -> int:
-    """The step before which a run of so many ``steps`` is interrupted: sites agree then, and once before if they can."""
+    """The step before which a run of so many ``steps`` is interrupted: sites agree, for the second time if they can."""
     fits = [step for step in range(local.every, steps, local.every) if step >= half]
     return next((step for step in fits if step >= 2 * local.every), fits[-1])
