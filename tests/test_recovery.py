@@ -330,7 +330,7 @@ def test_sites_come_and_go(folder: Path, comm: str) -> None:
     """3 -> 2 -> 3 sites, each a host: those that are left go on from where all had agreed, and take one in again."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         address = f"127.0.0.1:{free.getsockname()[1]}"
-    settings = ("slow.py", "--layout", f"dp=3,comm={comm}", "--steps", "90", "--set", "pause=0.05")
+    settings = ("slow.py", "--layout", f"dp=3,comm={comm}", "--steps", "240", "--set", "pause=0.05")
     run = Run(folder / "rough")
 
     def host(name: str) -> Forked:
@@ -351,9 +351,9 @@ def test_sites_come_and_go(folder: Path, comm: str) -> None:
     assert all(start["step"] % LocalUpdates.parse(comm).every == 0 for start in starts)
     assert starts[1]["source"] == "memory"
     assert starts[1]["step"] >= 16
-    assert certificate(run)["steps"] == 90
+    assert certificate(run)["steps"] == 240
     one = run.ledger()
-    assert sorted(one) == list(range(90))
+    assert sorted(one) == list(range(240))
 
 
 def test_a_second_run_on_one_folder_is_refused_and_harms_nothing(folder: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,13 +13,15 @@ from torch import Tensor
 
 import phalanx
 from phalanx.data.order import Order, share
+from phalanx.errors import WrongUse
 from phalanx.layout import Layout
 from phalanx.parallel.forward.wrapper import wrap
 from phalanx.parallel.randomness.answers import Answers
 from phalanx.parallel.randomness.draws import Moment, RandomKeys, Randomness
 from phalanx.parallel.weights.blueprint import Blueprint
-from tests.parity import TOLERANCE, HostileLanguage
+from tests.parity import TOLERANCE, HostileLanguage, HostileVision
 from tests.ranks import Ranks
+from tests.tasks import Digits
 
 STEPS = 7
 
@@ -125,3 +129,138 @@ def test_it_trains_as_the_loop_by_hand(ranks: Ranks, layout: str) -> None:
         assert found == pytest.approx(losses[site], rel=TOLERANCE)
         for name, want in weights.items():
             assert float((after[name] - want).norm() / (want.norm() + 1e-3)) < TOLERANCE, name
+
+
+def counted(layout: str) -> list[tuple[int, dict[str, int]]]:
+    """By step, how many collectives left a site, and bytes by axis."""
+    with phalanx.Engine(Digits(width=64, steps=8), layout, device="cpu") as engine:
+        found = []
+        names = {engine.mesh.group("dp").name, engine.mesh.world.name} - {engine.spread.mesh.world.name}
+        for batch in engine.batches():
+            before = engine.traffic.calls.copy()
+            metrics = engine.step(batch)
+            calls = engine.traffic.calls - before
+            found.append((sum(number for (axis, _), number in calls.items() if axis in names), metrics.sent))
+        return found
+
+
+@pytest.mark.parametrize("layout", ["dp=2,comm=local:4", "dp=2,fsdp=2,comm=diloco:4:int4"])
+def test_no_message_leaves_a_site_in_between(ranks: Ranks, layout: str) -> None:
+    for found in ranks(Layout.parse(layout).world, counted, layout):
+        assert [bool(calls) for calls, _ in found] == [False] * 3 + [True] + [False] * 3 + [True]
+
+
+def asked(when: int) -> tuple[list[int], list[bool]]:
+    """A callback of one site alone ends the run: all ranks hear of it together."""
+
+    class Ending(phalanx.Callback):
+        def on_step(self, engine: phalanx.Engine, metrics: Any) -> None:
+            if engine.rank == 1 and metrics.step + 1 == when:
+                engine.stop("enough")
+
+    with phalanx.Engine(Digits(steps=12), "dp=2,comm=diloco:4", device="cpu") as engine:
+        engine.callbacks.add(Ending())
+        told, heard = [], []
+        for batch in engine.batches():
+            found = engine.step(batch).round
+            if found is not None:
+                told.append(engine.step_number)
+                heard.append(found.signals.finish)
+                assert engine.just_agreed == range(engine.step_number - 3, engine.step_number + 1)
+            else:
+                assert not engine.just_agreed
+        return told, heard
+
+
+def test_what_one_rank_wants_all_hear_where_sites_agree(ranks: Ranks) -> None:
+    assert ranks(2, asked, 5) == [([4, 8, 12], [False, True, True])] * 2
+
+
+def test_a_round_tells_of_all_sites(ranks: Ranks) -> None:
+    answers = ranks(2, spread_run, Digits(steps=6), "dp=2,comm=local:3")
+    losses = [answer[1] for answer in answers]
+    for _, _, _, rounds in answers:
+        assert [found is None for found in rounds] == [True, True, False] * 2
+        want = sum(sum(own[:3]) for own in losses) / 6
+        assert rounds[2].loss == pytest.approx(want)
+        assert (rounds[2].count, rounds[2].skipped, rounds[2].bad) == (24, 0, "")
+
+
+def test_a_bad_step_is_its_sites_own(ranks: Ranks) -> None:
+    answers = ranks(2, spread_run, Digits(steps=8, spoil=3), "dp=2,comm=local:4")
+    bad = [[not np.isfinite(loss) for loss in losses] for _, losses, _, _ in answers]
+    assert sum(map(sum, bad)) == 2  # once an epoch of five steps
+    assert [rounds[3].skipped + rounds[7].skipped for *_, rounds in answers] == [2, 2]
+    told = [answers[0][3][step].bad for step in (3, 7)]
+    assert (
+        "bad numbers in 2 steps of sites since step 5" in told or "bad numbers in 1 step of sites since step 1" in told
+    )
+    for name in answers[0][2]:
+        assert torch.equal(answers[0][2][name], answers[1][2][name])
+        assert answers[0][2][name].isfinite().all()
+
+
+def evaluated(layout: str, steps: int) -> tuple[dict[str, float], dict[str, float]]:
+    with phalanx.Engine(Digits(steps=8), layout, device="cpu") as engine:
+        for batch in engine.batches():
+            engine.step(batch)
+            if engine.step_number == steps:
+                break
+        found = engine.evaluate()
+        assert engine.spread.outer is not None
+        engine.spread.outer.rest()
+        engine.spread.updated()
+        return found, engine.evaluate()
+
+
+@pytest.mark.parametrize(("layout", "steps"), [("dp=2,comm=local:4", 3), ("dp=2,comm=local:4:fragments=2", 4)])
+def test_an_evaluation_is_of_what_all_agreed_on(ranks: Ranks, layout: str, steps: int) -> None:
+    for found, want in ranks(2, evaluated, layout, steps):
+        assert found == want
+
+
+def averaged() -> dict[str, Tensor]:
+    task = HostileVision(steps=4)
+    with phalanx.Engine(task, "dp=2,comm=local:2", device="cpu") as engine:
+        for batch in engine.batches():
+            engine.step(batch)
+        return {name: buffer.clone() for name, buffer in engine.model.named_buffers()}
+
+
+def test_running_means_are_averaged(ranks: Ranks) -> None:
+    one, other = ranks(2, averaged)
+    assert any("running_mean" in name for name in one)
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def refused(layout: str, **changes: Any) -> str:
+    try:
+        with phalanx.Engine(Averaged(**changes), layout, device="cpu"):
+            return ""
+    except WrongUse as error:
+        return str(error)
+
+
+@dataclass
+class Averaged(Digits):
+    ema: bool = False
+    freeze: bool = False
+
+    def callbacks(self) -> list[phalanx.Callback]:
+        return [
+            *([phalanx.EMA(0.9)] if self.ema else []),
+            *([phalanx.Freeze("0.*", since=3)] if self.freeze else []),
+        ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"ema": True}, "EMA keeps tensors of weights after every step"),
+        ({"precision": "fp16"}, "Use precision=bf16"),
+        ({"freeze": True}, "Use momentum=0, or comm=local:4"),
+    ],
+)
+def test_what_every_step_would_have_to_agree_on_is_refused(ranks: Ranks, changes: dict[str, Any], words: str) -> None:
+    for told in ranks(2, partial(refused, **changes), "dp=2,comm=diloco:4"):
+        assert words in told

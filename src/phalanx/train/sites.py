@@ -21,6 +21,7 @@ from phalanx.parallel.communication.pending import Pending
 from phalanx.parallel.weights.outer import OuterWeights
 from phalanx.train.signals import NAMES, Signals
 from phalanx.train.step import Metrics, Round
+from phalanx.words import many
 
 if TYPE_CHECKING:
     from phalanx.train.engine import Engine
@@ -111,7 +112,7 @@ class Sites:
         total, count, skipped, bad, _, *rest = self._hear()
         self._average([bool(number) for number in rest[len(NAMES) :]])
         self.just_agreed = self.local.since(step)
-        words = f"{bad:.0f} steps of sites since step {self.just_agreed[0]}" if bad else ""
+        words = f"bad numbers in {many(round(bad), 'step')} of sites since step {self.just_agreed[0]}" if bad else ""
         self.engine.good = step - 1 if not skipped else self.engine.good
         mean = total / count if count else math.nan
         return Round(step - 1, mean, count, round(skipped), words, Signals.unpacked(rest[: len(NAMES)]))
