@@ -28,7 +28,7 @@ from phalanx.prove.reference.failing import Unprovable, failed
 from phalanx.prove.reference.hostile import BATCH, Hostile, Trial, hostile, ignorable, vocabularies
 from phalanx.prove.reference.loop import Reference
 from phalanx.prove.reference.one_step import Step
-from phalanx.prove.reference.sites import Sites, boundary
+from phalanx.prove.reference.sites import EverySite, boundary
 from phalanx.prove.reference.steady import Decisions
 from phalanx.task import Precision, Task
 from phalanx.train.check.beside import Checked
@@ -38,7 +38,7 @@ from phalanx.train.check.sums import DIVIDED, SUM, TOGETHER
 from phalanx.train.shrink import Needs, Shrunk, shortened, shrunk
 
 NUDGES = (1, 2)
-Loops = TypeVar("Loops", Reference, Sites)
+Loops = TypeVar("Loops", Reference, EverySite)
 ONE = {"never": "micro-batches", "in a pipeline": "micro-batches (a pipeline's in one)", "always": "one micro-batch"}
 SLOW_SECONDS = 1.0
 """A step on one device that takes longer is made shorter, if it can be."""
@@ -118,10 +118,10 @@ class Docket:
         """What each site is held against."""
         blueprint = Blueprint(task.model, task.seed)
         placement = Placement.of(blueprint.model, task.anatomy(blueprint.model), layout.site)
-        reference = self._run(Sites(task, layout, placement), "to compare with")
+        reference = self._run(EverySite(task, layout, placement), "to compare with")
         made = [site.decisions for site in reference.sites]
         nudged = [
-            self._run(Sites(task, layout, placement, nudge, made), f"one rounding off ({nudge} of {len(NUDGES)})")
+            self._run(EverySite(task, layout, placement, nudge, made), f"one rounding off ({nudge} of {len(NUDGES)})")
             for nudge in NUDGES
         ]
         found = [

@@ -35,7 +35,8 @@ from phalanx.train.recording import StepRecording
 from phalanx.train.replay import replay
 from phalanx.train.replicas import Corrupted, comparable, compare, is_compared
 from phalanx.train.restoring import Restorer
-from phalanx.train.step import Metrics, Round
+from phalanx.train.sites import SitesRound
+from phalanx.train.step import Metrics
 from phalanx.train.utilisation import Utilisation
 
 
@@ -315,7 +316,7 @@ class Loop:
         self.listener.evaluation(step, self.summary.held_out)
         note_answers(self.engine, self.run, self.heartbeat.may_take_long)
 
-    def _undone(self, metrics: Metrics | Round) -> bool:
+    def _undone(self, metrics: Metrics | SitesRound) -> bool:
         """A bad step: noted with its samples; rolled back where that is the policy, and there is a state to go to."""
         engine, step = self.engine, metrics.step
         told = f"step {step + 1}: {metrics.bad}"

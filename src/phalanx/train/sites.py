@@ -10,6 +10,7 @@ import json
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,14 +21,30 @@ from phalanx.local_updates import LocalUpdates
 from phalanx.parallel.communication.pending import Pending
 from phalanx.parallel.weights.outer import OuterWeights
 from phalanx.train.signals import NAMES, Signals
-from phalanx.train.step import Metrics, Round
 from phalanx.words import many
 
 if TYPE_CHECKING:
     from phalanx.train.engine import Engine
+    from phalanx.train.step import Metrics
 
 NUMBERS = 5
 """Of a round, before the signals: total and count of the loss, steps left out, bad ones, and terms trained on."""
+
+
+@dataclass(frozen=True)
+class SitesRound:
+    """What sites did by themselves, and agreed on, the same on every rank."""
+
+    step: int
+    """The last of it."""
+    loss: float
+    """Per term, over all samples of all its steps."""
+    count: float
+    skipped: int
+    """Steps that a site has left out, added up over sites."""
+    bad: str
+    """What was, if anything."""
+    signals: Signals = field(default_factory=Signals)
 
 
 class Sites:
@@ -52,7 +69,7 @@ class Sites:
         }
         """Each, and as sites last had it alike."""
 
-    def after_step(self, metrics: Metrics) -> Round | None:
+    def after_step(self, metrics: Metrics) -> SitesRound | None:
         """Have fragments leave and arrive; what all sites did since the last boundary, where this step is one."""
         engine, local, step = self.engine, self.local, self.engine.step_number
         self._note(metrics)
@@ -71,7 +88,7 @@ class Sites:
                     self._tell()
             return self._agree(step) if local.is_boundary(step) else None
 
-    def _finish(self, step: int) -> Round:
+    def _finish(self, step: int) -> SitesRound:
         """After the run's last step: all is agreed on, and nothing else stays."""
         for number in range(len(self.outer.fragments)):
             self.outer.arrive(number, 0.0)
@@ -105,7 +122,7 @@ class Sites:
         self.engine.terms += found[NUMBERS - 1]
         return found
 
-    def _agree(self, step: int) -> Round:
+    def _agree(self, step: int) -> SitesRound:
         """A boundary: all ranks know the same from here on."""
         if self._told is None:
             self._tell()
@@ -115,7 +132,7 @@ class Sites:
         words = f"bad numbers in {many(round(bad), 'step')} of sites since step {self.just_agreed[0]}" if bad else ""
         self.engine.good = step - 1 if not skipped else self.engine.good
         mean = total / count if count else math.nan
-        return Round(step - 1, mean, count, round(skipped), words, Signals.unpacked(rest[: len(NAMES)]))
+        return SitesRound(step - 1, mean, count, round(skipped), words, Signals.unpacked(rest[: len(NAMES)]))
 
     def _changed(self) -> list[float]:
         """Of each buffer, whether this site's is not what it was when sites had it alike."""

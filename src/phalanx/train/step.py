@@ -28,22 +28,7 @@ from phalanx.train.totals import Totals, by_leaf, counted
 if TYPE_CHECKING:
     from phalanx.train.engine import Engine
     from phalanx.train.rounds import Rounds
-
-
-@dataclass(frozen=True)
-class Round:
-    """What sites did by themselves, and agreed on, the same on every rank."""
-
-    step: int
-    """The last of it."""
-    loss: float
-    """Per term, over all samples of all its steps."""
-    count: float
-    skipped: int
-    """Steps that a site has left out, added up over sites."""
-    bad: str
-    """What was, if anything."""
-    signals: Signals = field(default_factory=Signals)
+    from phalanx.train.sites import SitesRound
 
 
 @dataclass
@@ -83,7 +68,7 @@ class Metrics:
     """Whose turn it was, where steps train parts of a model in turn."""
     flops: float = 0.0
     """Of the model for this rank's share of the samples, where they are known."""
-    round: Round | None = None
+    round: SitesRound | None = None
     """What all sites did since they last agreed, where they train by themselves and agree after this step. The rest is
     of this rank's site alone then, between two such steps too."""
 

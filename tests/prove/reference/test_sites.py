@@ -11,17 +11,17 @@ from phalanx.parallel.weights.blueprint import Blueprint
 from phalanx.parallel.weights.placement import Placement
 from phalanx.prove.proof import prove
 from phalanx.prove.reference.hostile import Trial, hostile
-from phalanx.prove.reference.sites import Sites, boundary, divided
+from phalanx.prove.reference.sites import EverySite, boundary, divided
 from tests.prove.tasks import Plain
 
 LAYOUTS = ["dp=2,comm=diloco:2", "dp=2,fsdp=2,comm=local:16:int4", "dp=2,comm=diloco:16:fragments=4:overlap=3"]
 
 
-def sites(comm: str) -> Sites:
+def sites(comm: str) -> EverySite:
     task, layout = hostile(Plain(), Trial(4)), Layout.parse(f"dp=2,comm={comm}")
     blueprint = Blueprint(task.model, task.seed)
     placement = Placement.of(blueprint.model, task.anatomy(blueprint.model), layout.site)
-    return Sites(task, layout, placement).run(4)
+    return EverySite(task, layout, placement).run(4)
 
 
 def test_proofs_hold() -> None:

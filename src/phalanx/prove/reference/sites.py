@@ -1,4 +1,4 @@
-"""Sites on one device: what a layout's ``comm=local:H`` and ``comm=diloco:H`` mean, each site trained in turn.
+"""EverySite on one device: what a layout's ``comm=local:H`` and ``comm=diloco:H`` mean, each site trained in turn.
 
 It shares with training what a text form says, and which parts of a weight are a rank's own; when sites agree, on what
 and by which arithmetic is written here a second time.
@@ -24,7 +24,7 @@ from phalanx.prove.reference.steady import Decisions
 from phalanx.task import Task
 
 
-class Sites:
+class EverySite:
     """A task's run on one device that is every site in turn, as far as it has come."""
 
     def __init__(
@@ -68,7 +68,7 @@ class Sites:
         ranges = [share(slots, number, layout.batch_ranks, site * each + rank) for rank in range(each)]
         return [own[micro] for micro in range(len(ranges[0])) for own in ranges]
 
-    def run(self, steps: int) -> Sites:
+    def run(self, steps: int) -> EverySite:
         """Train so many steps more."""
         for _ in range(steps):
             number = len(self.steps)
