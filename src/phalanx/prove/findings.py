@@ -79,12 +79,12 @@ class Findings:
         """What one device does alone says nothing of sums in few bits, or of sites; the same layout without does."""
         rung = first(found.differences)
         lead, names = rung[0], list(dict.fromkeys(d.name for d in rung))
-        without = replace(layout, comm="exact")
+        without, does = replace(layout, comm="exact"), "trains" if layout.local else "rounds"
         told = f"It is {lead.found}, and should be {lead.expected}." if lead.expected else lead.found
         return Finding(
             lead.rung, lead.name, lead.step, lead.error, sorted({d.rank for d in rung}), axes,
             "local updates" if layout.local else "few bits", affected=names[1:], minimal=str(layout),
-            cause=f"{lead.name} is not what one device finds that does as comm={layout.comm} is defined to. "
+            cause=f"{lead.name} is not what one device finds that {does} as comm={layout.comm} is defined to. "
             f"{told}".rstrip(),
             next=f"Prove {without} first: if that holds, look at {'train/sites.py' if layout.local else CODECS}.",
         )  # fmt: skip

@@ -240,12 +240,13 @@ def file_name(rung: str, name: str, saved: Checkpoint) -> str:
     return next((n for n in names or [f"model/{name}"] if n in saved.manifest.tensors), "")
 
 
-def write_reference(task: Task, standard: Standard, folder: str, half: int, sites: Sequence[Standard] = ()) -> None:
+def write_reference(task: Task, standard: Standard, folder: str, half: int = 0, sites: Sequence[Standard] = ()) -> None:
     """One device's checkpoint at the half, from what the reference had, by nothing but the format's own words.
 
-    ``sites``: of each what one device had as that site.
+    ``half``: that step, if it is not the trial's. ``sites``: of each what one device had as that site.
     """
     assert isinstance(task, Hostile)
+    half = half or task.proof_trial.half
     done = standard.steps[:half]
     facts = {
         "step": half, "samples": sum(len(s.ids) for s in done), "terms": sum(s.terms for s in done),

@@ -39,8 +39,6 @@ class Testimony:
 
     rank: int
     coordinates: dict[str, int]
-    site: int = 0
-    """Where sites train by themselves; ranks of one have the same numbers."""
     differences: list[Difference] = field(default_factory=list)
     worst: tuple[float, str] = (0.0, "")
     """The largest error of any tensor, within the bar or not, and where it was."""
@@ -54,6 +52,8 @@ class Testimony:
     """At the end, by what it is: checksums of all that is held. Whoever holds the same must hold the same bits."""
     imported: list[str] = field(default_factory=list)
     """The files of the user's modules that this rank has imported."""
+    site: int = 0
+    """Where sites train by themselves; ranks of one have the same numbers."""
 
 
 class Witness(Callback):
@@ -62,7 +62,7 @@ class Witness(Callback):
     def __init__(self, engine: Engine, standard: Standard, dtypes: str) -> None:
         self.standard, self.dtypes = standard, dtypes
         site = engine.mesh.index("dp") if engine.sites is not None else 0
-        self.told = Testimony(engine.environment.rank, dict(engine.mesh.coordinates), site)
+        self.told = Testimony(engine.environment.rank, dict(engine.mesh.coordinates), site=site)
         self.step = 0
         self.astray = False
         """A step came that is not the next: what follows cannot be compared."""
