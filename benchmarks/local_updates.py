@@ -19,8 +19,8 @@ from report import Figure, report
 METHODS = {
     "exact": None,
     "local:16": 1.10,
-    "diloco:16": 1.05,
-    "diloco:16:int4": 1.05,
+    "diloco:16": 1.08,
+    "diloco:16:int4": 1.08,
     "diloco:16:fragments=4:overlap=2": 1.08,
     "diloco:16:int4:fragments=4:overlap=2": 1.08,
 }

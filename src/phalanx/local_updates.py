@@ -15,9 +15,8 @@ from phalanx.errors import WrongUse, closest
 METHODS = ("local", "diloco")
 CODECS = ("bf16", "int8", "int4")
 OPTIONS = {"fragments": int, "overlap": int, "mix": float, "rate": float, "momentum": float}
-RATE = 0.7
-FEW, FEW_MOMENTUM, MOMENTUM = 200, 0.6, 0.9
-"""A run of fewer outer steps than this has the smaller momentum: what is carried on must also come to rest."""
+USUAL, FEW, FOR_FEW = (0.7, 0.9), 200, (0.8, 0.4)
+"""Rate and momentum; a run of fewer outer steps has a smaller momentum: what is carried on must also come to rest."""
 MIX = 0.5
 EXAMPLE = "diloco:16:int4:fragments=4:overlap=2"
 
@@ -105,9 +104,8 @@ class LocalUpdates:
         """Rate and momentum of the outer optimizer in a run of so many steps."""
         if self.method == "local":
             return 1.0, 0.0
-        usual = FEW_MOMENTUM if steps < FEW * self.every else MOMENTUM
-        rate = RATE if self.rate is None else self.rate
-        return rate, usual if self.momentum is None else self.momentum
+        rate, momentum = FOR_FEW if steps < FEW * self.every else USUAL
+        return rate if self.rate is None else self.rate, momentum if self.momentum is None else self.momentum
 
     def note(self, text: str, sites: int) -> str:
         """What a run's first lines say of it."""

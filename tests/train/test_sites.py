@@ -79,7 +79,7 @@ def by_hand(task: HostileLanguage, layout: str) -> tuple[list[list[float]], dict
     spread = Layout.parse(layout)
     local = spread.local
     assert local is not None
-    rate, momentum = (1.0, 0.0) if local.method == "local" else (0.7, 0.6)
+    rate, momentum = (1.0, 0.0) if local.method == "local" else (0.8, 0.4)
     sites, order = [Site(task) for _ in range(spread.dp)], Order(len(task.data()), task.global_batch, task.seed)
     agreed = {name: weight.detach().clone() for name, weight in sites[0].weights.items()}
     velocity: dict[str, Tensor] = {}
