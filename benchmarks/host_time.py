@@ -1,10 +1,11 @@
 """Host time: what a step of a 70B model's structure costs in Python of ours, on one rank of 64.
 
-    python benchmarks/host_time.py [--quick] [--layouts fsdp=64 ...] [--files N]
+    python benchmarks/host_time.py [--quick] [--layouts fsdp=64 ...] [--files N] [--device cuda]
 
 80 blocks of 9 weights each, of width 64, so that kernels take next to nothing; bf16; the other ranks are there in name
 alone (`simulated.py`), collectives are noted in a flight record as in a run, and Adam's update is prepared as on a GPU
-and launches nothing. Processor time of one thread. Three views of the same step:
+and launches nothing. Processor time of one thread. ``--device cuda``: on a GPU, all kernels launched, and with
+``graphs=step`` too, whose steps are replayed. Three views of the same step:
 
 - the whole step, against a plain loop over the same model (forward, backward, clip, AdamW), in turns, medians;
 - Python of ours: own time by file as cProfile sees it, less what its own calls cost, which is measured first. Time in
@@ -51,7 +52,11 @@ from report import Figure, report
 OURS = str(Path(phalanx.__file__).parent)
 NOT_OURS = (f"{OURS}/models/",)
 LAYOUTS = "fsdp=64", "fsdp=64,zero=2", "fsdp=64,zero=1", "dp=1"
+ON_A_GPU = "fsdp=64,graphs=step", "fsdp=64"
+WARM = 6
+"""Steps before those that are measured, in which a graph is recorded."""
 BAR = 5.0
+BARRED = LAYOUTS[0], ON_A_GPU[0]
 SHAPE = TransformerConfig(vocabulary=256, width=64, layers=80, heads=4, kv_heads=4, hidden=256)
 
 
@@ -77,11 +82,11 @@ class Model(phalanx.Task):
 class Plain:
     """The same model in a loop by hand, on one device."""
 
-    def __init__(self, task: Model) -> None:
-        self.task, self.model = task, task.model().bfloat16()
+    def __init__(self, task: Model, device: str) -> None:
+        self.task, self.model = task, task.model().bfloat16().to(device)
         self.weights = list(self.model.parameters())
         self.optimizer = task.optimizer(self.weights)
-        self.batch = {"tokens": torch.zeros(1, 17, dtype=torch.int64)}
+        self.batch = {"tokens": torch.zeros(1, 17, dtype=torch.int64, device=device)}
 
     def step(self) -> None:
         loss = self.task.loss(self.model(self.task.inputs(self.batch)), self.batch)
@@ -110,15 +115,16 @@ def as_on_a_gpu() -> Iterator[None]:
 
 
 @contextmanager
-def stepping(text: str) -> Iterator[Callable[[], Any]]:
+def stepping(text: str, device: str) -> Iterator[Callable[[], Any]]:
     """A step of ours, on a rank in the middle."""
-    layout = Layout.parse(text)
-    world = simulated.rank_of(layout.world, layout.world // 2 + 1) if layout.world > 1 else nullcontext()
-    with world, as_on_a_gpu():
+    layout, rank = Layout.parse(text), Layout.parse(text).world // 2 + 1
+    each = 8 if device == "cpu" else 1
+    world = simulated.rank_of(layout.world, rank, each) if layout.world > 1 else nullcontext()
+    with world, as_on_a_gpu() if device == "cpu" else nullcontext():
         task = Model(global_batch=layout.batch_ranks, steps=4000)
         recorder = FlightRecorder(memoryview(bytearray(flight.BYTES)), layout.world // 2, layout.world, 1)
         traffic = Traffic(memoryview(bytearray(24)).cast("q"), recorder)
-        engine = phalanx.Engine(task, layout, device="cpu", traffic=traffic)
+        engine = phalanx.Engine(task, layout, device=device, traffic=traffic)
         yield as_a_rank(engine)
         engine.close()
 
@@ -244,10 +250,10 @@ def operators(step: Callable[[], Any]) -> int:
     return mode.count
 
 
-def measured(text: str, pairs: int, files: int) -> Iterator[Figure]:
-    plain = Plain(Model())
-    with stepping(text) as step:
-        for _ in range(3):
+def measured(text: str, pairs: int, files: int, device: str) -> Iterator[Figure]:
+    plain = Plain(Model(), device)
+    with stepping(text, device) as step:
+        for _ in range(WARM):
             step()
             plain.step()
         gc.collect()
@@ -256,7 +262,7 @@ def measured(text: str, pairs: int, files: int) -> Iterator[Figure]:
         python = profiled(step, max(5, pairs // 2))
         instructions, issued = bytecodes(step), operators(step) - operators(plain.step)
     note = f"whole step {ours:.1f} ms, plain loop {theirs:.1f} ms, standing for other ranks {python.wire:.1f} ms"
-    yield Figure(f"{text}: Python of ours, ms", python.milliseconds.total(), BAR if text == LAYOUTS[0] else None, note)
+    yield Figure(f"{text}: Python of ours, ms", python.milliseconds.total(), BAR if text in BARRED else None, note)
     yield Figure(f"{text}: beyond the plain loop, ms", ours - theirs - python.wire)
     yield Figure(f"{text}: calls of our functions", python.calls.total(), note=f"{python.into_c.total():.0f} into C")
     yield Figure(f"{text}: bytecodes of ours", instructions)
@@ -271,10 +277,12 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="a rough answer in under a minute")
     parser.add_argument("--layouts", nargs="+", default=None)
     parser.add_argument("--files", type=int, default=8, help="so many files of ours, the dearest first")
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     options = parser.parse_args()
     torch.set_num_threads(1)
-    layouts = options.layouts or (LAYOUTS[:1] if options.quick else LAYOUTS)
-    report([f for text in layouts for f in measured(text, 8 if options.quick else 24, options.files)])
+    usual = LAYOUTS if options.device == "cpu" else ON_A_GPU
+    layouts, pairs = options.layouts or (usual[:1] if options.quick else usual), 8 if options.quick else 24
+    report([f for text in layouts for f in measured(text, pairs, options.files, options.device)])
 
 
 if __name__ == "__main__":

@@ -142,7 +142,7 @@ def _echo(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Echo:
     return Echo(rank, size)
 
 
-dist.Backend.register_backend("echo", _echo, devices=["cpu"])
+dist.Backend.register_backend("echo", _echo, devices=["cpu", "cuda"])
 
 
 @contextmanager

@@ -80,6 +80,11 @@ def test_bad_text_is_refused(text: str, expected: str) -> None:
         ("pp=2,exact=8", 32, 2, "exact=8 is not offered with pp=2", "dp=2,exact=8|fsdp=2,exact=8"),
         ("fsdp=2,ep=2,exact=8", 32, 2, "exact=8 is not offered with ep=2", "fsdp=2,exact=8"),
         ("dp=2,exact=8,compile=blocks", 32, 2, "is not offered with compile=blocks", "dp=2,exact=8"),
+        ("dp=2,exact=8,graphs=step", 32, 2, "graphs=step is not offered with exact=8", "dp=2,exact=8"),
+        ("pp=2,graphs=step", 32, 2, "graphs=step is not offered with pp=2", "pp=2"),
+        ("dp=2,recompute=host,graphs=step", 32, 2, "is not offered with recompute=host", "dp=2,recompute=host"),
+        ("dp=2,offload=params,graphs=step", 32, 2, "is not offered with offload=params", "dp=2,offload=params"),
+        ("dp=2,graphs=step,comm=int4", 32, 2, "is not offered with comm=int4", "dp=2,graphs=step"),
         ("dp=2,tp=2", 32, 8, "needs 4 ranks and there are 8", "dp=4,tp=2|dp=2,fsdp=2,tp=2"),
         ("dp=4,tp=2", 2, 8, "is less than the 4 ranks", "dp=2,tp=2 on 4 ranks|fsdp=2,tp=2 on 4 ranks"),
     ],
@@ -120,12 +125,9 @@ def test_what_ranks_sum_together_is_a_node_of_one_tree(dp: int, fsdp: int, zero:
         assert node[0] % len(node) == 0
 
 
-def test_settings_without_effect_are_said() -> None:
-    assert "no effect" in Layout(dp=2, zero=1).notes("cpu")[0]
-    assert "offload" in Layout(offload="optimizer").notes("cpu")[0]
+def test_how_much_is_offloaded_is_in_the_text() -> None:
     text = "offload=params,offload_percent=50"
     assert str(Layout.parse(text)) == text
-    assert not Layout(fsdp=2, zero=1).notes("cuda")
 
 
 def test_stages_of_a_pipeline() -> None:

@@ -4,6 +4,7 @@ import pytest
 
 from phalanx.errors import WrongUse
 from phalanx.layout import Layout
+from phalanx.layout_notes import layout_notes
 from phalanx.local_updates import LocalUpdates
 
 
@@ -81,7 +82,7 @@ def test_layouts_say_what_sites_are() -> None:
     assert layout.site == Layout(fsdp=2)
     assert Layout(dp=3).site == Layout(dp=3)
     assert not layout.coded_axis
-    assert layout.notes("cuda") == [
+    assert layout_notes(layout, "cuda") == [
         "comm=diloco:8:int8 has 3 sites train by themselves; they agree on all weights at once, in 8 steps"
     ]
     with pytest.raises(WrongUse, match="dp=1 is one alone"):

@@ -24,6 +24,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "recompute": ("none", "selective", "full", "host"),
     "offload": ("none", "optimizer", "params"),
     "compile": ("none", "blocks"),
+    "graphs": ("none", "step"),
 }
 CHUNKS = {"interleaved": 2}
 """By pipeline schedule: stages a rank has, where they are more than one."""
@@ -60,6 +61,8 @@ class Layout:
     offload_percent: int = 100
     """How much of the weights ``offload`` takes, the first blocks' first; what stays needs no way to the device."""
     compile: str = "none"
+    graphs: str = "none"
+    """Whether forward and backward of a step are recorded as a CUDA graph, and replayed."""
     comm: str = EXACT
     """How gradients travel: as they are, or in few bits over `coded_axis`; or how sites update by themselves."""
 
@@ -188,53 +191,6 @@ class Layout:
             near = self._nearest(global_batch, world)
             raise WrongUse(f"{problem}. The nearest layout that works: {near}")
 
-    def notes(self, device: str, micro_batches: int = 1) -> list[str]:
-        """Settings that have no effect here, or cost more than they need, each said in a line."""
-        notes = []
-        if self.pp > 1:
-            idle = self.idle(micro_batches)
-            advice = "; a smaller micro_batch leaves less" if idle > 0.2 else ""
-            notes.append(
-                f"pp={self.pp} leaves ranks idle at least {idle:.0%} of the time, the micro-batches being "
-                f"{micro_batches}{advice}"
-            )
-        if self.fsdp * self.cp == 1 and self.zero != Layout.zero:
-            notes.append(f"zero={self.zero} has no effect at fsdp=1,cp=1: there is nobody to share the state with")
-        if self.pp == 1 and self.schedule != Layout.schedule:
-            notes.append(f"schedule={self.schedule} has no effect at pp=1")
-        if self.cp == 1 and self.cp_kind != Layout.cp_kind:
-            notes.append(f"cp_kind={self.cp_kind} has no effect at cp=1")
-        if self.compile != "none" and self.recompute == "selective":
-            notes.append(
-                "recompute=selective has no effect with compile=blocks: its compiler keeps costly results and computes "
-                "cheap ones again by itself"
-            )
-        notes += self._notes_of_comm()
-        if self.exact and device == "cpu":
-            notes.append(
-                f"exact={self.exact} computes on 1 thread, or OMP_NUM_THREADS, at any number of ranks, and takes plain "
-                "kernels where the optimizer asks for fused ones"
-            )
-        if self.recompute == "host" and device == "cpu":
-            notes.append("recompute=host is recompute=full on a CPU: its memory is the host's already")
-        if self.offload != "none" and device == "cpu":
-            notes.append(f"offload={self.offload} saves nothing on a CPU: its memory is the host's already")
-        return notes
-
-    def _notes_of_comm(self) -> list[str]:
-        if self.comm == EXACT or self.local:
-            return [self.local.note(self.comm, self.dp)] if self.local else []
-        if not self.coded_axis:
-            return [f"comm={self.comm} has no effect at dp=1,fsdp=1: no gradients travel"]
-        others = [
-            f"{name}={degree}" for name in DEGREES if name != self.coded_axis and (degree := getattr(self, name)) > 1
-        ]
-        kept = f"; {', '.join(others)} send what they sent" if others else ""
-        weights = " and gathers weights in few bits" if self.coded_axis == "fsdp" else ""
-        return [
-            f"comm={self.comm} sums gradients over {self.coded_axis}={getattr(self, self.coded_axis)}{weights}{kept}"
-        ]
-
     def idle(self, micro_batches: int) -> float:
         """The share of the time that a pipeline's ranks wait: to fill it, and to drain it."""
         filling = (self.pp - 1) / {"interleaved": 2, "zb": 3}.get(self.schedule, 1)
@@ -253,6 +209,7 @@ class Layout:
             )
         yield from self._not_exact(global_batch)
         yield from self._not_coded()
+        yield from self._not_recorded()
         share, over = math.ceil(global_batch / self.batch_ranks), f"global_batch={global_batch} over {self.batch_ranks}"
         if self.micro_batch is not None and self.micro_batch > share:
             yield f"micro_batch={self.micro_batch} is more than a rank's share of {share} ({over})"
@@ -292,6 +249,24 @@ class Layout:
             if getattr(self, name) > 1:
                 yield f"comm={self.comm} over fsdp is not offered with {name}={getattr(self, name)}"
 
+    def _not_recorded(self) -> Iterator[str]:
+        if self.graphs == "none":
+            return
+        reasons = {
+            "pp": "whose stages wait for each other by messages", "exact": "which keeps partial sums in turns",
+            "recompute": "which has memory of the host on its way",
+            "offload": "which has memory of the host on its way",
+            "comm": "which has sites agree" if self.local else "which keeps what it owes in two places in turn",
+        }  # fmt: skip
+        method = Comm.parse(self.comm)
+        refused = {
+            "pp": self.pp > 1, "exact": bool(self.exact), "recompute": self.recompute == "host",
+            "offload": self.offload == "params", "comm": bool(self.local or (method and method.owes)),
+        }  # fmt: skip
+        for name, why in reasons.items():
+            if refused[name]:
+                yield f"graphs={self.graphs} is not offered with {name}={getattr(self, name)}, {why}"
+
     def _nearest(self, global_batch: int, world: int) -> str:
         """The closest valid layout over the same world, or over the largest world that can work."""
         for size in range(min(world, global_batch * self.tp * self.cp * self.pp), 0, -1):
@@ -302,20 +277,23 @@ class Layout:
     def fitted(self, global_batch: int, world: int) -> list[Layout]:
         """Layouts for so many ranks that keep what they can of this one, the closest first."""
         options = {
-            replace(
-                self, dp=dp, fsdp=rest // dp, tp=tp, cp=cp, pp=pp, ep=ep, comm=comm, **dict(micro, compile=compiled)
-            )
+            replace(self, dp=dp, fsdp=rest // dp, tp=tp, cp=cp, pp=pp, ep=ep, **micro, **switches)
             for tp, cp, pp, ep in product({self.tp, 1}, {self.cp, 1}, {self.pp, 1}, {self.ep, 1})
             if world % (tp * cp * pp) == 0
             for rest in [world // (tp * cp * pp)]
             if rest <= global_batch and not (self.exact and rest & (rest - 1))  # as exact sums need powers of two
             for dp in _divisors(rest)
             for micro in ({"micro_batch": self.micro_batch}, self._fitting(global_batch, rest))
-            for compiled in {self.compile, "none"}
-            for comm in {self.comm, EXACT}
+            for switches in self._switches()
         }
         valid = [option for option in options if not any(option._problems(global_batch, world))]
         return sorted(valid, key=lambda option: (self._distance(option), str(option)))
+
+    def _switches(self) -> list[dict[str, Any]]:
+        """Ways to leave out what another layout may not be offered with."""
+        without = {"compile": "none", "graphs": "none", "comm": EXACT}
+        kinds = [dict.fromkeys([getattr(self, name), plain]) for name, plain in without.items()]
+        return [dict(zip(without, values, strict=True)) for values in product(*kinds)]
 
     def _fitting(self, global_batch: int, ranks: int) -> dict[str, Any]:
         """Micro-batches that fit so many batch ranks."""
@@ -324,13 +302,11 @@ class Layout:
         return {"micro_batch": self.micro_batch and min(self.micro_batch, math.ceil(global_batch / ranks))}
 
     def _distance(self, other: Layout) -> tuple[float | bool, ...]:
-        weights = dict.fromkeys(
-            DEGREES[1 if self.local else 2 :], 3
-        )  # fsdp stands in for dp, but a site stays as it is
+        kept = DEGREES[1 if self.local else 2 :]  # dp and fsdp stand in for each other, but a site stays as it is
+        weights = dict.fromkeys(kept, 3)
         far = sum(weights.get(n, 1) * abs(math.log2(getattr(self, n) / getattr(other, n))) for n in DEGREES)
-        return far, *(
-            getattr(self, name) != getattr(other, name) for name in ("compile", "comm", "micro_batch", "exact")
-        )
+        names = "compile", "graphs", "comm", "micro_batch", "exact"
+        return far, *(getattr(self, name) != getattr(other, name) for name in names)
 
 
 def _divisors(number: int) -> list[int]:

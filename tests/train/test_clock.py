@@ -44,3 +44,25 @@ def test_a_step_that_failed_leaves_nothing() -> None:
     clock.begin("backward")
     clock.start("forward")
     assert set(clock.seconds()) == {"forward"}
+
+
+def test_phases_of_a_graph_are_counted_whenever_it_is_replayed() -> None:
+    clock = Clock(torch.device("cpu"))
+    clock.start("forward")
+    with clock.recording() as noted:
+        clock.begin("backward")
+        time.sleep(0.01)
+        clock.begin("reduce")
+    assert [phase for phase, _ in noted] == ["backward", "reduce"]
+    for _ in range(2):
+        clock.replayed(noted)
+        clock.begin("update")
+        assert clock.seconds()["backward"] == pytest.approx(0.01, abs=0.009)
+        clock.start("forward")
+
+
+def test_who_comes_later_watches() -> None:
+    clock = Clock(torch.device("cpu"), lambda phase: None)
+    assert not clock.is_watched
+    clock.watchers.append(lambda phase: None)
+    assert clock.is_watched

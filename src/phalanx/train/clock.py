@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -22,8 +22,16 @@ class Clock:
         self._laps: list[tuple[str, Instant, Instant]] = []
         """Of the step that runs, or of one that failed."""
         self._untold: deque[tuple[str, Instant, Instant]] = deque()
+        self._noted: list[tuple[str, Instant]] | None = None
+        """While a graph is recorded: phases that begin whenever it is replayed."""
         self.watchers = list(watchers)
         """Told of every phase when it begins, and with nothing when the last of a step is over."""
+        self._always = len(self.watchers)
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether by more than were there from the beginning."""
+        return len(self.watchers) > self._always
 
     def start(self, phase: str) -> None:
         """A step begins, and its first phase."""
@@ -34,10 +42,30 @@ class Clock:
         """If it runs already, it goes on; between two steps, where evaluations take the same way, there is none."""
         if not self._phase or phase == self._phase:
             return
-        begun, self._last = self._last, now(self._cuda)
-        self._laps.append((self._phase, begun, self._last))
-        self._phase = phase
+        self._end_lap(phase, now(self._cuda))
+        if self._noted is not None:
+            self._noted.append((phase, self._last))
         self._tell(phase)
+
+    def _end_lap(self, phase: str, moment: Instant) -> None:
+        self._laps.append((self._phase, self._last, moment))
+        self._phase, self._last = phase, moment
+
+    @contextmanager
+    def recording(self) -> Iterator[list[tuple[str, Instant]]]:
+        """Phases that begin in here are noted alone: they begin when a graph is replayed."""
+        phase, last, laps = self._phase, self._last, list(self._laps)
+        noted: list[tuple[str, Instant]] = []
+        self._noted = noted
+        try:
+            yield noted
+        finally:
+            self._noted, self._phase, self._last, self._laps = None, phase, last, laps
+
+    def replayed(self, noted: Sequence[tuple[str, Instant]]) -> None:
+        """A graph was, in which these begin."""
+        for phase, moment in noted:
+            self._end_lap(phase, moment)
 
     @contextmanager
     def beside(self, phase: str) -> Iterator[None]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from phalanx import inventory
 from phalanx.data.loader import seed_globally
 from phalanx.data.order import Order
+from phalanx.layout_notes import layout_notes
 from phalanx.parallel.weights.blueprint import Blueprint
 from phalanx.parallel.weights.placement import Placement
 from phalanx.parameters import building
@@ -48,5 +49,5 @@ def describe(job: Job, every_weight: bool = False) -> str:
     for table in (inventory.table(inventory.parts(model, anatomy)), listed(placement, every_weight)):
         told += ["", *(f"         {line}" for line in table)]
     device = job.cluster.device
-    notes = layout.notes(device, micro_batches) + said + dtypes.notes(device)
+    notes = layout_notes(layout, device, micro_batches) + said + dtypes.notes(device)
     return "\n".join([*told, *(f"   note  {note}" for note in notes)])

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from datetime import timedelta
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -45,6 +45,7 @@ from phalanx.train.calling import Callbacks, Ended
 from phalanx.train.changes import described
 from phalanx.train.clock import Clock
 from phalanx.train.evaluate import evaluate
+from phalanx.train.graphs import StepGraphs
 from phalanx.train.guard import Guard
 from phalanx.train.logged import Logged
 from phalanx.train.matrices import spread_optimizer
@@ -57,7 +58,7 @@ from phalanx.train.signals import Signals
 from phalanx.train.sites import Sites, agreed_weights
 from phalanx.train.standing import facts_of, resume
 from phalanx.train.steady import in_one_way, steady
-from phalanx.train.step import Metrics
+from phalanx.train.step import Metrics, passes
 from phalanx.train.turns import Turns
 from phalanx.train.update import Update
 from phalanx.trees import mapped
@@ -161,6 +162,8 @@ class Engine:
         if self.layout.exact:
             in_one_way(self.optimizer, self.device)
         self.numbers, self.update = Numbers(self.optimizer), Update(self.optimizer, self.spread)
+        self.graphs = StepGraphs(self, partial(passes, self))
+        undo.callback(self.graphs.forget)  # NCCL ends no communicator that a graph still uses
         self.loader = self.loader_of(data, self.order)
         check_agreement(self, "data", "model")
         check_writable(self.spread)
@@ -310,12 +313,6 @@ class Engine:
             return value.to(self.device, non_blocking=True)
 
         return Batch({name: mapped(place, value) for name, value in batch.items()})
-
-    def gathered(self, own: Tensor) -> Tensor:
-        """What every rank brings, ``[ranks, *own]``. All ranks must call it."""
-        every = own.new_empty(self.environment.world, *own.shape)
-        self.mesh.world.all_gather(every, own.contiguous()).wait()
-        return every
 
     def whole_gradients(self, divisor: float, without: set[str]) -> Gradients:
         """All summed gradients, whole and divided; None where no rank has one. All ranks must call it."""

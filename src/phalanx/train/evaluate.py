@@ -119,7 +119,7 @@ def totals_over_ranks(engine: Engine, loader: Loader, sums: dict[str, Tensor]) -
         return {}
     table = torch.stack(list(sums.values()))
     if loader.leaves:
-        every = engine.gathered(table.transpose(0, 1)).flatten(0, 1)
+        every = engine.mesh.world.gathered(table.transpose(0, 1)).flatten(0, 1)
         agreed = fold(by_leaf(engine, every))
     else:
         agreed = table[:, 0] * engine.mesh.counts_samples

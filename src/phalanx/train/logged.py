@@ -6,10 +6,10 @@ summed once more; from then on they travel with it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -45,6 +45,14 @@ class Logged:
         """Begin a step, whose losses are added up in ``loss``."""
         self._micro_batches, self.loss = micro_batches, loss
         self._columns.clear()
+
+    def kept(self) -> Mapping[str, Any]:
+        """What a step has left here, whose graph will be replayed."""
+        return {"_micro_batches": self._micro_batches, "loss": self.loss, "_columns": dict(self._columns)}
+
+    def put_back(self, kept: Mapping[str, Any]) -> None:
+        """It was."""
+        vars(self).update(kept, _columns=dict(kept["_columns"]))
 
     def taking(self) -> AbstractContextManager[None]:
         """While a micro-batch's forward runs: what is logged is added. Not in backward, which may compute it again."""
@@ -101,7 +109,7 @@ class Logged:
         self.names += new
         table = torch.cat([self._column(name) for name in new], 1)
         if engine.layout.exact:
-            return fold(by_leaf(engine, engine.gathered(table).flatten(0, 1))).tolist()
+            return fold(by_leaf(engine, engine.mesh.world.gathered(table).flatten(0, 1))).tolist()
         sums = table.sum(0)
         engine.spread.mesh.world.all_reduce(sums).wait()
         return sums.tolist()

@@ -7,6 +7,7 @@ from functools import cached_property
 
 from phalanx.cluster import devices
 from phalanx.kernels.fp8 import MULTIPLE
+from phalanx.layout_notes import layout_notes
 from phalanx.train.engine import Engine
 from phalanx.train.memory import fullest
 from phalanx.words import many
@@ -43,7 +44,7 @@ class Overview:
     def notes(self) -> list[str]:
         """Settings that have no effect, or cost more than they need."""
         device = self.engine.device.type
-        settings = self.engine.layout.notes(device, self.engine.loader.micro_batches)
+        settings = layout_notes(self.engine.layout, device, self.engine.loader.micro_batches)
         return [*settings, *self._of_task[1], *self.engine.dtypes.notes(device), *self._wide(), *self.news()]
 
     def _wide(self) -> Iterator[str]:

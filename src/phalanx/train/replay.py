@@ -31,7 +31,7 @@ def replay(engine: Engine, step: int) -> list[int]:
             f"the ranks of {layout} compute different parts of a micro-batch, so their bits cannot be compared. "
             "Replay under dp and fsdp alone."
         )
-    every = engine.gathered(_bits(engine, step))
+    every = engine.mesh.world.gathered(_bits(engine, step))
     found = [bytes(row) for row in every.tolist()]
     (usual, most), *_ = Counter(found).most_common()
     return [rank for rank, bits in enumerate(found) if bits != usual or 2 * most <= len(found)]

@@ -43,6 +43,7 @@ def resume(engine: Engine, facts: Mapping[str, Any]) -> None:
     engine.signals.finish, engine.why = False, ""
     engine.ended = Ended.found(facts, engine.task.steps)
     engine.spread.restore_scales(facts.get("fp8"))
+    engine.graphs.forget()
     engine.spread.reduction.settle()
     if engine.sites is not None:
         engine.sites.settle()

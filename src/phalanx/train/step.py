@@ -50,9 +50,8 @@ class Metrics:
     count: float
     """Terms of the loss in the global batch: samples, or tokens."""
     slots: int
-    """Samples in the global batch."""
     samples: str
-    """A hash of their ids."""
+    """How many are in the global batch, and a hash of their ids."""
     skipped: bool
     """Something was bad, or nothing counted, so no rank updated."""
     bad: str
@@ -63,14 +62,12 @@ class Metrics:
     communication: dict[str, float]
     """Seconds that collectives took of it, ``exposed_AXIS`` and ``overlapped_AXIS`` with what it computed."""
     signals: Signals = field(default_factory=Signals)
-    """Of any rank."""
     turn: str = ""
     """Whose turn it was, where steps train parts of a model in turn."""
     flops: float = 0.0
     """Of the model for this rank's share of the samples, where they are known."""
     round: SitesRound | None = None
-    """What all sites did since they last agreed, where they train by themselves and agree after this step. The rest is
-    of this rank's site alone then, between two such steps too."""
+    """Where sites train by themselves, and agree after this step: what all did. The rest is of this rank's site."""
 
 
 def train_step(engine: Engine, batch: StepBatch, rounds: Rounds | None = None) -> Metrics:
@@ -81,32 +78,8 @@ def train_step(engine: Engine, batch: StepBatch, rounds: Rounds | None = None) -
     spread, scale, clock = engine.spread, engine.loss_scale, engine.clock
     if spread.probe.untried:
         try_blocks(engine, batch)
-    spread.reduction.start_step(as_made=engine.update.takes_as_made and len(batch.micro_batches) == 1)
     before = engine.traffic.start_step()
-    totals = Totals(engine, batch.micro_batches)
-    actions = spread.actions(len(batch.micro_batches))
-    spread.start(batch.micro_batches, actions)
-    for index, action in enumerate(actions):
-        micro = batch.micro_batches[action.micro]
-        last = index + 1 == len(actions)
-        if action.kind == "forward":
-            with engine.logged.taking():
-                loss = forward(engine, batch.step, micro, action, rounds)
-            totals.add(action.micro, loss, micro.real)
-            if spread.nears_loss(action):
-                scale.begin(partial(_global_count, engine, loss, len(batch.micro_batches)))
-            continue
-        if action.kind == "backward":
-            if spread.pipeline is not None:
-                clock.begin("wait")
-                spread.pipeline.await_gradient(action)
-            clock.begin("backward")
-            spread.backward(action, scale.value * micro.real / engine.mesh.size("cp"), last)
-        else:
-            clock.begin("backward")
-            spread.backward_weights(action, last)
-        clock.begin("reduce")
-        spread.reduction.finish_backward()
+    totals = engine.graphs(batch) if rounds is None else passes(engine, batch, rounds)
 
     clock.begin("update")
     spread.complete_gradients()
@@ -152,6 +125,37 @@ def train_step(engine: Engine, batch: StepBatch, rounds: Rounds | None = None) -
         communication=engine.traffic.end_step(seconds),
         signals=agreed.signals,
     )
+
+
+def passes(engine: Engine, batch: StepBatch, rounds: Rounds | None = None) -> Totals:
+    """Forward and backward of each micro-batch: gradients are summed over ranks, and losses on this one."""
+    spread, scale, clock = engine.spread, engine.loss_scale, engine.clock
+    spread.reduction.start_step(as_made=engine.update.takes_as_made and len(batch.micro_batches) == 1)
+    totals = Totals(engine, batch.micro_batches)
+    actions = spread.actions(len(batch.micro_batches))
+    spread.start(batch.micro_batches, actions)
+    for index, action in enumerate(actions):
+        micro = batch.micro_batches[action.micro]
+        last = index + 1 == len(actions)
+        if action.kind == "forward":
+            with engine.logged.taking():
+                loss = forward(engine, batch.step, micro, action, rounds)
+            totals.add(action.micro, loss, micro.real)
+            if spread.nears_loss(action):
+                scale.begin(partial(_global_count, engine, loss, len(batch.micro_batches)))
+            continue
+        if action.kind == "backward":
+            if spread.pipeline is not None:
+                clock.begin("wait")
+                spread.pipeline.await_gradient(action)
+            clock.begin("backward")
+            spread.backward(action, scale.value * micro.real / engine.mesh.size("cp"), last)
+        else:
+            clock.begin("backward")
+            spread.backward_weights(action, last)
+        clock.begin("reduce")
+        spread.reduction.finish_backward()
+    return totals
 
 
 def forward(engine: Engine, step: int, micro: MicroBatch, action: Action, rounds: Rounds | None = None) -> Loss | None:
@@ -225,7 +229,7 @@ class micro_batch:
     def __enter__(self) -> dict[str, Any]:
         moment = self.engine.spread.moment
         moment.step, moment.slots, moment.real = self.step, self.micro.slots, self.micro.real
-        self._generator = generator_state(self.engine.device)
+        self._generator = None if self.engine.traffic.in_graph else generator_state(self.engine.device)
         self._scope = self.engine.spread.randomness.scope("task")
         self._scope.__enter__()
         tensors = self.engine.to_device(self.micro.tensors)
@@ -234,7 +238,7 @@ class micro_batch:
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         self._scope.__exit__(kind, error, trace)
-        if kind is None:
+        if kind is None and self._generator is not None:
             check_unmoved(self._generator, self.engine.device)
 
 
@@ -314,7 +318,7 @@ def _agree_exactly(engine: Engine, sums: Tensor, trained: int) -> Agreed:
     """The same to the same bits at any number of ranks: losses by the tree, the norm as a sum of whole numbers."""
     gradients = engine.spread.gradients
     few = torch.cat([gradients.largest()[None], _told(engine, trained)])
-    every = engine.gathered(torch.cat([few, sums.view(-1)]))
+    every = engine.mesh.world.gathered(torch.cat([few, sums.view(-1)]))
     largest, missing, alike = float(every[:, 0].amax()), float(every[:, 1].sum()), bool(every[:, 2].eq(trained).all())
     signals = Signals.unpacked(every[:, 3 : 3 + len(NAMES)].sum(0).tolist())
     total, count, *named = fold(by_leaf(engine, every[:, 3 + len(NAMES) :].reshape(-1, sums.shape[1]))).tolist()

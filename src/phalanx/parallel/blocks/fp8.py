@@ -68,8 +68,8 @@ class Fp8:
                 leaf.register_post_accumulate_grad_hook(partial(_note, noted))
             self.layers.append(Fp8Linear(module, leaf, self.switch))
             wrap(module, self.layers[-1])
-        self._steps = 0
-        """That counted."""
+        self._steps, self.programs = 0, 0
+        """Steps that counted; how often linears have begun to compute otherwise."""
         self._use([False] * len(found), list(range(len(found))))
 
     def wrap_heads(self) -> None:
@@ -112,6 +112,7 @@ class Fp8:
     def _use(self, known: list[bool], leaders: list[int]) -> None:
         """``leaders``: for each linear, the one whose scale of the input it uses, so that it is cast once."""
         self._leaders, self._unknown = leaders, not all(known)
+        self.programs += 1
         for layer, seen, leader in zip(self.layers, known, leaders, strict=True):
             layer.known, layer.of_x = seen, self.layers[leader].maxima
         numbers = torch.tensor(leaders)

@@ -97,4 +97,4 @@ class HostInputs(Layer):
             return rest(*args, **kwargs)
 
     def _waits(self, tensor: Tensor) -> bool:
-        return tensor.requires_grad and tensor.device == self.device and tensor.nbytes >= self.least_bytes
+        return tensor.requires_grad and tensor.device.type == self.device.type and tensor.nbytes >= self.least_bytes

@@ -121,6 +121,12 @@ class Communicator:
 
         return Pending([work], finish, waiting)
 
+    def gathered(self, own: Tensor) -> Tensor:
+        """What every rank brings, ``[ranks, *own]``, now."""
+        every = own.new_empty(self.size, *own.shape)
+        self.all_gather(every, own.contiguous()).wait()
+        return every
+
     def reduce_scatter(
         self, output: Tensor, parts: Tensor, buffers: Buffers | None = None, exactly: bool = False
     ) -> Pending:

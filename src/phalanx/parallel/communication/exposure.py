@@ -8,10 +8,15 @@ from __future__ import annotations
 
 import re
 from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 
 from phalanx.parallel.communication.instants import Instant, elapsed, has_come
 from phalanx.parallel.communication.recorder import FlightRecorder
+
+Collective = tuple[str, Instant, Instant, Instant]
+"""Its axis; when it was launched, waited for, and over."""
 
 
 class Exposure:
@@ -21,8 +26,8 @@ class Exposure:
         """``recorder``: adds up what a processor waits."""
         self._recorder, self._counting = recorder, False
         self._before: list[tuple[int, int]] = []
-        self._untold: deque[tuple[str, Instant, Instant, Instant]] = deque()
-        """Of a GPU: the axis; when it was launched, waited for, and over."""
+        self._untold: deque[Collective] = deque()
+        """Of a GPU."""
         self._covered: dict[str, Instant] = {}
         """By axis: up to when its time has been counted."""
 
@@ -34,6 +39,22 @@ class Exposure:
         """A GPU is past a collective, or will be; what is done behind the steps is not counted."""
         if self._counting:
             self._untold.append((axis, since, waits, ended))
+
+    @contextmanager
+    def recording(self) -> Iterator[list[Collective]]:
+        """What is waited for in here is noted alone: it happens when a graph is replayed."""
+        before, self._untold = self._untold, deque()
+        noted: list[Collective] = []
+        try:
+            yield noted
+        finally:
+            noted += self._untold
+            self._untold = before
+
+    def replayed(self, recorded: Sequence[Collective]) -> None:
+        """A graph was, in which these are."""
+        self._untold.extend(recorded)
+        self._covered.clear()
 
     def taken(self) -> dict[str, float]:
         """The step is over: seconds ``exposed_AXIS`` and ``overlapped_AXIS`` of all that is known by now."""

@@ -10,10 +10,10 @@ Instant = float | torch.cuda.Event
 
 
 def now(cuda: bool) -> Instant:
-    """This moment, or when a GPU comes to what is launched next."""
+    """This moment, or when a GPU comes to what is launched next; in a graph, whenever that is replayed."""
     if not cuda:
         return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
+    event = torch.cuda.Event(enable_timing=True, external=torch.cuda.is_current_stream_capturing())
     event.record()
     return event
 

@@ -18,8 +18,8 @@ class Launched:
 
     __slots__ = ("_main", "_waits", "_watched", "axis", "cuda", "kind", "record", "since", "traffic")
 
-    def __init__(self, traffic: Traffic, axis: str, kind: str, record: int, cuda: bool) -> None:
-        """``record``: its number in the flight record."""
+    def __init__(self, traffic: Traffic, axis: str, kind: str, record: int | None, cuda: bool) -> None:
+        """``record``: its number in the flight record; None: it is in a graph."""
         self.traffic, self.axis, self.kind, self.record, self.cuda = traffic, axis, kind, record, cuda
         self.since: Instant = now(True) if cuda else 0.0
         """When a GPU came to its launch, or was last past it."""
@@ -32,7 +32,8 @@ class Launched:
         if get_ident() == traffic.main:
             self._main = True
             traffic.signs[2] = 1
-        traffic.recorder.waiting(self.record)
+        if self.record is not None:
+            traffic.recorder.waiting(self.record)
         if self.cuda:
             self._waits = now(True)
         if traffic.wait_watchers:
@@ -48,7 +49,8 @@ class Launched:
             self._watched.__exit__(kind, error, trace)
             self._watched = None
         if kind is None:  # where it failed it was never left
-            traffic.recorder.left(self.record, self.cuda)
+            if self.record is not None:
+                traffic.recorder.left(self.record, self.cuda)
             if self.cuda:
                 ended = now(True)
                 traffic.exposure.waited(self.axis, self.since, self._waits, ended)

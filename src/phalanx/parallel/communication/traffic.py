@@ -43,17 +43,22 @@ class Traffic:
         """What of a step is spent on them, by axis."""
         self._arrivals = Arrivals(signs, self.recorder.arrived) if signs is not None else None
         self._on_gpu = False
+        self.in_graph = False
+        """What is launched is recorded in a CUDA graph, and happens when that is replayed."""
 
     def launched(self, group: str, axis: str, size: int, kind: str, tensor: Tensor, share: float) -> Launched:
         """A collective of a group along an axis, of which this rank sends ``share`` times the tensor."""
         cuda = tensor.is_cuda
+        key = axis, kind
+        self.calls[key] += 1
+        self.sent[key] += round(tensor.nbytes * share)
+        if self.in_graph:
+            self._on_gpu = True
+            return Launched(self, axis, kind, None, cuda)
         arrivals = self._arrivals if cuda else None
         record = self.recorder.launched(group, axis, size, kind, tensor, arrivals is not None)
         for watcher in self.watchers:
             watcher(axis, kind, tensor)
-        key = axis, kind
-        self.calls[key] += 1
-        self.sent[key] += round(tensor.nbytes * share)
         if arrivals is not None:
             self._on_gpu = True
             arrivals.launching(record)
@@ -66,7 +71,8 @@ class Traffic:
         if kind == "receive":
             for watcher in self.watchers:
                 watcher(axis, kind, tensor)
-        return Launched(self, axis, kind, self.recorder.launched(group, axis, size, kind, tensor), tensor.is_cuda)
+        record = None if self.in_graph else self.recorder.launched(group, axis, size, kind, tensor)
+        return Launched(self, axis, kind, record, tensor.is_cuda)
 
     def doing(self, phase: str) -> None:
         """What this rank does from now on, for the flight record; nothing said is nothing new."""

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from phalanx import counter
-from phalanx.kernels.transfer import sent
 from phalanx.parallel.forward.activations import WHOLE, ActivationLayout, Activations
 from phalanx.parallel.forward.wrapper import Forward, Layer
+from phalanx.parallel.randomness.sending import Sender
 
 MOST_MICRO_BATCHES = 64
 """Whose keys are kept at a time: in an evaluation a step is long."""
@@ -71,7 +71,8 @@ class Randomness:
         self._visits: dict[str, int] = {}
         self._keys: tuple[Tensor, Tensor] | None = None
         self._slots: tuple[np.ndarray, Tensor] | None = None
-        self._steps_keys = StepKeys(seed, device)
+        self.sender = Sender(device)
+        self._steps_keys = StepKeys(seed, self.sender)
 
     @contextmanager
     def scope(self, name: str, visit: int = 0) -> Iterator[None]:
@@ -128,10 +129,24 @@ class Randomness:
         if self._keys is None:
             self._keys = self._steps_keys.of(self.name, self.moment)
         if self._keys is None:
-            stream = counter.key(self.seed, "forward", self.moment.step, self.name)
-            shared = torch.full((), stream, dtype=torch.int64, device=self.device)  # filled there, not copied
-            self._keys = counter.mix(self._slots_there() * counter.STRIDE + stream), shared
+            shared = self._stream_there(self.name)
+            self._keys = counter.mix(self._slots_there() * counter.STRIDE + shared), shared
         return self._keys
+
+    def _stream_there(self, name: str) -> Tensor:
+        """A scope's own key on the device."""
+
+        def stream() -> int:
+            return counter.key(self.seed, "forward", self.moment.step, name)
+
+        if self.sender.recorded is not None:
+            return self.sender(lambda: torch.tensor(stream()), self.moment.slots)
+        return torch.full((), stream(), dtype=torch.int64, device=self.device)  # filled there, not copied
+
+    def forget(self) -> None:
+        """Keys that were made while a graph was recorded are nowhere else."""
+        self._slots = None
+        self._steps_keys.forget()
 
     def expect(self, names: Sequence[str]) -> None:
         """Scopes that draw in every step: their keys are made together."""
@@ -140,7 +155,8 @@ class Randomness:
     def _slots_there(self) -> Tensor:
         """This micro-batch's slots on the device: brought once, without waiting for it."""
         if self._slots is None or self._slots[0] is not self.moment.slots:
-            self._slots = self.moment.slots, sent(torch.from_numpy(self.moment.slots), self.device)
+            there = self.sender(lambda: torch.from_numpy(self.moment.slots), self.moment.slots)
+            self._slots = self.moment.slots, there
         return self._slots[1]
 
     def draw(self, shape: torch.Size, values: Values, like: Tensor | None = None) -> Tensor:
@@ -194,8 +210,8 @@ class Randomness:
 class StepKeys:
     """The keys of all blocks in a step: what is sent to the device is sent once a step, and once a micro-batch."""
 
-    def __init__(self, seed: int, device: torch.device) -> None:
-        self.seed, self.device = seed, device
+    def __init__(self, seed: int, sender: Sender) -> None:
+        self.seed, self._sender = seed, sender
         self.names: dict[str, int] = {}
         """Of the blocks, each with its row."""
         self._step: int | None = None
@@ -209,25 +225,30 @@ class StepKeys:
         if place is None:
             return None
         if self._step != moment.step:
-            self._begin(moment.step)
+            self._begin(moment)
         found = self._rows.get(id(moment.slots))
         if found is None or found[0] is not moment.slots:
-            found = self._rows[id(moment.slots)] = moment.slots, self._made(moment.slots)
+            found = self._rows[id(moment.slots)] = moment.slots, self._made(moment)
         return found[1][place, : len(moment.slots)], self._streams[place, 0]
 
-    def _begin(self, step: int) -> None:
-        keys = [counter.key(self.seed, "forward", step, name) for name in self.names]
-        # by twos, as are rows of slots: what a compiled block is given begins at 16 bytes
-        self._streams = sent(torch.tensor(keys).unsqueeze(1).expand(-1, 2).contiguous(), self.device)
-        self._step = step
+    def _begin(self, moment: Moment) -> None:
+        def streams() -> Tensor:  # by twos, as are rows of slots: what a compiled block is given begins at 16 bytes
+            keys = [counter.key(self.seed, "forward", moment.step, name) for name in self.names]
+            return torch.tensor(keys).unsqueeze(1).expand(-1, 2).contiguous()
+
+        self._streams = self._sender(streams, moment.slots)
+        self._step = moment.step
         self._rows.clear()
 
-    def _made(self, slots: np.ndarray) -> Tensor:
+    def _made(self, moment: Moment) -> Tensor:
         if len(self._rows) >= MOST_MICRO_BATCHES:
             self._rows.clear()
-        even = np.pad(slots, (0, len(slots) % 2))
-        there = sent(torch.from_numpy(even), self.device)
+        there = self._sender(lambda: torch.from_numpy(np.pad(moment.slots, (0, len(moment.slots) % 2))), moment.slots)
         return counter.mix(there * counter.STRIDE + self._streams[:, :1])
+
+    def forget(self) -> None:
+        """What was sent is in a graph: whoever computes without it sends it again."""
+        self._step = None
 
 
 class RandomKeys(Layer):

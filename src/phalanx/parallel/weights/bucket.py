@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,6 +16,9 @@ from phalanx.parallel.weights.coded import CodedGradients
 from phalanx.parallel.weights.packing import Packing, one_room
 from phalanx.parallel.weights.storage import Storage
 from phalanx.parallel.weights.weight import Weight
+
+LEFT = "filled", "_made", "gradients", "owned", "_places", "_own", "accumulating", "as_made"
+COPIED = "filled", "_made"
 
 
 class Bucket:
@@ -140,6 +145,14 @@ class Bucket:
             self.gradients = self.owned = None
         if self.gradients is None:
             self._places, self._own = None, (None, {})
+
+    def gradient_state(self) -> dict[str, Any]:
+        """What backward has left here: which gradients there are, and where."""
+        return {name: copy(getattr(self, name)) if name in COPIED else getattr(self, name) for name in LEFT}
+
+    def put_back(self, state: Mapping[str, Any]) -> None:
+        """Backward has left the same once more."""
+        vars(self).update({name: copy(state[name]) if name in COPIED else state[name] for name in LEFT})
 
     def collect(self, weight: Weight) -> None:
         """Take a weight's new gradient into the flat buffer and let the tensor go."""

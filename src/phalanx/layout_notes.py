@@ -1,0 +1,58 @@
+"""Settings of a layout that have no effect where it runs, or cost more than they need."""
+
+from __future__ import annotations
+
+from phalanx.comm import EXACT
+from phalanx.layout import DEGREES, Layout
+
+
+def layout_notes(layout: Layout, device: str, micro_batches: int = 1) -> list[str]:
+    """Settings that have no effect here, or cost more than they need, each said in a line."""
+    notes = []
+    if layout.pp > 1:
+        idle = layout.idle(micro_batches)
+        advice = "; a smaller micro_batch leaves less" if idle > 0.2 else ""
+        notes.append(
+            f"pp={layout.pp} leaves ranks idle at least {idle:.0%} of the time, the micro-batches being "
+            f"{micro_batches}{advice}"
+        )
+    if layout.fsdp * layout.cp == 1 and layout.zero != Layout.zero:
+        notes.append(f"zero={layout.zero} has no effect at fsdp=1,cp=1: there is nobody to share the state with")
+    if layout.pp == 1 and layout.schedule != Layout.schedule:
+        notes.append(f"schedule={layout.schedule} has no effect at pp=1")
+    if layout.cp == 1 and layout.cp_kind != Layout.cp_kind:
+        notes.append(f"cp_kind={layout.cp_kind} has no effect at cp=1")
+    if layout.compile != "none" and layout.recompute == "selective":
+        notes.append(
+            "recompute=selective has no effect with compile=blocks: its compiler keeps costly results and computes "
+            "cheap ones again by itself"
+        )
+    notes += _of_comm(layout)
+    if layout.exact and device == "cpu":
+        notes.append(
+            f"exact={layout.exact} computes on 1 thread, or OMP_NUM_THREADS, at any number of ranks, and takes plain "
+            "kernels where the optimizer asks for fused ones"
+        )
+    if layout.graphs != "none" and device == "cpu":
+        notes.append(f"graphs={layout.graphs} has no effect on a CPU: there is no CUDA to record")
+    if layout.recompute == "host" and device == "cpu":
+        notes.append("recompute=host is recompute=full on a CPU: its memory is the host's already")
+    if layout.offload != "none" and device == "cpu":
+        notes.append(f"offload={layout.offload} saves nothing on a CPU: its memory is the host's already")
+    return notes
+
+
+def _of_comm(layout: Layout) -> list[str]:
+    if layout.comm == EXACT:
+        return []
+    if layout.local is not None:
+        return [layout.local.note(layout.comm, layout.dp)]
+    if not layout.coded_axis:
+        return [f"comm={layout.comm} has no effect at dp=1,fsdp=1: no gradients travel"]
+    others = [
+        f"{name}={degree}" for name in DEGREES if name != layout.coded_axis and (degree := getattr(layout, name)) > 1
+    ]
+    kept = f"; {', '.join(others)} send what they sent" if others else ""
+    weights = " and gathers weights in few bits" if layout.coded_axis == "fsdp" else ""
+    along = f"{layout.coded_axis}={getattr(layout, layout.coded_axis)}"
+    return [f"comm={layout.comm} sums gradients over {along}{weights}{kept}"]

@@ -1,0 +1,31 @@
+"""What is said of a layout's settings that do nothing, or cost more than they need."""
+
+from __future__ import annotations
+
+import pytest
+
+from phalanx import Layout
+from phalanx.layout_notes import layout_notes
+
+
+@pytest.mark.parametrize(
+    ("layout", "device", "said"),
+    [
+        ("dp=2,zero=1", "cuda", "zero=1 has no effect at fsdp=1,cp=1"),
+        ("dp=2,schedule=zb", "cuda", "schedule=zb has no effect at pp=1"),
+        ("dp=1,compile=blocks,recompute=selective", "cuda", "recompute=selective has no effect with compile=blocks"),
+        ("dp=1,graphs=step", "cpu", "graphs=step has no effect on a CPU"),
+        ("dp=1,recompute=host", "cpu", "recompute=host is recompute=full on a CPU"),
+        ("dp=1,offload=params", "cpu", "offload=params saves nothing on a CPU"),
+        ("dp=1,comm=int8", "cuda", "comm=int8 has no effect at dp=1,fsdp=1"),
+        ("pp=4", "cuda", "pp=4 leaves ranks idle at least"),
+    ],
+)
+def test_one_line_says_it(layout: str, device: str, said: str) -> None:
+    (note,) = layout_notes(Layout.parse(layout), device)
+    assert note.startswith(said)
+
+
+@pytest.mark.parametrize("layout", ["dp=2", "fsdp=2,zero=2", "dp=1,graphs=step", "dp=1,offload=params"])
+def test_nothing_is_said_of_what_works(layout: str) -> None:
+    assert layout_notes(Layout.parse(layout), "cuda") == []
