@@ -29,6 +29,9 @@ GBIT, GIGABYTES = 10.0, 200.0
 """A second a core is enough for so many, of encoding and of decoding; and a second of a GPU's."""
 
 
+METHODS = "bf16", "int8", "int4", "onebit"
+
+
 def seconds_of_core(call: Callable[[], object], times: int) -> float:
     """The least of some."""
     found = []
@@ -64,12 +67,18 @@ def measured(codec: Codec, size: int, times: int, device: str = "cpu") -> tuple[
     return 32e-9 * size / encode, 2 * 32e-9 * size / decode
 
 
+def codec_of(comm: str) -> Codec:
+    """For gradients."""
+    coding = Coding.of(Layout(dp=2, comm=comm))
+    assert coding is not None
+    assert isinstance(coding.gradients, Codec)
+    return coding.gradients
+
+
 def on_gpu() -> Iterator[Figure]:
     size = 1 << 27
-    for comm in ("bf16", "int8", "int4"):
-        coding = Coding.of(Layout(dp=2, comm=comm))
-        assert coding is not None
-        for name, speed in zip(("encode", "decode"), measured(coding.gradients, size, 20, "cuda"), strict=True):
+    for comm in METHODS:
+        for name, speed in zip(("encode", "decode"), measured(codec_of(comm), size, 20, "cuda"), strict=True):
             note = f"{speed / 8:,.0f} GB/s of float32"
             yield Figure(f"{comm} {name} on a GPU, seconds for 200 GB", GIGABYTES / (speed / 8), 1.0, note)
 
@@ -84,10 +93,8 @@ def main() -> None:
     x, y = torch.randn(2, size)
     copy = 32e-9 * size / seconds_of_core(lambda: y.copy_(x), times)
     figures = [Figure("copy, seconds for 10 Gbit", GBIT / copy, note=f"{copy:.1f} Gbit/s")]
-    for comm in ("bf16", "int8", "int4"):
-        coding = Coding.of(Layout(dp=2, comm=comm))
-        assert coding is not None
-        codec = coding.gradients
+    for comm in METHODS:
+        codec = codec_of(comm)
         for name, speed in zip(("encode", "decode"), measured(codec, size, times), strict=True):
             fewer = 4 * size / codec.size(size, x.dtype)
             note = f"{speed:.1f} Gbit/s, {speed / copy:.2f} of a copy; {fewer:.2f}x fewer bytes"

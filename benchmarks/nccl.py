@@ -5,9 +5,10 @@ python benchmarks/nccl.py [LAYOUT ...] [--ranks 2|4|8] [--experts] [--every] [--
 Without layouts: all of 2 and of 4 ranks and a covering set of 8, dense and with experts. NCCL refuses two ranks on one
 GPU of one host, and takes them for ranks of several hosts where NCCL_HOSTID differs: what comes out, the order of what
 is launched and whether it can get stuck are those of such hosts, its speed is not. ``--device cpu`` does the same over
-gloo. Ranks are processes that take one layout after another, several teams of them side by side; under NVIDIA's MPS, if
-it is there, since processes that take turns on a GPU wait for each other's waiting kernels. Where a layout takes longer
-than the limit, every rank's stack is printed, and a new team goes on with the next.
+gloo. A layout with ``comm`` or ``activations`` is held to what they are defined as on one device. Ranks are processes
+that take one layout after another, several teams of them side by side; under NVIDIA's MPS, if it is there, since
+processes that take turns on a GPU wait for each other's waiting kernels. Where a layout takes longer than the limit,
+every rank's stack is printed, and a new team goes on with the next.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -46,13 +48,17 @@ from tests.parity import Trace, difference, reference, spread_run
 import phalanx
 from phalanx import Layout, Task
 from phalanx.parallel.torch_private import preload
+from phalanx.prove.cases import defined
 from phalanx.prove.layouts import covering
+from phalanx.prove.reference.activations import round_activations, rounding
 from report import Figure, report
 
 ROOT = Path(__file__).parent.parent
 BAR = 1e-12
 STEPS = 2
 """The second has a short batch, and gradients that show the first update."""
+CODED_STEPS = 5
+"""Where gradients travel in few bits: some methods begin with an exact step, and all but it owe."""
 START_SECONDS = 300
 """How long processes may take to begin."""
 WARNING = re.compile(r"NCCL WARN|\[W\d|Warning:|WARNING")
@@ -68,7 +74,7 @@ class Case:
 
     @property
     def task(self) -> Task:
-        return replace(task_for(self.layout), steps=STEPS)
+        return replace(task_for(self.layout), steps=CODED_STEPS if self.layout.coded_axis else STEPS)
 
     @property
     def micro_batches(self) -> int:
@@ -76,7 +82,19 @@ class Case:
 
     @property
     def kind(self) -> str:
-        return f"{self.world} ranks, {'with experts' if self.layout.ep > 1 else 'dense'}"
+        coded = ", in few bits" if rounding(self.layout) else ""
+        return f"{self.world} ranks, {'with experts' if self.layout.ep > 1 else 'dense'}{coded}"
+
+    @property
+    def known_by(self) -> tuple[str, int, str]:
+        """Cases with the same are the same on one device, which rounds as the layout's ranks would."""
+        return repr(self.task), self.micro_batches, str(self.layout) if rounding(self.layout) else ""
+
+    def one_device(self, device: str) -> Trace:
+        """By hand."""
+        coded = defined(self.task, self.layout) if self.layout.coded_axis else None
+        observe = partial(round_activations, self.task, self.layout)
+        return reference(self.task, self.micro_batches, device, coded=coded, observe=observe)
 
 
 @dataclass
@@ -112,7 +130,7 @@ def serve(rank: int, descriptor: int, device: str, limit: float) -> None:
         faulthandler.dump_traceback_later(limit)
         try:
             if os.environ["WORLD_SIZE"] == "1":
-                trace = reference(case.task, case.micro_batches, device)
+                trace = case.one_device(device)
             else:
                 trace = spread_run(case.task, case.layout, device)
             pipe.send_bytes(pickle.dumps(trace if rank == 0 else Trace(trace.losses, trace.norms)))
@@ -209,7 +227,7 @@ class Bench:
         self.device, self.limit, self.folder = device, limit, folder
         self.results: list[Result] = []
         self.warnings: Counter[str] = Counter()
-        self._known: dict[tuple[str, int], Trace] = {}
+        self._known: dict[tuple[str, int, str], Trace] = {}
         self._one = Team(1, device, limit, folder)
         self._lock, self._knowing, self._printing = threading.Lock(), threading.Lock(), threading.Lock()
 
@@ -261,7 +279,7 @@ class Bench:
 
     def _one_device(self, case: Case) -> Trace:
         """The same on one device, in a process of its own: this one touches no GPU."""
-        key = repr(case.task), case.micro_batches
+        key = case.known_by
         with self._knowing:
             if not self._one.begun:
                 self._one.begin()

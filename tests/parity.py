@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -24,6 +25,7 @@ from phalanx.parallel.forward.wrapper import wrap
 from phalanx.parallel.randomness.answers import Answers
 from phalanx.parallel.randomness.draws import Moment, RandomKeys, Randomness
 from phalanx.parallel.weights.blueprint import Blueprint
+from phalanx.prove.reference.coded import Coded
 
 TOLERANCE = 1e-9
 PRIME = 37
@@ -232,10 +234,12 @@ def reference(
     trains: Callable[[int, str], bool] = lambda step, name: True,
     decay: float = 0.0,
     hand: Hand | None = None,
+    coded: Coded | None = None,
+    observe: Callable[[nn.Module, Randomness], None] | None = None,
 ) -> Trace:
     """The task on one device, by hand. ``trains``: whether a step updates a weight; ``decay``: of its average.
 
-    ``hand``: what is other for some weights.
+    ``hand``: what is other for some weights. ``coded``: what sums in few bits are. ``observe``: given the model.
     """
     blueprint = Blueprint(task.model, task.seed)
     values = {name: blueprint.value(p, "cpu").double() for name, p in blueprint.model.named_parameters()}
@@ -247,6 +251,8 @@ def reference(
     randomness.answers = Answers(randomness)
     for name in task.anatomy(model).blocks:
         wrap(model.get_submodule(name), RandomKeys(name, randomness))
+    if observe is not None:
+        observe(model, randomness)
     for name, weight in model.named_parameters():
         weight.logical_name = name
         if hand is not None and hand.is_frozen(name):
@@ -260,27 +266,36 @@ def reference(
     order, trace = Order(len(data), task.global_batch, task.seed), Trace()
     named = {n: p for n, p in model.named_parameters() if p.requires_grad}
     trace.averages = {name: weight.detach().clone() for name, weight in named.items()}
+
+    def backward(step: int, start: int, stop: int) -> tuple[float, int]:
+        """Of some slots; what their loss is, and how many terms it has."""
+        ids = order.ids(step, start, stop)
+        batch = task.collate([data[int(i)] for i in ids])
+        batch = {n: (t.double() if t.is_floating_point() else t).to(device) for n, t in batch.items()}
+        moment.step, moment.slots = step, np.arange(start, stop)
+        inputs = task.inputs(batch)
+        with randomness.scope("task"):
+            output = model(**inputs) if isinstance(inputs, dict) else model(inputs)
+            loss = task.loss(output, batch)
+        loss.total.backward()
+        return loss.total.item(), int(loss.count)
+
     for step in range(task.steps):
-        total, count = 0.0, 0
         for name, weight in named.items():
             weight.requires_grad_(trains(step, name))
-        for start, stop in share(order.slots(step), micro_batches, 1, 0):
-            ids = order.ids(step, start, stop)
-            batch = task.collate([data[int(i)] for i in ids])
-            batch = {n: (t.double() if t.is_floating_point() else t).to(device) for n, t in batch.items()}
-            moment.step, moment.slots = step, np.arange(start, stop)
-            inputs = task.inputs(batch)
-            with randomness.scope("task"):
-                output = model(**inputs) if isinstance(inputs, dict) else model(inputs)
-                loss = task.loss(output, batch)
-            loss.total.backward()
-            total, count = total + loss.total.item(), count + int(loss.count)
+        if coded is None:
+            parts = [backward(step, *slots) for slots in share(order.slots(step), micro_batches, 1, 0)]
+        else:
+            coded.begin(step, optimizers[0], named)
+            with coded.computing(dict(model.named_parameters())):
+                parts = _summed(coded, named, order.slots(step), partial(backward, step))
+        total, count = sum(part[0] for part in parts), sum(part[1] for part in parts)
         for weight in trainable:
             if weight.grad is not None:
                 weight.grad.div_(count)
         trace.gradients.append(_kept({n: p.grad for n, p in named.items()}))
         if hand is None:
-            trace.norms.append(float(nn.utils.clip_grad_norm_(trainable, task.clip)))
+            trace.norms.append(norm := float(nn.utils.clip_grad_norm_(trainable, task.clip)))
         else:
             trace.norms.append(float(nn.utils.get_total_norm([p.grad for p in trainable if p.grad is not None])))
             for limit, names in hand.clipped_together(list(named)):
@@ -289,14 +304,41 @@ def reference(
         for group, rate in zip(groups, rates, strict=True):
             factor = task.schedule()(step) if hand is None else hand.factor(step, group["params"][0].logical_name)
             group["lr"] = rate * factor
-        for optimizer in optimizers:
-            optimizer.step()
+        if coded is None:
+            for optimizer in optimizers:
+                optimizer.step()
+        else:
+            factor = min(1.0, task.clip / (norm + 1e-6))
+            coded.update(optimizers[0], named, dict.fromkeys(named, factor), count)
+            coded.end_step(counts=True)
         model.zero_grad()
         for name, weight in named.items():
             trace.averages[name] = decay * trace.averages[name] + (1 - decay) * weight.detach()
     tied = {n for n, _ in model.named_parameters(remove_duplicate=False)} - {n for n, _ in model.named_parameters()}
     trace.weights.append(_kept({n: t for n, t in model.state_dict().items() if n not in tied}))
     return trace
+
+
+def _summed(
+    coded: Coded, named: dict[str, nn.Parameter], slots: int, backward: Callable[[int, int], tuple[float, int]]
+) -> list[tuple[float, int]]:
+    """Have the gradients that all senders' sums are, and what their losses are."""
+    losses: list[tuple[float, int]] = []
+    sums: dict[str, Tensor] = {}
+    touched: set[str] = set()
+    for turn in coded.turns(slots):
+        every = []
+        for ranges in turn:
+            losses += [backward(start, stop) for start, stop in ranges if start < stop]
+            every.append({n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in named.items()})
+            touched |= {name for name, weight in named.items() if weight.grad is not None}
+            for weight in named.values():
+                weight.grad = None
+        for name, total in coded.sum(every).items():
+            sums[name] = total.detach() + sums.get(name, 0)
+    for name in touched:
+        named[name].grad = sums[name]
+    return losses
 
 
 def _kept(tensors: dict[str, Any]) -> dict[str, Any]:

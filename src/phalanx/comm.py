@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from phalanx.errors import WrongUse
 from phalanx.local_updates import LocalUpdates
 
 EXACT = "exact"
-METHODS = ("bf16", "int8", "int4", "topk")
+METHODS = ("bf16", "int8", "int4", "onebit", "powersgd", "topk")
 """Those that are lossy."""
+NUMBERS = {"topk": "1", "onebit": "20", "powersgd": "4"}
+"""Of those that have one after a colon, one to give."""
 SHARDING = ("bf16", "int8", "int4")
 """Those that also scatter gradients over ``fsdp`` and gather weights."""
-OWING = ("int4", "topk")
+OWING = ("int4", "topk", "onebit", "powersgd")
 """Those that say so little of a gradient that the rest is owed: it is kept, and added to the next."""
+
+ONCE = ("topk", "powersgd")
+"""Those whose sums are not encoded again, so that nothing is owed of them."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +31,7 @@ class Comm:
     """Whether it is offered over ``fsdp``."""
     owes: bool = False
     number: float = 0.0
-    """Of ``topk:P``: percent that are sent."""
+    """Of ``topk:P``: percent that are sent; of ``onebit:P``: of the steps, that are exact; of ``powersgd:R``: rank."""
 
     @classmethod
     def parse(cls, text: str) -> Comm | None:
@@ -33,17 +39,34 @@ class Comm:
         if text == EXACT or LocalUpdates.parse(text) is not None:
             return None
         name, colon, number = text.partition(":")
-        if name not in METHODS or (colon and name != "topk"):
-            known = (EXACT, *METHODS[:-1], "topk:1", "local:16", "diloco:16")
+        if name not in METHODS or (colon and name not in NUMBERS):
+            known = [EXACT, *(f"{name}:{NUMBERS[name]}" if name in NUMBERS else name for name in METHODS)]
+            known += ["local:16", "diloco:16"]
             raise WrongUse(f"comm={text} is not known in a layout. Choose one of: {', '.join(known)}.")
-        return cls(name, name in SHARDING, name in OWING, _percent(text, number) if name == "topk" else 0.0)
+        found = _number(text, name, number if colon or name != "onebit" else NUMBERS[name]) if name in NUMBERS else 0.0
+        return cls(name, name in SHARDING, name in OWING, found)
+
+    def exact_steps(self, steps: int) -> int:
+        """Of so many, those first ones in which gradients are sent as they are."""
+        percent = {"onebit": self.number, "powersgd": POWERSGD_EXACT}.get(self.name, 0.0)
+        return math.ceil(steps * percent / 100)
 
 
-def _percent(text: str, number: str) -> float:
+POWERSGD_EXACT = 10.0
+"""Percent of a run's steps."""
+WHAT = {"topk": "how many percent are sent", "onebit": "how many percent of the steps are exact"}
+
+
+def _number(text: str, name: str, number: str) -> float:
     try:
         found = float(number)
     except ValueError:
         found = 0.0
-    if not 0 < found <= 50:
-        raise WrongUse(f"comm={text} does not say how many percent are sent. Give more than 0 up to 50, e.g. topk:1.")
+    if name == "powersgd":
+        if not 1 <= found <= 1024 or found != int(found):
+            raise WrongUse(f"comm={text} does not say of which rank sums are. Give 1 or more, e.g. powersgd:4.")
+    elif not 0 < found <= 50:
+        raise WrongUse(
+            f"comm={text} does not say {WHAT[name]}. Give more than 0 up to 50, e.g. {name}:{NUMBERS[name]}."
+        )
     return found

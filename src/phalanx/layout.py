@@ -25,6 +25,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "offload": ("none", "optimizer", "params"),
     "compile": ("none", "blocks"),
     "graphs": ("none", "step"),
+    "activations": (EXACT, "bf16", "fp8"),
 }
 CHUNKS = {"interleaved": 2}
 """By pipeline schedule: stages a rank has, where they are more than one."""
@@ -65,6 +66,8 @@ class Layout:
     """Whether forward and backward of a step are recorded as a CUDA graph, and replayed."""
     comm: str = EXACT
     """How gradients travel: as they are, or in few bits over `coded_axis`; or how sites update by themselves."""
+    activations: str = EXACT
+    """How the stream travels between stages of ``pp`` and tokens to experts of ``ep``, and gradients of both."""
 
     def __post_init__(self) -> None:
         for name in (*DEGREES, "zero", "micro_batch", "offload_percent"):

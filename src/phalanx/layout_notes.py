@@ -6,8 +6,11 @@ from phalanx.comm import EXACT
 from phalanx.layout import DEGREES, Layout
 
 
-def layout_notes(layout: Layout, device: str, micro_batches: int = 1) -> list[str]:
-    """Settings that have no effect here, or cost more than they need, each said in a line."""
+def layout_notes(layout: Layout, device: str, micro_batches: int = 1, stream: int = 4) -> list[str]:
+    """Settings that have no effect here, or cost more than they need, each said in a line.
+
+    ``stream``: bytes of a number of it.
+    """
     notes = []
     if layout.pp > 1:
         idle = layout.idle(micro_batches)
@@ -20,6 +23,10 @@ def layout_notes(layout: Layout, device: str, micro_batches: int = 1) -> list[st
         notes.append(f"zero={layout.zero} has no effect at fsdp=1,cp=1: there is nobody to share the state with")
     if layout.pp == 1 and layout.schedule != Layout.schedule:
         notes.append(f"schedule={layout.schedule} has no effect at pp=1")
+    if layout.activations != EXACT and layout.pp * layout.ep == 1:
+        notes.append(f"activations={layout.activations} has no effect at pp=1,ep=1: they alone send so")
+    elif layout.activations == "bf16" and stream <= 2:
+        notes.append("activations=bf16 has no effect: the stream has 16 bits by itself")
     if layout.cp == 1 and layout.cp_kind != Layout.cp_kind:
         notes.append(f"cp_kind={layout.cp_kind} has no effect at cp=1")
     if layout.compile != "none" and layout.recompute == "selective":

@@ -58,7 +58,13 @@ def onward(layout: str, folder: str) -> tuple[list[float], torch.Tensor, list[st
         return [engine.step(batch).loss for batch in engine.batches()], at_half, engine.changes
 
 
-@pytest.mark.parametrize("layout", ["dp=4,comm=int4", "fsdp=4,comm=int4", "dp=2,fsdp=2,comm=int4"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "dp=4,comm=int4", "fsdp=4,comm=int4", "dp=2,fsdp=2,comm=int4", "dp=4,comm=powersgd:1",
+        "dp=2,fsdp=2,comm=powersgd:1",
+    ],
+)  # fmt: skip
 def test_a_run_goes_on_to_the_same_bits(ranks: Ranks, tmp_path: Path, layout: str) -> None:
     losses, at_half = ranks(4, through, layout, str(tmp_path))[0]
     again, taken_up, _ = ranks(4, onward, layout, str(tmp_path))[0]
@@ -73,6 +79,8 @@ def test_a_run_goes_on_to_the_same_bits(ranks: Ranks, tmp_path: Path, layout: st
         ("dp=4,comm=int4", "dp=2,comm=int4"),
         ("dp=2,comm=int4", "fsdp=3,comm=int4"),
         ("fsdp=2,comm=int4", "dp=3,comm=int4"),
+        ("dp=2,comm=powersgd:1", "dp=4,comm=powersgd:1"),
+        ("dp=2,comm=powersgd:1", "dp=2,comm=int4"),
     ],
 )
 def test_another_layout_owes_as_much(ranks: Ranks, tmp_path: Path, before: str, after: str) -> None:
@@ -86,3 +94,9 @@ def test_what_nobody_will_send_is_said(ranks: Ranks, tmp_path: Path) -> None:
     ranks(2, through, "dp=2,comm=int4", str(tmp_path))
     _, _, changes = ranks(2, onward, "dp=2", str(tmp_path))[0]
     assert changes == ["comm was int4 and is exact: what was still owed of gradients is left out"]
+
+
+def test_what_begins_anew_is_said(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(2, through, "dp=2,comm=powersgd:1", str(tmp_path))
+    _, _, changes = ranks(4, onward, "dp=2,fsdp=2,comm=powersgd:1", str(tmp_path))[0]
+    assert changes == ["weights are cut otherwise, or of another rank: what sums are projected on begins anew"]

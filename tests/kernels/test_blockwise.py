@@ -69,3 +69,41 @@ def test_what_is_not_finite_spoils_its_block_alone(bits: int, bad: float) -> Non
 def test_next_to_nothing_is_nothing(bits: int) -> None:
     x = torch.cat([torch.zeros(BLOCKS[bits]), torch.full((BLOCKS[bits],), 1e-40)])
     assert not decoded(coded(x, bits)[None], bits, x).any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_one_bit_says_the_sign_and_the_mean_of_the_rest(dtype: torch.dtype) -> None:
+    x = torch.randn(3 * BLOCKS[1], dtype=dtype, generator=torch.Generator().manual_seed(0))
+    found = decoded(coded(x, 1)[None], 1, x)
+    assert torch.equal(found.sign(), x.sign())
+    blocks = found.view(-1, BLOCKS[1]).abs()
+    assert torch.allclose(blocks, x.view(-1, BLOCKS[1]).abs().mean(1, keepdim=True).expand_as(blocks))
+    owed, left = torch.randn_like(x), torch.empty_like(x)
+    out = coded(x + owed, 1)
+    again = torch.empty_like(out)
+    encode(x, 1, FULL[1], again, owed, left)
+    assert torch.equal(out, again)
+    assert torch.equal(left, (x + owed) - decoded(out[None], 1, x))
+    assert torch.equal(decoded(torch.stack([out, out]), 1, x), 2 * decoded(out[None], 1, x))
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_one_bit_keeps_what_is_not_finite(bad: float) -> None:
+    x = torch.ones(2 * BLOCKS[1])
+    x[3] = bad
+    found = decoded(coded(x, 1)[None], 1, x)
+    assert not found[: BLOCKS[1]].isfinite().any()
+    assert torch.equal(found[BLOCKS[1] :], x[BLOCKS[1] :])
+    assert not decoded(coded(torch.zeros(BLOCKS[1]), 1)[None], 1, x[: BLOCKS[1]]).any()
+
+
+def test_one_bit_leaves_what_does_not_count() -> None:
+    x, counts = torch.zeros(2 * BLOCKS[1]), torch.tensor([3, 0], dtype=torch.int32)
+    x[:3] = torch.tensor([1.0, -2.0, 6.0])
+    out, left, found = coded(x, 1), torch.ones_like(x), torch.empty_like(x)
+    encode(x, 1, FULL[1], out, torch.zeros_like(x), left, counts)
+    decode(out[None], 1, found, counts)
+    assert found[:3].tolist() == [3, -3, 3]
+    assert left[:3].tolist() == [-2, 1, 3]
+    assert not left[3:].any()
+    assert not found[3:].any()

@@ -14,7 +14,7 @@ import torch
 from phalanx.kernels import blockwise, blockwise_cpu
 
 
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("bits", [8, 4, 1])
 @pytest.mark.parametrize("size", [1.0, 1e-30, 1e-42, 1e30])
 def test_it_is_its_twin(bits: int, size: float) -> None:
     if blockwise_cpu.library() is None:

@@ -11,7 +11,7 @@ from tests.kernels.apart import runs
 def compare(device: str) -> None:
     from phalanx.kernels import blockwise_triton
 
-    for bits in (8, 4):
+    for bits in (8, 4, 1):
         assert same(blockwise_triton, bits, device), bits
 
 

@@ -2,10 +2,11 @@
 
 comm/owed/<sender>/<weight>     of each sender's own gradients: a replica's, or those of a rank that shares the weight
 comm/sums/<part>/<weight>       of the sums over replicas, flat, of each part that ``tp`` or ``ep`` has cut
+comm/basis/<part>/<weight>      beside it, what a method of low rank multiplies each part with that is a rank's own
 
 As many senders as there were take up each its own. Otherwise all that was owed is added up, and every sender takes an
 equal share: so does it with what was owed of sums, where there are none to owe of. Of parts that are cut otherwise what
-was owed of sums is left out, which `train.changes` says.
+was owed of sums is left out, and what is kept beside begins anew, which `train.changes` says.
 """
 
 from __future__ import annotations
@@ -57,6 +58,11 @@ class OwedState:
                     box, shape = Box((first,), (len(run),)), (weight.shape.numel(),)
                     yield OwedPart(weight.name, self._holders(weight), self._sums_name(weight), box, shape, run)
 
+            for weight in coded.weights if coded.bases else ():
+                kept, name = coded.bases[weight.name].now, self._basis_name(coded, weight)
+                holders = self._holders(weight) | {"dp": None}
+                yield OwedPart(weight.name, holders, name, Box.whole(kept), tuple(kept.shape), kept)
+
     def _holders(self, weight: Weight) -> dict[str, list[int] | None]:
         return {"pp": self.holding.stage_ranks(weight.name), "tp": self.holding.alike(weight.name)}
 
@@ -68,6 +74,10 @@ class OwedState:
                 owed.now.zero_()
             if coded.owed is not None:
                 self._want(coded, coded.owed.now, manifest.tensors, found)
+            for weight in coded.weights if coded.bases else ():
+                kept, name = coded.bases[weight.name].now, self._basis_name(coded, weight)
+                if name in manifest.tensors and manifest.tensors[name].shape == tuple(kept.shape):
+                    found[name] = [(Box.whole(kept), kept)]
         return found
 
     def _want(self, coded: CodedGradients, owed: Tensor, saved: Mapping[str, Held], found: Wanted) -> None:
@@ -118,6 +128,10 @@ class OwedState:
     def _sender(self, coded: CodedGradients) -> int:
         return coded.storage.rank if coded.over_shards else self.mesh.index("dp")
 
+    def _basis_name(self, coded: CodedGradients, weight: Weight) -> str:
+        cut = self.holding.index(weight.name) if self.holding.cut(weight.name) else 0
+        return f"comm/basis/{cut}.{coded.storage.rank}of{coded.storage.ranks}/{weight.name}"
+
     def _sums_name(self, weight: Weight) -> str:
         cut = self.holding.cut(weight.name)
         return f"comm/sums/{self.holding.index(weight.name) if cut else 0}/{weight.name}"
@@ -131,5 +145,7 @@ def _owner(name: str, kind: str) -> str | None:
 
 def fits(name: str, shape: tuple[int, ...], saved: Mapping[str, Held]) -> bool:
     """Whether a saved tensor has a shape in which something can be owed."""
-    owed, sums = _owner(name, "owed"), _owner(name, "sums")
-    return (owed in saved and saved[owed].shape == shape) if owed else bool(sums and sums in saved and len(shape) == 1)
+    owed, sums, basis = _owner(name, "owed"), _owner(name, "sums"), _owner(name, "basis")
+    if owed:
+        return owed in saved and saved[owed].shape == shape
+    return (sums in saved and len(shape) == 1) if sums else (basis in saved and len(shape) == 2)

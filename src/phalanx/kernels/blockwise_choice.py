@@ -35,14 +35,18 @@ def same(way: ModuleType, bits: int, device: torch.device | str) -> bool:
     x = x * torch.logspace(-20, 20, blocks).repeat_interleave(blockwise.BLOCKS[bits])
     x[: blockwise.BLOCKS[bits]], owed[: blockwise.BLOCKS[bits]] = 0, 0
     x[-1] = torch.nan
+    counts = torch.full((blocks,), blockwise.BLOCKS[bits], dtype=torch.int32)
+    counts[3:5] = torch.tensor([7, 0])
+    x[3 * blockwise.BLOCKS[1] + 7 : 5 * blockwise.BLOCKS[1]] = 0  # what does not count is nothing
+    owed[3 * blockwise.BLOCKS[1] + 7 : 5 * blockwise.BLOCKS[1]] = 0
     found = []
     for each in (blockwise, way):
         mine, more = x.to(device), owed.to(device)
         out = torch.zeros(2, blocks * blockwise.block_bytes(bits, x.dtype), dtype=torch.uint8, device=device)
         left, total = torch.empty_like(mine), torch.empty_like(mine)
         each.encode(mine, bits, full, out[0])
-        each.encode(mine, bits, full, out[1], more, left)
-        each.decode(out, bits, total)
+        each.encode(mine, bits, full, out[1], more, left, counts.to(device))
+        each.decode(out, bits, total, counts.to(device))
         found.append((left.nan_to_num(), total.nan_to_num(), out[:, : -blockwise.block_bytes(bits, x.dtype)]))
     return all(map(torch.equal, *found))
 

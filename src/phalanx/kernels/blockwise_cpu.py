@@ -35,15 +35,16 @@ def used(x: Tensor) -> bool:
 
 
 def encode(
-    x: Tensor, bits: int, full: float, out: Tensor, owed: Tensor | None = None, left: Tensor | None = None
-) -> None:
+    x: Tensor, bits: int, full: float, out: Tensor, owed: Tensor | None = None, left: Tensor | None = None,
+    counts: Tensor | None = None,
+) -> None:  # fmt: skip
     """See the twin."""
-    _call("phalanx_encode", x, owed, left, out, len(x) // BLOCKS[bits], bits, full)
+    _call("phalanx_encode", x, owed, left, out, len(x) // BLOCKS[bits], bits, full, counts)
 
 
-def decode(rows: Tensor, bits: int, out: Tensor) -> None:
+def decode(rows: Tensor, bits: int, out: Tensor, counts: Tensor | None = None) -> None:
     """See the twin."""
-    _call("phalanx_decode", rows, out, len(rows), len(out) // BLOCKS[bits], bits)
+    _call("phalanx_decode", rows, out, len(rows), len(out) // BLOCKS[bits], bits, counts)
 
 
 def _call(name: str, *given: Tensor | float | None) -> None:
@@ -111,7 +112,7 @@ def _agrees(found: ctypes.CDLL) -> bool:
         own, twin = (torch.empty(2 * block_bytes(bits, x.dtype), dtype=torch.uint8) for _ in range(2))
         plain_encode(x, bits, FULL[bits], twin)
         pointers = [ctypes.c_void_p(at) for at in (x.data_ptr(), 0, 0, own.data_ptr())]
-        found.phalanx_encode(*pointers, ctypes.c_int64(2), ctypes.c_int64(bits), ctypes.c_float(FULL[bits]))
+        found.phalanx_encode(*pointers, ctypes.c_int64(2), ctypes.c_int64(bits), ctypes.c_float(FULL[bits]), None)
         if not torch.equal(own, twin):
             return False
     return True

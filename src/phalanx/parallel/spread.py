@@ -35,6 +35,7 @@ from phalanx.parallel.blocks.probe import Probe
 from phalanx.parallel.communication.copying import Copying
 from phalanx.parallel.communication.memory import Buffers
 from phalanx.parallel.communication.mesh import BATCH, EXPERTS, Mesh
+from phalanx.parallel.communication.narrow import Narrow
 from phalanx.parallel.forward.activations import Activations
 from phalanx.parallel.forward.lazy_heads import make_heads_lazy
 from phalanx.parallel.randomness.draws import Moment, Randomness
@@ -92,8 +93,9 @@ class Spread:
         """By stage and micro-batch: forwards that a backward will follow."""
         self._reach: dict[int, set[str]] = {}
         self.pipeline: Pipeline | None = None
+        stream, tokens = Narrow(layout.activations), Narrow(layout.activations)
         if placement.stages is not None:
-            self.pipeline = Pipeline(placement.stages, mesh, layout.schedule, self.parts, device)
+            self.pipeline = Pipeline(placement.stages, mesh, layout.schedule, self.parts, device, stream)
             self.pipeline.shadows(self.model, dtypes.compute)
         self.probe = Probe(self.model, anatomy, layout, dtypes.compute)
         keras.lead(self.model)
@@ -111,7 +113,7 @@ class Spread:
             self.fp8.wrap_heads()
         ep = mesh.group(*EXPERTS)
         if not ep.alone:
-            ExpertParallel(self.model, anatomy, ep)
+            ExpertParallel(self.model, anatomy, ep, tokens)
         cp = mesh.group("cp")
         self.context: ContextParallel | None = None
         if not cp.alone:
@@ -122,7 +124,7 @@ class Spread:
         self.sharding = SequenceSharding(
             self.activations, self.context, tp if self.plan.sequence_parallel else mesh.alone("tp"), device
         )
-        self.probe.start(self.model, self.weights, self.holding, self.randomness, self.sharding, self.fp8)
+        self.probe.start(self.model, self.weights, self.holding, self.randomness, self.sharding, self.fp8, tokens)
         Blocks(
             self.model, anatomy, layout, self.randomness, self.sharding, self.probe, self.context, self.pipeline
         ).wrap()

@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -19,15 +20,18 @@ from phalanx.parallel.weights.blueprint import Blueprint
 from phalanx.parallel.weights.placement import Placement
 from phalanx.precision import DTYPES
 from phalanx.prove.explanation.sites import location
-from phalanx.prove.ladder import MOST_BAR, Standard, off, size
+from phalanx.prove.ladder import Standard, off, size
 from phalanx.prove.layouts import MICRO_BATCHES, One, as_proven
 from phalanx.prove.ranks import trial
 from phalanx.prove.ranks.trial import Case
+from phalanx.prove.reference.activations import round_activations, rounding
 from phalanx.prove.reference.coded import Coded
-from phalanx.prove.reference.failing import Unprovable, failed
+from phalanx.prove.reference.failing import Unprovable, check_certifies, failed
 from phalanx.prove.reference.hostile import BATCH, Hostile, Trial, hostile, ignorable, vocabularies
 from phalanx.prove.reference.loop import Reference
+from phalanx.prove.reference.low_rank import Projected
 from phalanx.prove.reference.one_step import Step
+from phalanx.prove.reference.onebit import OneBit
 from phalanx.prove.reference.sites import EverySite, boundary
 from phalanx.prove.reference.steady import Decisions
 from phalanx.task import Precision, Task
@@ -94,8 +98,8 @@ class Docket:
             task, tried = self._prepared(needs)
             self._tasks[needs] = task, tried.couples_samples, tried.one
         task, _, one = self._tasks[needs]
-        run = as_proven(layout, task.global_batch, one) if layout.coded_axis or layout.local else None
-        if run is not None and (one != "never" or self._tasks[needs][1]):
+        run = as_proven(layout, task.global_batch, one) if rounding(layout) else None
+        if (layout.coded_axis or layout.local) and (one != "never" or self._tasks[needs][1]):
             raise Unprovable(
                 f"comm={layout.comm} rounds what each rank has of a gradient, or has sites train on their own samples, "
                 f"and in {type(task).__name__} samples of several ranks are computed together, so that no device alone "
@@ -129,7 +133,7 @@ class Docket:
             for number, site in enumerate(reference.sites)
         ]
         for standard in found:
-            self._check_certifies(task, standard)
+            check_certifies(task, standard)
         return found
 
     def known(self, layout: Layout) -> int | None:
@@ -224,8 +228,9 @@ class Docket:
         """``layout``: one whose sums are in few bits, if they are."""
 
         def made_anew(nudge: int = 0, decisions: Decisions | None = None) -> Reference:
-            coded = None if layout is None else _coded(task, layout)
-            return Reference(task, groups, nudge, decisions=decisions, coded=coded)
+            coded = defined(task, layout) if layout is not None and layout.coded_axis else None
+            observe = None if layout is None else partial(round_activations, task, layout)
+            return Reference(task, groups, nudge, observe, decisions, coded)
 
         reference = self._run(made_anew(), "to compare with")
         made = reference.decisions
@@ -242,27 +247,18 @@ class Docket:
                 f"one rounding changes what held-out data gives, so it is not compared: {', '.join(standard.unsteady)}"
             )
             self.hostility = [*self.hostility, *([note] if note not in self.hostility else [])]
-        self._check_certifies(task, standard)
+        check_certifies(task, standard)
         if not reference.couples_samples and not reference.at_once and layout is None:
             _check_sum_of_samples(task, self.task, standard)
         return standard
 
-    def _check_certifies(self, task: Task, standard: Standard) -> None:
-        """Refuse a task whose rounding could hide a bug."""
-        if not standard.certifies:
-            raise Unprovable(
-                f"cannot certify: one rounding at the beginning becomes {standard.sensitivity:.1e} in "
-                f"{type(task).__name__} on one device, and a bug of up to {standard.bar:.1e} could hide in that; the "
-                f"bar must be {MOST_BAR:.0e} or less",
-                "Something computes in a lower precision, or divides by next to nothing: keep to the dtype of the "
-                "inputs in the model's forward (no .float()), and look for logs and roots near 0.",
-                code=3,
-            )
 
-
-def _coded(task: Task, layout: Layout) -> Coded:
+def defined(task: Task, layout: Layout) -> Coded:
+    """What a layout's ``comm`` means, for a run of a task."""
     blueprint = Blueprint(task.model, task.seed)
-    return Coded(layout, Placement.of(blueprint.model, task.anatomy(blueprint.model), layout), task.global_batch)
+    kind = {"onebit": OneBit, "powersgd": Projected}.get(layout.comm.partition(":")[0], Coded)
+    placement = Placement.of(blueprint.model, task.anatomy(blueprint.model), layout)
+    return kind(layout, placement, task.global_batch, task.steps)
 
 
 def _look(reference: Reference, trial: Trial) -> None:

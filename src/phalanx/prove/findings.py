@@ -15,11 +15,11 @@ from phalanx.prove.explanation.stopped import explain_stop
 from phalanx.prove.ladder import NARROW_MARGIN, RESUMING, first
 from phalanx.prove.ranks.outcome import ProofRanks, TrialOutcome
 from phalanx.prove.ranks.record import WholeStep
+from phalanx.prove.reference.activations import rounding
 from phalanx.prove.shrinking import Shrinking
 from phalanx.task import Precision
 
 NEXT = "Mend it, then prove this layout again."
-CODECS = "parallel/communication/codecs"
 
 
 @dataclass
@@ -55,7 +55,7 @@ class Findings:
             return self._narrow(layout, number, found, axes)
         if first(found.differences)[0].rung == "evaluation":
             return explain_evaluation(case.task, found.differences, axes, str(layout))
-        if layout.coded_axis or layout.local:
+        if rounding(layout):
             return self._coded(layout, found, axes)
         step = first(found.differences)[0].step
         records = self.ranks.record(number, layout, step)
@@ -79,14 +79,16 @@ class Findings:
         """What one device does alone says nothing of sums in few bits, or of sites; the same layout without does."""
         rung = first(found.differences)
         lead, names = rung[0], list(dict.fromkeys(d.name for d in rung))
-        without, does = replace(layout, comm="exact"), "trains" if layout.local else "rounds"
+        without, how = replace(layout, comm="exact", activations="exact"), rounding(layout)
+        does, kind = ("trains", "local updates") if layout.local else ("rounds", "few bits")
+        where = f"parallel/communication/{'codecs' if layout.coded_axis else 'narrow.py'}"
         told = f"It is {lead.found}, and should be {lead.expected}." if lead.expected else lead.found
         return Finding(
-            lead.rung, lead.name, lead.step, lead.error, sorted({d.rank for d in rung}), axes,
-            "local updates" if layout.local else "few bits", affected=names[1:], minimal=str(layout),
-            cause=f"{lead.name} is not what one device finds that {does} as comm={layout.comm} is defined to. "
+            lead.rung, lead.name, lead.step, lead.error, sorted({d.rank for d in rung}), axes, kind,
+            affected=names[1:], minimal=str(layout),
+            cause=f"{lead.name} is not what one device finds that {does} as {how} is defined to. "
             f"{told}".rstrip(),
-            next=f"Prove {without} first: if that holds, look at {'train/sites.py' if layout.local else CODECS}.",
+            next=f"Prove {without} first: if that holds, look at {'train/sites.py' if layout.local else where}.",
         )  # fmt: skip
 
     def _narrow(self, layout: Layout, number: int, found: TrialOutcome, axes: list[str]) -> Finding:

@@ -23,6 +23,7 @@ from phalanx.prove.findings import Findings
 from phalanx.prove.layouts import covering, every
 from phalanx.prove.ranks import trial
 from phalanx.prove.ranks.outcome import ProofRanks
+from phalanx.prove.reference.activations import rounding
 from phalanx.prove.reference.failing import Unprovable
 from phalanx.prove.results import DIFFERS, EQUAL, NOT_APPLICABLE, Proof, Result, concluded
 from phalanx.task import Precision, Task
@@ -142,10 +143,17 @@ class _Prover:
 
     def _why_not(self, layout: Layout) -> str | None:
         """Why a layout cannot be proven, or None."""
-        if self.dtype is not None and (layout.coded_axis or layout.local):
+        if layout.local and layout.activations != "exact":
+            return f"comm={layout.comm} and activations={layout.activations} are proven one at a time. Leave one out"
+        if self.dtype is not None and rounding(layout):
             return (
-                f"comm={layout.comm} is proven in float64 alone: in {self.dtype} a last bit decides about codes, and "
-                "sites take their own way. Leave --dtype out"
+                f"{rounding(layout)} is proven in float64 alone: in {self.dtype} a last bit decides about codes. Leave "
+                "--dtype out"
+            )
+        if "activations" in rounding(layout) and layout.cp & (layout.cp - 1):
+            return (
+                f"gradients travel divided by cp={layout.cp}, which is no power of two, so that one device does not "
+                f"round them as {rounding(layout)} does. Prove it with cp=2"
             )
         return applicable(self.task, layout, self.model, self.anatomy)
 

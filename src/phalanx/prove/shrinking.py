@@ -10,6 +10,7 @@ from phalanx.layout import CHOICES, DEGREES, Layout
 from phalanx.prove.cases import Docket
 from phalanx.prove.ladder import first
 from phalanx.prove.ranks.outcome import ProofRanks, TrialOutcome
+from phalanx.prove.reference.activations import rounding
 
 OPTIONS = ("zero", "exact", *CHOICES, "comm")
 INNERMOST_FIRST = ("ep", "tp", "cp", "pp", "fsdp", "dp")
@@ -25,7 +26,7 @@ class Shrinking:
     def minimal(self, layout: Layout, number: int, found: TrialOutcome) -> tuple[Layout, TrialOutcome]:
         """The smallest layout that still fails like ``found``, as it is run."""
         tried: set[Layout] = set()
-        if layout.coded_axis or layout.local:  # what it is held against is its own
+        if rounding(layout):  # what it is held against is its own
             return self.docket.cases[number].as_run(layout), found
         while (less := self._less(layout, number, found, tried)) is not None:
             layout, found = less
@@ -53,12 +54,7 @@ class Shrinking:
         plain = Layout()
         axes += [f"{name}={getattr(layout, name)}" for name in OPTIONS if getattr(layout, name) != getattr(plain, name)]
         whole = replace(layout, micro_batch=None)
-        if (
-            not layout.coded_axis
-            and not layout.local
-            and self._comparable(whole, number)
-            and self.docket.cases[number].micro_batches == 1
-        ):
+        if not rounding(layout) and self._comparable(whole, number) and self.docket.cases[number].micro_batches == 1:
             again = self.ranks.attest(number, whole)
             if not again.fails:
                 axes.append("micro-batches")

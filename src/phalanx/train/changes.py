@@ -107,8 +107,9 @@ def _settings(engine: Engine, facts: Mapping[str, Any]) -> list[Change]:
             what = "the optimizer" if name == "class" else f"the optimizer's {name}"
             found.append(Change(f"{what} was {before} and is {value}"))
     if "layout" in facts:
-        then_spread = Layout.parse(facts["layout"])
-        found += [c for c in (_owed(then_spread, engine.layout), _sites(then_spread, engine.layout)) if c is not None]
+        before_now = Layout.parse(facts["layout"]), engine.layout
+        changed = _owed(*before_now), _begun_anew(*before_now, facts), _sites(*before_now)
+        found += [change for change in changed if change is not None]
     found += _callbacks(list(facts["callbacks"]), list(engine.callbacks.named)) if "callbacks" in facts else []
     others = user_code.changed(facts.get("files", {}), user_code.home(type(engine.task)))
     if others:
@@ -137,6 +138,21 @@ def _sites(then: Layout, now: Layout) -> Change | None:
         return None
     left = " and what their outer optimizer carried on is left out" if now.local is None else ""
     return Change(f"{then.dp} sites trained by themselves: what the optimizer of each kept is averaged{left}")
+
+
+def _begun_anew(then: Layout, now: Layout, facts: Mapping[str, Any]) -> Change | None:
+    """Where a method kept more than what is owed, and goes on without."""
+    before, after = Comm.parse(then.comm), Comm.parse(now.comm)
+    if before is None or not then.coded_axis:
+        return None
+    stays = after is not None and after.name == before.name and now.coded_axis == then.coded_axis
+    if before.name == "onebit" and not stays and any("frozen" in each for each in facts.get("options", {}).values()):
+        return Change(f"comm was {then.comm} and is {now.comm}: the variance of gradients is not frozen any more")
+    if before.name == "powersgd" and stays:
+        cuts = [(layout.fsdp, layout.cp, layout.tp, layout.ep) for layout in (then, now)]
+        if before.number != (after and after.number) or cuts[0] != cuts[1]:
+            return Change("weights are cut otherwise, or of another rank: what sums are projected on begins anew")
+    return None
 
 
 def _callbacks(then: Sequence[str], now: Sequence[str]) -> list[Change]:

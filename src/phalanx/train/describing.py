@@ -49,5 +49,5 @@ def describe(job: Job, every_weight: bool = False) -> str:
     for table in (inventory.table(inventory.parts(model, anatomy)), listed(placement, every_weight)):
         told += ["", *(f"         {line}" for line in table)]
     device = job.cluster.device
-    notes = layout_notes(layout, device, micro_batches) + said + dtypes.notes(device)
+    notes = layout_notes(layout, device, micro_batches, dtypes.compute.itemsize) + said + dtypes.notes(device)
     return "\n".join([*told, *(f"   note  {note}" for note in notes)])

@@ -161,7 +161,7 @@ class Engine:
         self.optimizer = spread_optimizer(task, self.spread, described_weights, shards, trained, self.kept)
         if self.layout.exact:
             in_one_way(self.optimizer, self.device)
-        self.numbers, self.update = Numbers(self.optimizer), Update(self.optimizer, self.spread)
+        self.numbers, self.update = Numbers(self.optimizer), Update(self.optimizer, self.spread, task.steps)
         self.graphs = StepGraphs(self, partial(passes, self))
         undo.callback(self.graphs.forget)  # NCCL ends no communicator that a graph still uses
         self.loader = self.loader_of(data, self.order)

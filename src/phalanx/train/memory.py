@@ -16,7 +16,7 @@ from torch import Tensor, nn, optim
 
 from phalanx.adamw import AdamW
 from phalanx.callbacks import EMA, Callback
-from phalanx.comm import Comm
+from phalanx.comm import ONCE, Comm
 from phalanx.kernels.moments import DTYPES
 from phalanx.layout import Layout
 from phalanx.local_updates import LocalUpdates
@@ -187,7 +187,8 @@ def _owed(layout: Layout, part: int, own: int) -> float:
     method = Comm.parse(layout.comm)
     if method is None or not method.owes or not layout.coded_axis:
         return 0
-    return 2 * part if layout.coded_axis == "fsdp" else 2 * (own + own / layout.dp)
+    of_sums = 0 if method.name in ONCE else own / layout.dp
+    return 2 * part if layout.coded_axis == "fsdp" else 2 * (own + of_sums)
 
 
 def _lies(one: Placed, part: int, own: int, coded: bool) -> int:

@@ -28,7 +28,9 @@ class Numbers:
 
     def restore(self, facts: Mapping[str, Any]) -> None:
         """Put back what was saved."""
-        for group in self.optimizer.param_groups:
+        for group, before in zip(self.optimizer.param_groups, self._options, strict=True):
+            for name in _numbers(group).keys() - before:
+                group.pop(name)  # it came later than what is put back
             named = [p.logical_name for p in group["params"] if p.logical_name in facts["options"]]
             kept = facts["options"][named[0]] if named else {}
             group.update({name: _like(group.get(name), value) for name, value in kept.items()})

@@ -44,7 +44,8 @@ class Overview:
     def notes(self) -> list[str]:
         """Settings that have no effect, or cost more than they need."""
         device = self.engine.device.type
-        settings = layout_notes(self.engine.layout, device, self.engine.loader.micro_batches)
+        stream = self.engine.dtypes.compute.itemsize
+        settings = layout_notes(self.engine.layout, device, self.engine.loader.micro_batches, stream)
         return [*settings, *self._of_task[1], *self.engine.dtypes.notes(device), *self._wide(), *self.news()]
 
     def _wide(self) -> Iterator[str]:

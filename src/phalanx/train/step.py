@@ -66,8 +66,7 @@ class Metrics:
     """Whose turn it was, where steps train parts of a model in turn."""
     flops: float = 0.0
     """Of the model for this rank's share of the samples, where they are known."""
-    round: SitesRound | None = None
-    """Where sites train by themselves, and agree after this step: what all did. The rest is of this rank's site."""
+    round: SitesRound | None = None  # of all sites, which agree after this step; the rest is of this rank's
 
 
 def train_step(engine: Engine, batch: StepBatch, rounds: Rounds | None = None) -> Metrics:
@@ -78,6 +77,7 @@ def train_step(engine: Engine, batch: StepBatch, rounds: Rounds | None = None) -
     spread, scale, clock = engine.spread, engine.loss_scale, engine.clock
     if spread.probe.untried:
         try_blocks(engine, batch)
+    engine.update.begin(batch.step, scale.value)
     before = engine.traffic.start_step()
     totals = engine.graphs(batch) if rounds is None else passes(engine, batch, rounds)
 
@@ -103,7 +103,7 @@ def train_step(engine: Engine, batch: StepBatch, rounds: Rounds | None = None) -
     clip_factor, apart = engine.clipping.factors(norm, agreed.norms, divisor)
     engine.callbacks.call("before_update", engine)
     if counts := finite and not bad and count > 0:
-        engine.update(clip_factor / divisor, without, {name: own / divisor for name, own in apart.items()})
+        engine.update(clip_factor / divisor, without, {n: own / divisor for n, own in apart.items()}, divisor, count)
     else:
         engine.update.forget()
     spread.end_step(counts, scale.update(finite))

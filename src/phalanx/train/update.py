@@ -13,6 +13,7 @@ from torch import nn, optim
 
 from phalanx import adamw
 from phalanx.adamw import AdamW
+from phalanx.comm import Comm
 from phalanx.kernels.adamw import KERNEL, Hyperparameters, OnePass, Segment, Updated
 from phalanx.kernels.moments import DTYPES
 from phalanx.parallel.spread import Spread
@@ -20,6 +21,7 @@ from phalanx.parallel.torch_private import add_to_each, has_step_hooks, version,
 from phalanx.parallel.weights.boxes import segments
 from phalanx.parallel.weights.weight import Weight
 from phalanx.train.agreement import settle
+from phalanx.train.frozen_variance import FrozenVariance
 from phalanx.train.streaming import Homes, StreamedPass
 
 KEPT = "exp_avg", "exp_avg_sq", "step"
@@ -106,8 +108,12 @@ PLAIN = {"amsgrad": False, "maximize": False, "capturable": False, "differentiab
 class Update:
     """Of all weights that this rank owns rows of, by its optimizer."""
 
-    def __init__(self, optimizer: optim.Optimizer, spread: Spread) -> None:
+    def __init__(self, optimizer: optim.Optimizer, spread: Spread, steps: int) -> None:
+        """``steps``: of the whole run."""
         self.optimizer, self.spread = optimizer, spread
+        method = Comm.parse(spread.layout.comm)
+        self._exact_steps = method.exact_steps(steps) if method is not None else 0
+        self._variance = FrozenVariance.of(optimizer, spread, steps)
         self._one_pass, self._streamed = OnePass(), StreamedPass(spread.device)
         self._offloaded = {w.shard for w in spread.weights.values() if w.storage.offloaded}
         self._homes = Homes(spread.device)
@@ -123,11 +129,29 @@ class Update:
         self._at_home: Prepared | None = None
         """The same, where it was seen that what is offloaded is where it is to be."""
 
-    def __call__(self, factor: float, without: set[str], apart: Mapping[str, float] = NONE) -> None:
+    def begin(self, step: int, scale: float) -> None:
+        """Before a step; ``scale``: of its loss."""
+        if self._variance is not None:
+            self._variance.begin(step, scale)
+            return
+        for group in self.optimizer.param_groups:
+            group.pop("frozen", None)  # in a state that was taken up; it is so no more
+        self.spread.reduction.encode(step >= self._exact_steps)
+
+    def __call__(
+        self, factor: float, without: set[str], apart: Mapping[str, float] = NONE, divisor: float = 1.0,
+        count: float = 1.0,
+    ) -> None:  # fmt: skip
         """``factor``: of the summed gradients; ``apart``: of weights that have one of their own.
 
-        Weights in ``without`` have none.
+        Weights in ``without`` have none. ``divisor``: of sums, without clipping; ``count``: of the loss's terms.
         """
+        if self._variance is not None:
+            frozen = self._variance.frozen
+            self._variance.counted(count)
+            if frozen:
+                self._variance.update(factor, without, apart, divisor)
+                return
         as_prepared = not without and self._as_prepared()
         if not as_prepared or self._prepared is None or self._prepared is not self._at_home:
             if self._moved_home(without) or not as_prepared:
@@ -155,6 +179,10 @@ class Update:
 
     def prepare(self, without: Set[str] = frozenset()) -> None:
         """When gradients are on their way, and the device is busy: find what is to be updated in one pass, if so."""
+        if self._variance is not None and self._variance.frozen:
+            self._drop()
+            self._variance.complete()
+            return
         owned = [bucket.owned for bucket in self.spread.gradients.buckets]
         if self._prepared is not None and self._prepared.stays and all(map(is_, owned, self._prepared.gradients)):
             return  # whether all else is the same, is looked at when callbacks have been called

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -11,8 +13,10 @@ from phalanx import Layout
 from phalanx.models.experts import Experts
 from phalanx.parallel.axes.expert import ExpertParallel
 from phalanx.parallel.communication.communicator import Communicator
+from phalanx.parallel.communication.narrow import Narrow
 from phalanx.parallel.communication.traffic import Traffic
-from tests.parity import HostileLanguage, Mixture
+from phalanx.prove.reference.activations import round_activations
+from tests.parity import TOLERANCE, HostileLanguage, Mixture, Trace, difference, reference, spread_run
 from tests.ranks import RankFailed, Ranks
 
 
@@ -29,7 +33,7 @@ def travel(choices: list[list[list[int]]]) -> tuple[float, float, list[float]]:
     model = torch.nn.ModuleDict({"experts": Experts(4, 6, 5).double()})
     own = slice(rank * 4 // ranks, (rank + 1) * 4 // ranks)
     anatomy = phalanx.Anatomy.of(model)
-    ExpertParallel(model, anatomy, Communicator(dist.group.WORLD, Traffic()))
+    ExpertParallel(model, anatomy, Communicator(dist.group.WORLD, Traffic()), Narrow("exact"))
     for name, weight in whole.named_parameters():
         setattr(model["experts"], name, torch.nn.Parameter(weight.detach()[own].clone()))
     x = inputs[rank].detach().clone().requires_grad_()
@@ -74,3 +78,14 @@ class SixExperts(Mixture):
 def test_what_cannot_be_spread_is_refused(ranks: Ranks, task: phalanx.Task, words: str) -> None:
     with pytest.raises(RankFailed, match=words):
         ranks(4, step, task, "fsdp=4,ep=4")
+
+
+def spread(task: phalanx.Task, layout: str) -> Trace:
+    return spread_run(task, Layout.parse(layout))
+
+
+def test_tokens_in_fewer_bits_are_those_that_one_device_rounds(ranks: Ranks) -> None:
+    task, layout = Mixture(steps=2), Layout.parse("fsdp=2,ep=2,activations=fp8")
+    right = reference(task, observe=partial(round_activations, task, layout))
+    error, where = difference(ranks(2, spread, task, str(layout))[0], right)
+    assert error < TOLERANCE, where

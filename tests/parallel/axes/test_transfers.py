@@ -14,6 +14,7 @@ from phalanx.parallel.axes.schedules import schedule
 from phalanx.parallel.axes.stages import Stages
 from phalanx.parallel.axes.transfers import DTYPES, Part, Stream, Transfers
 from phalanx.parallel.communication.mesh import Mesh
+from phalanx.parallel.communication.narrow import Narrow
 from tests.ranks import Ranks
 
 CPU = torch.device("cpu")
@@ -29,7 +30,7 @@ def step(name: str, shapes: list[tuple[int, ...]]) -> tuple[list[float], list[fl
     """Two stages: the first sends the number of each micro-batch, the second sends ten times that back."""
     mesh = Mesh(Layout(pp=2), dist.get_rank(), timedelta(seconds=30))
     parts: dict[tuple[int, int], Part] = {}
-    transfers = Transfers(Stages(2, (("a",), ("b",)), {}), mesh, name, parts, CPU)
+    transfers = Transfers(Stages(2, (("a",), ("b",)), {}), mesh, name, parts, CPU, Narrow("exact"))
     batches = [SimpleNamespace(tensors={"x": torch.zeros(shape)}) for shape in shapes]
     forward, backward = [], []
     for _ in range(2):  # in the second step all shapes are known
@@ -67,7 +68,7 @@ def another_shape() -> str:
     mesh = Mesh(Layout(pp=2), dist.get_rank(), timedelta(seconds=30))
     told = ""
     if dist.get_rank() == 0:
-        transfers = Transfers(Stages(2, (("a",), ("b",)), {}), mesh, "gpipe", {}, CPU)
+        transfers = Transfers(Stages(2, (("a",), ("b",)), {}), mesh, "gpipe", {}, CPU, Narrow("exact"))
         batches = [SimpleNamespace(tensors={"x": torch.zeros(2, 3)}) for _ in range(2)]
         transfers.start(batches, [])
         transfers.send_stream(Part(0, 0, exit=torch.zeros(2, 3)), 0)

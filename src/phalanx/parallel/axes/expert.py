@@ -19,6 +19,7 @@ from phalanx.errors import WrongUse
 from phalanx.parallel.axes.cuts import Cut, Plan
 from phalanx.parallel.communication.communicator import Communicator
 from phalanx.parallel.communication.differentiable import all_to_all_rows
+from phalanx.parallel.communication.narrow import Narrow
 from phalanx.parallel.forward.wrapper import Around, wrap
 
 
@@ -46,8 +47,9 @@ def cut_experts(plan: Plan, model: nn.Module, anatomy: Anatomy, ranks: int) -> N
 class ExpertParallel:
     """Makes experts modules work with their experts, for tokens of all ranks."""
 
-    def __init__(self, model: nn.Module, anatomy: Anatomy, group: Communicator) -> None:
-        self.group = group
+    def __init__(self, model: nn.Module, anatomy: Anatomy, group: Communicator, narrow: Narrow) -> None:
+        """``narrow``: how tokens are made small on their way, and what experts make of them on its way back."""
+        self.group, self.narrow = group, narrow
         for name in anatomy.experts:
             module: Any = model.get_submodule(name)
             experts = module.num_experts
@@ -67,10 +69,10 @@ class ExpertParallel:
         given = counts.view(ranks, -1)
         taken = self.group.all_to_all(given)
         out, back = given.sum(1).tolist(), taken.sum(1).tolist()
-        arrived = all_to_all_rows(hidden[tokens], out, back, self.group)
+        arrived = all_to_all_rows(hidden[tokens], out, back, self.group, self.narrow)
         local = torch.arange(given.shape[1], device=hidden.device).repeat(ranks).repeat_interleave(taken.reshape(-1))
         done = forward(arrived, local.unsqueeze(1), arrived.new_ones(len(arrived), 1))
         done = done + arrived[:0].sum()  # also where no expert had a token
-        returned = all_to_all_rows(done, back, out, self.group)
+        returned = all_to_all_rows(done, back, out, self.group, self.narrow)
         weighted = returned * shares.reshape(-1)[order].unsqueeze(1).to(returned.dtype)
         return torch.zeros_like(hidden).index_add(0, tokens, weighted)

@@ -25,6 +25,7 @@ from phalanx.parallel.axes.schedules import Action, forwards, schedule
 from phalanx.parallel.axes.stages import Stages
 from phalanx.parallel.axes.transfers import Part, Transfers
 from phalanx.parallel.communication.mesh import Mesh
+from phalanx.parallel.communication.narrow import Narrow
 from phalanx.parallel.forward.calls import shadow, with_stream
 from phalanx.parallel.forward.wrapper import Around, Forward, Layer, wrap
 from phalanx.trees import leaves, mapped
@@ -51,10 +52,12 @@ class Pipeline:
         name: str,
         parts: Mapping[tuple[int, int], Part],
         device: torch.device,
+        narrow: Narrow,
     ) -> None:
+        """``narrow``: how the stream is made small on its way."""
         self.stages, self.name, self.device = stages, name, device
         self._parts = parts
-        self.transfers = Transfers(stages, mesh, name, parts, device)
+        self.transfers = Transfers(stages, mesh, name, parts, device, narrow)
         self.rank = mesh.index("pp")
         self.active = 0
         """The stage that computes just now."""

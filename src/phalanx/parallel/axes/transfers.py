@@ -18,6 +18,7 @@ from phalanx.parallel.axes.schedules import Action, Receives, receives
 from phalanx.parallel.axes.stages import Stages
 from phalanx.parallel.communication.communicator import Communicator
 from phalanx.parallel.communication.mesh import Mesh
+from phalanx.parallel.communication.narrow import Narrow
 from phalanx.parallel.communication.pending import Pending
 from phalanx.trees import leaves
 
@@ -65,9 +66,10 @@ class Transfers:
     """One rank's messages from and to its neighbours."""
 
     def __init__(
-        self, stages: Stages, mesh: Mesh, name: str, parts: Mapping[tuple[int, int], Part], device: torch.device
-    ) -> None:
-        self.stages, self.mesh, self.name, self.device = stages, mesh, name, device
+        self, stages: Stages, mesh: Mesh, name: str, parts: Mapping[tuple[int, int], Part], device: torch.device,
+        narrow: Narrow,
+    ) -> None:  # fmt: skip
+        self.stages, self.mesh, self.name, self.device, self.narrow = stages, mesh, name, device, narrow
         self._parts = parts
         self._streams: dict[tuple[int, Any], Stream] = {}
         """By stage that receives, and by the shapes of a micro-batch."""
@@ -111,7 +113,7 @@ class Transfers:
                 f"{self._streams[key].shape} for the same batch: pp needs shapes that follow from the batch's. "
                 "Use fsdp instead of pp."
             )
-        self._send(exit.detach().contiguous(), part.stage + 1, "forward")
+        self._send(self.narrow.encode(exit.detach()), part.stage + 1, "forward")
         self._expect(Action("forward", part.stage, part.micro))
 
     def send_gradient(self, part: Part, action: Action) -> None:
@@ -119,12 +121,19 @@ class Transfers:
         assert part.entry is not None
         back = part.entry.grad
         self._receive_owed()
-        self._send(torch.zeros_like(part.entry) if back is None else back, part.stage - 1, "backward")
+        back = torch.zeros_like(part.entry) if back is None else back
+        self._send(self.narrow.encode(back), part.stage - 1, "backward")
         self._expect(action)
 
     def received(self, action: Action) -> Tensor:
         """What an action begins with."""
         self._receive_owed(until=action)
+        like = self._like(action)
+        assert like is not None
+        return self.narrow.decode(self._arrived(action), *like)
+
+    def _arrived(self, action: Action) -> Tensor:
+        """What was sent for an action, as it was sent."""
         pending, tensor = self._posted.pop(action)
         pending.wait()
         return tensor
@@ -154,7 +163,7 @@ class Transfers:
             if room is None:
                 header = torch.empty(HEADER, dtype=torch.int64, device=self.device)
                 self._post(action, header)
-                known = Stream.decoded(self.received(action))
+                known = Stream.decoded(self._arrived(action))
                 self._streams[action.stage, self._signatures[action.micro]] = known
                 room = self._room(action)
             assert room is not None
@@ -167,12 +176,17 @@ class Transfers:
 
     def _room(self, action: Action) -> Tensor | None:
         """Memory for what an action waits for, or None if its shape is not known yet."""
+        like = self._like(action)
+        return None if like is None else self.narrow.room(*like, self.device)
+
+    def _like(self, action: Action) -> tuple[tuple[int, ...], torch.dtype] | None:
+        """Shape and dtype of what an action waits for, if they are known."""
         if action.kind == "forward":
             known = self._streams.get((action.stage, self._signatures[action.micro]))
-            return None if known is None else torch.empty(known.shape, dtype=known.dtype, device=self.device)
+            return None if known is None else (known.shape, known.dtype)
         exit = self._parts[action.stage, action.micro].exit
         assert exit is not None
-        return torch.empty_like(exit, memory_format=torch.contiguous_format)
+        return tuple(exit.shape), exit.dtype
 
     def _rank_of(self, stage: int) -> int:
         return self.mesh.members(("pp",))[stage % self.stages.ranks]

@@ -20,6 +20,7 @@ from phalanx.layout import Layout
 from phalanx.parallel.axes import batchnorm
 from phalanx.parallel.blocks.boundary import SequenceSharding
 from phalanx.parallel.blocks.fp8 import Fp8
+from phalanx.parallel.communication.narrow import Narrow
 from phalanx.parallel.forward.calls import first_tensor, shadow, with_stream
 from phalanx.parallel.forward.wrapper import Around, Forward, Layer
 from phalanx.parallel.randomness.draws import Randomness
@@ -55,10 +56,11 @@ class Probe:
         randomness: Randomness,
         sharding: SequenceSharding,
         fp8: Fp8 | None,
+        tokens: Narrow,
     ) -> None:
-        """What it needs to know of the model as it has been spread."""
+        """What it needs to know of the model as it has been spread. ``tokens``: how they are sent to experts."""
         self.model, self.weights, self.holding, self.randomness = model, weights, holding, randomness
-        self.sharding, self.fp8 = sharding, fp8
+        self.sharding, self.fp8, self.tokens = sharding, fp8, tokens
         self.untried, self.unseen = set(self.shadows), set(self.anatomy.blocks)
         self.trying = False
         self.compares = True
@@ -83,7 +85,8 @@ class Probe:
         """While a batch goes through the model for blocks to be tried; it counts for nothing else."""
         self.trying = True
         as_alone = nullcontext() if self.fp8 is None else self.fp8.off()
-        with torch.no_grad(), self.randomness.moment.recompute(dict(vars(self.randomness.moment))), as_alone:
+        moment = self.randomness.moment
+        with torch.no_grad(), moment.recompute(dict(vars(moment))), as_alone, self.tokens.off():
             yield
         self.trying = False
         self.untried.clear()

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from phalanx.parallel.communication.communicator import Communicator
+from phalanx.parallel.communication.narrow import EXACTLY, Narrow
 from phalanx.parallel.communication.operators import all_gathered, all_reduced, exchanged, reduce_scattered
 
 Same = Literal["replicated", "invariant"]
@@ -68,9 +69,14 @@ def all_to_all(x: Tensor, group: Communicator) -> Tensor:
     return x if group.alone else AllToAll.apply(x, group)
 
 
-def all_to_all_rows(x: Tensor, out: Sequence[int], back: Sequence[int], group: Communicator) -> Tensor:
-    """The first ``out[0]`` rows go to rank 0, the next ``out[1]`` to rank 1; ``back[r]`` rows come from rank r."""
-    return x if group.alone else AllToAllRows.apply(x, out, back, group)
+def all_to_all_rows(
+    x: Tensor, out: Sequence[int], back: Sequence[int], group: Communicator, narrow: Narrow = EXACTLY
+) -> Tensor:
+    """The first ``out[0]`` rows go to rank 0, the next ``out[1]`` to rank 1; ``back[r]`` rows come from rank r.
+
+    ``narrow``: how they, and gradients on their way back, are made small.
+    """
+    return x if group.alone else AllToAllRows.apply(x, out, back, group, narrow)
 
 
 def all_gather_rows(x: Tensor, sizes: Sequence[int], group: Communicator, *, counts: bool) -> Tensor:
@@ -152,13 +158,15 @@ class AllToAll(Function):
 
 class AllToAllRows(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, out: Sequence[int], back: Sequence[int], group: Communicator) -> Tensor:
-        ctx.out, ctx.back, ctx.group = out, back, group
-        return group.all_to_all_rows(x, out, back)
+    def forward(
+        ctx: Any, x: Tensor, out: Sequence[int], back: Sequence[int], group: Communicator, narrow: Narrow
+    ) -> Tensor:
+        ctx.out, ctx.back, ctx.group, ctx.narrow = out, back, group, narrow
+        return _exchanged(x, out, back, group, narrow)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return ctx.group.all_to_all_rows(gradient, ctx.back, ctx.out), None, None, None
+        return _exchanged(gradient, ctx.back, ctx.out, ctx.group, ctx.narrow), None, None, None, None
 
 
 class AllGatherRows(Function):
@@ -185,6 +193,11 @@ class AllGatherRows(Function):
         size = sizes[group.rank]
         back[:size] = summed[:size].to(gradient.dtype)
         return back, None, None, None
+
+
+def _exchanged(x: Tensor, out: Sequence[int], back: Sequence[int], group: Communicator, narrow: Narrow) -> Tensor:
+    received = group.all_to_all_rows(narrow.encode(x), out, back)
+    return narrow.decode(received, (len(received), *x.shape[1:]), x.dtype)
 
 
 def own_run(x: Tensor, dim: int, group: Communicator) -> Tensor:

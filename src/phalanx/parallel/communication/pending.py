@@ -44,6 +44,19 @@ class Pending:
             self._finish = None
             self._following = finish()
 
+    def then(self, last: Callable[[], None]) -> Pending:
+        """The same, and something that is done when all of it is there."""
+
+        def end() -> None:
+            self.wait()
+            last()
+
+        def launch() -> Pending:
+            self.advance()
+            return Pending((), end)
+
+        return Pending((), launch)
+
     def wait(self) -> None:
         self.advance()
         following = self._following

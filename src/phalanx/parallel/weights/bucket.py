@@ -12,7 +12,7 @@ from torch import Tensor
 from phalanx.parallel.communication.exact import Partial
 from phalanx.parallel.communication.memory import Room
 from phalanx.parallel.communication.pending import Pending
-from phalanx.parallel.weights.coded import CodedGradients
+from phalanx.parallel.weights.low_rank import coded_gradients
 from phalanx.parallel.weights.packing import Packing, one_room
 from phalanx.parallel.weights.storage import Storage
 from phalanx.parallel.weights.weight import Weight
@@ -28,7 +28,7 @@ class Bucket:
         self.name, self.weights, self.storage = name, weights, storage
         self.trainable = [weight for weight in weights if weight.trainable]
         self.packing = Packing(weights, storage.gathers.block if storage.gathers else 1)
-        self.coded = CodedGradients(storage, self.trainable) if storage.coding and self.trainable else None
+        self.coded = coded_gradients(storage, self.trainable) if self.trainable else None
         """Where gradients travel in few bits."""
         self.gradient_packing = self.coded.packing if self.coded else Packing(self.trainable)
         self.room = None if storage.always_whole or not weights else one_room(weights)
@@ -85,13 +85,13 @@ class Bucket:
         return Pending((), arrived), flat
 
     def assemble(self, packing: Packing, row: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Whole tensors, by weight, from everybody's rows. All ranks of the group must call it."""
+        """Whole tensors, by weight in the bucket's order, from everybody's rows. All of the group must call it."""
         flat = row.view(1, -1)
         if not self.storage.group.alone:
             flat = row.new_empty(self.storage.ranks, len(row))
             self.storage.group.all_gather(flat, row).wait()
         places = packing.places(flat)
-        for weight in packing.weights:
+        for weight in [weight for weight in self.weights if weight.name in places]:
             whole = row.new_empty(weight.shape)
             for part, place in weight.pairs(whole, places[weight.name]):
                 part.copy_(place)
@@ -243,7 +243,7 @@ class Bucket:
         return Pending((), finish)
 
     def end_step(self, counts: bool, factor: float) -> None:
-        """See `CodedGradients.end_step`."""
+        """See `coded.CodedGradients.end_step`."""
         if self.coded is not None:
             self.coded.end_step(counts, factor)
             if not counts and self.gradients is not None:

@@ -6,13 +6,18 @@ gradient other ranks add to as well, over ``tp`` or ``pp``, lie behind the other
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
+from functools import cached_property, partial
 
+import torch
 from torch import Tensor
 
+from phalanx.parallel.communication.codecs.codec import Codec
 from phalanx.parallel.communication.codecs.owed import Owed
 from phalanx.parallel.communication.communicator import Communicator
 from phalanx.parallel.communication.pending import Pending
+from phalanx.parallel.weights.momentum import Momentum
 from phalanx.parallel.weights.packing import Packing
 from phalanx.parallel.weights.storage import Storage
 from phalanx.parallel.weights.weight import Rows, Weight
@@ -24,21 +29,29 @@ class CodedGradients:
     def __init__(self, storage: Storage, weights: Sequence[Weight]) -> None:
         coding = storage.coding
         assert coding is not None
-        self.codec, self.axis, self.storage = coding.gradients, coding.axis, storage
-        self.over_shards = self.axis != "dp"
-        self.weights = [weight for weight in weights if not weight.divided]
-        self.packing = Packing([*self.weights, *(weight for weight in weights if weight.divided)], self.codec.block)
-        last = Packing(self.weights, self.codec.block).length
-        parts = self.codec.block * (1 if self.over_shards else storage.replicas)
+        self.method, self.axis, self.storage = coding.gradients, coding.axis, storage
+        block, self.over_shards = self.method.block, self.axis != "dp"
+        self.weights = [weight for weight in weights if not weight.divided and self._takes(weight)]
+        self.others = [weight for weight in weights if weight not in self.weights]
+        """Those that travel as they are."""
+        self.packing = Packing([*self.weights, *self.others], block)
+        last = Packing(self.weights, block).length
+        parts = block * (1 if self.over_shards or not self.method.two_hops else storage.replicas)
         self.length = -(-last // parts) * parts
         """Of the part of a row that is encoded."""
-        self.packing.move([weight for weight in weights if weight.divided], self.length - last)
+        self.packing.move(self.others, self.length - last)
+        self.active = True
+        """Whether this step's gradients are encoded: a method may begin with exact steps."""
+        self.momentum: Momentum | None = None
+        """Where they travel as that."""
         ranks = storage.ranks if self.over_shards else 1
         self.owed = self._owed(ranks, self.length)
         """``[ranks, length]``: of this rank's own gradients."""
-        again = self.codec.two_hops and not self.over_shards
+        again = self.method.two_hops and not self.over_shards
         self.owed_of_sums = self._owed(self.length // storage.replicas) if again else None
         """Of the part of the sums that it encodes for all replicas."""
+        self.bases: dict[str, Owed] = {}
+        """By weight, what a method of low rank keeps beside."""
         self.taken_up: list[Tensor] = []
         """What senders of a saved state owed, where they were more or fewer: this rank's rows of it, or all."""
 
@@ -50,7 +63,32 @@ class CodedGradients:
         self.taken_up.clear()
 
     def _owed(self, *shape: int) -> Owed | None:
-        return Owed(shape, self.storage.reduce, self.storage.device) if self.codec.feedback and self.length else None
+        return Owed(shape, self.storage.reduce, self.storage.device) if self.method.feedback and self.length else None
+
+    def _takes(self, weight: Weight) -> bool:
+        return self.method.takes(torch.Size([weight.rows_each, *weight.shape[1:]]) if weight.shape else weight.shape)
+
+    @cached_property
+    def codec(self) -> Codec:
+        """The method, for rows of this bucket's."""
+        assert isinstance(self.method, Codec)
+        return self.method.for_rows(self._counts)
+
+    def _counts(self) -> Tensor:
+        """Of each block of a row, how many numbers are this rank's gradients: the rest is padding."""
+        block = self.method.block
+        found = torch.zeros(self.length // block, dtype=torch.int32)
+        for weight in self.weights:
+            whole, rest = divmod(weight.shard.numel(), block)
+            first = self.packing.offsets[weight.name] // block
+            found[first : first + whole] = block
+            if rest:
+                found[first + whole] = rest
+        return found.to(self.storage.device)
+
+    def own(self, row: Tensor) -> list[tuple[Weight, Tensor]]:
+        """Of each weight that is encoded, its part of a row."""
+        return [(weight, self.packing.own(weight, row)) for weight in self.weights]
 
     def pieces(self, owed: Tensor) -> Iterator[tuple[Weight, Rows, Tensor]]:
         """Of what is ``owed``, each weight's rows: this rank's own, or those of all that share it."""
@@ -69,8 +107,13 @@ class CodedGradients:
                 yield weight, weight.first * weight.row_size + start - begin, owed[start - first : stop - first]
 
     def all_owed(self) -> list[Owed]:
-        """What there is of both."""
-        return [owed for owed in (self.owed, self.owed_of_sums) if owed is not None]
+        """What there is of both, and of what is kept beside."""
+        return [owed for owed in (self.owed, self.owed_of_sums, *self.bases.values()) if owed is not None]
+
+    def sent(self, ranks: int) -> Counter[str]:
+        """By kind, the bytes that a rank sends to replicas of what is encoded."""
+        coded = self.active and not self.over_shards and self.length
+        return Counter(self.codec.sent(self.length, self.storage.reduce, ranks) if coded else {})
 
     def end_step(self, counts: bool, factor: float) -> None:
         """What is owed is so from now on, if the step counts; gradients will be ``factor`` times as large."""
@@ -79,10 +122,15 @@ class CodedGradients:
 
     def all_reduce(self, replicas: Communicator, row: Tensor) -> list[Pending]:
         """Sum a row over the replicas, in place."""
+        if not self.active:
+            return [replicas.all_reduce(row)]
         found = [replicas.all_reduce(row[self.length :])] if len(row) > self.length else []
         if self.length:
+            if self.momentum is not None:
+                self.momentum.add(self.own(row), 1 / replicas.size)
             own = row[: self.length]
-            found.append(self.codec.all_reduce(replicas, own, self.owed, self.owed_of_sums, self.storage.buffers))
+            coded = self.codec.all_reduce(replicas, own, self.owed, self.owed_of_sums, self.storage.buffers)
+            found.append(coded if self.momentum is None else coded.then(partial(self.momentum.become, self.own(row))))
         return found
 
     def reduce_scatter(self, group: Communicator, output: Tensor, gradients: Tensor) -> Pending:

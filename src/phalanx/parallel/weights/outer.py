@@ -45,6 +45,7 @@ class OuterWeights:
         self.weights = {weight.name: weight for weight in weights}
         method = Comm.parse(local.codec) if local.codec else None
         codec = None if method is None else codec_of(method)
+        assert codec is None or isinstance(codec, Codec)
         where = local.divided(sizes)
         parts = [[weight for weight in weights if where[weight.name] == part] for part in range(local.fragments)]
         self.fragments = [Fragment(part, sites, codec, Buffers(device), dtype) for part in parts]

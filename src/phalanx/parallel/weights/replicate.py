@@ -16,6 +16,7 @@ from phalanx.errors import WrongUse
 from phalanx.parallel.communication.communicator import Communicator
 from phalanx.parallel.communication.pending import Pending
 from phalanx.parallel.weights.bucket import Bucket
+from phalanx.parallel.weights.low_rank import LowRankGradients, LowRankSum
 from phalanx.parallel.weights.shard import Gathering
 from phalanx.parallel.weights.weight import Weight
 
@@ -35,6 +36,8 @@ class Reduction:
         """What is left to be done with a saved state that is being taken up."""
         if gathering is not None:
             gathering.on_done = self.done
+        low_rank = [bucket.coded for bucket in buckets if isinstance(bucket.coded, LowRankGradients)]
+        self._low_rank = LowRankSum(low_rank) if low_rank else None
         self._position = {id(bucket): index for index, bucket in enumerate(buckets)}
         self._names = [(bucket, frozenset(weight.name for weight in bucket.trainable)) for bucket in buckets]
         self._homes = {id(weight.full): (bucket, weight) for bucket in buckets for weight in bucket.trainable}
@@ -48,6 +51,12 @@ class Reduction:
         """Take the hooks off: a weight that holds one would keep everything behind it alive."""
         for hook in self._hooks:
             hook.remove()
+
+    def encode(self, encoded: bool) -> None:
+        """Whether gradients travel in few bits from the next step on, where they ever do."""
+        for bucket in self.buckets:
+            if bucket.coded is not None:
+                bucket.coded.active = encoded
 
     def start_step(self, as_made: bool = False) -> None:
         """``as_made``: there is one micro-batch and one rank, and gradients may stay where backward makes them."""
@@ -105,6 +114,8 @@ class Reduction:
         for bucket in self.buckets[self._turn :]:
             self.done(bucket)
         self._settle()
+        if self._low_rank is not None:
+            self._reducing += self._low_rank.start(self.replicas)
         for pending in self._reducing:
             pending.advance()
         for pending in self._reducing:
@@ -166,6 +177,9 @@ class Reduction:
         if bucket.as_made:
             return
         assert bucket.owned is not None
+        if self._low_rank is not None and isinstance(bucket.coded, LowRankGradients) and bucket.coded.active:
+            self._low_rank.add(bucket.coded, bucket.owned)
+            return
         if bucket.coded is not None and not bucket.coded.over_shards:
             if self._reducing:
                 self._reducing[-1].advance()  # it had the time that this one was being made

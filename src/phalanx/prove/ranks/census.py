@@ -33,7 +33,8 @@ def expected(engine: Engine, micro_batches: int) -> Bounds:
     dp = mesh.group("dp")
     if not dp.alone:
         sums = sum(round(_as_it_is(b, "dp") * _wide(b) * _both_ways(dp)) for b in trained)
-        for kind, coded in sum((_coded_sums(b, dp.size) for b in trained), Counter()).items():
+        for kind, coded in sum((b.coded.sent(dp.size) for b in trained if b.coded is not None), Counter()).items():
+            sums += coded if kind == "all-reduce" else 0
             found["dp", kind] = coded, math.inf if kind == "all-gather" else coded
         exact = sums + (_agreed(engine, dp) if mesh.world is dp else 0)
         also = exact if mesh.group(*BATCH) is not dp else math.inf  # batch-norm may add to it
@@ -60,8 +61,8 @@ def expected(engine: Engine, micro_batches: int) -> Bounds:
 
 def _as_it_is(bucket: Bucket, axis: str) -> int:
     """Numbers of a row of gradients that travel over an axis as they are."""
-    coded = bucket.coded is not None and bucket.coded.axis == axis
-    return bucket.gradient_packing.length - (bucket.coded.length if coded and bucket.coded else 0)
+    coded, length = bucket.coded, bucket.gradient_packing.length
+    return length - (coded.length if coded is not None and coded.axis == axis and coded.active else 0)
 
 
 def _coded(bucket: Bucket, axis: str) -> int:
@@ -69,13 +70,6 @@ def _coded(bucket: Bucket, axis: str) -> int:
     if bucket.coded is None or bucket.coded.axis != axis:
         return 0
     return bucket.coded.codec.size(bucket.coded.length, bucket.storage.reduce)
-
-
-def _coded_sums(bucket: Bucket, ranks: int) -> Counter[str]:
-    """By kind, bytes of a row of gradients that is encoded for replicas."""
-    if bucket.coded is None or bucket.coded.axis != "dp":
-        return Counter()
-    return Counter(bucket.coded.codec.sent(bucket.coded.length, bucket.storage.reduce, ranks))
 
 
 def _agreed(engine: Engine, world: Communicator) -> int:

@@ -1,7 +1,8 @@
 """Sums in few bits, on one device: what a layout's ``comm`` means, by plain arithmetic on each weight.
 
 Every sender's gradient is rounded, what is lost is owed by it, and the sum is rounded again for all, unless each rank
-only needs its own part of it. It shares with the codecs nothing but what their rounding is defined as.
+only needs its own part of it. It shares with the codecs nothing but what their rounding is defined as. Methods that
+mean more are in files of their own, `onebit` and `low_rank`.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, nn, optim
 
 from phalanx.comm import Comm
 from phalanx.data.order import share
@@ -21,23 +22,37 @@ from phalanx.parallel.weights.weight import Rows
 
 BLOCKS = {"int8": (256, 126.9375), "int4": (128, 6.9375), "weights": (256, 127)}
 """Numbers in a block, and what its largest is before it is rounded to a code."""
-OWING = ("int4", "topk")
+OWING = ("int4", "topk", "onebit")
 ONCE = ("topk",)
 """Those whose sums are not rounded again."""
 GATHERED = {"bf16": "bf16", "int8": "weights", "int4": "weights"}
 """By method: how weights are gathered."""
 Slots = tuple[int, int]
 State = dict[str, Tensor]
+Clip = dict[str, float]
 
 
-class Coded:
+class Plain:
+    """What all have in common."""
+
+    def begin(self, step: int, optimizer: optim.Optimizer, trained: dict[str, nn.Parameter]) -> None:
+        """Before a step."""
+
+    def update(self, optimizer: optim.Optimizer, trained: dict[str, nn.Parameter], clip: Clip, count: float) -> None:
+        """With the gradients that weights have, of which each was multiplied by what ``clip`` says of its name."""
+        optimizer.step()
+
+
+class Coded(Plain):
     """The sums of a layout, of which one device is every rank in turn."""
 
-    def __init__(self, layout: Layout, placement: Placement, batch: int) -> None:
-        """``batch``: samples of a whole step."""
+    def __init__(self, layout: Layout, placement: Placement, batch: int, steps: int) -> None:
+        """``batch``: samples of a whole step; ``steps``: of the run."""
         method = Comm.parse(layout.comm)
         assert method is not None
         self.method, self.number, self.layout = method.name, method.number, layout
+        self.begins = method.exact_steps(steps)
+        """Before this step sums are exact."""
         self.over_shards = layout.coded_axis == "fsdp"
         self.micro_batches = layout.micro_batches(batch)
         self.pieces = {name: list(parts_of(name, placement)) for name in placement.weights}
@@ -116,6 +131,9 @@ def rounded(method: str, numbers: Tensor, percent: float = 0.0) -> Tensor:
         return torch.cat([*(_largest(block, percent) for block in numbers.split(1024)), numbers[:0]])
     if method == "bf16":
         return numbers.to(torch.bfloat16).to(numbers.dtype)
+    if method == "onebit":
+        means = [(block, block.abs().mean()) for block in numbers.split(1024) if len(block)]
+        return torch.cat([*(torch.where(block < 0, -mean, mean) for block, mean in means), numbers[:0]])
     size, most = BLOCKS[method]
     found = []
     for block in numbers.split(size):
@@ -138,11 +156,16 @@ def _largest(block: Tensor, percent: float) -> Tensor:
 
 def parts_of(name: str, placement: Placement) -> Iterator[Tensor]:
     """The indices into a flat weight of each part of it that is a rank's own."""
-    one, layout = placement.weights[name], placement.layout
-    whole, cut = torch.arange(one.shape.numel()).view(one.shape), placement.plan.cuts.get(name)
-    parts = [whole] if cut is None else [cut.take(whole, index) for index in range(len(cut.spans))]
-    ranks = Grid(layout, 0).size(*one.policy.axes) if one.policy.axes else 1
-    for part in parts:
+    for part, ranks in parts(name, placement):
         for rank in range(ranks):
             rows = Rows.of(part.shape, ranks, rank)
             yield part.reshape(-1, *part.shape[1:])[rows.first : rows.last].flatten() if part.ndim else part.view(1)
+
+
+def parts(name: str, placement: Placement) -> Iterator[tuple[Tensor, int]]:
+    """The indices into a flat weight of each part that an axis has cut, and how many ranks share its rows."""
+    one, layout = placement.weights[name], placement.layout
+    whole, cut = torch.arange(one.shape.numel()).view(one.shape), placement.plan.cuts.get(name)
+    ranks = Grid(layout, 0).size(*one.policy.axes) if one.policy.axes else 1
+    for part in [whole] if cut is None else [cut.take(whole, index) for index in range(len(cut.spans))]:
+        yield part, ranks

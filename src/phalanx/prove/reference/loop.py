@@ -30,7 +30,7 @@ from phalanx.parameters import building, settings_of
 from phalanx.precision import cast
 from phalanx.prove.layouts import One
 from phalanx.prove.reference.beforehand import known_beforehand
-from phalanx.prove.reference.coded import Coded
+from phalanx.prove.reference.coded import Coded, Plain
 from phalanx.prove.reference.evaluation import Measures, measured
 from phalanx.prove.reference.hostile import Hostile, wide_batch
 from phalanx.prove.reference.one_step import State, Step
@@ -200,7 +200,7 @@ class Reference:
         if not step.skipped:
             for name, weight in self.trained.items():
                 weight.grad = step.clipped(name)
-            self.optimizer.step()
+            (self.coded or Plain()).update(self.optimizer, self.trained, step.factors, step.count)
         for weight in self.trained.values():  # those in no group of the optimizer, too
             weight.grad = None
         if self.coded is not None:
@@ -238,6 +238,7 @@ class Reference:
 
     def _backward_coded(self, step: Step, number: int, coded: Coded) -> None:
         """Have the gradients of each sender, and their sums as ranks make them."""
+        coded.begin(number, self.optimizer, self.trained)
         step.read = [(-1, "")] * len(step.ids)
         sums: dict[str, Tensor] = {}
         touched: set[str] = set()

@@ -14,9 +14,11 @@ class Bfloat16(Codec):
     def size(self, numbers: int, dtype: torch.dtype) -> int:
         return 2 * numbers
 
-    def encode(self, x: Tensor, out: Tensor, owed: Tensor | None = None, left: Tensor | None = None) -> None:
+    def encode(
+        self, x: Tensor, out: Tensor, owed: Tensor | None = None, left: Tensor | None = None, at: int = 0
+    ) -> None:
         out.view(torch.bfloat16).copy_(x)
 
-    def decode(self, rows: Tensor, out: Tensor) -> None:
+    def decode(self, rows: Tensor, out: Tensor, at: int = 0) -> None:
         for index, row in enumerate(rows.view(torch.bfloat16)):
             out.add_(row) if index else out.copy_(row)

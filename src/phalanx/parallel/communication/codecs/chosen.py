@@ -9,7 +9,8 @@ from phalanx.kernels.blockwise import FULL
 from phalanx.layout import Layout
 from phalanx.parallel.communication.codecs.bfloat16 import Bfloat16
 from phalanx.parallel.communication.codecs.blockwise import UNEVEN, Blockwise
-from phalanx.parallel.communication.codecs.codec import Codec
+from phalanx.parallel.communication.codecs.codec import Codec, Method
+from phalanx.parallel.communication.codecs.low_rank import LowRank
 from phalanx.parallel.communication.codecs.topk import TopK
 
 
@@ -19,9 +20,11 @@ class Coding:
 
     axis: str
     """Over which gradients are summed in few bits."""
-    gradients: Codec
+    gradients: Method
     weights: Codec | None
     """Gathered so over ``fsdp``; None: as they are. What is updated stays as it is."""
+    momentum: bool = False
+    """Whether gradients travel as the momentum that they make (`parallel.weights.momentum`)."""
 
     @classmethod
     def of(cls, layout: Layout) -> Coding | None:
@@ -29,16 +32,21 @@ class Coding:
         method = Comm.parse(layout.comm)
         if method is None or not layout.coded_axis:
             return None
-        codec = codec_of(method)
-        weights = {"bf16": codec}.get(method.name, Blockwise(8)) if layout.coded_axis == "fsdp" else None
-        return cls(layout.coded_axis, codec, weights)
+        weights: Codec | None = None
+        if layout.coded_axis == "fsdp":
+            weights = Bfloat16() if method.name == "bf16" else Blockwise(8)
+        return cls(layout.coded_axis, codec_of(method), weights, method.name == "onebit")
 
 
-def codec_of(method: Comm) -> Codec:
+def codec_of(method: Comm) -> Method:
     """Of what is summed."""
     if method.name == "bf16":
         return Bfloat16()
     if method.name == "topk":
         return TopK(method.number)
+    if method.name == "onebit":
+        return Blockwise(1)
+    if method.name == "powersgd":
+        return LowRank(int(method.number))
     bits = int(method.name.removeprefix("int"))
     return Blockwise(bits, FULL[bits] - UNEVEN)

@@ -8,6 +8,7 @@ bytes, its own among them: so replicas stay the same to the last bit.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -18,8 +19,8 @@ from phalanx.parallel.communication.memory import Buffers
 from phalanx.parallel.communication.pending import Pending
 
 
-class Codec(ABC):
-    """A method. It keeps nothing: what is to be kept of a bucket is in its `Owed`."""
+class Method:
+    """How gradients are made small. It keeps nothing: what is to be kept of a bucket is in its `Owed`."""
 
     block = 1
     """Numbers are encoded in runs of so many."""
@@ -29,17 +30,34 @@ class Codec(ABC):
     two_hops = True
     """Whether sums are encoded again, so that something of them may be owed."""
 
+    def takes(self, shape: torch.Size) -> bool:
+        """Whether it is for gradients of weights of which each rank owns up to so much; others travel as they are."""
+        return True
+
+
+class Codec(Method, ABC):
+    """One by which any numbers become bytes."""
+
     @abstractmethod
     def size(self, numbers: int, dtype: torch.dtype) -> int:
         """Bytes that so many numbers become."""
 
     @abstractmethod
-    def encode(self, x: Tensor, out: Tensor, owed: Tensor | None = None, left: Tensor | None = None) -> None:
-        """Flat numbers, and what is ``owed`` of them, to flat bytes; what those do not say is ``left``."""
+    def encode(
+        self, x: Tensor, out: Tensor, owed: Tensor | None = None, left: Tensor | None = None, at: int = 0
+    ) -> None:
+        """Flat numbers, and what is ``owed`` of them, to flat bytes; what those do not say is ``left``.
+
+        ``at``: where in a row of gradients they begin.
+        """
 
     @abstractmethod
-    def decode(self, rows: Tensor, out: Tensor) -> None:
+    def decode(self, rows: Tensor, out: Tensor, at: int = 0) -> None:
         """The sum over the first dim of what ``rows`` of bytes say, in this order, into flat numbers."""
+
+    def for_rows(self, counts: Callable[[], Tensor]) -> Codec:
+        """The same, for rows in which so many first numbers of each block are gradients, the rest being zeros."""
+        return self
 
     def sent(self, numbers: int, dtype: torch.dtype, ranks: int) -> dict[str, int]:
         """By kind, the bytes that a rank sends for a sum of so many numbers."""
@@ -55,11 +73,12 @@ class Codec(ABC):
         received = buffers.take(*sent.shape, dtype=torch.uint8)
         self.encode(x, sent.view(-1), *turn(owed))
         first, own = group.exchange(received, sent), parts[group.rank]
+        at = group.rank * len(own)
 
         def gather() -> Pending:
             first.wait()
-            self.decode(received, own)
-            self.encode(own, sent[group.rank], *turn(owed_of_sums))
+            self.decode(received, own, at)
+            self.encode(own, sent[group.rank], *turn(owed_of_sums), at)
             buffers.give(received)
             return Pending((), _Last(self, group.all_gather(sent, sent[group.rank]), sent, x, buffers))
 

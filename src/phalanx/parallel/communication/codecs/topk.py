@@ -28,7 +28,9 @@ class TopK(Codec):
             -(-numbers // self.block * self.kept * (dtype.itemsize + 2) // 8) * 8
         )  # where rows can be read as numbers
 
-    def encode(self, x: Tensor, out: Tensor, owed: Tensor | None = None, left: Tensor | None = None) -> None:
+    def encode(
+        self, x: Tensor, out: Tensor, owed: Tensor | None = None, left: Tensor | None = None, at: int = 0
+    ) -> None:
         rows = (x if owed is None else x + owed).view(-1, self.block)
         places = rows.abs().topk(self.kept, 1, sorted=False).indices
         numbers, where = self._parts(out, x)
@@ -37,7 +39,7 @@ class TopK(Codec):
         if left is not None:
             left.view(rows.shape).copy_(rows).scatter_(1, places, 0)
 
-    def decode(self, rows: Tensor, out: Tensor) -> None:
+    def decode(self, rows: Tensor, out: Tensor, at: int = 0) -> None:
         out.zero_()
         for row in rows:
             numbers, where = self._parts(row, out)

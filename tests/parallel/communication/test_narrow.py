@@ -1,0 +1,45 @@
+"""Activations in fewer bits: what arrives, in how many bytes, and what is not finite."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from phalanx.parallel.communication.narrow import Narrow
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(("kind", "near", "bytes_"), [("bf16", 2**-8, 2 * 48), ("fp8", 2**-4, 48 + 6 * 4)])
+def test_numbers_arrive_rounded(dtype: torch.dtype, kind: str, near: float, bytes_: int) -> None:
+    x = torch.randn(2, 3, 8, dtype=dtype, generator=torch.Generator().manual_seed(0)).transpose(0, 1)
+    narrow = Narrow(kind)
+    message = narrow.encode(x)
+    assert message.numel() * message.element_size() == bytes_
+    room = narrow.room(x.shape, x.dtype, x.device)
+    assert (room.shape, room.dtype) == (message.shape, message.dtype)
+    found = narrow.decode(message, x.shape, x.dtype)
+    assert (found.dtype, found.shape) == (x.dtype, x.shape)
+    assert not torch.equal(found, x)
+    assert ((found - x).abs() <= near * x.abs().amax(-1, keepdim=True)).all()
+    assert torch.equal(narrow.rounded(x[:1]), found[:1])  # whatever else is there
+
+
+def test_what_is_narrow_already_is_sent_as_it_is() -> None:
+    x = torch.randn(3, 4, dtype=torch.bfloat16)
+    assert Narrow("bf16").encode(x).data_ptr() == x.data_ptr()
+    assert Narrow("exact").encode(x.double()).dtype == torch.float64
+    assert Narrow("fp8").encode(x).dtype == torch.uint8
+
+
+@pytest.mark.parametrize("kind", ["bf16", "fp8"])
+def test_what_is_not_finite_stays_so(kind: str) -> None:
+    for bad in (math.nan, math.inf, -math.inf):
+        x = torch.randn(3, 4)
+        x[1, 2] = bad
+        found = Narrow(kind).rounded(x)
+        assert not found[1].isfinite().all()
+        assert found[[0, 2]].isfinite().all()
+    assert not Narrow(kind).rounded(torch.zeros(2, 4)).any()
+    assert Narrow(kind).rounded(torch.empty(0, 4)).shape == (0, 4)
