@@ -21,6 +21,7 @@ from phalanx.checkpoint.manager import CheckpointManager
 from phalanx.checkpoint.store import open_store
 from phalanx.launch import heartbeats, stopping
 from phalanx.launch.forkserver import Forked
+from phalanx.local_updates import LocalUpdates
 from phalanx.words import many
 from tests.conftest import children
 from tests.forking import fork, printing_into
@@ -321,6 +322,38 @@ def test_hosts_come_and_go(folder: Path) -> None:
     one, other = run.ledger(), Run(folder / "calm").ledger()
     assert [one[step]["samples"] for step in range(150)] == [other[step]["samples"] for step in range(150)]
     assert max(abs(one[step]["loss"] - other[step]["loss"]) for step in range(150)) < 1e-9
+
+
+@pytest.mark.every
+@pytest.mark.parametrize("comm", ["diloco:4", "diloco:8:int8:fragments=2:overlap=2"])
+def test_sites_come_and_go(folder: Path, comm: str) -> None:
+    """3 -> 2 -> 3 sites, each a host: those that are left go on from where all had agreed, and take one in again."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    settings = ("slow.py", "--layout", f"dp=3,comm={comm}", "--steps", "240", "--set", "pause=0.05")
+    run = Run(folder / "rough")
+
+    def host(name: str) -> Forked:
+        return started(
+            folder, *settings, "--on", "local:1", "--run", "rough", "--max-nodes", "3", "--min-nodes", "1",
+            "--meet", address, "--host", name, "--memory-steps", "1",
+        )  # fmt: skip
+
+    hosts = {name: host(name) for name in "abc"}
+    until_step(run, 18, hosts["a"])
+    os.kill(hosts["b"].pid or 0, signal.SIGKILL)
+    assert ended(hosts.pop("b")) == -9
+    until_step(run, 40, hosts["a"])
+    hosts["d"] = host("d")
+    assert [ended(process) for process in hosts.values()] == [0, 0, 0], (folder / "out").read_text()
+    starts = [event for event in run.events(0) if event["kind"] == "start"]
+    assert [start["world"] for start in starts] == [3, 2, 3]
+    assert all(start["step"] % LocalUpdates.parse(comm).every == 0 for start in starts)
+    assert starts[1]["source"] == "memory"
+    assert starts[1]["step"] >= 16
+    assert certificate(run)["steps"] == 240
+    one = run.ledger()
+    assert sorted(one) == list(range(240))
 
 
 def test_a_second_run_on_one_folder_is_refused_and_harms_nothing(folder: Path) -> None:

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 from phalanx.errors import WrongUse
+from phalanx.local_updates import LocalUpdates
 
 EXACT = "exact"
 AUTO = "auto"
@@ -37,13 +38,14 @@ class Comm:
     @classmethod
     def parse(cls, text: str) -> Comm | None:
         """Read the text form; None where everything is sent as it is."""
-        if text == EXACT:
+        if text == EXACT or LocalUpdates.parse(text) is not None:
             return None
         if text == AUTO:
             return cls(AUTO, sharding=False, owes=True)
         name, colon, number = text.partition(":")
         if name not in METHODS or (colon and name not in NUMBERS):
-            known = [EXACT, *(f"{name}:{NUMBERS[name]}" if name in NUMBERS else name for name in METHODS), AUTO]
+            known = [EXACT, *(f"{name}:{NUMBERS[name]}" if name in NUMBERS else name for name in METHODS)]
+            known += ["local:16", "diloco:16", AUTO]
             raise WrongUse(f"comm={text} is not known in a layout. Choose one of: {', '.join(known)}.")
         found = _number(text, name, number if colon or name != "onebit" else NUMBERS[name]) if name in NUMBERS else 0.0
         return cls(name, name in SHARDING, name in OWING, found)

@@ -66,7 +66,7 @@ UNEVEN = ("all-to-all", "words")
 """Collectives to which ranks may bring different amounts."""
 PHASES = (
     "start-up", "data", "forward", "backward", "reduce", "update", "wait", "checkpoint", "evaluation", "callbacks",
-    "comparing replicas", "ending",
+    "comparing replicas", "ending", "outer step",
 )  # fmt: skip
 """What a rank may be doing."""
 DTYPES = (

@@ -14,6 +14,7 @@ from typing import Any, get_type_hints
 
 from phalanx.comm import EXACT, Comm
 from phalanx.errors import WrongUse, closest
+from phalanx.local_updates import LocalUpdates
 
 DEGREES = ("dp", "fsdp", "tp", "cp", "pp", "ep")
 MOST_RANKS = 1 << 20
@@ -64,7 +65,7 @@ class Layout:
     graphs: str = "none"
     """Whether forward and backward of a step are recorded as a CUDA graph, and replayed."""
     comm: str = EXACT
-    """How gradients travel: as they are, or in few bits over `coded_axis`."""
+    """How gradients travel: as they are, or in few bits over `coded_axis`; or how sites update by themselves."""
     activations: str = EXACT
     """How the stream travels between stages of ``pp`` and tokens to experts of ``ep``, and gradients of both."""
 
@@ -152,9 +153,19 @@ class Layout:
     @property
     def coded_axis(self) -> str:
         """The axis over which gradients travel in few bits: the one whose ranks are further apart; none if empty."""
-        if self.comm == EXACT or self.batch_ranks == 1:
+        if self.comm == EXACT or self.batch_ranks == 1 or self.local is not None:
             return ""
         return "dp" if self.dp > 1 else "fsdp"
+
+    @property
+    def local(self) -> LocalUpdates | None:
+        """How sites, the ranks with one index along ``dp``, train by themselves, if they do."""
+        return LocalUpdates.parse(self.comm)
+
+    @property
+    def site(self) -> Layout:
+        """How one of them is spread; all of it, where there are none."""
+        return replace(self, dp=1, comm=EXACT) if self.local else self
 
     def leaves(self, batch_rank: int) -> list[int]:
         """The virtual micro-batches that a rank computes, in order, so that every sum it takes part in is a node.
@@ -202,12 +213,9 @@ class Layout:
         yield from self._not_exact(global_batch)
         yield from self._not_coded()
         yield from self._not_recorded()
-        share = math.ceil(global_batch / self.batch_ranks)
+        share, over = math.ceil(global_batch / self.batch_ranks), f"global_batch={global_batch} over {self.batch_ranks}"
         if self.micro_batch is not None and self.micro_batch > share:
-            yield (
-                f"micro_batch={self.micro_batch} is more than a rank's share of {share} "
-                f"(global_batch={global_batch} over {self.batch_ranks})"
-            )
+            yield f"micro_batch={self.micro_batch} is more than a rank's share of {share} ({over})"
 
     def _not_exact(self, global_batch: int) -> Iterator[str]:
         if not self.exact:
@@ -220,7 +228,8 @@ class Layout:
         if self.compile != "none":
             yield f"{text} is not offered with compile={self.compile}, whose kernels depend on what ran before"
         if self.comm != EXACT:
-            yield f"{text} is not offered with comm={self.comm}, which rounds what ranks send"
+            how = "has sites train by themselves" if self.local else "rounds what ranks send"
+            yield f"{text} is not offered with comm={self.comm}, which {how}"
         if self.micro_batch is not None:
             yield f"{text} cuts a step into micro-batches, and so would micro_batch={self.micro_batch}"
         if self.exact > global_batch:
@@ -232,6 +241,8 @@ class Layout:
             )
 
     def _not_coded(self) -> Iterator[str]:
+        if self.local is not None and self.dp == 1:
+            yield f"comm={self.comm} is for replicas that train by themselves, and dp=1 is one alone"
         method = Comm.parse(self.comm)
         if method is None or self.coded_axis != "fsdp":
             return
@@ -248,12 +259,12 @@ class Layout:
             "pp": "whose stages wait for each other by messages", "exact": "which keeps partial sums in turns",
             "recompute": "which has memory of the host on its way",
             "offload": "which has memory of the host on its way",
-            "comm": "which keeps what it owes in two places in turn",
+            "comm": "which has sites agree" if self.local else "which keeps what it owes in two places in turn",
         }  # fmt: skip
         method = Comm.parse(self.comm)
         refused = {
             "pp": self.pp > 1, "exact": bool(self.exact), "recompute": self.recompute == "host",
-            "offload": self.offload == "params", "comm": method is not None and method.owes,
+            "offload": self.offload == "params", "comm": bool(self.local or (method and method.owes)),
         }  # fmt: skip
         for name, why in reasons.items():
             if refused[name]:
@@ -294,7 +305,8 @@ class Layout:
         return {"micro_batch": self.micro_batch and min(self.micro_batch, math.ceil(global_batch / ranks))}
 
     def _distance(self, other: Layout) -> tuple[float | bool, ...]:
-        weights = dict.fromkeys(DEGREES[2:], 3)  # dp and fsdp stand in for each other, the others are wanted
+        kept = DEGREES[1 if self.local else 2 :]  # dp and fsdp stand in for each other, but a site stays as it is
+        weights = dict.fromkeys(kept, 3)
         far = sum(weights.get(n, 1) * abs(math.log2(getattr(self, n) / getattr(other, n))) for n in DEGREES)
         names = "compile", "graphs", "comm", "micro_batch", "exact"
         return far, *(getattr(self, name) != getattr(other, name) for name in names)

@@ -52,6 +52,8 @@ def layout_notes(layout: Layout, device: str, micro_batches: int = 1, stream: in
 def _of_comm(layout: Layout) -> list[str]:
     if layout.comm == EXACT:
         return []
+    if layout.local is not None:
+        return [layout.local.note(layout.comm, layout.dp)]
     if not layout.coded_axis:
         return [f"comm={layout.comm} has no effect at dp=1,fsdp=1: no gradients travel"]
     others = [

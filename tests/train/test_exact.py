@@ -14,8 +14,8 @@ from torch import Tensor
 
 import phalanx
 from phalanx import Layout, WrongUse
-from phalanx.parallel import spread
 from phalanx.parallel.communication.communicator import Communicator
+from phalanx.parallel.weights import bucket
 from tests.parity import HostileLanguage, HostileVision, Sentences
 from tests.ranks import Ranks
 
@@ -70,7 +70,7 @@ def trained(cases: list[tuple[phalanx.Task, str]]) -> list[Outcome]:
         with ExitStack() as stack:
             if number % 2:
                 stack.enter_context(mock.patch.object(Communicator, "small_bytes", 0))
-                stack.enter_context(mock.patch.object(spread, "BUCKET_BYTES", 1 << 12))
+                stack.enter_context(mock.patch.object(bucket, "BUCKET_BYTES", 1 << 12))
             engine = stack.enter_context(phalanx.Engine(task, layout, device="cpu"))
             steps = [(m.loss.hex(), m.grad_norm.hex(), m.skipped) for m in map(engine.step, engine.batches())]
             found.append(Outcome(digest(engine.whole_weights()), steps, engine.evaluate()))

@@ -10,6 +10,7 @@ from torch import optim
 
 from phalanx.checkpoint.manifest import Damaged, Held, Manifest
 from phalanx.checkpoint.owed import fits
+from phalanx.checkpoint.sites import common
 from phalanx.checkpoint.state import State
 from phalanx.errors import WrongUse, closest
 from phalanx.parallel.weights.weight import Weight
@@ -36,12 +37,12 @@ def check_fits(state: State, manifest: Manifest) -> None:
 
 def _check_kept(state: State, name: str, held: Held, saved: Mapping[str, Held]) -> None:
     """Refuse what this optimizer could not keep of a weight."""
-    kind, key, owner = [*name.split("/", 2), "", ""][:3]
-    of_weight = kind in ("optimizer", "callbacks") and owner in saved
+    kind, key, owner = [*common(name).split("/", 2), "", ""][:3]
+    of_weight = kind in ("optimizer", "callbacks", "outer") and owner in saved
     _check_width(state, kind, key, owner, held)
     if kind == "model" or fits(name, held.shape, saved) or held.shape == (saved[owner].shape if of_weight else ()):
         return
-    if not of_weight or kind == "callbacks":
+    if not of_weight or kind != "optimizer":
         raise Damaged("a checkpoint", f"has {name} with shape {held.shape}, which nothing keeps")
     weight = state.spread.weights.get(owner)
     if weight is not None and not weight.whole_state:

@@ -51,7 +51,7 @@ class Frozen:
         """Keep what the model's own code has written to, on any rank. All ranks must call it."""
         if self.names:
             own = [name for name, weight in self.spread.weights.items() if name in self.names and weight.written]
-            self.keep(name for said in self.spread.mesh.world.all_gather_words(own) for name in said)
+            self.keep(name for said in self.spread.mesh.everybody.world.all_gather_words(own) for name in said)
 
     def facts(self, state: State) -> dict[str, Any]:
         """What a checkpoint says of them; the first rank names each. All ranks must ask."""
@@ -79,7 +79,7 @@ class Frozen:
             value = entry.value.to(getattr(torch, dtypes[entry.name]))
             sums[entry.name] += hashed(value, entry.box, entry.shape)
         total = torch.tensor([_signed(value) for value in sums.values()], device=self.spread.device)
-        self.spread.mesh.world.all_reduce(total).wait()
+        self.spread.mesh.everybody.world.all_reduce(total).wait()
         return {name: value % (1 << 64) for name, value in zip(sums, total.tolist(), strict=True)}
 
     def take_up(self, state: State, manifest: Manifest) -> None:
@@ -99,7 +99,7 @@ class Frozen:
     def take_up_memory(self, state: State, manifest: Manifest) -> None:
         """The same after copies in memory were, which hold what this host needs."""
         own = [name for name in self.names if f"model/{name}" in manifest.tensors]
-        self.keep(name for said in self.spread.mesh.world.all_gather_words(own) for name in said)
+        self.keep(name for said in self.spread.mesh.everybody.world.all_gather_words(own) for name in said)
         self._check(self._held(state, self.names), manifest)
 
     def _check(self, here: Mapping[str, Held], manifest: Manifest, dtypes: Mapping[str, str] | None = None) -> None:

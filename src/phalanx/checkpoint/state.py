@@ -5,6 +5,8 @@ optimizer/<key>/<weight>        what the optimizer keeps for each element; or of
 counters/<key>/<weight>         what it keeps once for a weight, as how many updates it has had
 callbacks/<name>/<weight>       what a callback keeps for each element, as an average
 comm/...                        what is owed of gradients (`owed`)
+outer/velocity/<weight>         what the outer optimizer carries on, where sites train by themselves
+sites/<number>/...              what each of them has of its own: the optimizer's, and weights where they differ
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +22,7 @@ from torch import Tensor, optim
 
 from phalanx.checkpoint.manifest import Held, Manifest
 from phalanx.checkpoint.owed import OwedState
+from phalanx.checkpoint.sites import SITES, UNTOLD, VELOCITY, joined, kept_by, sources, untold
 from phalanx.errors import WrongUse, closest
 from phalanx.parallel.communication.mesh import AXES
 from phalanx.parallel.spread import Spread
@@ -63,10 +67,12 @@ class State:
         """
         self.beside, self.left_out = beside or {}, left_out
         self.spread, self.optimizer = spread, optimizer
-        self.mesh, self.holding = spread.mesh, spread.holding
+        self.mesh, self.holding, self.outer = spread.mesh.everybody, spread.holding, spread.outer
+        self.own = f"{SITES}{self.mesh.index('dp')}/" if self.outer is not None else ""
+        """Before the names of what this site has of its own."""
         self.hosts = hosts or [0] * self.mesh.size(*AXES)
         self._turns: dict[int, dict[str, int]] = {}
-        self._roles: dict[tuple[str, bool], tuple[bool, bool]] = {}
+        self._roles: dict[tuple[str, bool, bool], tuple[bool, bool]] = {}
         self._among: dict[tuple[Any, ...], tuple[list[int], list[int]]] = {}
 
     def entries(self) -> Iterator[Entry]:
@@ -76,7 +82,7 @@ class State:
             _check_names(label, tensors, self.spread.weights)
         for name, weight in self.spread.weights.items():
             if name not in self.left_out:
-                yield from self._parts(f"model/{name}", weight, weight.shard.data, restless=weight.written)
+                yield from self._values(name, weight)
             for key, value in self._moments(weight):
                 if isinstance(value, Tensor):
                     yield from self._kept(weight, key, value)
@@ -99,28 +105,39 @@ class State:
         entries = (entry for weight in here for entry in self._parts(weight.name, weight, weight.shard.data))
         return (entry for entry in entries if entry.written)
 
+    def _values(self, name: str, weight: Weight) -> Iterator[Entry]:
+        """A weight's value; with sites the one that they agreed on, their own if they have others, and the outer's."""
+        outer, own = self.outer, weight.shard.data
+        agreed = own if outer is None or not outer.local.apart else outer.agreed.get(name, own)
+        yield from self._parts(f"model/{name}", weight, agreed, restless=weight.written)
+        if agreed is not own:
+            yield from self._parts(f"{self.own}model/{name}", weight, own)
+        if outer is not None and name in outer.velocity:
+            yield from self._parts(f"{VELOCITY}{name}", weight, outer.velocity[name])
+
     def _kept(self, weight: Weight, key: str, value: Tensor) -> list[Entry]:
         """A tensor that the optimizer keeps of a weight."""
-        name = f"optimizer/{key}/{weight.name}"
+        name = f"{self.own}optimizer/{key}/{weight.name}"
         if value.shape == weight.shard.shape and weight.optimized is weight.shard:
             return self._parts(name, weight, value)
         if value.numel() == 1 and not (weight.whole_state and value.ndim):
             if not self._speaks(weight):
                 return []
-            kept, written = self._role(weight, every_part=True)
-            return [Entry(f"counters/{key}/{weight.name}", Box((), ()), (), value.view(()), kept, written)]
+            kept, written = self._role(weight, every_part=True, own=True)
+            return [Entry(f"{self.own}counters/{key}/{weight.name}", Box((), ()), (), value.view(()), kept, written)]
         if not weight.whole_state:
             check_keepable(self.optimizer, weight.name, weight.shard, key, value)
             return []
         if value.shape == weight.optimized.shape:
             value = value.view(self.holding.shapes[weight.name])
-        kept, written = self._role(weight, every_part=True)
+        kept, written = self._role(weight, every_part=True, own=True)
         return [Entry(name, Box.whole(value), tuple(value.shape), value, kept, written)]
 
     def numbers(self) -> dict[str, Any]:
-        """What the optimizer keeps that is no tensor."""
-        return {
-            f"counters/{key}/{name}": value
+        """What the optimizer keeps that is no tensor, and what a site has yet to tell others."""
+        untold = {} if self.outer is None else {f"{self.own}{UNTOLD}": self.outer.untold}
+        return untold | {
+            f"{self.own}counters/{key}/{name}": value
             for name, weight in self.spread.weights.items()
             if self._speaks(weight)
             for key, value in self._moments(weight)
@@ -129,30 +146,53 @@ class State:
 
     def wanted(self, manifest: Manifest) -> dict[str, list[tuple[Box, Tensor]]]:
         """Where each saved tensor goes on this rank; makes room for the optimizer's and the callbacks'."""
-        keys: dict[str, list[tuple[str, str]]] = {}
-        for name in [*manifest.tensors, *manifest.numbers]:
-            kind, _, rest = name.partition("/")
-            if kind in ("optimizer", "counters"):
-                key, _, owner = rest.partition("/")
-                keys.setdefault(owner, []).append((kind, key))
+        keys = kept_by(manifest, self.own, self.mesh.size("dp"))
         self.optimizer.state.clear()
-        found = self._wanted_beside(manifest) | OwedState(self.spread).wanted(manifest)
+        self.spread.reduction.unsettled.clear()
+        found = self._wanted_beside(manifest) | OwedState(self.spread).wanted(manifest) | self._wanted_agreed(manifest)
         for name, weight in self.spread.weights.items():
-            if f"model/{name}" in manifest.tensors:
+            if f"model/{name}" in manifest.tensors and f"model/{name}" not in found:
                 found[f"model/{name}"] = self._boxes(weight, weight.shard.data)
-            for kind, key in keys.get(name, ()) if weight.trainable and weight.state_here else ():
-                full, state = f"{kind}/{key}/{name}", self.optimizer.state[weight.optimized]
-                if full in manifest.numbers:
-                    state[key] = manifest.numbers[full]
-                elif kind == "counters":
-                    state[key] = self._number_room(weight, manifest.tensors[full])
-                    found[full] = [(Box((), ()), state[key])]
-                else:
-                    state[key] = self._room(weight, manifest.tensors[full])
-                    found[full] = list(self._places(weight, state[key]))
+            for (kind, key), places in keys.get(name, {}).items() if weight.trainable and weight.state_here else ():
+                state, rooms = self.optimizer.state[weight.optimized], list[Tensor]()
+                for full in places:
+                    if full in manifest.numbers:
+                        state[key] = manifest.numbers[full]
+                        continue
+                    if kind == "counters":
+                        rooms.append(self._number_room(weight, manifest.tensors[full]))
+                        found[full] = [(Box((), ()), rooms[-1])]
+                    else:
+                        rooms.append(self._room(weight, manifest.tensors[full]))
+                        found[full] = list(self._places(weight, rooms[-1]))
+                    state[key] = rooms[0]
+                if len(rooms) > 1:
+                    self.spread.reduction.unsettled.append(partial(joined, rooms, kind == "counters"))
         for name, tensor in self._replicated():
             found[f"model/{name}"] = [(Box.whole(tensor), tensor.detach())]
         return {name: parts for name, parts in found.items() if parts}
+
+    def _wanted_agreed(self, manifest: Manifest) -> dict[str, list[tuple[Box, Tensor]]]:
+        """Likewise, of what sites have agreed on, and of their own weights, where these are others."""
+        found: dict[str, list[tuple[Box, Tensor]]] = {}
+        outer = self.outer
+        if outer is None:
+            return found
+        whose = sources(manifest, self.own, self.mesh.size("dp"))
+        alone = whose == [self.own]
+        outer.untold = untold(manifest, whose, 1 if alone else self.mesh.size("dp"))
+        for name, weight in outer.weights.items():
+            full = f"{VELOCITY}{name}"
+            if name in outer.velocity:
+                outer.velocity[name].zero_()
+                if full in manifest.tensors:
+                    found[full] = self._boxes(weight, outer.velocity[name])
+            if alone and outer.local.apart and f"{self.own}model/{name}" in manifest.tensors:
+                found[f"{self.own}model/{name}"] = self._boxes(weight, weight.shard.data)
+                found[f"model/{name}"] = self._boxes(weight, outer.agreed[name])
+            else:
+                self.spread.reduction.unsettled.append(partial(outer.settle, name))
+        return found
 
     def _wanted_beside(self, manifest: Manifest) -> dict[str, list[tuple[Box, Tensor]]]:
         """Likewise, of what callbacks keep."""
@@ -202,7 +242,8 @@ class State:
         return boxes(weight, cut, self.holding.index(weight.name) if cut else 0, shard)
 
     def _parts(self, name: str, weight: Weight, shard: Tensor, restless: bool = False) -> list[Entry]:
-        (kept, written), shape = self._role(weight), tuple(self.holding.shapes[weight.name])
+        kept, written = self._role(weight, own=name.startswith(SITES))
+        shape = tuple(self.holding.shapes[weight.name])
         return [Entry(name, box, shape, view, kept, written, restless) for box, view in self._boxes(weight, shard)]
 
     def _speaks(self, weight: Weight) -> bool:
@@ -219,12 +260,14 @@ class State:
         alike = [0] if every_part and cut is not None and cut.axis == "tp" else self.holding.alike(weight.name)
         return {"pp": self.holding.stage_ranks(weight.name), "dp": ALL, "tp": alike}
 
-    def _role(self, weight: Weight, every_part: bool = False) -> tuple[bool, bool]:
-        """What `_kept_here` says of a weight, found once: it is asked between two steps."""
-        known = self._roles.get((weight.name, every_part))
+    def _role(self, weight: Weight, every_part: bool = False, own: bool = False) -> tuple[bool, bool]:
+        """What `_kept_here` says of a weight, found once: it is asked between two steps. ``own``: a site's."""
+        known = self._roles.get((weight.name, every_part, own))
         if known is None:
-            known = self._kept_here(weight.name, self._holders(weight, every_part))
-            self._roles[weight.name, every_part] = known
+            places = self._holders(weight, every_part)
+            if own and self.own:
+                del places["dp"]
+            known = self._roles[weight.name, every_part, own] = self._kept_here(weight.name, places)
         return known
 
     def _kept_here(self, name: str, places: dict[str, list[int] | None]) -> tuple[bool, bool]:

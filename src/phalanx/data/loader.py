@@ -197,13 +197,15 @@ class Loader:
         plain: bool = False,
         bad_rows: BadRows = "stop",
         leaves: Sequence[int] = (),
+        together: int = 0,
     ) -> None:
         """``plain``: samples are only stacked, so that arrays may give many rows at once.
 
         ``bad_rows``: one that cannot be read ends the run, or is left out, and all others stay where they are.
-        ``leaves``: which virtual micro-batches are this rank's, of as many as all ranks have together.
+        ``leaves``: which virtual micro-batches are this rank's, of as many as all ranks have together. ``together``: so
+        many ranks make a step with each other, if not all do.
         """
-        self.leaves = leaves
+        self.leaves, self.together = leaves, together or ranks
         self.order, self.micro_batches, self.ranks, self.rank = order, micro_batches, ranks, rank
         self.workers, self.pin = workers, pin
         self.bad: dict[int, str] = {}
@@ -220,9 +222,10 @@ class Loader:
         return [self._plan(step, ids, *found) for found in ranges]
 
     def spans(self, step: int) -> list[list[tuple[int, int]]]:
-        """By rank and micro-batch, which slots of a step it computes."""
-        tokens = self.order.tokens(ids := self.order.ids(step))
-        return [share(len(ids), self.micro_batches, self.ranks, rank, tokens) for rank in range(self.ranks)]
+        """By rank of those that make a step together, and by micro-batch, which slots of it it computes."""
+        tokens, first = self.order.tokens(ids := self.order.ids(step)), self.rank - self.rank % self.together
+        ranks = range(first, first + self.together)
+        return [share(len(ids), self.micro_batches, self.ranks, rank, tokens) for rank in ranks]
 
     def _plan(self, step: int, ids: np.ndarray, start: int, stop: int) -> MicroBatchPlan:
         real = stop > start

@@ -43,10 +43,11 @@ from phalanx.parallel.randomness.draws import Moment, Randomness
 from phalanx.parallel.torch_private import place_in_memory
 from phalanx.parallel.weights import keras
 from phalanx.parallel.weights.blueprint import Blueprint
-from phalanx.parallel.weights.bucket import Bucket
+from phalanx.parallel.weights.bucket import Bucket, by_size
 from phalanx.parallel.weights.filling import Saved, describe, fill
 from phalanx.parallel.weights.gradients import Gradients
 from phalanx.parallel.weights.holding import Holding
+from phalanx.parallel.weights.outer import OuterWeights
 from phalanx.parallel.weights.placement import Placement, StoragePolicy
 from phalanx.parallel.weights.replicate import Reduction
 from phalanx.parallel.weights.shard import Gathering, ShardedUnit
@@ -54,8 +55,6 @@ from phalanx.parallel.weights.storage import Storage
 from phalanx.parallel.weights.weight import Weight
 from phalanx.parallel.weights.whole import Whole
 from phalanx.precision import Dtypes
-
-BUCKET_BYTES = 25 << 20
 
 
 class Spread:
@@ -156,10 +155,12 @@ class Spread:
             self.buckets = [item.bucket for item in reversed(gathered)]
         for storage in kinds:
             whole = [weight for weight in self.weights.values() if weight.storage is storage and storage.always_whole]
-            self.buckets += [Bucket(f"bucket {i}", part, storage) for i, part in enumerate(_by_size(whole)) if part]
+            self.buckets += [Bucket(f"bucket {i}", part, storage) for i, part in enumerate(by_size(whole)) if part]
         self.whole = Whole(
             self.model, self.buckets, self.holding, self.trainable, self.dtypes.reduce, self.device, self.state_names
         )
+        self.outer: OuterWeights | None = None
+        """What sites have agreed on, where each trains by itself."""
         like = torch.empty(0, dtype=self.dtypes.reduce, device=self.device)
         self.gradients = Gradients(self.buckets, self.holding, self.mesh, like)
         self.reduction = Reduction(self.buckets, self.mesh.group("dp"), self.gathering)
@@ -334,16 +335,3 @@ class Spread:
 def kept(policy: StoragePolicy) -> StoragePolicy:
     """The same whether what is kept so is trained or not."""
     return replace(policy, trainable=False)
-
-
-def _by_size(weights: Sequence[Weight]) -> list[list[Weight]]:
-    """Weights in the order in which backward reaches them, in runs of about ``BUCKET_BYTES``."""
-    runs: list[list[Weight]] = [[]]
-    size = 0
-    for weight in reversed(weights):
-        if size >= BUCKET_BYTES:
-            runs.append([])
-            size = 0
-        runs[-1].append(weight)
-        size += weight.full.numel() * weight.full.element_size()
-    return runs

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -20,17 +20,19 @@ from phalanx.parallel.weights.blueprint import Blueprint
 from phalanx.parallel.weights.placement import Placement
 from phalanx.precision import DTYPES
 from phalanx.prove.explanation.sites import location
-from phalanx.prove.ladder import MOST_BAR, Standard, off, size
+from phalanx.prove.ladder import Standard, off, size
 from phalanx.prove.layouts import MICRO_BATCHES, One, as_proven
 from phalanx.prove.ranks import trial
 from phalanx.prove.ranks.trial import Case
 from phalanx.prove.reference.activations import round_activations, rounding
 from phalanx.prove.reference.coded import Coded
-from phalanx.prove.reference.failing import Unprovable, failed
+from phalanx.prove.reference.failing import Unprovable, check_certifies, failed
 from phalanx.prove.reference.hostile import BATCH, Hostile, Trial, hostile, ignorable, vocabularies
-from phalanx.prove.reference.loop import Reference, Step
+from phalanx.prove.reference.loop import Reference
 from phalanx.prove.reference.low_rank import Projected
+from phalanx.prove.reference.one_step import Step
 from phalanx.prove.reference.onebit import OneBit
+from phalanx.prove.reference.sites import EverySite, boundary
 from phalanx.prove.reference.steady import Decisions
 from phalanx.task import Precision, Task
 from phalanx.train.check.beside import Checked
@@ -40,6 +42,7 @@ from phalanx.train.check.sums import DIVIDED, SUM, TOGETHER
 from phalanx.train.shrink import Needs, Shrunk, shortened, shrunk
 
 NUDGES = (1, 2)
+Loops = TypeVar("Loops", Reference, EverySite)
 ONE = {"never": "micro-batches", "in a pipeline": "micro-batches (a pipeline's in one)", "always": "one micro-batch"}
 SLOW_SECONDS = 1.0
 """A step on one device that takes longer is made shorter, if it can be."""
@@ -96,17 +99,42 @@ class Docket:
             self._tasks[needs] = task, tried.couples_samples, tried.one
         task, _, one = self._tasks[needs]
         run = as_proven(layout, task.global_batch, one) if rounding(layout) else None
-        if layout.coded_axis and (one != "never" or self._tasks[needs][1]):
+        if (layout.coded_axis or layout.local) and (one != "never" or self._tasks[needs][1]):
             raise Unprovable(
-                f"comm={layout.comm} rounds what each rank has of a gradient, and in {type(task).__name__} samples of "
-                "several ranks are computed together, so that no device alone has it",
+                f"comm={layout.comm} rounds what each rank has of a gradient, or has sites train on their own samples, "
+                f"and in {type(task).__name__} samples of several ranks are computed together, so that no device alone "
+                "has it",
                 "Prove the layout without comm.",
             )
         key = needs, self._groups(layout), run
         if key not in self._numbers:
             self._numbers[key] = len(self.cases)
-            self.cases.append(Case(task, self._standard(task, key[1], run), key[1], one))
+            self.cases.append(self._case(task, key[1], one, run))
         return self._numbers[key]
+
+    def _case(self, task: Task, groups: int, one: One, run: Layout | None) -> Case:
+        if run is None or run.local is None:
+            return Case(task, self._standard(task, groups, run), groups, one)
+        standards = self._of_sites(task, run)
+        return Case(task, standards[0], groups, one, standards, boundary(run.local, self.half, task.steps))
+
+    def _of_sites(self, task: Task, layout: Layout) -> list[Standard]:
+        """What each site is held against."""
+        blueprint = Blueprint(task.model, task.seed)
+        placement = Placement.of(blueprint.model, task.anatomy(blueprint.model), layout.site)
+        reference = self._run(EverySite(task, layout, placement), "to compare with")
+        made = [site.decisions for site in reference.sites]
+        nudged = [
+            self._run(EverySite(task, layout, placement, nudge, made), f"one rounding off ({nudge} of {len(NUDGES)})")
+            for nudge in NUDGES
+        ]
+        found = [
+            Standard.measured(site, [other.sites[number] for other in nudged])
+            for number, site in enumerate(reference.sites)
+        ]
+        for standard in found:
+            check_certifies(task, standard)
+        return found
 
     def known(self, layout: Layout) -> int | None:
         """The case that a layout is held against, if there is one."""
@@ -185,7 +213,7 @@ class Docket:
         _look(reference, terms)
         return task, terms
 
-    def _run(self, reference: Reference, which: str, steps: int | None = None) -> Reference:
+    def _run(self, reference: Loops, which: str, steps: int | None = None) -> Loops:
         """A reference to its end, or so many steps on, each told."""
         every = reference.task.steps if steps is None else len(reference.steps) + steps
         began = time.perf_counter()
@@ -219,15 +247,7 @@ class Docket:
                 f"one rounding changes what held-out data gives, so it is not compared: {', '.join(standard.unsteady)}"
             )
             self.hostility = [*self.hostility, *([note] if note not in self.hostility else [])]
-        if not standard.certifies:
-            raise Unprovable(
-                f"cannot certify: one rounding at the beginning becomes {standard.sensitivity:.1e} in "
-                f"{type(task).__name__} on one device, and a bug of up to {standard.bar:.1e} could hide in that; the "
-                f"bar must be {MOST_BAR:.0e} or less",
-                "Something computes in a lower precision, or divides by next to nothing: keep to the dtype of the "
-                "inputs in the model's forward (no .float()), and look for logs and roots near 0.",
-                code=3,
-            )
+        check_certifies(task, standard)
         if not reference.couples_samples and not reference.at_once and layout is None:
             _check_sum_of_samples(task, self.task, standard)
         return standard

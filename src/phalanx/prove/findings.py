@@ -65,7 +65,7 @@ class Findings:
     def _resume(self, layout: Layout, number: int, found: TrialOutcome) -> Finding | None:
         """A finding, if it is that the run was interrupted which made the difference."""
         rung = first(found.differences)
-        lead, half = rung[0], self.docket.half
+        lead, half = rung[0], self.docket.cases[number].half
         shrinking = Shrinking(self.docket, self.ranks)
         if lead.rung in RESUMING and lead.step == half - 1:
             axes, saver = shrinking.axes(layout, number), self.ranks.saved_by(number)
@@ -76,18 +76,19 @@ class Findings:
         return None
 
     def _coded(self, layout: Layout, found: TrialOutcome, axes: list[str]) -> Finding:
-        """What one device does alone says nothing of sums in few bits; the same layout without them does."""
+        """What one device does alone says nothing of sums in few bits, or of sites; the same layout without does."""
         rung = first(found.differences)
         lead, names = rung[0], list(dict.fromkeys(d.name for d in rung))
         without, how = replace(layout, comm="exact", activations="exact"), rounding(layout)
-        where = "codecs" if layout.coded_axis else "narrow.py"
+        does, kind = ("trains", "local updates") if layout.local else ("rounds", "few bits")
+        where = f"parallel/communication/{'codecs' if layout.coded_axis else 'narrow.py'}"
         told = f"It is {lead.found}, and should be {lead.expected}." if lead.expected else lead.found
         return Finding(
-            lead.rung, lead.name, lead.step, lead.error, sorted({d.rank for d in rung}), axes, "few bits",
+            lead.rung, lead.name, lead.step, lead.error, sorted({d.rank for d in rung}), axes, kind,
             affected=names[1:], minimal=str(layout),
-            cause=f"{lead.name} is not what one device finds that rounds as {how} is defined to. "
+            cause=f"{lead.name} is not what one device finds that {does} as {how} is defined to. "
             f"{told}".rstrip(),
-            next=f"Prove {without} first: if that holds, look at parallel/communication/{where}.",
+            next=f"Prove {without} first: if that holds, look at {'train/sites.py' if layout.local else where}.",
         )  # fmt: skip
 
     def _narrow(self, layout: Layout, number: int, found: TrialOutcome, axes: list[str]) -> Finding:

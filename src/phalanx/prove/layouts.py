@@ -100,6 +100,8 @@ def as_proven(layout: Layout, batch: int, one: One = "never") -> Layout:
 
     ``one``: where there can be one micro-batch alone, since the loss needs a step's samples at the same time.
     """
+    if layout.local is not None:
+        layout = replace(layout, comm=str(layout.local.shortened()))
     if layout.exact:
         return replace(layout, exact=min(layout.exact, 1 << (batch.bit_length() - 1)))
     share = math.ceil(batch / layout.batch_ranks)

@@ -32,6 +32,8 @@ from phalanx.train.check.beside import Checked, checked
 from phalanx.verdict import Verdict
 
 NARROW: tuple[Precision, ...] = ("bf16", "fp16", "fp8", "fp8_rowwise", "fp32")
+LOCAL_STEPS = 4
+"""Where sites train by themselves there are at least so many: they agree, and are interrupted there."""
 MOST_STEPS = 10_000
 OnResult = Callable[[Result], None]
 
@@ -119,6 +121,8 @@ class _Prover:
     def prove(self, layouts: Sequence[Layout | str] | Layout | str, ranks: int) -> Proof:
         chosen = self._chosen(layouts, ranks)
         self.docket.ranks = max(layout.world for layout in chosen)
+        if any(layout.local for layout in chosen):
+            self.docket.steps = max(self.docket.steps, LOCAL_STEPS)
         reasons = {layout: self._why_not(layout) for layout in chosen}
         try:
             numbers = {layout: self.docket.number(layout) for layout in chosen if reasons[layout] is None}
@@ -139,6 +143,8 @@ class _Prover:
 
     def _why_not(self, layout: Layout) -> str | None:
         """Why a layout cannot be proven, or None."""
+        if layout.local and layout.activations != "exact":
+            return f"comm={layout.comm} and activations={layout.activations} are proven one at a time. Leave one out"
         if self.dtype is not None and rounding(layout):
             return (
                 f"{rounding(layout)} is proven in float64 alone: in {self.dtype} a last bit decides about codes. Leave "

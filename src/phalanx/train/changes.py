@@ -110,10 +110,10 @@ def _settings(engine: Engine, facts: Mapping[str, Any]) -> list[Change]:
         if before != value and (before, value) not in pairs:  # a rate that follows from a setting was told
             what = "the optimizer" if name == "class" else f"the optimizer's {name}"
             found.append(Change(f"{what} was {before} and is {value}"))
-    if "layout" in facts and (change := _owed(Layout.parse(facts["layout"]), engine.layout)):
-        found.append(change)
-    if "layout" in facts and (change := _begun_anew(Layout.parse(facts["layout"]), engine.layout, facts)):
-        found.append(change)
+    if "layout" in facts:
+        before_now = Layout.parse(facts["layout"]), engine.layout
+        changed = _owed(*before_now), _begun_anew(*before_now, facts), _sites(*before_now)
+        found += [change for change in changed if change is not None]
     found += _callbacks(list(facts["callbacks"]), list(engine.callbacks.named)) if "callbacks" in facts else []
     others = user_code.changed(facts.get("files", {}), user_code.home(type(engine.task)))
     if others:
@@ -134,6 +134,14 @@ def _owed(then: Layout, now: Layout) -> Change | None:
     if then.coded_axis == "dp" and (then.tp, then.ep) != (now.tp, now.ep):
         return Change("weights are cut otherwise: what was still owed of sums over replicas is left out")
     return None
+
+
+def _sites(then: Layout, now: Layout) -> Change | None:
+    """Where sites that trained by themselves are others, or none."""
+    if then.local is None or (now.local is not None and then.dp == now.dp):
+        return None
+    left = " and what their outer optimizer carried on is left out" if now.local is None else ""
+    return Change(f"{then.dp} sites trained by themselves: what the optimizer of each kept is averaged{left}")
 
 
 def _begun_anew(then: Layout, now: Layout, facts: Mapping[str, Any]) -> Change | None:

@@ -25,7 +25,7 @@ from phalanx.checkpoint.manager import CheckpointManager
 from phalanx.checkpoint.slot import Slot
 from phalanx.checkpoint.state import Entry, State
 from phalanx.checkpoint.store import open_store
-from phalanx.errors import CannotHere
+from phalanx.errors import CannotHere, WrongUse
 from phalanx.events import say
 from phalanx.files import no_room, pauses
 from phalanx.train.engine import Engine
@@ -132,14 +132,14 @@ class Checkpointer(Callback):
 
     def after_step(self, signals: Signals, last: bool) -> None:
         """Keep what is due."""
-        step, policy = self.engine.step_number, self.policy
+        steps, policy = self.engine.just_agreed, self.policy
         if self._last is not None and signals.saved:
             self._tell(self._last)
         if self._last is not None and signals.failed:
             self._last.given_up = True
-        due = policy.file_due(step)  # for which the file before it is waited for
+        due = any(map(policy.file_due, steps))  # for which the file before it is waited for
         save = due or signals.save or self._owed
-        stage = save or policy.copy_due(step)
+        stage = save or any(map(policy.copy_due, steps))
         if last or signals.stop:
             self.save_now()
         elif stage and not due and (signals.busy or (signals.resting and not save)):
@@ -216,6 +216,11 @@ class Checkpointer(Callback):
     def stage(self, save: bool) -> None:
         """Begin to copy the state as it is now."""
         engine = self.engine
+        if not engine.just_agreed:
+            raise WrongUse(
+                f"after step {engine.step_number} sites train by themselves (comm={engine.layout.comm}), and no state "
+                "is that of all. Save when engine.just_agreed is not empty: after the steps after which they agree."
+            )
         self.drain()
         engine.frozen.keep_written()
         entries = [entry for entry in self.state.entries() if entry.kept]
@@ -229,6 +234,8 @@ class Checkpointer(Callback):
             engine.signals.save = False
         facts = engine.facts() | engine.frozen.facts(self.state)
         facts |= {"generation": self.generation, "rank": engine.environment.rank}
+        if engine.sites is not None:
+            facts["callbacks"] = engine.sites.as_the_first(facts["callbacks"])
         self._last = Save(slot, save, facts, self.state.numbers(), entries, engine.device)
         self._queue.put(self._last)
 

@@ -60,7 +60,7 @@ class DeadGradients(Callback):
     def _judge(self, engine: Engine) -> None:
         alive, touched = self._counts.clone()
         summed_over_ranks(engine, alive)
-        engine.mesh.world.all_reduce_max(touched)
+        engine.spread.mesh.world.all_reduce_max(touched)
         found = zip(self.names, alive.tolist(), touched.tolist(), strict=True)
         dead = [name for name, times, had in found if not times and had >= LEAST]
         if dead != self._noted:

@@ -30,12 +30,13 @@ def describe(job: Job, every_weight: bool = False) -> str:
     settings = ", ".join(f"{name}={value}" for name, value in plain_settings(task).items())
     callbacks, (facts, said) = made_callbacks(task), task.overview()
     dtypes, micro_batches = DTYPES[task.precision], layout.micro_batches(task.global_batch)
+    kept = Kept.of(task, placement, dtypes, callbacks, local=layout.local)
     lines = {
         "task": f"{job.reference} ({type(task).__name__})",
         "set": settings,
         "layout": f"{layout} on {job.cluster.describe()}",
         "model": anatomy.describe(),
-        "memory": f"about {fullest(placement, Kept.of(task, placement, dtypes, callbacks), dtypes)}",
+        "memory": f"about {fullest(placement, kept, dtypes)}",
         "data": f"{many(order.size, 'sample')}, {many(order.steps_per_epoch, 'step')} an epoch",
         **facts,
         "micro": f"{many(micro_batches, 'micro-batch', 'micro-batches')} a step",

@@ -15,7 +15,7 @@ from phalanx.launch.supervisor import Supervisor
 from phalanx.run import Run
 from phalanx.task import Task
 from phalanx.train.certificate import NotDone, certified
-from phalanx.train.loop import Summary
+from phalanx.train.summary import Summary
 from phalanx.train.utilisation import used
 from phalanx.verdict import Verdict
 from phalanx.watch.chart import chart, shows

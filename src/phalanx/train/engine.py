@@ -11,7 +11,6 @@ import platform
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import asdict
 from datetime import timedelta
 from functools import cached_property, partial
 from pathlib import Path
@@ -47,7 +46,7 @@ from phalanx.train.agreement import agree_on_kernels, check_agreement
 from phalanx.train.auto_comm import AutoComm
 from phalanx.train.beforehand import join_beforehand
 from phalanx.train.calling import Callbacks, Ended
-from phalanx.train.changes import allowed_changes, described
+from phalanx.train.changes import described
 from phalanx.train.clock import Clock
 from phalanx.train.evaluate import evaluate
 from phalanx.train.graphs import StepGraphs
@@ -60,6 +59,8 @@ from phalanx.train.optimizers import make_schedule
 from phalanx.train.parameter_groups import Clipping, frozen_first, set_rates
 from phalanx.train.scale import LossScale
 from phalanx.train.signals import Signals
+from phalanx.train.sites import Sites, agreed_weights
+from phalanx.train.standing import facts_of, resume
 from phalanx.train.steady import in_one_way, steady
 from phalanx.train.step import Metrics, passes
 from phalanx.train.turns import Turns
@@ -119,7 +120,7 @@ class Engine:
         """What this rank tells all ranks with the next step's sum; its metrics have those of any rank."""
         self.timeout, self.init_from, self.traffic, self.evaluates = timeout, init_from, traffic or Traffic(), evaluates
         self.clock = Clock(self.device, self.traffic.doing)
-        self.versions, self.allow_changes, self._waited, self._why = VERSIONS, allow_changes, 0.0, ""
+        self.versions, self.allow_changes, self._waited, self.why = VERSIONS, allow_changes, 0.0, ""
         self.changes: list[str] = []
         """What is other than when the state was saved that it went on from."""
         self.other_samples = False
@@ -141,10 +142,11 @@ class Engine:
         agree_on_kernels(self)
         blueprint = Blueprint(building(task), task.seed)
         self.anatomy = task.anatomy(blueprint.model)
-        placement = Placement.of(blueprint.model, self.anatomy, self.layout, self.dtypes)
+        placement = Placement.of(blueprint.model, self.anatomy, self.layout.site, self.dtypes)
         described_weights, begun = dict(blueprint.model.named_parameters()), self.init_from or task.pretrained()
         saved = None if begun is None else beginning(begun, blueprint.model, self.anatomy.tied, task)
-        self.spread = Spread(blueprint, placement, self.mesh, self.dtypes, self.device, task.seed, saved)
+        together = self.mesh.site(self.layout)
+        self.spread = Spread(blueprint, placement, together, self.dtypes, self.device, task.seed, saved)
         self.frozen = Frozen(self.spread, begun, task.seed)
         """Weights that are in no checkpoint."""
         undo.callback(self.spread.reduction.close)
@@ -157,18 +159,21 @@ class Engine:
         if task.turns and self.guard.spike:
             raise WrongUse("--spike holds a loss against the last ones, which are other turns' here. Leave it out.")
         shards, trained = self.turns.completed(self.spread.shards()), any(self.spread.trainable.values())
-        self.kept = Kept.of(task, placement, self.dtypes, self.callbacks.tasks, described_weights)
+        watching, local = self.callbacks.tasks, self.layout.local
+        self.kept = Kept.of(task, placement, self.dtypes, watching, described_weights, local)
         """What optimizer and callbacks will keep of each weight."""
         self.optimizer = spread_optimizer(task, self.spread, described_weights, shards, trained, self.kept)
         if self.layout.exact:
             in_one_way(self.optimizer, self.device)
-        self._numbers, self.update = Numbers(self.optimizer), Update(self.optimizer, self.spread, task.steps)
+        self.numbers, self.update = Numbers(self.optimizer), Update(self.optimizer, self.spread, task.steps)
         self.auto_comm = AutoComm(self)
         self.graphs = StepGraphs(self, partial(passes, self))
         undo.callback(self.graphs.forget)  # NCCL ends no communicator that a graph still uses
         self.loader = self.loader_of(data, self.order)
         check_agreement(self, "data", "model")
         check_writable(self.spread)
+        self.sites = None if local is None else Sites(self, local)
+        """Their agreement, where each trains by itself."""
         self.described = described(self)
         join_beforehand(self)
 
@@ -179,6 +184,7 @@ class Engine:
             ranks=self.mesh.size(*BATCH), rank=self.mesh.index(*BATCH), workers=self.task.workers,
             pin=self.device.type == "cuda", plain=stacks(self.task, data), bad_rows=self.task.bad_rows,
             leaves=self.layout.leaves(self.mesh.index(*BATCH)) if self.layout.exact else (),
+            together=self.spread.mesh.size(*BATCH),
         )  # fmt: skip
 
     @property
@@ -225,20 +231,29 @@ class Engine:
         metrics.seconds = {"data": self._waited, **metrics.seconds}
         self.step_number = batch.step + 1
         self.samples += metrics.slots
-        self.terms += metrics.count
-        if not metrics.skipped:
-            self.good = metrics.step
+        if self.sites is not None:
+            metrics.round = self.sites.after_step(metrics)
+        else:
+            self.terms += metrics.count
+            self.good = self.good if metrics.skipped else metrics.step
         self.callbacks.call("on_step", self, metrics)
         self.auto_comm.stepped(metrics)
         return metrics
 
+    @property
+    def just_agreed(self) -> range:
+        """The steps since all ranks last agreed on what to do, up to this one; none where they do not now."""
+        if self.sites is None:
+            return range(self.step_number, self.step_number + 1)
+        return self.sites.just_agreed
+
     def stop(self, why: str) -> None:
         """End the run after the next step, on all ranks. Any rank may ask for it, in a callback or between steps."""
-        self.signals.finish, self._why = True, self._why or why
+        self.signals.finish, self.why = True, self.why or why
 
     def agree_to_end(self) -> Ended:
         """After a step with the signal to finish: the run ends here. All ranks must call it."""
-        whys = [why for said in self.mesh.world.all_gather_words([self._why]) for why in said if why]
+        whys = [why for said in self.mesh.world.all_gather_words([self.why]) for why in said if why]
         self.ended = Ended(self.step_number, self.task.steps, whys[0] if whys else "a callback has ended it")
         return self.ended
 
@@ -253,38 +268,12 @@ class Engine:
         self.step_number = batch.step + 1
 
     def facts(self) -> dict[str, Any]:
-        """Where the run stands, beside its tensors: with both it can go on under any layout.
-
-        Samples and draws follow from the seed and the step, so that no generator has a state to be kept.
-        """
-        return {
-            "step": self.step_number, "samples": self.samples, "terms": self.terms, "scale": self.loss_scale.state(),
-            "guard": self.guard.state(), "compared": self.compared, "good": self.good, "fp8": self.spread.scales(),
-            "seed": self.task.seed, "global_batch": self.task.global_batch, "data": self.order.size,
-            "streams": ["order", "sample", "task", *self.anatomy.blocks], "task": type(self.task).__name__,
-            "layout": str(self.layout), "world": self.environment.world, "precision": self.task.precision,
-            **self.described, "versions": VERSIONS, "tied": dict(self.anatomy.tied),
-            **self._numbers.facts(), "callbacks": self.callbacks.state(), "ended": self.ended and asdict(self.ended),
-            "comm": self.auto_comm.state(),
-        }  # fmt: skip
+        """Where the run stands, beside its tensors: with both it can go on under any layout."""
+        return facts_of(self)
 
     def resume(self, facts: Mapping[str, Any]) -> None:
         """Go on from where a run stood; its tensors are in place."""
-        found = allowed_changes(self, facts, self.allow_changes)
-        self.changes, self.other_samples = [change.words for change in found], any(change.order for change in found)
-        self.step_number, self.samples, self.terms = facts["step"], facts["samples"], facts["terms"]
-        self.loss_scale.restore(facts["scale"])
-        self.guard.restore(facts["guard"])
-        self.compared, self.good = facts["compared"], facts.get("good")
-        self._numbers.restore(facts)
-        self.callbacks.restore(facts.get("callbacks", {}))
-        self.signals.finish, self._why = False, ""
-        self.ended = Ended.found(facts, self.task.steps)
-        self.spread.restore_scales(facts.get("fp8"))
-        self.auto_comm.restore(facts.get("comm", {}))
-        self.graphs.forget()
-        self.spread.reduction.settle()
-        self.spread.updated()
+        resume(self, facts)
 
     @cached_property
     def held_out(self) -> Loader | None:
@@ -302,7 +291,7 @@ class Engine:
             raise WrongUse(f"{type(self.task).__name__} keeps nothing aside to evaluate on. Give it a held_out().")
         try:
             self.spread.refresh()
-            with self.callbacks.evaluating(self):
+            with self.callbacks.evaluating(self), agreed_weights(self):
                 found = evaluate(self, self.held_out, batches, on_batch).results()
         except Exception as error:
             explain(error, self.spread.model, self.task)

@@ -66,7 +66,7 @@ class HeldMemory:
     def __init__(self, engine: Engine) -> None:
         self.engine, self.device = engine, engine.device
         placement, kept, dtypes = engine.spread.placement, engine.kept, engine.dtypes
-        self._gradients = held(placement, engine.mesh, kept, dtypes, 0.0).gradients
+        self._gradients = held(placement, engine.spread.mesh, kept, dtypes, 0.0).gradients
         self._parts = counted(engine, self.device)
         self._before = max(0, held_now(self.device) - sum(self._parts.values()))
         """Held before the first step, and by none of the parts: on a host Python and its libraries."""

@@ -99,7 +99,7 @@ class Logged:
     def _sums_of_new(self) -> list[float]:
         """Have all ranks know all names. All ranks must call it."""
         engine = self.engine
-        every = {name for names in engine.mesh.world.all_gather_words(self.unknown) for name in names}
+        every = {name for names in engine.spread.mesh.world.all_gather_words(self.unknown) for name in names}
         new = sorted(every - set(self.names))
         if len(self.names) + len(new) > MOST:
             raise WrongUse(
@@ -111,5 +111,5 @@ class Logged:
         if engine.layout.exact:
             return fold(by_leaf(engine, engine.mesh.world.gathered(table).flatten(0, 1))).tolist()
         sums = table.sum(0)
-        engine.mesh.world.all_reduce(sums).wait()
+        engine.spread.mesh.world.all_reduce(sums).wait()
         return sums.tolist()

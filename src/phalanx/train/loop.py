@@ -8,7 +8,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -26,7 +26,6 @@ from phalanx.launch.stopping import give_requests
 from phalanx.run import Run
 from phalanx.train.answering import note_answers, rehearse_answers
 from phalanx.train.bad_samples import note_bad_samples
-from phalanx.train.calling import Ended
 from phalanx.train.checkpointing import FULL_ATTEMPTS, Checkpointer
 from phalanx.train.collecting import CannotSummarise
 from phalanx.train.engine import Engine
@@ -36,7 +35,9 @@ from phalanx.train.recording import StepRecording
 from phalanx.train.replay import replay
 from phalanx.train.replicas import Corrupted, comparable, compare, is_compared
 from phalanx.train.restoring import Restorer
+from phalanx.train.sites import SitesRound
 from phalanx.train.step import Metrics
+from phalanx.train.summary import Summary
 from phalanx.train.utilisation import Utilisation
 
 
@@ -60,20 +61,6 @@ class Listener:
     evaluation: Callable[[int, dict[str, float]], None] = lambda step, measures: None
     resumed: Callable[[str, int], None] = lambda source, step: None
     said: Callable[[str], None] = lambda line: None
-
-
-@dataclass
-class Summary:
-    """What a run did, or as much of it as the last generation of ranks did."""
-
-    steps: int = 0
-    stopped: bool = False
-    """Somebody asked it to stop before its last step; its state is saved."""
-    held_out: dict[str, float] = field(default_factory=dict)
-    held_out_with: str = ""
-    """The callback whose weights it was evaluated with; nothing: with the model's."""
-    ended: Ended | None = None
-    """Where and why a callback has ended it before its last planned step."""
 
 
 @dataclass
@@ -240,29 +227,33 @@ class Loop:
         self.listener.step(metrics)
         if metrics.bad:
             self._note_bad(batch, metrics)
+        if not engine.just_agreed:
+            return True  # what is to be done is decided where all ranks know the same
+        told = metrics.round or metrics
         try:
-            engine.guard.note(metrics.loss, metrics.bad, metrics.step)
+            engine.guard.note(told.loss, told.bad, told.step)
         except BadNumbers:
-            engine.undo_count(metrics)  # so that whoever goes on begins with this step
+            if metrics.round is None:
+                engine.undo_count(metrics)  # so that whoever goes on begins with this step
             with suppress(BadNumbers):  # or from an earlier one, where the weights are bad themselves
                 self.checkpointer.save_now()
             raise
-        if metrics.bad and self._undone(metrics):
+        if told.bad and self._undone(told):
             return False
-        if metrics.signals.finish and engine.step_number < task.steps:
+        if told.signals.finish and engine.step_number < task.steps:
             ended = engine.agree_to_end()
             self.listener.said(f"    end  after step {ended.step} of {ended.of}: {ended.why}")
         last = engine.step_number == task.steps or engine.ended is not None
-        if self.compare_steps and (last or is_compared(engine.step_number, self.compare_steps)):
+        if self.compare_steps and (last or any(is_compared(n, self.compare_steps) for n in engine.just_agreed)):
             self.heartbeat.may_take_long()
             engine.traffic.doing("comparing replicas")
             self._compare()
-        if last or metrics.signals.stop:
+        if last or told.signals.stop:
             self.heartbeat.may_take_long(for_ever=True)
         engine.traffic.doing("checkpoint")
         with self.recording.checkpointing(store, last):
-            self.checkpointer.after_step(metrics.signals, last)
-        if metrics.signals.stop and not last:
+            self.checkpointer.after_step(told.signals, last)
+        if told.signals.stop and not last:
             self.summary.stopped = True
             return False
         if engine.ended is not None:
@@ -290,7 +281,7 @@ class Loop:
     def _evaluate_if_due(self) -> None:
         """Between two steps; after the last one it is done anyway."""
         engine, every = self.engine, self.engine.task.evaluate_every
-        due = every and engine.step_number % every == 0 and engine.step_number < engine.task.steps
+        due = every and any(n % every == 0 for n in engine.just_agreed) and engine.step_number < engine.task.steps
         if due and engine.held_out is not None:
             self._evaluate()
 
@@ -314,7 +305,7 @@ class Loop:
         self.listener.evaluation(step, self.summary.held_out)
         note_answers(self.engine, self.run, self.heartbeat.may_take_long)
 
-    def _undone(self, metrics: Metrics) -> bool:
+    def _undone(self, metrics: Metrics | SitesRound) -> bool:
         """A bad step: noted with its samples; rolled back where that is the policy, and there is a state to go to."""
         engine, step = self.engine, metrics.step
         told = f"step {step + 1}: {metrics.bad}"

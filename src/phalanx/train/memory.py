@@ -19,6 +19,7 @@ from phalanx.callbacks import EMA, Callback
 from phalanx.comm import ONCE, Comm
 from phalanx.kernels.moments import DTYPES
 from phalanx.layout import Layout
+from phalanx.local_updates import LocalUpdates
 from phalanx.parallel.communication.mesh import Grid
 from phalanx.parallel.weights.matrices import COPY, owners
 from phalanx.parallel.weights.placement import Placed, Placement
@@ -61,18 +62,19 @@ class Kept:
     whole: frozenset[str]
     """The weights that are updated whole, and whose state lies at their owners."""
     averages: int
-    """Callbacks that keep an average of each weight."""
+    """How often each weight is kept besides: callbacks' averages; of sites what they agreed on, and what moves it."""
     tried: bool = True
     """Whether this was found by an optimizer of weights without memory, of their whole shapes."""
 
     @classmethod
     def of(
         cls, task: Task, placement: Placement, dtypes: Dtypes, callbacks: Sequence[Callback],
-        described: Mapping[str, nn.Parameter] | None = None,
+        described: Mapping[str, nn.Parameter] | None = None, local: LocalUpdates | None = None,
     ) -> Kept:  # fmt: skip
         """``described``: the model's weights, with what its author noted on them, by which a task may choose."""
         shapes = {name: one.shape for name, one in placement.weights.items() if one.policy.trainable}
         averages = sum(isinstance(each, EMA) for each in callbacks)
+        averages += 0 if local is None else 1 + bool(local.outer(task.steps)[1])
         for device in ("meta", "cpu"):  # some want memory: they get that of one number
             weights = [_stand_in(name, shape, device, dtypes.parameter) for name, shape in shapes.items()]
             for weight, name in zip(weights, shapes, strict=True):
@@ -139,7 +141,7 @@ def _known(optimizer: optim.Optimizer, shape: torch.Size) -> int:
 def fullest(placement: Placement, kept: Kept, dtypes: Dtypes) -> Memory:
     """Of the rank that will hold most: ranks differ by their stages, and by the whole matrices that they own."""
     found, owned = [], owned_state(placement, kept)
-    layout = placement.layout
+    layout = placement.layout if placement.layout.local is None else placement.layout.site
     stages = layout.dp * len(owned[0])
     for stage, of_member in enumerate(owned):
         for member in {0, of_member.index(max(of_member))}:

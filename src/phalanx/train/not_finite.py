@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from phalanx.data.loader import StepBatch
 from phalanx.logits import Logits
+from phalanx.parallel.communication.mesh import AXES
 from phalanx.train.guard import first_not_finite
 from phalanx.train.rounds import copies, put_back
 from phalanx.train.step import compute
@@ -38,8 +39,9 @@ def located(engine: Engine, batch: StepBatch) -> dict[str, Any]:
     weight = first_not_finite((name, each.shard.data) for name, each in weights if each.trainable)
     gradients = [] if weight else _gradients(engine)
     module, words = _module(engine, batch)
-    told = engine.mesh.world.all_gather_words(["" if own_loss else "loss", weight, module, words, *gradients])
-    ranks = range(len(told))
+    world, ranks = engine.spread.mesh.world, engine.spread.mesh.members(AXES)
+    said = world.all_gather_words(["" if own_loss else "loss", weight, module, words, *gradients])
+    told = dict(zip(ranks, said, strict=True))
     with_weight = [rank for rank in ranks if told[rank][1]]
     with_module = [rank for rank in ranks if told[rank][2]]
     with_loss = [rank for rank in ranks if told[rank][0]]
@@ -55,7 +57,7 @@ def located(engine: Engine, batch: StepBatch) -> dict[str, Any]:
             f"the loss of {ranks_named(with_loss)}, while all that the model gives is finite when it is computed again"
         )
         return _event(words, "", with_loss)
-    names = list(dict.fromkeys(name for said in told for name in said[4:]))
+    names = list(dict.fromkeys(name for words in told.values() for name in words[4:]))
     if not names:
         return {}
     order = [name for name in engine.spread.trainable if name in names]

@@ -28,13 +28,14 @@ from phalanx.train.doctor import check_hosts
 from phalanx.train.engine import Engine
 from phalanx.train.guard import Guard
 from phalanx.train.job import Job
-from phalanx.train.loop import Listener, Loop, Summary
+from phalanx.train.loop import Listener, Loop
 from phalanx.train.overview import Overview
 from phalanx.train.placing import fitted
 from phalanx.train.profile.attached import profiled
 from phalanx.train.profile.exhausted import memory_told
 from phalanx.train.restoring import Restorer
 from phalanx.train.step import Metrics
+from phalanx.train.summary import Summary
 from phalanx.train.utilisation import Utilisation, peak_of
 from phalanx.watch.loggers import Logger
 from phalanx.watch.loggers.chosen import chosen
@@ -152,9 +153,13 @@ class Rank:
         return Checkpointer(
             engine, self.manager, self.job.options.policy(), generation=self.host.generation,
             slots=self.own[self.environment.local_rank],
-            guests=self._taken_in if len(set(self.environment.hosts)) > 1 else None, note=log.write,
-            settle=log.settle,
+            guests=self._taken_in if self._exchanges else None, note=log.write, settle=log.settle,
         )  # fmt: skip
+
+    @property
+    def _exchanges(self) -> bool:
+        """Whether hosts keep copies of each other's state. Sites do not: each has what all have agreed on."""
+        return len(set(self.environment.hosts)) > 1 and self.layout.local is None
 
     def _listener(self, engine: Engine, notes: list[str]) -> Listener:
         """Rank 0's screen, begun with what there is to note."""

@@ -45,7 +45,7 @@ class StepRecording:
         took = self._last - before if before else 0.0
         checkpoint, self._checkpoint = self._checkpoint, 0.0
         facts = vars(metrics).copy()
-        del facts["flops"]
+        del facts["flops"], facts["round"]
         numbers = {**facts.pop("communication"), "checkpoint_seconds": checkpoint}
         if took:  # what lies between the step before and this one, and is in no phase
             numbers["other_seconds"] = max(0.0, took - sum(metrics.seconds.values()) - checkpoint)
@@ -53,3 +53,5 @@ class StepRecording:
             numbers |= self.utilisation.measure(metrics, took)
         facts["signals"] = metrics.signals.names()
         self.log.step(facts, numbers, self.memory.changed(), self.engine.step_number == self.engine.task.steps)
+        if metrics.round is not None:
+            self.log.write("round", **vars(metrics.round) | {"signals": metrics.round.signals.names()})

@@ -52,7 +52,9 @@ def compare(engine: Engine) -> None:
     """Raise `Corrupted` on all ranks if any two of them differ. All ranks must call it."""
     found: list[str] = []
     for name, weight in engine.spread.weights.items():
-        found += _differing(engine, name, weight.shard.data, engine.mesh.group("dp"))
+        outer = engine.spread.outer
+        alike = weight.shard.data if outer is None else outer.agreed.get(name, weight.shard.data)
+        found += _differing(engine, name, alike, engine.mesh.group("dp"))
         if weight.storage.always_whole and weight.shard is not weight.full:
             found += _differing(engine, name, weight.full.data, weight.storage.group)
     told = [words for said in engine.mesh.world.all_gather_words(found) for words in said]

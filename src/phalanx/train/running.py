@@ -35,10 +35,10 @@ from phalanx.train.ending import conclude, not_done
 from phalanx.train.evaluated_beside import EvaluatedBeside
 from phalanx.train.folders import check_there, held_store
 from phalanx.train.job import Job
-from phalanx.train.loop import Summary
 from phalanx.train.placing import hosts_used
 from phalanx.train.profile.telling import tell_profile
 from phalanx.train.rank import Rank
+from phalanx.train.summary import Summary
 from phalanx.verdict import Verdict
 
 LINGER_SECONDS = 1.0

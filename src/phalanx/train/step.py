@@ -27,6 +27,7 @@ from phalanx.train.totals import Totals, counted
 if TYPE_CHECKING:
     from phalanx.train.engine import Engine
     from phalanx.train.rounds import Rounds
+    from phalanx.train.sites import SitesRound
 
 
 @dataclass
@@ -48,9 +49,8 @@ class Metrics:
     count: float
     """Terms of the loss in the global batch: samples, or tokens."""
     slots: int
-    """Samples in the global batch."""
     samples: str
-    """A hash of their ids."""
+    """How many are in the global batch, and a hash of their ids."""
     skipped: bool
     """Something was bad, or nothing counted, so no rank updated."""
     bad: str
@@ -61,11 +61,11 @@ class Metrics:
     communication: dict[str, float]
     """Seconds that collectives took of it, ``exposed_AXIS`` and ``overlapped_AXIS`` with what it computed."""
     signals: Signals = field(default_factory=Signals)
-    """Of any rank."""
     turn: str = ""
     """Whose turn it was, where steps train parts of a model in turn."""
     flops: float = 0.0
     """Of the model for this rank's share of the samples, where they are known."""
+    round: SitesRound | None = None  # of all sites, which agree after this step; the rest is of this rank's
 
 
 def train_step(engine: Engine, batch: StepBatch, rounds: Rounds | None = None) -> Metrics:

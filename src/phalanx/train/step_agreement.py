@@ -59,7 +59,7 @@ def _summed(engine: Engine, sums: Tensor, trained: int) -> Agreed:
     numbers = torch.cat([own[:2], gradients.norm_squared()[None], _told(engine, trained), own[2:], apart, timed])
     summed_over_ranks(engine, numbers)
     total, count, squared, missing, trained_by_all, *rest = engine.auto_comm.agreed(numbers.tolist())
-    alike = trained_by_all == trained * engine.mesh.world.size
+    alike = trained_by_all == trained * engine.spread.mesh.world.size
     signals, named = Signals.unpacked(rest[: len(NAMES)]), rest[len(NAMES) : len(rest) - len(apart)]
     norm, *norms = (math.sqrt(each) if each >= 0 else math.nan for each in (squared, *rest[len(rest) - len(apart) :]))
     return Agreed(total, count, named, norm, norms, missing, signals, alike)
@@ -85,8 +85,8 @@ def _told(engine: Engine, trained: int) -> Tensor:
 
 
 def summed_over_ranks(engine: Engine, numbers: Tensor) -> Tensor:
-    """A few numbers of a step, summed over all ranks, in place."""
-    engine.mesh.world.all_reduce(numbers).wait()
+    """A few numbers of a step, summed over all ranks that make it together, in place."""
+    engine.spread.mesh.world.all_reduce(numbers).wait()
     return numbers
 
 

@@ -63,14 +63,20 @@ class Turns:
             if step < task.steps:
                 self._check_some(step)
 
+    @property
+    def leaves_out(self) -> str:
+        """What may leave weights out of steps that come after some which trained them; nothing, mostly."""
+        stopping = sorted({type(each).__name__ for each in self._choosing if not _only_begins(each)})
+        if len(set(self.task.turns)) > 1:
+            return "its turns leave"
+        return f"{', '.join(stopping)} may leave" if stopping else ""
+
     def _check_owing(self, layout: Layout) -> None:
         """Refuse to owe gradients of weights that a later step may leave out: what is owed of them would be lost."""
         method = Comm.parse(layout.comm)
         if method is None or not method.owes or not layout.coded_axis:
             return
-        stopping = sorted({type(each).__name__ for each in self._choosing if not _only_begins(each)})
-        if len(set(self.task.turns)) > 1 or stopping:
-            why = "its turns leave" if len(set(self.task.turns)) > 1 else f"{', '.join(stopping)} may leave"
+        if why := self.leaves_out:
             raise WrongUse(
                 f"comm={layout.comm} owes what it did not send of a gradient, and of {type(self.task).__name__} {why} "
                 "weights out of later steps, where that would be lost. Use comm=int8 or comm=bf16, which owe nothing."

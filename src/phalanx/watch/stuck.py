@@ -15,7 +15,7 @@ STILL_SECONDS, TIMES_MEDIAN, LAST_STEPS = 5.0, 10, 32
 """In a run that goes on, a rank may stand still for so long, or for so many times the median of so many steps."""
 LEAST_STEPS = 4
 """Steps from which that is known."""
-LONG = ("start-up", "checkpoint", "evaluation", "ending", "comparing replicas")
+LONG = ("start-up", "checkpoint", "evaluation", "ending", "comparing replicas", "outer step")
 LONG_SECONDS = 60.0
 """And for so long in what is no step, and in the first ones."""
 SHOWN = 8

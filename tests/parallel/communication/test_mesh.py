@@ -154,3 +154,33 @@ def test_axes_that_few_speak_along_together_share_a_group_where_there_is_one(ran
     assert ranks(4, joint, Layout(fsdp=2, tp=2))[0] == ("world", True, 6.0)
     assert ranks(4, joint, Layout(dp=2, pp=2))[2] == (None, True, 2.0)
     assert ranks(8, joint, Layout(dp=2, fsdp=2, tp=2))[5] == ("fsdpxtp", False, 22.0)
+
+
+def test_sites_are_outermost_and_their_ranks_neighbours() -> None:
+    layout = Layout.parse("dp=2,pp=2,fsdp=2,comm=local:4")
+    grids = [Grid(layout, rank) for rank in range(8)]
+    assert [(g.coordinates["dp"], g.coordinates["pp"], g.coordinates["fsdp"]) for g in grids[3:6]] == [
+        (0, 1, 1), (1, 0, 0), (1, 0, 1),
+    ]  # fmt: skip
+    assert grids[6].members(("dp",)) == (2, 6)
+    site = Grid(layout.site, 6)
+    assert site.members(AXES) == (4, 5, 6, 7)
+    assert site.members(("pp",)) == (4, 6)
+    assert (site.index(*AXES), site.index("pp"), site.size(*AXES), site.members(("dp",))) == (2, 1, 4, (6,))
+
+
+def of_a_site() -> tuple[list[str], bool, float]:
+    layout = Layout.parse("dp=2,fsdp=2,comm=local:4")
+    mesh = Mesh(layout, dist.get_rank(), timedelta(seconds=17))
+    site = mesh.site(layout)
+    total = torch.tensor([float(dist.get_rank())])
+    site.world.all_reduce(total).wait()
+    found = [site.world.name, mesh.world.name, site.group("dp").name]
+    shared = site.group(*SHARD) is mesh.group(*SHARD) and site.everybody is mesh and site.group("dp").alone
+    mesh.world.all_gather_words([])
+    mesh.close()
+    return found, shared, total.item()
+
+
+def test_a_site_is_a_mesh_of_its_own(ranks: Ranks) -> None:
+    assert ranks(4, of_a_site) == [(["fsdp", "dpxfsdp", ""], True, total) for total in (1.0, 1.0, 5.0, 5.0)]

@@ -98,8 +98,8 @@ class GlobalBatchNorm(Layer):
         module.num_batches_tracked += 1
         share = 1 / float(module.num_batches_tracked) if module.momentum is None else module.momentum
         unbiased = variance * (count / (count - 1).clamp_min(1))
-        module.running_mean.lerp_(mean.to(module.running_mean.dtype), share)
-        module.running_var.lerp_(unbiased.to(module.running_var.dtype), share)
+        for running, now in ((module.running_mean, mean), (module.running_var, unbiased)):
+            running.lerp_(torch.where(count > 0, now.to(running.dtype), running), share)  # a site may have no samples
 
 
 def spread_batchnorm(model: nn.Module, group: Communicator, ranks: int, moment: Moment) -> None:

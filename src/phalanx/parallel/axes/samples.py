@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -176,7 +177,8 @@ class Samples:
         self._check(x)
         if self._spans is None:
             return torch.arange(len(x), device=x.device)
-        return torch.tensor(self.moment.slots, device=x.device)
+        every = sorted(slot for ranges in self._spans() for start, stop in ranges for slot in range(start, stop))
+        return torch.tensor(np.searchsorted(every, self.moment.slots), device=x.device)
 
     def need_all(self, why: str) -> None:
         """Compute the step again, with all micro-batches at once; refused where that cannot be done."""

@@ -51,14 +51,22 @@ class Grid:
     """Where one rank stands on each axis, and whom it shares groups with: arithmetic, without a process group."""
 
     def __init__(self, layout: Layout, rank: int) -> None:
+        """A rank beyond the layout's is one of another site, where there are several of this layout."""
+        self.order = AXES if layout.local is None else ("dp", *(axis for axis in AXES if axis != "dp"))
+        """From the outermost: sites are further apart than stages."""
         self.degrees = {axis: getattr(layout, axis) for axis in AXES}
-        self.ep, self.rank = layout.ep, rank
+        self.ep, self.rank, self.first = layout.ep, rank, rank - rank % layout.world
         self.rings = layout.stages > layout.pp
         self.coordinates: dict[str, int] = {}
-        for axis in reversed(AXES):
+        for axis in reversed(self.order):
             rank, self.coordinates[axis] = divmod(rank, self.degrees[axis])
-        self._strides = {axis: math.prod(self.degrees[a] for a in AXES[i + 1 :]) for i, axis in enumerate(AXES)}
+        self._strides = {
+            axis: math.prod(self.degrees[after] for after in self.order[place + 1 :])
+            for place, axis in enumerate(self.order)
+        }
         self._members: dict[tuple[str, ...], tuple[int, ...]] = {}
+        self._all = "world"
+        """What all of its ranks are called."""
 
     def members(self, axes: tuple[str, ...]) -> tuple[int, ...]:
         """The ranks that differ from this one along these axes alone, itself among them."""
@@ -75,8 +83,8 @@ class Grid:
 
     def among(self, **indices: Sequence[int] | None) -> list[int]:
         """The ranks at these indices of some axes (None: at any) and at this one's of the others."""
-        found = [0]
-        for axis in AXES:
+        found = [self.first]
+        for axis in self.order:
             at: Sequence[int] = [self.coordinates[axis]]
             if axis in indices:
                 chosen = indices[axis]
@@ -94,7 +102,7 @@ class Grid:
         if axes in (EXPERTS, EXPERT_SHARD):
             return divmod(self.index(*SHARD), self.ep)[axes == EXPERTS]
         place = 0
-        for axis in AXES:
+        for axis in self.order:
             if axis in axes:
                 place = place * self.degrees[axis] + self.coordinates[axis]
         return place
@@ -135,27 +143,37 @@ class Grid:
         if axes in (SHARD, EXPERT_SHARD):
             shards = "fsdpxcp" if self.degrees["cp"] > 1 else "fsdp"
             return shards if axes == SHARD or self.ep == 1 else f"{shards} of experts"
-        return "world" if axes == AXES else "x".join(a for a in axes if self.degrees.get(a, 2) > 1)
+        return self._all if axes == AXES else "x".join(a for a in axes if self.degrees.get(a, 2) > 1)
 
 
 class Mesh(Grid):
     """A rank's place in the grid, and a communicator along each axis."""
 
-    def __init__(self, layout: Layout, rank: int, timeout: timedelta, traffic: Traffic | None = None) -> None:
-        """``traffic``: where what is said along all axes is counted."""
+    def __init__(
+        self, layout: Layout, rank: int, timeout: timedelta, traffic: Traffic | None = None, within: Mesh | None = None
+    ) -> None:
+        """``traffic``: where what is said along all axes is counted.
+
+        ``within``: of all sites, where this is the mesh of one: groups that are the same are shared.
+        """
         super().__init__(layout, rank)
-        self.traffic = traffic or Traffic()
+        self._all = "world" if within is None else "site"
+        self.traffic, self.everybody = traffic or Traffic(), within or self
+        """All ranks, of this site and of others."""
+        self._sites: list[Mesh] = []
+        shared: dict[Members, Communicator] = {} if within is None else within._made
         wanted, lanes = self.groups(), self.lanes()
         self._number = default_store().add(f"meshes of rank {rank}", 1) if wanted else 0  # in this world, so far
         nccl = bool(wanted) and dist.get_backend() == "nccl"
         self._device = device = torch.device("cuda", torch.cuda.current_device()) if nccl else None
         self._timeout = timeout
-        self._made = {group: self._make(group) for group in dict.fromkeys([*wanted.values(), *lanes.values()])}
+        every = dict.fromkeys([*wanted.values(), *lanes.values()])
+        self._made: dict[Members, Communicator] = {g: self._make(g) for g in every if g not in shared}
         self._groups: dict[tuple[str, ...], Communicator] = {
-            axes: self._made[wanted[axes]] if axes in wanted else self.alone(*axes) for axes in GROUPS
+            axes: (self._made | shared)[wanted[axes]] if axes in wanted else self.alone(*axes) for axes in GROUPS
         }
-        self._lanes = {lane: self._made[group] for lane, group in lanes.items()}
-        if device is not None:
+        self._lanes = {lane: (self._made | shared)[group] for lane, group in lanes.items()}
+        if device is not None and within is None:
             self._connect(device)
 
     def _make(self, group: Members) -> Communicator:
@@ -181,6 +199,13 @@ class Mesh(Grid):
             else:
                 lane.send(number, receiver).wait()
 
+    def site(self, layout: Layout) -> Mesh:
+        """Of the ranks that make a step together: all, or this rank's site. All ranks must ask for it."""
+        if layout.local is None:
+            return self
+        self._sites.append(Mesh(layout.site, self.rank, self._timeout, self.traffic, within=self))
+        return self._sites[-1]
+
     def group(self, *axes: str) -> Communicator:
         """The ranks along these axes."""
         return self._groups[axes]
@@ -193,7 +218,7 @@ class Mesh(Grid):
         ranks = self.members(axes)
         if len(ranks) == 1:
             return self.alone(*axes)
-        for group, made in self._made.items():
+        for group, made in (self.everybody._made | self._made).items():
             if group.ranks == ranks:
                 return made
         group = Members(ranks, self._called(axes), f"{'x'.join(axes)} of {ranks[0]}")
@@ -210,6 +235,8 @@ class Mesh(Grid):
 
     def close(self) -> None:
         """Take the process groups apart."""
+        for site in self._sites:
+            site.close()
         for communicator in self._made.values():
             forget(communicator)
             communicator.close()

@@ -17,6 +17,7 @@ from phalanx.parallel.weights.packing import Packing, one_room
 from phalanx.parallel.weights.storage import Storage
 from phalanx.parallel.weights.weight import Weight
 
+BUCKET_BYTES = 25 << 20
 LEFT = "filled", "_made", "gradients", "owned", "_places", "_own", "accumulating", "as_made"
 COPIED = "filled", "_made"
 
@@ -267,3 +268,16 @@ class Bucket:
                 if self.gradient_packing.padded:
                     self.gradients.zero_()  # between the rows, or a norm would see what lay there
         return self.gradients
+
+
+def by_size(weights: Sequence[Weight]) -> list[list[Weight]]:
+    """Weights in the order in which backward reaches them, in runs of about ``BUCKET_BYTES``."""
+    runs: list[list[Weight]] = [[]]
+    size = 0
+    for weight in reversed(weights):
+        if size >= BUCKET_BYTES:
+            runs.append([])
+            size = 0
+        runs[-1].append(weight)
+        size += weight.full.numel() * weight.full.element_size()
+    return runs

@@ -32,6 +32,8 @@ class Reduction:
         self.buckets, self.replicas, self.gathering = buckets, replicas, gathering
         self.on_gradient: Callable[[str, Tensor], None] | None = None
         """Told each gradient that this rank's own backward made, before it is summed over ranks."""
+        self.unsettled: list[Callable[[], None]] = []
+        """What is left to be done with a saved state that is being taken up."""
         if gathering is not None:
             gathering.on_done = self.done
         low_rank = [bucket.coded for bucket in buckets if isinstance(bucket.coded, LowRankGradients)]
@@ -159,6 +161,8 @@ class Reduction:
 
     def settle(self) -> None:
         """A saved state has been taken up."""
+        while self.unsettled:
+            self.unsettled.pop()()
         for bucket in self.buckets:
             if bucket.coded is not None:
                 bucket.coded.settle()

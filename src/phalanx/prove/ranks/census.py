@@ -28,7 +28,7 @@ SOME = (0, math.inf)
 def expected(engine: Engine, micro_batches: int) -> Bounds:
     """What the algebra of the layout says that this rank sends in a step."""
     found: Bounds = {}
-    mesh, spread = engine.mesh, engine.spread
+    mesh, spread = engine.spread.mesh, engine.spread
     trained = [bucket for bucket in spread.buckets if bucket.trainable]
     dp = mesh.group("dp")
     if not dp.alone:
@@ -78,7 +78,7 @@ def _agreed(engine: Engine, world: Communicator) -> int:
 
 
 def _activations(engine: Engine) -> Bounds:
-    mesh, spread = engine.mesh, engine.spread
+    mesh, spread = engine.spread.mesh, engine.spread
     found: Bounds = {}
     travels = spread.placement.travels(mesh)
     found |= {(axis, kind): SOME for axis in ("tp", "cp") for kind in travels.get(axis, ())}
@@ -102,7 +102,7 @@ def _matrices(engine: Engine) -> Bounds:
     """Whole matrices on their way to whoever updates them, and back."""
     if all(weight.optimized is weight.shard for weight in engine.spread.weights.values()):
         return {}
-    group = engine.mesh.joint(*COPY)
+    group = engine.spread.mesh.joint(*COPY)
     return {} if group.alone else {(group.name, "all-to-all"): SOME}
 
 
@@ -117,6 +117,35 @@ def _wide(bucket: Bucket) -> int:
 
 def _both_ways(group: Communicator) -> float:
     return 2 * (group.size - 1) / group.size
+
+
+def crossing(
+    engine: Engine, calls: Counter[tuple[str, str]], sent: Counter[tuple[str, str]]
+) -> Iterator[tuple[str, str, str]]:
+    """The same of what sites that train by themselves say to each other: nothing, but where they agree."""
+    local, outer, step = engine.layout.local, engine.spread.outer, engine.step_number
+    if local is None or outer is None or step == engine.task.steps:
+        return
+    names = {engine.mesh.group("dp").name, engine.mesh.world.name} - {engine.spread.mesh.world.name}
+    said = {key for key in calls if key[0] in names}
+    moves = [local.arriving(step), local.leaving(step), local.arriving(step + local.overlap // 2)]
+    if said and all(number is None for number in moves):
+        axis, kind = min(said)
+        yield axis, kind, f"{sent[axis, kind]:,} bytes of {kind} over {axis}, where sites train by themselves"
+    leaving = local.leaving(step)
+    if leaving is not None and not local.overlap:
+        fragment = outer.fragments[leaving]
+        most = fragment.length * fragment.dtype.itemsize * _both_ways(outer.sites)
+        if fragment.codec is not None:
+            most = sum(fragment.codec.sent(fragment.length, fragment.dtype, outer.sites.size).values())
+        found = sum(count for (axis, _), count in sent.items() if axis == outer.sites.name)
+        agreed = engine.mesh.world.name == outer.sites.name and engine.just_agreed
+        if found < round(most) or (not agreed and found > round(most)):
+            yield (
+                outer.sites.name,
+                "",
+                f"{found:,} bytes over {outer.sites.name}, where an outer step needs {most:,.0f}",
+            )
 
 
 def amiss(

@@ -81,8 +81,10 @@ class TrialOutcome:
 
     def _disagreements(self) -> Iterator[Difference]:
         """What ranks hold or decided alike must be so to the last bit."""
+        firsts = {told.site: told for told in reversed(self.told)}
         for told in self.told[1:]:
-            for step, (here, there) in enumerate(zip(told.metrics, self.told[0].metrics, strict=True)):
+            for step, (here, there) in enumerate(zip(told.metrics, firsts[told.site].metrics, strict=True)):
+                there = there | {"round": self.told[0].metrics[step]["round"]}
                 for name in here:
                     if repr(here[name]) != repr(there[name]):
                         found, expected = str(here[name]), str(there[name])
@@ -152,7 +154,8 @@ class ProofRanks:
     def _elsewhere(self, case: int) -> tuple[str, str]:
         if case not in self._saved:
             folder = tempfile.mkdtemp(dir=self._folder.name)
-            write_reference(trial.CASES[case].task, trial.CASES[case].standard, folder)
+            held = trial.CASES[case]
+            write_reference(held.task, held.standard, folder, held.half, held.sites)
             self._saved[case] = folder, ONE_DEVICE
         return self._saved[case]
 

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any
 
 from torch import Tensor
@@ -92,8 +93,9 @@ class Interruption:
 
     def after_step(self) -> bool:
         """Save what is due; True if the run is to be interrupted now."""
-        done = self.witness.engine.step_number
-        if done == self.half - 1 and self.resume.thorough:
+        engine = self.witness.engine
+        done, local = engine.step_number, engine.layout.local
+        if done == self.half - (1 if local is None else local.every) and self.resume.thorough:
             self.noted[done] = Noted.of(self.witness, done - 1)
             self.checkpointer.stage(save=False)
         if done < self.half:
@@ -111,7 +113,7 @@ class Interruption:
         witness = self.witness
         if engine is not witness.engine:
             witness.watch(engine)
-        in_memory = list(self._memory()) if self.resume.thorough else []
+        in_memory = list(self._memory()) if len(self.noted) > 1 else []
         checkpoint = CheckpointManager(Folder(self.resume.elsewhere)).open(self.half)
         checkpoint.read(State(engine.spread, engine.optimizer).wanted(checkpoint.manifest))
         engine.resume(checkpoint.manifest.facts)
@@ -173,7 +175,7 @@ class Interruption:
         return [
             ("step", engine.step_number, len(done)),
             ("samples", engine.samples, sum(len(s.ids) for s in done)),
-            ("terms", engine.terms, sum(s.count for s in done)),
+            ("terms", engine.terms, sum(s.terms for s in done)),
         ]
 
     def _difference(self, rung: str, name: str, error: float, words: str, fault: str) -> Difference:
@@ -205,6 +207,9 @@ def emptied(engine: Engine) -> Engine:
             _empty(tensor)
     for _, buffer in engine.spread.whole.replicated():
         _empty(buffer)
+    outer = engine.spread.outer
+    for kept in (*outer.agreed.values(), *outer.velocity.values()) if outer is not None else ():
+        _empty(kept)
     for bucket in engine.spread.buckets:
         for owed in bucket.coded.all_owed() if bucket.coded is not None else ():
             _empty(owed.now)
@@ -235,24 +240,29 @@ def file_name(rung: str, name: str, saved: Checkpoint) -> str:
     return next((n for n in names or [f"model/{name}"] if n in saved.manifest.tensors), "")
 
 
-def write_reference(task: Task, standard: Standard, folder: str) -> None:
-    """One device's checkpoint at the half, from what the reference had, by nothing but the format's own words."""
+def write_reference(task: Task, standard: Standard, folder: str, half: int = 0, sites: Sequence[Standard] = ()) -> None:
+    """One device's checkpoint at the half, from what the reference had, by nothing but the format's own words.
+
+    ``half``: that step, if it is not the trial's. ``sites``: of each what one device had as that site.
+    """
     assert isinstance(task, Hostile)
-    half = task.proof_trial.half
-    last, done = standard.steps[half - 1], standard.steps[:half]
+    half = half or task.proof_trial.half
+    done = standard.steps[:half]
     facts = {
-        "step": half, "samples": sum(len(s.ids) for s in done), "terms": sum(s.count for s in done),
+        "step": half, "samples": sum(len(s.ids) for s in done), "terms": sum(s.terms for s in done),
         "scale": [1.0, 0, True], "guard": Guard().state(), "compared": None, "options": {}, "attributes": {},
         "seed": task.seed, "global_batch": task.global_batch, "data": task.proof_trial.size,
         "order": task.proof_order.facts(),
     }  # fmt: skip
     manager, unfinished = CheckpointManager(Folder(folder)), CheckpointManager(Folder(folder)).commits.writing(0, half)
     manager.fence(0)
-    write_part(manager.store, unfinished, 0, _pieces(standard, last), facts, {})
+    pieces = chain.from_iterable(_of_site(one, half - 1, number) for number, one in enumerate(sites))
+    write_part(manager.store, unfinished, 0, pieces if sites else _pieces(standard, half - 1), facts, {})
     manager.commit(0, half, 1, 60.0, lambda: False)
 
 
-def _pieces(standard: Standard, last: Any) -> Iterator[Piece]:
+def _pieces(standard: Standard, step: int) -> Iterator[Piece]:
+    last = standard.steps[step]
     for name, value in (last.weights | last.buffers).items():
         if name in standard.saved:
             yield f"model/{name}", Box.whole(value), tuple(value.shape), value
@@ -260,3 +270,17 @@ def _pieces(standard: Standard, last: Any) -> Iterator[Piece]:
         for key, value in moments.items():
             kind = "optimizer" if value.ndim or value.shape == last.weights[name].shape else "counters"
             yield f"{kind}/{key}/{name}", Box.whole(value), tuple(value.shape), value
+
+
+def _of_site(standard: Standard, step: int, site: int) -> Iterator[Piece]:
+    """What a site has of its own; the first says what all have agreed on."""
+    last = standard.steps[step]
+    agreed, velocity = last.agreed or {}, last.velocity or {}
+    for name, box, shape, value in _pieces(standard, step):
+        weight = name.removeprefix("model/")
+        if weight == name or weight in agreed:
+            yield f"sites/{site}/{name}", box, shape, value
+        if weight != name and not site:
+            yield name, box, shape, agreed.get(weight, value)
+    for name, value in velocity.items() if not site else ():
+        yield f"outer/velocity/{name}", Box.whole(value), tuple(value.shape), value

@@ -47,10 +47,20 @@ class Case:
     """Of the reference."""
     one: One = "never"
     """Where its layouts have one micro-batch alone."""
+    sites: list[Standard] = field(default_factory=list)
+    """Where sites train by themselves, what each is held against; the first is the standard."""
+    half: int = 0
+    """The step before which a run is interrupted; 0: the trial's."""
     dtypes: str = field(init=False)
 
     def __post_init__(self) -> None:
+        assert isinstance(self.task, Hostile)
         self.dtypes = DTYPES[self.task.precision].table()
+        self.half = self.half or self.task.proof_trial.half
+
+    def standard_of(self, engine: Engine) -> Standard:
+        """What a rank is held against."""
+        return self.sites[engine.mesh.index("dp")] if engine.sites is not None else self.standard
 
     def as_run(self, layout: Layout) -> Layout:
         """A layout with the micro-batches of the proof."""
@@ -85,7 +95,7 @@ class Stopped(Exception):
 def attest(case: int, layout: Layout, bug: str | None, resume: Resume | None = None) -> Testimony:
     """A rank's testimony of one run, interrupted half way if there is where to ``resume`` from."""
     told: Testimony = _run(
-        case, layout, bug, lambda engine: Witness(engine, CASES[case].standard, CASES[case].dtypes), resume
+        case, layout, bug, lambda engine: Witness(engine, CASES[case].standard_of(engine), CASES[case].dtypes), resume
     )
     told.imported = sorted({str(file) for file in user_code.modules().values()})
     return told
@@ -131,7 +141,7 @@ class TrialRun:
 
     def __init__(self, case: Case, layout: Layout, resume: Resume | None) -> None:
         assert isinstance(case.task, Hostile)
-        self.task, self.standard, self.layout, self.resume = case.task, case.standard, layout, resume
+        self.case, self.task, self.layout, self.resume = case, case.task, layout, resume
         self.calls: list[Call] = []
         self.traffic = Traffic()
         self.traffic.watchers.append(self.launched)
@@ -152,7 +162,7 @@ class TrialRun:
             self.watching = watch(engine)
             if self.resume is not None:
                 slots = _slots(engine.environment.world)
-                interruption = Interruption(self.resume, self.watching, self.task.proof_trial.half, slots)
+                interruption = Interruption(self.resume, self.watching, self.case.half, slots)
                 until_half.callback(interruption.close)
                 self._until_half(engine, interruption)
                 if self.resume.thorough:
@@ -186,10 +196,11 @@ class TrialRun:
         if self.layout.tp == 1:
             engine.spread.probe.untried.clear()
         self.task.proof_trial.moment = engine.spread.moment
-        _steady(engine, self.standard)
-        self.standard.decisions.resting = True
+        standard = self.case.standard_of(engine)
+        _steady(engine, standard)
+        standard.decisions.resting = True
         join_beforehand(engine)  # once more, in the arithmetic of the proof
-        self.standard.decisions.resting = False
+        standard.decisions.resting = False
         return engine
 
 

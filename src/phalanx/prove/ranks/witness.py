@@ -19,12 +19,13 @@ from phalanx.callbacks import Callback
 from phalanx.data.loader import StepBatch
 from phalanx.parallel.weights.weight import Weight
 from phalanx.prove.ladder import Difference, Standard, off, size
-from phalanx.prove.ranks.census import amiss, expected
+from phalanx.prove.ranks.census import amiss, crossing, expected
 from phalanx.prove.reference.evaluation import Measures, in_words, off_by
 from phalanx.prove.reference.loop import as_moment, options
 from phalanx.task import rates
 from phalanx.train.engine import Engine
 from phalanx.train.evaluate import evaluate
+from phalanx.train.sites import agreed_weights
 from phalanx.train.step import Metrics
 
 FAR = (1, 4, 20, 100, 1000)
@@ -51,6 +52,8 @@ class Testimony:
     """At the end, by what it is: checksums of all that is held. Whoever holds the same must hold the same bits."""
     imported: list[str] = field(default_factory=list)
     """The files of the user's modules that this rank has imported."""
+    site: int = 0
+    """Where sites train by themselves; ranks of one have the same numbers."""
 
 
 class Witness(Callback):
@@ -58,7 +61,8 @@ class Witness(Callback):
 
     def __init__(self, engine: Engine, standard: Standard, dtypes: str) -> None:
         self.standard, self.dtypes = standard, dtypes
-        self.told = Testimony(engine.environment.rank, dict(engine.mesh.coordinates))
+        site = engine.mesh.index("dp") if engine.sites is not None else 0
+        self.told = Testimony(engine.environment.rank, dict(engine.mesh.coordinates), site=site)
         self.step = 0
         self.astray = False
         """A step came that is not the next: what follows cannot be compared."""
@@ -160,7 +164,8 @@ class Witness(Callback):
         """What held-out data gives before the last step; the rows of all samples are on one rank."""
         assert self.engine.held_out is not None
         self.standard.decisions.resting = True
-        found = evaluate(self.engine, self.engine.held_out)
+        with agreed_weights(self.engine):
+            found = evaluate(self.engine, self.engine.held_out)
         self.standard.decisions.resting = False
         here = dict(Measures(found.sums, found.gathered or {}, found.numbers).items())
         self.step -= 1
@@ -197,6 +202,8 @@ class Witness(Callback):
         if not want.skipped:
             for axis, kind, words in amiss(calls, sent, expected(self.engine, len(batch.micro_batches))):
                 self._note("communication", f"{kind} over {axis}", math.inf, words)
+        for axis, kind, words in crossing(self.engine, calls, sent):
+            self._note("communication", f"{kind} over {axis}", math.inf, words)
         self.went_on()
         self.step += 1
 
@@ -266,7 +273,7 @@ class Witness(Callback):
             for name, held in self.engine.optimizer.state.get(weight.optimized, {}).items():
                 if (moment := as_moment(held)) is not None:
                     where = (None, 0, 0) if whole else place[1:]
-                    self.told.state["moments", f"{weight.name} {name}", *where] = checksum(moment)
+                    self.told.state["moments", f"{weight.name} {name}", self.told.site, *where] = checksum(moment)
         for name, buffer in self.engine.spread.model.named_buffers():
             if self.holding.here(name):
                 self.told.state["buffers", name, None, 0, 0] = checksum(buffer)
@@ -278,7 +285,7 @@ class Witness(Callback):
         if not self.astray:
             self._same("ledger", "steps done", self.engine.step_number, len(done))
             self._same("ledger", "samples trained on", self.engine.samples, sum(len(step.ids) for step in done))
-            terms = sum(step.count for step in done if math.isfinite(step.count))
+            terms = sum(step.terms for step in done if math.isfinite(step.terms))
             if not math.isclose(self.engine.terms, terms, rel_tol=1e-9):
                 self._same("ledger", "terms trained on", self.engine.terms, terms)
 

@@ -78,6 +78,6 @@ def rounded(kind: str, x: Tensor) -> Tensor:
 
 
 def rounding(layout: Layout) -> str:
-    """What of a layout rounds, in its own words."""
+    """What of a layout rounds, or has sites train by themselves, in its own words."""
     narrow = f"activations={layout.activations}" if layout.activations != EXACT and layout.pp * layout.ep > 1 else ""
-    return ",".join(filter(None, [f"comm={layout.comm}" if layout.coded_axis else "", narrow]))
+    return ",".join(filter(None, [f"comm={layout.comm}" if layout.coded_axis or layout.local else "", narrow]))

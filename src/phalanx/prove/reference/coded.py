@@ -56,7 +56,7 @@ class Coded(Plain):
         """Before this step sums are exact."""
         self.over_shards = layout.coded_axis == "fsdp"
         self.micro_batches = layout.micro_batches(batch)
-        self.pieces = {name: list(_pieces(name, placement)) for name in placement.weights}
+        self.pieces = {name: list(parts_of(name, placement)) for name in placement.weights}
         """By weight, the indices of each part that a rank holds, in order."""
         self.exact = {name for name in self.pieces if not {"tp", "pp"}.isdisjoint(placement.summed_over(name))}
         """Weights to whose gradient other ranks add too."""
@@ -155,7 +155,7 @@ def _largest(block: Tensor, percent: float) -> Tensor:
     return block.index_fill(0, order[count:], 0)
 
 
-def _pieces(name: str, placement: Placement) -> Iterator[Tensor]:
+def parts_of(name: str, placement: Placement) -> Iterator[Tensor]:
     """The indices into a flat weight of each part of it that is a rank's own."""
     for part, ranks in parts(name, placement):
         for rank in range(ranks):

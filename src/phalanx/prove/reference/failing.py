@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from phalanx.errors import CannotHere, WrongUse
 from phalanx.launch import blame
@@ -14,6 +15,12 @@ from phalanx.traces import folded
 from phalanx.train.check import lines
 from phalanx.train.engine import Engine
 from phalanx.train.shrink import Needs, shrunk
+
+if TYPE_CHECKING:
+    from phalanx.prove.ladder import Standard
+
+MOST_BAR = 1e-9
+"""So much a bug might be off by without being seen; more is no proof."""
 
 
 class Unprovable(Exception):
@@ -63,3 +70,16 @@ def _trained(task: Task, needs: Needs) -> Exception | None:
     except Exception as error:
         return error
     return None
+
+
+def check_certifies(task: Task, standard: Standard) -> None:
+    """Refuse a task whose rounding could hide a bug."""
+    if not standard.certifies:
+        raise Unprovable(
+            f"cannot certify: one rounding at the beginning becomes {standard.sensitivity:.1e} in "
+            f"{type(task).__name__} on one device, and a bug of up to {standard.bar:.1e} could hide in that; the "
+            f"bar must be {MOST_BAR:.0e} or less",
+            "Something computes in a lower precision, or divides by next to nothing: keep to the dtype of the "
+            "inputs in the model's forward (no .float()), and look for logs and roots near 0.",
+            code=3,
+        )

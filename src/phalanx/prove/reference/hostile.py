@@ -28,9 +28,9 @@ from phalanx.data.loader import seed_globally
 from phalanx.data.order import Order
 from phalanx.kernels import linear_cross_entropy
 from phalanx.losses import Loss
-from phalanx.parallel import spread
 from phalanx.parallel.communication.communicator import Communicator
 from phalanx.parallel.randomness.draws import Moment
+from phalanx.parallel.weights import bucket
 from phalanx.prove.replacing import replacing
 from phalanx.task import Batch, Task, as_loss
 from phalanx.train.shrink import FromConfig
@@ -267,7 +267,7 @@ def wide_batch(task: Task, data: Any, epoch: int, ids: Iterable[int]) -> Batch:
 def cramped() -> Iterator[None]:
     """While this lasts, little is enough for a second bucket, a message of its own, a second chunk of logits."""
     with replacing() as put:
-        put(spread, "BUCKET_BYTES", BUCKET_BYTES)
+        put(bucket, "BUCKET_BYTES", BUCKET_BYTES)
         put(Communicator, "small_bytes", SMALL_BYTES)
         put(linear_cross_entropy, "LOGIT_ELEMENTS", LOGIT_ELEMENTS)
         yield

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -33,6 +33,7 @@ from phalanx.prove.reference.beforehand import known_beforehand
 from phalanx.prove.reference.coded import Coded, Plain
 from phalanx.prove.reference.evaluation import Measures, measured
 from phalanx.prove.reference.hostile import Hostile, wide_batch
+from phalanx.prove.reference.one_step import State, Step
 from phalanx.prove.reference.steady import Decisions, Idle, Steady, homes
 from phalanx.task import Batch, Task, as_loss, called, rates
 from phalanx.train.calling import made_callbacks
@@ -40,39 +41,8 @@ from phalanx.train.optimizers import make_optimizer
 from phalanx.train.parameter_groups import frozen_first
 from phalanx.train.turns import Turns
 
-State = dict[str, Tensor]
-
-
-@dataclass
-class Step:
-    """What one step did on one device."""
-
-    ids: np.ndarray
-    """The sample in each slot."""
-    read: list[tuple[int, str]]
-    """What was read for each slot."""
-    samples: str = ""
-    total: float = 0.0
-    count: float = 0.0
-    norm: float = 0.0
-    clip_factor: float = 1.0
-    skipped: bool = False
-    options: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """By weight, what its optimizer goes by: learning rate, decay and the like."""
-    gradients: dict[str, Tensor | None] = field(default_factory=dict)
-    """Of the mean loss, before clipping; None where a weight got none."""
-    moments: dict[str, State] = field(default_factory=dict)
-    weights: State = field(default_factory=dict)
-    buffers: State = field(default_factory=dict)
-    in_use: State | None = None
-    """Weights as ranks compute with them, where those are others."""
-    factors: dict[str, float] = field(default_factory=dict)
-    """What clipping multiplies each weight's gradient by."""
-
-    def clipped(self, name: str) -> Tensor | None:
-        """What the optimizer is given of a weight."""
-        gradient = self.gradients.get(name)
-        return None if gradient is None else gradient * self.factors[name]
+Slots = tuple[int, int]
+NONE = torch.zeros(0, dtype=torch.float64)
 
 
 @dataclass(frozen=True)
@@ -108,13 +78,15 @@ class Reference:
         observe: Observe | None = None,
         decisions: Decisions | None = None,
         coded: Coded | None = None,
+        own: Callable[[int, np.ndarray | None], list[Slots]] | None = None,
     ) -> None:
         """With ``nudge``, every weight begins one rounding off, up or down as that seed draws.
 
         Choices are made as ``decisions`` say; without any they are recorded. ``coded``: gradients are summed so.
+        ``own``: which of so many slots it trains on, if not on all.
         """
         assert isinstance(task, Hostile)
-        self.task, self.micro_batches, self.coded = task, micro_batches, coded
+        self.task, self.micro_batches, self.coded, self._own = task, micro_batches, coded, own
         self._make_model(task, nudge)
         self.moment = task.proof_trial.moment = Moment()
         self.randomness = Randomness(task.seed, self.moment, torch.device("cpu"), model=self.model)
@@ -154,7 +126,7 @@ class Reference:
             weight.logical_name = name  # type: ignore[attr-defined]
             if nudge and weight.is_floating_point():
                 weight.data.mul_(1 + _signs(weight, nudge, name) * torch.finfo(weight.dtype).eps)
-        self.initial = self._weights()
+        self.initial = self.weights()
         tied = {n for n, _ in self.model.named_parameters(remove_duplicate=False)} - set(self.parameters)
         self.saved = frozenset(self.model.state_dict()) - tied
         self.initial_buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
@@ -207,15 +179,20 @@ class Reference:
         step = Step(ids, [], digest(ids))
         self.model.train()
         with self._computing():
-            if self.coded is None:
-                for slots in share(len(ids), self.micro_batches, 1, 0, order.tokens(ids)):
+            tokens = order.tokens(ids)
+            if self._own is not None:
+                step.read = [(-1, "")] * len(ids)
+                for slots in filter(lambda slots: slots[0] < slots[1], self._own(len(ids), tokens)):
+                    self._backward(step, number, slots)
+            elif self.coded is None:
+                for slots in share(len(ids), self.micro_batches, 1, 0, tokens):
                     self._backward(step, number, slots)
             else:
                 self._backward_coded(step, number, self.coded)
-        divisor = step.count or 1.0
+        divisor, step.terms = step.count or 1.0, step.count
         for name, weight in self.trained.items():
             step.gradients[name] = None if weight.grad is None else weight.grad.to_dense() / divisor
-        step.norm = float(torch.cat([g.flatten() for g in step.gradients.values() if g is not None]).norm())
+        step.norm = float(torch.cat([*(g.flatten() for g in step.gradients.values() if g is not None), NONE]).norm())
         step.skipped = not math.isfinite(step.norm) or not math.isfinite(step.total) or step.count <= 0
         self._clip(step)
         factor = self.schedule(number)
@@ -231,7 +208,7 @@ class Reference:
             self.coded.end_step(not step.skipped)
         step.options = options(self.optimizer)
         step.moments = {name: self.moments(weight) for name, weight in self.trained.items()}
-        step.weights, step.buffers = self._weights(), {n: b.clone() for n, b in self.model.named_buffers()}
+        step.weights, step.buffers = self.weights(), {n: b.clone() for n, b in self.model.named_buffers()}
         step.in_use = None if self.coded is None else self.coded.gathered(step.weights)
         return step
 
@@ -319,7 +296,8 @@ class Reference:
         held = self.optimizer.state.get(weight, {})
         return {n: value.clone() for n, v in held.items() if (value := as_moment(v)) is not None}
 
-    def _weights(self) -> State:
+    def weights(self) -> State:
+        """As they are now."""
         return {name: weight.detach().clone() for name, weight in self.parameters.items()}
 
 

@@ -37,13 +37,14 @@ class Coding:
         weights: Codec | None = None
         if layout.coded_axis == "fsdp":
             weights = Bfloat16() if method.name == "bf16" else Blockwise(8)
-        return cls(layout.coded_axis, _codec(method), weights, method.name == "onebit")
+        return cls(layout.coded_axis, codec_of(method), weights, method.name == "onebit")
 
 
-def _codec(method: Comm) -> Method:
+def codec_of(method: Comm) -> Method:
+    """Of what is summed."""
     if method.name == AUTO:
         others = (Comm.parse(each.name) for each in CANDIDATES if each.name != EXACT)
-        codecs = {other.name: _codec(other) for other in others if other is not None}
+        codecs = {other.name: codec_of(other) for other in others if other is not None}
         return Switched({name: codec for name, codec in codecs.items() if isinstance(codec, Codec)})
     if method.name == "bf16":
         return Bfloat16()

@@ -1,0 +1,199 @@
+"""Sites that train by themselves: after which steps they agree on weights, and all ranks on what is to be done.
+
+Between two such steps no message leaves a site. What concerns all ranks, as a request to stop, a save or a callback
+that ends the run, is told and heard at a boundary, where all fragments have been agreed on and none travels.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from phalanx.errors import WrongUse
+from phalanx.local_updates import LocalUpdates
+from phalanx.parallel.communication.pending import Pending
+from phalanx.parallel.weights.outer import OuterWeights
+from phalanx.train.signals import NAMES, Signals
+from phalanx.words import many
+
+if TYPE_CHECKING:
+    from phalanx.train.engine import Engine
+    from phalanx.train.step import Metrics
+
+NUMBERS = 5
+"""Of a round, before the signals: total and count of the loss, steps left out, bad ones, and terms trained on."""
+
+
+@dataclass(frozen=True)
+class SitesRound:
+    """What sites did by themselves, and agreed on, the same on every rank."""
+
+    step: int
+    """The last of it."""
+    loss: float
+    """Per term, over all samples of all its steps."""
+    count: float
+    skipped: int
+    """Steps that a site has left out, added up over sites."""
+    bad: str
+    """What was, if anything."""
+    signals: Signals = field(default_factory=Signals)
+
+
+class Sites:
+    """This rank's part in the agreement of all sites."""
+
+    def __init__(self, engine: Engine, local: LocalUpdates) -> None:
+        _check(engine, local)
+        self.engine, self.local = engine, local
+        self.outer = engine.spread.outer = OuterWeights.of(engine.spread, local)
+        self.outer.begin(*local.outer(engine.task.steps))
+        self._speaks = engine.spread.mesh.world.rank == 0
+        """Each site counts once."""
+        self.outer.untold = [0.0] * NUMBERS
+        self._told: tuple[Pending, Tensor] | None = None
+        """What is on its way to all ranks."""
+        self.just_agreed = range(1)
+        """After a boundary: the steps since the last one."""
+        self._buffers = {
+            name: (tensor, tensor.detach().clone())
+            for name, tensor in engine.spread.whole.replicated()
+            if tensor.is_floating_point() and engine.spread.holding.here(name)
+        }
+        """Each, and as sites last had it alike."""
+
+    def after_step(self, metrics: Metrics) -> SitesRound | None:
+        """Have fragments leave and arrive; what all sites did since the last boundary, where this step is one."""
+        engine, local, step = self.engine, self.local, self.engine.step_number
+        self._note(metrics)
+        self.just_agreed = range(0)
+        with engine.traffic.recorder.during("outer step"):
+            if step == engine.task.steps:
+                return self._finish(step)
+            if (arriving := local.arriving(step)) is not None:
+                self.outer.arrive(arriving, local.kept)
+                engine.spread.updated()
+            elif local.overlap and local.arriving(step + local.overlap // 2) is not None:
+                self.outer.advance()
+            if local.overlap and (leaving := local.leaving(step)) is not None:
+                self.outer.leave(leaving)
+                if local.is_boundary(step + local.overlap):
+                    self._tell()
+            return self._agree(step) if local.is_boundary(step) else None
+
+    def _finish(self, step: int) -> SitesRound:
+        """After the run's last step: all is agreed on, and nothing else stays."""
+        for number in range(len(self.outer.fragments)):
+            self.outer.arrive(number, 0.0)
+        self.outer.rest()
+        self.engine.spread.updated()
+        if self._told is not None:
+            self._hear()
+        return self._agree(step)
+
+    def _note(self, metrics: Metrics) -> None:
+        """A step of this site."""
+        counts = not metrics.skipped and math.isfinite(metrics.loss)
+        total, count = (metrics.loss * metrics.count, metrics.count) if counts else (0.0, 0.0)
+        new = total, count, float(metrics.skipped), float(bool(metrics.bad)), metrics.count
+        self.outer.untold = [before + more for before, more in zip(self.outer.untold, new, strict=True)]
+
+    def _tell(self) -> None:
+        """Begin to tell all ranks what this site did, what this rank has to say, and which buffers it has changed."""
+        own = [number * self._speaks for number in self.outer.untold]
+        said = [*own, *self.engine.signals.packed(), *self._changed()]
+        numbers = torch.tensor(said, dtype=torch.float64).to(self.engine.device)
+        self._told = self.engine.mesh.world.all_reduce(numbers), numbers
+        self.outer.untold = [0.0] * NUMBERS
+
+    def _hear(self) -> list[float]:
+        """Wait for what everybody told."""
+        assert self._told is not None
+        (pending, numbers), self._told = self._told, None
+        pending.wait()
+        found: list[float] = numbers.tolist()
+        self.engine.terms += found[NUMBERS - 1]
+        return found
+
+    def _agree(self, step: int) -> SitesRound:
+        """A boundary: all ranks know the same from here on."""
+        if self._told is None:
+            self._tell()
+        total, count, skipped, bad, _, *rest = self._hear()
+        self._average([bool(number) for number in rest[len(NAMES) :]])
+        self.just_agreed = self.local.since(step)
+        words = f"bad numbers in {many(round(bad), 'step')} of sites since step {self.just_agreed[0]}" if bad else ""
+        self.engine.good = step - 1 if not skipped else self.engine.good
+        mean = total / count if count else math.nan
+        return SitesRound(step - 1, mean, count, round(skipped), words, Signals.unpacked(rest[: len(NAMES)]))
+
+    def _changed(self) -> list[float]:
+        """Of each buffer, whether this site's is not what it was when sites had it alike."""
+        names = [name for name, _ in self.engine.spread.whole.replicated()]
+        return [float(name in self._buffers and not torch.equal(*self._buffers[name])) for name in names]
+
+    @torch.no_grad()
+    def _average(self, changed: list[bool]) -> None:
+        """Have sites hold buffers alike: their mean, where any site has changed one."""
+        names = [name for name, _ in self.engine.spread.whole.replicated()]
+        found = [self._buffers[n] for n, other in zip(names, changed, strict=True) if other and n in self._buffers]
+        if not found:
+            return
+        flat = torch.cat([now.reshape(-1).double() for now, _ in found])
+        self.outer.sites.all_reduce(flat).wait()
+        flat /= self.outer.sites.size
+        for (now, before), mean in zip(found, flat.split([now.numel() for now, _ in found]), strict=True):
+            now.copy_(mean.view(now.shape))
+            before.copy_(now)
+
+    def as_the_first(self, state: dict[str, Any]) -> dict[str, Any]:
+        """What callbacks have on the first rank: they were told of their own site alone. All ranks must call it."""
+        words = [json.dumps(state)] if self.engine.environment.rank == 0 else []
+        return json.loads(self.engine.mesh.world.broadcast_words(words, 0)[0]) if state else state
+
+    def settle(self) -> None:
+        """A saved state has been taken up."""
+        self.outer.untold = self.outer.untold or [0.0] * NUMBERS
+        self._told, self.just_agreed = None, self.local.since(self.engine.step_number)
+        for now, before in self._buffers.values():
+            before.copy_(now)
+
+
+@contextmanager
+def agreed_weights(engine: Engine) -> Iterator[None]:
+    """While this lasts, all sites compute with what they have agreed on."""
+    sites = engine.sites
+    if sites is None or (sites.just_agreed and not sites.local.apart):
+        yield
+        return
+    with sites.outer.in_place():
+        engine.spread.updated()
+        yield
+    engine.spread.updated()
+
+
+def _check(engine: Engine, local: LocalUpdates) -> None:
+    """Refuse what every step of all ranks would have to agree on."""
+    task = engine.task
+    if engine.loss_scale.dynamic or engine.dtypes.fp8:
+        raise WrongUse(
+            f"comm={engine.layout.comm} has sites train by themselves, and {task.precision} keeps scales that would "
+            "not be the same in all of them. Use precision=bf16."
+        )
+    if keeping := sorted(engine.callbacks.tensors()):
+        raise WrongUse(
+            f"{', '.join(keeping)} keeps tensors of weights after every step, and with comm={engine.layout.comm} each "
+            "site has weights of its own then. Leave it out: what sites agree on is a mean already."
+        )
+    if local.outer(task.steps)[1] and engine.turns.leaves_out:
+        raise WrongUse(
+            f"comm={engine.layout.comm} carries on what weights last changed, also of those that later steps of "
+            f"{type(task).__name__} leave out. Use momentum=0, or comm=local:{local.every}."
+        )

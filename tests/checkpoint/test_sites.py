@@ -1,0 +1,104 @@
+"""What sites have agreed on and what is their own, in checkpoints: to the same bits, and under other layouts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import phalanx
+from phalanx.checkpoint.manifest import Held, Manifest
+from phalanx.checkpoint.sites import common, joined, kept_by, sources
+from phalanx.train.checkpointing import save
+from phalanx.train.restoring import load
+from tests.ranks import Ranks
+from tests.tasks import Digits
+
+HALF = 4
+Told = tuple[list[float], dict[str, Tensor], dict[str, Tensor]]
+
+
+def state(engine: phalanx.Engine) -> dict[str, Tensor]:
+    """What this rank has of the optimizer's first moments, and of the outer one's."""
+    outer = engine.spread.outer
+    found = {f"outer {n}": v.clone() for n, v in outer.velocity.items()} if outer else {}
+    held = engine.optimizer.state
+    return found | {n: held[w.shard]["exp_avg"].clone() for n, w in engine.spread.weights.items() if w.trainable}
+
+
+def run(layout: str, folder: str, resume: bool) -> Told:
+    """Losses from the half on, what a rank had there, and the weights at the end."""
+    with phalanx.Engine(Digits(width=64, steps=10), layout, device="cpu") as engine:
+        if resume:
+            load(engine, folder)
+            at_half = state(engine)
+        losses = []
+        for batch in engine.batches():
+            if engine.step_number == HALF and not resume:
+                save(engine, folder)
+                at_half = state(engine)
+            loss = engine.step(batch).loss
+            losses += [loss] if engine.step_number > HALF else []
+        return losses, at_half, engine.whole_weights()
+
+
+SAME = (
+    "dp=2,comm=local:2", "dp=2,fsdp=2,comm=diloco:4:int8", "dp=2,comm=diloco:4:fragments=2:overlap=1",
+    "dp=2,pp=2,comm=diloco:2",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", SAME)
+def test_a_run_goes_on_to_the_same_bits(ranks: Ranks, tmp_path: Path, layout: str) -> None:
+    world = phalanx.Layout.parse(layout).world
+    through = ranks(world, run, layout, str(tmp_path), False)
+    for before, after in zip(through, ranks(world, run, layout, str(tmp_path), True), strict=True):
+        assert after[0] == before[0]
+        for found, want in zip(after[1:], before[1:], strict=True):
+            assert found.keys() == want.keys()
+            assert all(torch.equal(found[name], want[name]) for name in want)
+
+
+@pytest.mark.parametrize("after", ["dp=3,comm=diloco:2", "dp=1", "fsdp=2", "dp=2,fsdp=2,comm=local:4"])
+def test_other_layouts_go_on_with_the_mean(ranks: Ranks, tmp_path: Path, after: str) -> None:
+    before = ranks(2, run, "dp=2,comm=diloco:4", str(tmp_path), False)
+    moments = {name: (before[0][1][name] + before[1][1][name]) / 2 for name in before[0][1]}
+    sites = after.startswith("dp=2")  # as many as there were: each goes on with its own
+    for rank, (losses, found, _) in enumerate(
+        ranks(phalanx.Layout.parse(after).world, run, after, str(tmp_path), True)
+    ):
+        assert losses[-1] < 2.4
+        for name, moment in moments.items():
+            if name in found and found[name].shape == moment.shape:
+                assert torch.allclose(found[name], before[rank // 2][1][name] if sites else moment, atol=1e-7)
+
+
+def early(folder: str) -> None:
+    with phalanx.Engine(Digits(width=64), "dp=2,comm=local:4", device="cpu") as engine:
+        engine.step(next(engine.batches()))
+        save(engine, folder)
+
+
+def test_no_state_is_taken_in_between(ranks: Ranks, tmp_path: Path) -> None:
+    with pytest.raises(Exception, match=r"Save when engine\.just_agreed"):
+        ranks(2, early, str(tmp_path))
+
+
+def test_whose_is_taken_up() -> None:
+    names = ["model/w", "sites/0/optimizer/exp_avg/w", "sites/2/optimizer/exp_avg/w", "sites/2/counters/step/w"]
+    manifest = Manifest({"layout": "dp=3,comm=local:2"}, dict.fromkeys(names, Held("float32", (2,))))
+    assert sources(manifest, "sites/2/", 3) == ["sites/2/"]
+    assert sources(manifest, "sites/1/", 3) == sources(manifest, "", 1) == ["sites/0/", "sites/2/"]
+    assert kept_by(manifest, "sites/0/", 3) == {"w": {("optimizer", "exp_avg"): ["sites/0/optimizer/exp_avg/w"]}}
+    assert sources(Manifest({}, {"optimizer/exp_avg/w": Held("float32", (2,))}), "sites/0/", 2) == [""]
+    assert common("sites/0/optimizer/exp_avg/w") == common("optimizer/exp_avg/w") == "optimizer/exp_avg/w"
+
+
+def test_counters_are_not_averaged() -> None:
+    steps, moments = [torch.tensor(3.0), torch.tensor(4.0)], [torch.zeros(2), torch.ones(2)]
+    joined(steps, counters=True)
+    joined(moments, counters=False)
+    assert steps[0] == 4
+    assert torch.equal(moments[0], torch.full((2,), 0.5))
