@@ -10,6 +10,7 @@ What comes out is a `Spread`: the model to call, and the few operations a traini
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence, Set
 from dataclasses import replace
 from operator import attrgetter
@@ -44,6 +45,7 @@ from phalanx.parallel.torch_private import place_in_memory
 from phalanx.parallel.weights import keras
 from phalanx.parallel.weights.blueprint import Blueprint
 from phalanx.parallel.weights.bucket import Bucket, by_size
+from phalanx.parallel.weights.coming import Coming
 from phalanx.parallel.weights.filling import Saved, describe, fill
 from phalanx.parallel.weights.gradients import Gradients
 from phalanx.parallel.weights.holding import Holding
@@ -164,7 +166,11 @@ class Spread:
         like = torch.empty(0, dtype=self.dtypes.reduce, device=self.device)
         self.gradients = Gradients(self.buckets, self.holding, self.mesh, like)
         self.reduction = Reduction(self.buckets, self.mesh.group("dp"), self.gathering)
+        self.coming = Coming(self.buckets, [*self.weights], self.device)
+        if self.layout.compile != "none":
+            self.coming.before_forward(self.model, self.anatomy.units)
         self._gather_whole()
+        self.settle()
         self._modules = list(self.model.modules())
         self._trained = frozenset(name for name, weight in self.weights.items() if weight.trainable)
         self._refused_if_written = [weight for weight in self.weights.values() if not weight.trainable]
@@ -264,6 +270,7 @@ class Spread:
         """After the last action: they are those of the global batch."""
         if self.pipeline is not None:
             self.pipeline.finish()
+        self.settle()
         self.gradients.complete()
 
     def untouched(self) -> list[str]:
@@ -275,8 +282,10 @@ class Spread:
     def updated(self, copied: Set[str] = frozenset()) -> None:
         """The shards have changed: make what the model computes with agree, and let their gradients go.
 
+        Weights that stay whole are on their way when this returns, and whoever reads one waits for it (`coming`).
         ``copied``: names of weights of which it does already, where a rank has all of them.
         """
+        self.settle()
         for weight in self._refused_if_written:
             weight.check_unwritten()
         for weight in self.weights.values():
@@ -310,19 +319,23 @@ class Spread:
         if self.stale:
             self.updated()
 
+    def settle(self) -> None:
+        """Wait for weights that are on their way."""
+        self.coming.settle()
+
+    def close(self) -> None:
+        """Let go of what others hold on to, or wait for."""
+        self.reduction.close()
+        if sys.exc_info()[0] is None:  # after a failure, ranks that it would wait for may be gone
+            self.settle()
+
     def _gather_whole(self, copied: Set[str] = frozenset()) -> None:
-        """Make weights that stay whole from the rows that ranks own."""
+        """Begin to make weights that stay whole from the rows that ranks own."""
 
         def agrees(weight: Weight) -> bool:
             return weight.in_use or (weight.storage.copies and weight.name in copied)
 
-        stale = [b for b in self.buckets if b.storage.always_whole and not all(map(agrees, b.weights))]
-        for bucket in stale:
-            bucket.is_whole = False
-        for index, bucket in enumerate(stale):
-            for near in stale[index : index + 2]:
-                near.start_gather()  # the next is on its way while this one is unpacked
-            bucket.finish_gather()
+        self.coming.start([b for b in self.buckets if b.storage.always_whole and not all(map(agrees, b.weights))])
 
     def rest(self) -> None:
         """After an evaluation: let go of weights that it left whole."""

@@ -149,7 +149,7 @@ class Engine:
         self.spread = Spread(blueprint, placement, together, self.dtypes, self.device, task.seed, saved)
         self.frozen = Frozen(self.spread, begun, task.seed)
         """Weights that are in no checkpoint."""
-        undo.callback(self.spread.reduction.close)
+        undo.callback(self.spread.close)
         undo.callback(self.callbacks.call, "close")
         self.callbacks.call("on_model", [name for name, trained in self.spread.trainable.items() if trained])
         first = frozen_first(described_weights)

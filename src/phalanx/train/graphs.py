@@ -78,6 +78,7 @@ class StepGraphs:
         """Forward and backward of a step; what its losses add up to."""
         if self.stream is None:
             return self._passes(batch)
+        self.engine.spread.settle()  # a graph would wait for what is on its way whenever it is replayed
         current = torch.cuda.current_stream(self.engine.device)
         key = self._kind(batch)
         self.stream.wait_stream(current)

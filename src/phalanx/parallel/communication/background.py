@@ -37,6 +37,11 @@ class InBackground(Pending):
     def wait(self) -> None:
         with self._waiting:
             self._done.wait()
+        self.ended()
+
+    def ended(self) -> None:
+        """On another thread: return, or raise, when it is."""
+        self._done.wait()
         if self._error is not None:
             raise self._error
 

@@ -185,6 +185,15 @@ class Communicator:
         works, own = peers.ready(output, number), output[self.rank].expand(self.size, -1)
         return lambda: Pending([*works, *peers.send(own, number)]), waiting
 
+    def reserved_all_gather(self, part: Tensor) -> tuple[Callable[[Tensor, Tensor], Pending], Launched]:
+        """An `all_gather` of parts like this one, counted now and launched later; on gloo any thread may do so.
+
+        Whatever else is launched before it is, ranks find each other. What else is returned is for `in_background`.
+        """
+        waiting = self._count("all-gather", part, self.size - 1)
+        number = None if self._peers is None else self._peers.number()
+        return lambda output, part: Pending(self._start_all_gather(output, part, number)), waiting
+
     def in_background(self, pending: Pending, waiting: Launched) -> Pending:
         """On gloo: an exchange goes on, hop by hop, while this rank computes. Elsewhere a GPU sees to that.
 
@@ -277,10 +286,10 @@ class Communicator:
     def _is_small(self, part: Tensor) -> bool:
         return self._gloo and part.numel() * part.element_size() * self.size <= self.small_bytes
 
-    def _start_all_gather(self, output: Tensor, part: Tensor) -> list[dist.Work]:
+    def _start_all_gather(self, output: Tensor, part: Tensor, number: int | None = None) -> list[dist.Work]:
         if self._peers is None:
             return [_all_gather(output.view(-1), part.reshape(-1), group=self._group, async_op=True)]
-        own, number = output[self.rank], self._peers.number()
+        own, number = output[self.rank], self._peers.number() if number is None else number
         if own.data_ptr() != part.data_ptr():
             own.copy_(part)
         return [*self._peers.ready(output, number), *self._peers.send(own.expand(self.size, *own.shape), number)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from phalanx.parallel.communication.exact import Partial
+from phalanx.parallel.communication.launched import Launched
 from phalanx.parallel.communication.memory import Room
 from phalanx.parallel.communication.pending import Pending
 from phalanx.parallel.weights.low_rank import coded_gradients
@@ -50,11 +51,25 @@ class Bucket:
         self.partial = Partial(storage.leaves, storage.buffers) if storage.leaves else None
         self.is_whole = storage.always_whole
         self._gathering: tuple[Pending, Tensor] | None = None
+        self._reserved: Callable[[Tensor, Tensor], Pending] | None = None
 
     @property
     def is_coming(self) -> bool:
         """Whether the weights have been asked for."""
         return self._gathering is not None
+
+    def reserve_gather(self) -> Launched:
+        """Have the next `start_gather` be of this moment, whenever and on whichever thread it is called.
+
+        What is returned is entered while this rank waits for it.
+        """
+        storage, length = self.storage, self.packing.length
+        dtype = storage.compute
+        if (codec := storage.gathers) is not None:
+            length, dtype = codec.size(length, storage.reduce), torch.uint8
+        like = torch.empty(1, dtype=dtype, device=storage.device).expand(length)
+        self._reserved, waiting = storage.group.reserved_all_gather(like)
+        return waiting
 
     def start_gather(self) -> None:
         """Begin to make the weights whole; costs nothing if they are, or are about to be."""
@@ -72,9 +87,10 @@ class Bucket:
             row.zero_()
         self.packing.pack(row)
         if gathers is not None:
-            self._gathering = gathers.all_gather(storage.group, flat, row, storage.buffers), flat
+            self._gathering = gathers.all_gather(storage.group, flat, row, storage.buffers, self._reserved), flat
         else:
-            self._gathering = storage.group.all_gather(flat, row), flat
+            self._gathering = (self._reserved or storage.group.all_gather)(flat, row), flat
+        self._reserved = None
 
     def _fetched(self) -> tuple[Pending, Tensor]:
         """Bring the weights from the host, as wide as they are there, while the device computes."""

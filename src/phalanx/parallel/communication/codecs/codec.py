@@ -105,11 +105,18 @@ class Codec(Method, ABC):
 
         return Pending((), finish)
 
-    def all_gather(self, group: Communicator, output: Tensor, row: Tensor, buffers: Buffers) -> Pending:
-        """Everybody's rows, ``[ranks, numbers]``, this rank's own as all others see it."""
+    def all_gather(
+        self, group: Communicator, output: Tensor, row: Tensor, buffers: Buffers,
+        gather: Callable[[Tensor, Tensor], Pending] | None = None,
+    ) -> Pending:  # fmt: skip
+        """Everybody's rows, ``[ranks, numbers]``, this rank's own as all others see it.
+
+        ``gather``: one of bytes that was reserved, if any was.
+        """
         sent = buffers.take(group.size, self.size(row.numel(), row.dtype), dtype=torch.uint8)
         self.encode(row, sent[group.rank])
-        return Pending((), _Last(self, group.all_gather(sent, sent[group.rank]), sent, output.view(-1), buffers))
+        pending = (gather or group.all_gather)(sent, sent[group.rank])
+        return Pending((), _Last(self, pending, sent, output.view(-1), buffers))
 
 
 class _Last:
