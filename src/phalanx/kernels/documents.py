@@ -21,10 +21,10 @@ SHORTEST = 8
 IDS, POSITIONS = "ids", "positions"
 
 
-def remember(placed: Tensor, host: Tensor) -> Tensor:
-    """A tensor on a GPU that knows what it was copied from."""
+def remember(placed: Tensor, host: Tensor, recorded: bool = False) -> Tensor:
+    """A tensor on a GPU that knows what it was copied from; or that graphs are ``recorded`` of what is done with it."""
     if placed is not host:
-        placed.on_host = host  # type: ignore[attr-defined]
+        placed.on_host = None if recorded else host  # type: ignore[attr-defined]
     return placed
 
 
@@ -62,8 +62,11 @@ def _on_host(column: Tensor) -> np.ndarray:
 
 
 def is_recorded(column: Tensor) -> bool:
-    """Whether what is done with it becomes a CUDA graph, through which other batches go than the host knows."""
-    return column.is_cuda and torch.cuda.is_current_stream_capturing()
+    """Whether what is done with it becomes a CUDA graph, through which other batches go than the host knows.
+
+    Already in the steps before, in which programs are compiled.
+    """
+    return column.is_cuda and (getattr(column, "on_host", column) is None or torch.cuda.is_current_stream_capturing())
 
 
 def restart(positions: Tensor) -> bool:
