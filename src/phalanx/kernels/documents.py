@@ -6,6 +6,8 @@ left the row's length, where documents of no token would begin. They go where a 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TypeGuard
 
 import numpy as np
@@ -13,6 +15,7 @@ import torch
 from torch import Tensor
 
 from phalanx.kernels.transfer import sent
+from phalanx.parallel.torch_private import of_any_size
 
 FEWEST = 16
 """Slots of a row; twice as many where a batch needs them, so that their number hardly ever changes."""
@@ -21,11 +24,25 @@ SHORTEST = 8
 IDS, POSITIONS = "ids", "positions"
 
 
-def remember(placed: Tensor, host: Tensor, recorded: bool = False) -> Tensor:
-    """A tensor on a GPU that knows what it was copied from; or that graphs are ``recorded`` of what is done with it."""
+def remember(placed: Tensor, host: Tensor) -> Tensor:
+    """A tensor on a GPU that knows what it was copied from."""
     if placed is not host:
-        placed.on_host = None if recorded else host  # type: ignore[attr-defined]
+        placed.on_host = host  # type: ignore[attr-defined]
     return placed
+
+
+_recorded = False
+
+
+@contextmanager
+def recorded() -> Iterator[None]:
+    """What is computed in here becomes a CUDA graph, now or in a later step: programs are compiled for that."""
+    global _recorded
+    _recorded = True
+    try:
+        yield
+    finally:
+        _recorded = False
 
 
 def are_starts(mask: Tensor | None) -> TypeGuard[Tensor]:
@@ -54,7 +71,7 @@ def starts_of(column: Tensor, kind: str = IDS) -> Tensor | None:
     starts = np.full((count, slots), length, np.int32)
     row, position = begins.nonzero()
     starts[row, begins.cumsum(1)[begins] - 1] = position
-    return sent(torch.from_numpy(starts), column.device).view(count, 1, 1, slots)
+    return of_any_size(sent(torch.from_numpy(starts), column.device).view(count, 1, 1, slots), 3)
 
 
 def _on_host(column: Tensor) -> np.ndarray:
@@ -62,11 +79,8 @@ def _on_host(column: Tensor) -> np.ndarray:
 
 
 def is_recorded(column: Tensor) -> bool:
-    """Whether what is done with it becomes a CUDA graph, through which other batches go than the host knows.
-
-    Already in the steps before, in which programs are compiled.
-    """
-    return column.is_cuda and (getattr(column, "on_host", column) is None or torch.cuda.is_current_stream_capturing())
+    """Whether what is done with it becomes a CUDA graph, through which other batches go than the host knows."""
+    return column.is_cuda and _recorded
 
 
 def restart(positions: Tensor) -> bool:

@@ -315,7 +315,7 @@ class Engine:
         def place(value: Tensor) -> Tensor:
             if value.is_floating_point():
                 value = value.double() if wide else value.float() if value.dtype == torch.float64 else value
-            return remember(value.to(self.device, non_blocking=True), value, self.layout.graphs != "none")
+            return remember(value.to(self.device, non_blocking=True), value)
 
         return Batch({name: mapped(place, value) for name, value in batch.items()})
 
