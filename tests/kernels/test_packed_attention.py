@@ -108,7 +108,8 @@ def test_the_kernel_computes_what_the_twin_does(compiled: bool, heads: int, widt
     attend = torch.compile(packed.packed_attention) if compiled else packed.packed_attention
     for seed in range(3):
         torch.manual_seed(seed)
-        ids = documents(2, 777, seed).to(device)
+        ids = documents(2, 777 // 4, seed).repeat_interleave(4, 1)  # too short ones are not for it
+        ids = torch.cat([ids, ids[:, -1:]], 1).to(device)
         starts = starts_of(ids)
         assert starts is not None
         for first, queries in ((0, 777), (300, 200)):

@@ -237,3 +237,11 @@ def test_functions_that_are_compiled_are_counted_with_their_seconds() -> None:
 def test_attention_of_variable_lengths_is_known_by_name() -> None:
     importlib.import_module("torch.nn.attention.varlen")
     assert str(torch.ops.torch_attn._varlen_attn.default) == torch_private.PACKED_ATTENTION
+
+
+def test_one_program_is_for_any_size_of_a_dim() -> None:
+    plus_one = torch.compile(lambda x: x + 1, backend="eager")  # the compiler is loaded with it
+    before = torch_private.compiled_frames()
+    for size in (16, 32, 64):
+        assert plus_one(torch_private.of_any_size(torch.zeros(2, size), 1)).shape == (2, size)
+    assert torch_private.compiled_frames() == before + 1

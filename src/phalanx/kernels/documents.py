@@ -6,6 +6,8 @@ left the row's length, where documents of no token would begin. They go where a 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TypeGuard
 
 import numpy as np
@@ -13,6 +15,7 @@ import torch
 from torch import Tensor
 
 from phalanx.kernels.transfer import sent
+from phalanx.parallel.torch_private import of_any_size
 
 FEWEST = 16
 """Slots of a row; twice as many where a batch needs them, so that their number hardly ever changes."""
@@ -26,6 +29,20 @@ def remember(placed: Tensor, host: Tensor) -> Tensor:
     if placed is not host:
         placed.on_host = host  # type: ignore[attr-defined]
     return placed
+
+
+_recorded = False
+
+
+@contextmanager
+def recorded() -> Iterator[None]:
+    """What is computed in here becomes a CUDA graph, now or in a later step: programs are compiled for that."""
+    global _recorded
+    _recorded = True
+    try:
+        yield
+    finally:
+        _recorded = False
 
 
 def are_starts(mask: Tensor | None) -> TypeGuard[Tensor]:
@@ -54,7 +71,7 @@ def starts_of(column: Tensor, kind: str = IDS) -> Tensor | None:
     starts = np.full((count, slots), length, np.int32)
     row, position = begins.nonzero()
     starts[row, begins.cumsum(1)[begins] - 1] = position
-    return sent(torch.from_numpy(starts), column.device).view(count, 1, 1, slots)
+    return of_any_size(sent(torch.from_numpy(starts), column.device).view(count, 1, 1, slots), 3)
 
 
 def _on_host(column: Tensor) -> np.ndarray:
@@ -63,7 +80,7 @@ def _on_host(column: Tensor) -> np.ndarray:
 
 def is_recorded(column: Tensor) -> bool:
     """Whether what is done with it becomes a CUDA graph, through which other batches go than the host knows."""
-    return column.is_cuda and torch.cuda.is_current_stream_capturing()
+    return column.is_cuda and _recorded
 
 
 def restart(positions: Tensor) -> bool:

@@ -33,6 +33,7 @@ __all__ = [
     "installer",
     "mutates",
     "new_group",
+    "of_any_size",
     "place_in_memory",
     "preload",
     "scaled_product",
@@ -206,6 +207,13 @@ PACKED_ATTENTION = "torch_attn._varlen_attn.default"
 def compiler_is_loaded() -> bool:
     """Whether anything of this process may be compiled. To load it takes seconds."""
     return "torch._dynamo" in sys.modules
+
+
+def of_any_size(tensor: Tensor, dim: int) -> Tensor:
+    """The same; a program that is compiled for it is for other sizes of this dim too, where it can be."""
+    if compiler_is_loaded():
+        sys.modules["torch._dynamo"].maybe_mark_dynamic(tensor, dim)
+    return tensor
 
 
 def compiled_frames() -> int:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from phalanx.data.loader import MicroBatch, StepBatch
 from phalanx.errors import WrongUse
+from phalanx.kernels.documents import recorded as recorded_documents
 from phalanx.parallel.communication.exposure import Collective
 from phalanx.parallel.communication.instants import Instant
 from phalanx.parallel.randomness.sending import Resent
@@ -82,7 +83,7 @@ class StepGraphs:
         current = torch.cuda.current_stream(self.engine.device)
         key = self._kind(batch)
         self.stream.wait_stream(current)
-        with torch.cuda.stream(self.stream):
+        with torch.cuda.stream(self.stream), recorded_documents():
             recorded = self.recorded.get(key)
             self._seen[key] += 1
             if self._watched or (recorded is None and (self._seen[key] <= WARM or len(self.recorded) >= MOST)):
