@@ -43,6 +43,7 @@ from phalanx.task import Batch, Task
 from phalanx.traces import explain
 from phalanx.train import rounds
 from phalanx.train.agreement import agree_on_kernels, check_agreement
+from phalanx.train.ahead import Ahead
 from phalanx.train.auto_comm import AutoComm
 from phalanx.train.beforehand import join_beforehand
 from phalanx.train.calling import Callbacks, Ended
@@ -169,7 +170,7 @@ class Engine:
         self.auto_comm = AutoComm(self)
         self.graphs = StepGraphs(self, partial(passes, self))
         undo.callback(self.graphs.forget)  # NCCL ends no communicator that a graph still uses
-        self.loader = self.loader_of(data, self.order)
+        self.loader, self.to_device = self.loader_of(data, self.order), Ahead(self._place, self.device)
         check_agreement(self, "data", "model")
         check_writable(self.spread)
         self.sites = None if local is None else Sites(self, local)
@@ -208,7 +209,7 @@ class Engine:
 
     def batches(self) -> Iterator[StepBatch]:
         """This rank's batches from the next step to the task's last."""
-        batches = self.loader.batches(self.step_number, self.task.steps)
+        batches = self.to_device.read(self.loader.batches(self.step_number, self.task.steps))
         while True:
             started = time.perf_counter()
             batch = next(batches, None)
@@ -308,7 +309,7 @@ class Engine:
         """Whose turn a step is, and nobody else's weights get gradients."""
         return self.turns.take(step, self._in_turn)
 
-    def to_device(self, batch: dict[str, Any]) -> Batch:
+    def _place(self, batch: dict[str, Any]) -> Batch:
         """A batch on this rank's device; wide floats only where the proof needs them."""
         wide = self.dtypes.compute == torch.float64
 

@@ -163,8 +163,8 @@ class StepGraphs:
         engine = self.engine
         spread, traffic, moment = engine.spread, engine.traffic, engine.spread.moment
         for own, micro in zip(recorded.batch.micro_batches, batch.micro_batches, strict=True):
-            for place, value in zip(leaves(own.tensors), leaves(micro.tensors), strict=True):
-                place.copy_(value, non_blocking=True)
+            for place, value in zip(leaves(own.tensors), leaves(engine.to_device(micro.tensors)), strict=True):
+                place.copy_(value)
             moment.step, moment.slots, moment.real = batch.step, micro.slots, micro.real
             recorded.resent.renew(own.slots)
         recorded.graph.replay()

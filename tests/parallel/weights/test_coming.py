@@ -1,4 +1,4 @@
-"""Weights that stay whole come while the next step begins: whoever reads one sees all of the update, and the same bits."""
+"""Weights that stay whole come while the next step begins: whoever reads one sees all of the update."""
 
 from __future__ import annotations
 
