@@ -82,6 +82,7 @@ class SshHosts:
             words = [*self.inside(name), "/usr/sbin/sshd", "-D", "-e", "-f", str(config)]
             self.daemons[name] = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
         while not self.ask(_answers, self.hosts.address(name)):
+            assert self.daemons[name].poll() is None, (self.folder / f"sshd of {name}.log").read_text()
             time.sleep(0.1)
 
     def inside(self, name: str) -> list[str]:
