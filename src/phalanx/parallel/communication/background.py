@@ -37,8 +37,8 @@ class InBackground(Pending):
     def wait(self) -> None:
         with self._waiting:
             self._done.wait()
-        if self._error is not None:
-            raise self._error
+            if self._error is not None:  # then it was never left
+                raise self._error
 
     def hop(self, last: bool) -> bool:
         """On a thread: whether there is more to do."""
