@@ -166,9 +166,7 @@ class Spread:
         like = torch.empty(0, dtype=self.dtypes.reduce, device=self.device)
         self.gradients = Gradients(self.buckets, self.holding, self.mesh, like)
         self.reduction = Reduction(self.buckets, self.mesh.group("dp"), self.gathering)
-        self.coming = Coming(self.buckets, [*self.weights], self.device)
-        if self.layout.compile != "none":
-            self.coming.before_forward(self.model, self.anatomy.units)
+        self.coming = Coming(self.model, self.anatomy.units, self.buckets, [*self.weights], self.device)
         self._gather_whole()
         self.settle()
         self._modules = list(self.model.modules())

@@ -81,7 +81,7 @@ class AutoComm:
         self.active = engine.layout.comm == AUTO and bool(engine.layout.coded_axis)
         self.group = engine.mesh.group("dp")
         coded = [bucket.coded for bucket in engine.spread.buckets if bucket.coded is not None]
-        self.codecs = [each.codec for each in coded if isinstance(each.codec, Switched)]
+        self.codecs = list(dict.fromkeys(each.method for each in coded if isinstance(each.method, Switched)))
         self.numbers = sum(each.length for each in coded)
         self.width = coded[0].storage.reduce.itemsize if coded else 4
         self.told = [0.0] * TOLD if self.active else []

@@ -21,6 +21,7 @@ from phalanx.parallel.weights import bucket as buckets
 from phalanx.parallel.weights.bucket import Bucket
 from phalanx.parallel.weights.coming import Arrival, ComingWeight
 from phalanx.train import replicas
+from tests.layouts import every_layout, task_for
 from tests.parity import HostileLanguage, Mixture
 from tests.ranks import RankFailed, Ranks
 
@@ -31,7 +32,7 @@ LAYOUTS = {
     "fsdp=2,cp=2,zero=1": 4,
     "fsdp=2,tp=2,zero=2": 4,
     "fsdp=2,pp=2,zero=1,micro_batch=2": 4,
-    "fsdp=2,pp=2,zero=2,micro_batch=2,schedule=zb": 4,
+    "fsdp=2,pp=2,zero=2,micro_batch=2,schedule=zb,recompute=full": 4,
     "fsdp=2,zero=2,offload=optimizer": 2,
     "fsdp=2,zero=2,comm=int8": 2,
     "fsdp=2,zero=1,exact=4": 2,
@@ -80,6 +81,15 @@ def both(task: phalanx.Task, layout: str) -> int:
 @pytest.mark.parametrize(("layout", "world"), LAYOUTS.items())
 def test_steps_that_wait_for_nothing_are_the_same_bits(ranks: Ranks, layout: str, world: int) -> None:
     assert min(ranks(world, both, HostileLanguage(), layout)) > 2
+
+
+@pytest.mark.every
+@pytest.mark.parametrize(("world", "experts"), [(2, False), (4, False), (4, True)])
+def test_so_they_are_under_every_layout(ranks: Ranks, world: int, experts: bool) -> None:
+    kept_whole = [each for each in every_layout(world, experts=experts) if each.zero < 3 and each.fsdp * each.cp > 1]
+    assert len(kept_whole) > 2
+    for layout in kept_whole:
+        ranks(world, both, task_for(layout), str(layout))
 
 
 @dataclass

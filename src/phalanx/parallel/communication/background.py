@@ -35,9 +35,8 @@ class InBackground(Pending):
         """The threads do."""
 
     def wait(self) -> None:
-        with self._waiting:
-            self._done.wait()
-        self.ended()
+        with self._waiting:  # which is never left, if it raises
+            self.ended()
 
     def ended(self) -> None:
         """On another thread: return, or raise, when it is."""

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from phalanx.parallel.communication.codecs.codec import Codec
 from phalanx.parallel.communication.codecs.owed import Owed
-from phalanx.parallel.communication.codecs.switched import Switched
 from phalanx.parallel.communication.communicator import Communicator
 from phalanx.parallel.communication.pending import Pending
 from phalanx.parallel.weights.momentum import Momentum
@@ -62,8 +61,7 @@ class CodedGradients:
             assert self.owed is not None
             self.owed.now.add_(room, alpha=1 / (self.storage.ranks if self.over_shards else self.storage.replicas))
         self.taken_up.clear()
-        if isinstance(self.codec, Switched):
-            self.codec.settle()
+        self.method.settle()
 
     def _owed(self, *shape: int) -> Owed | None:
         return Owed(shape, self.storage.reduce, self.storage.device) if self.method.feedback and self.length else None
@@ -122,8 +120,7 @@ class CodedGradients:
         """What is owed is so from now on, if the step counts; gradients will be ``factor`` times as large."""
         for owed in self.all_owed():
             owed.end_step(counts, factor)
-        if isinstance(self.codec, Switched):
-            self.codec.end_step(counts)
+        self.method.end_step(counts)
 
     def all_reduce(self, replicas: Communicator, row: Tensor) -> list[Pending]:
         """Sum a row over the replicas, in place."""

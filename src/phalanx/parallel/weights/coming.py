@@ -3,8 +3,9 @@
 After an update every rank gathers the buckets in the order in which forward needs them, whatever its data will make it
 use, and two at a time, so that no more memory is needed than to wait for them. On gloo threads see to it; on a GPU a
 stream of its own does, for which the stream that computes waits by an event. Until a bucket is there its parameters are
-`ComingWeight`: whoever reads one, the whole or the rows that this rank owns, waits for that bucket first. So forward
-waits for the first bucket while the others travel, and nobody else has to know.
+`ComingWeight`: whoever reads one, the whole or the rows that this rank owns, waits for that bucket first. Blocks and
+other units wait for theirs before their forward. So that waits for the first bucket while the others travel, and nobody
+else has to know.
 """
 
 from __future__ import annotations
@@ -82,16 +83,16 @@ class Arrival:
 class Coming:
     """All buckets that stay whole, and those of them that are on their way."""
 
-    def __init__(self, buckets: Sequence[Bucket], names: Sequence[str], device: torch.device) -> None:
+    def __init__(
+        self, model: nn.Module, units: Sequence[Unit], buckets: Sequence[Bucket], names: Sequence[str],
+        device: torch.device,
+    ) -> None:  # fmt: skip
         """``names``: of all weights, in the order in which forward needs them."""
         self.on_their_way: list[Arrival] = []
         self._order = {name: place for place, name in enumerate(names)}
         self._arrivals = {id(b): Arrival(b, self.on_their_way) for b in buckets if b.storage.always_whole}
         self._beside = Copying(device)
-
-    def before_forward(self, model: nn.Module, units: Sequence[Unit]) -> None:
-        """Have modules wait before they are called: one that is compiled would be so again for another class."""
-        for unit in units:
+        for unit in units:  # what a module's own code is given, or a compiler, are plain parameters
             own = {*unit.weights}
             needed = [a for a in self._arrivals.values() if own.intersection(w.name for w in a.bucket.weights)]
             for name in unit.modules if needed else ():
@@ -150,7 +151,7 @@ class _OnStream(Pending):
 
     def wait(self) -> None:
         current = torch.cuda.current_stream(self._computing.device)
-        with self._waiting, torch.cuda.stream(self._computing):
+        with torch.cuda.stream(self._computing), self._waiting:
             self._arrived()
         if current != self._computing:  # somebody reads on a stream of his own
             self._arrived()

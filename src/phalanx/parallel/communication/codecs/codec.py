@@ -34,6 +34,12 @@ class Method:
         """Whether it is for gradients of weights of which each rank owns up to so much; others travel as they are."""
         return True
 
+    def settle(self) -> None:
+        """A saved state has been taken up, and what was owed with it."""
+
+    def end_step(self, counts: bool) -> None:
+        """After a step, which counts unless it was left out."""
+
 
 class Codec(Method, ABC):
     """One by which any numbers become bytes."""

@@ -43,11 +43,9 @@ class Switched(Codec):
         return self.name != EXACT and self.codecs[self.name].feedback
 
     def settle(self) -> None:
-        """A saved state has been taken up, and what was owed with it."""
         self._settling = True
 
     def end_step(self, counts: bool) -> None:
-        """After a step, which counts unless it was left out."""
         if counts:
             self._settling = False
 
