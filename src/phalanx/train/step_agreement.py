@@ -11,7 +11,9 @@ from torch import Tensor
 
 from phalanx.errors import WrongUse
 from phalanx.kernels.transfer import sent
+from phalanx.parallel.communication.communicator import Communicator
 from phalanx.parallel.communication.exact import fold
+from phalanx.parallel.communication.peers import Expected
 from phalanx.train.signals import NAMES, Signals
 from phalanx.train.totals import by_leaf
 
@@ -40,6 +42,33 @@ class Agreed:
     """Whether all ranks train the same weights."""
 
 
+class StepSum:
+    """A step's one small sum, over all ranks that make it together.
+
+    Where links may be slow ranks say before a step that they are ready for it, as many numbers as in the last one.
+    """
+
+    def __init__(self, world: Communicator, slow: bool) -> None:
+        self.world, self._expects = world, slow and world.expects
+        self._expected: Expected | None = None
+        self._rows: Tensor | None = None
+
+    def expect(self) -> None:
+        """A step begins."""
+        if self._rows is not None and self._expected is None:
+            self._expected = self.world.expect(self._rows)
+
+    def __call__(self, numbers: Tensor) -> None:
+        """Sum in place."""
+        expected, self._expected = self._expected, None
+        if expected is not None and expected.rows.shape[1:] != numbers.shape:  # there is more to agree on, or less
+            self.world.all_reduce(torch.zeros_like(expected.rows[0]), expected).wait()
+            expected = None
+        self.world.all_reduce(numbers, expected).wait()
+        if self._expects:
+            self._rows = numbers.new_empty(self.world.size, *numbers.shape)
+
+
 def agree(engine: Engine, step: int, sums: Tensor) -> Agreed:
     """Have all ranks agree on a step. ``sums``: this rank's losses, see `Totals.table`."""
     found = (_exactly if engine.layout.exact else _summed)(engine, sums, engine.turns.fingerprint)
@@ -57,7 +86,7 @@ def _summed(engine: Engine, sums: Tensor, trained: int) -> Agreed:
     apart = gradients.norms_squared(engine.clipping.groups)
     timed = sent(torch.tensor(engine.auto_comm.told, dtype=own.dtype), engine.device)
     numbers = torch.cat([own[:2], gradients.norm_squared()[None], _told(engine, trained), own[2:], apart, timed])
-    summed_over_ranks(engine, numbers)
+    engine.step_sum(numbers)
     total, count, squared, missing, trained_by_all, *rest = engine.auto_comm.agreed(numbers.tolist())
     alike = trained_by_all == trained * engine.spread.mesh.world.size
     signals, named = Signals.unpacked(rest[: len(NAMES)]), rest[len(NAMES) : len(rest) - len(apart)]
