@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ import torch
 
 import phalanx
 from phalanx.parallel.communication import links
+from phalanx.parallel.communication.codecs import speed
+from phalanx.parallel.communication.codecs.blockwise import Blockwise
 from phalanx.parallel.communication.communicator import Communicator
 from phalanx.train import auto_comm
 from phalanx.train.checkpointing import save
@@ -36,6 +39,7 @@ def on_a_link(rates: dict[int, float], **options: Any) -> list[tuple[float, str]
         patch.setattr(links, "along", along)
         patch.setattr(auto_comm, "LEAST_STEPS", 2)
         patch.setattr(auto_comm, "SHARE", 1e9)
+        patch.setattr(auto_comm, "WORSE", 1e9)  # the link that ranks have is not the one that they are told of
         found = []
         for batch in engine.batches():
             at[0] = batch.step
@@ -107,3 +111,41 @@ def test_the_link_itself_is_measured_alike(ranks: Ranks) -> None:
     first, second = ranks(2, measured)
     assert first == second
     assert first[1] > 1
+
+
+def misled() -> tuple[list[str], list[bool], str]:
+    """Methods by step where a link is said to be slow, and a codec is not as fast as it seems; when memory was had."""
+    encode = Blockwise.encode
+
+    def slow(self: Blockwise, x: torch.Tensor, *rest: Any) -> None:
+        time.sleep(0.02)
+        encode(self, x, *rest)
+
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        phalanx.Engine(Digits(width=64, steps=STEPS), "dp=2,comm=auto", device="cpu") as engine,
+    ):
+        patch.setattr(links, "along", lambda group, device, size=1: links.Speed(1e-4, SLOW, size))
+        patch.setattr(auto_comm, "LEAST_STEPS", 2)
+        patch.setattr(auto_comm, "SHARE", 1e9)
+        patch.setattr(speed, "seconds", lambda codec, device: (1e-6, 1e-6))
+        patch.setattr(Blockwise, "encode", slow)
+        methods, memory = list[str](), list[bool]()
+        for batch in engine.batches():
+            engine.step(batch)
+            methods.append(engine.auto_comm.method)
+            owed = [each for bucket in engine.spread.buckets if bucket.coded for each in bucket.coded.all_owed()]
+            memory.append(any(each.rooms() for each in owed))
+        return methods, memory, str(engine.auto_comm.news[1])
+
+
+def test_what_makes_steps_longer_is_left_again(ranks: Ranks) -> None:
+    first, second = ranks(2, misled)
+    assert first == second
+    methods, memory, told = first
+    assert list(dict.fromkeys(methods)) == ["exact", "int4"], methods
+    assert methods[-1] == "exact"
+    assert methods[methods.index("int4") :].index("exact") <= 8, "it takes few steps to see it"
+    assert "int4" not in methods[len(methods) - methods[::-1].index("int4") :]
+    assert "ms with int4, and" in told
+    assert memory.index(True) == methods.index("int4") + 1, "int4 takes memory when it is chosen"

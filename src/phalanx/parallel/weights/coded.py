@@ -68,7 +68,10 @@ class CodedGradients:
             self.codec.settle()
 
     def _owed(self, *shape: int) -> Owed | None:
-        return Owed(shape, self.storage.reduce, self.storage.device) if self.method.feedback and self.length else None
+        if not self.method.feedback or not self.length:
+            return None
+        owed = Owed(shape, self.storage.reduce, self.storage.device)
+        return owed if isinstance(self.method, Switched) else owed.begin()
 
     def _takes(self, weight: Weight) -> bool:
         return self.method.takes(torch.Size([weight.rows_each, *weight.shape[1:]]) if weight.shape else weight.shape)

@@ -74,7 +74,7 @@ class Switched(Codec):
             return self.codecs[self.name].all_reduce(group, x, owed, owed_of_sums, buffers, expected)
         if self._settling:
             for what, numbers in ((owed, x), (owed_of_sums, x.view(group.size, -1)[group.rank])):
-                if what is not None:
+                if what is not None and what.begun:
                     before, after = what.turn()
                     numbers.add_(before)
                     after.zero_()
