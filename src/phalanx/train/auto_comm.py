@@ -96,7 +96,8 @@ class AutoComm:
         self.engine, self.methods, self.method = engine, allowed(engine.loss_tolerance), EXACT
         self.active = engine.layout.comm == AUTO and bool(engine.layout.coded_axis)
         self.group = engine.mesh.group("dp")
-        coded = [bucket.coded for bucket in engine.spread.buckets if bucket.coded is not None]
+        buckets = engine.spread.buckets if self.active else ()
+        coded = [bucket.coded for bucket in buckets if bucket.coded is not None]
         self.codecs = [each.codec for each in coded if isinstance(each.codec, Switched)]
         self.numbers = sum(each.length for each in coded)
         self.width = coded[0].storage.reduce.itemsize if coded else 4

@@ -55,17 +55,25 @@ class StepSum:
 
     def expect(self) -> None:
         """A step begins."""
+        left = self._expected
+        if left is not None and left.rows is not self._rows:  # there was more to agree on, or less
+            self.world.all_reduce(torch.zeros_like(left.rows[0]), left).wait()
+            self._expected = None
         if self._rows is not None and self._expected is None:
             self._expected = self.world.expect(self._rows)
 
     def __call__(self, numbers: Tensor) -> None:
         """Sum in place."""
-        expected, self._expected = self._expected, None
-        if expected is not None and expected.rows.shape[1:] != numbers.shape:  # there is more to agree on, or less
-            self.world.all_reduce(torch.zeros_like(expected.rows[0]), expected).wait()
-            expected = None
-        self.world.all_reduce(numbers, expected).wait()
-        if self._expects:
+        expected = self._expected
+        if expected is not None and expected.rows.shape[1:] == numbers.shape:
+            self._expected = None
+            self.world.all_reduce(numbers, expected).wait()
+        else:
+            self.world.all_reduce(numbers).wait()
+
+    def settle(self, numbers: Tensor) -> None:
+        """The next step's sum will be of as many."""
+        if self._expects and (self._rows is None or self._rows.shape[1:] != numbers.shape):
             self._rows = numbers.new_empty(self.world.size, *numbers.shape)
 
 
@@ -86,7 +94,8 @@ def _summed(engine: Engine, sums: Tensor, trained: int) -> Agreed:
     apart = gradients.norms_squared(engine.clipping.groups)
     timed = sent(torch.tensor(engine.auto_comm.told, dtype=own.dtype), engine.device)
     numbers = torch.cat([own[:2], gradients.norm_squared()[None], _told(engine, trained), own[2:], apart, timed])
-    engine.step_sum(numbers)
+    summed_over_ranks(engine, numbers)
+    engine.step_sum.settle(numbers)
     total, count, squared, missing, trained_by_all, *rest = engine.auto_comm.agreed(numbers.tolist())
     alike = trained_by_all == trained * engine.spread.mesh.world.size
     signals, named = Signals.unpacked(rest[: len(NAMES)]), rest[len(NAMES) : len(rest) - len(apart)]
@@ -115,7 +124,7 @@ def _told(engine: Engine, trained: int) -> Tensor:
 
 def summed_over_ranks(engine: Engine, numbers: Tensor) -> Tensor:
     """A few numbers of a step, summed over all ranks that make it together, in place."""
-    engine.spread.mesh.world.all_reduce(numbers).wait()
+    engine.step_sum(numbers)
     return numbers
 
 

@@ -64,8 +64,8 @@ class CodedGradients:
             assert self.owed is not None
             self.owed.now.add_(room, alpha=1 / (self.storage.ranks if self.over_shards else self.storage.replicas))
         self.taken_up.clear()
-        if isinstance(self.codec, Switched):
-            self.codec.settle()
+        if isinstance(self.method, Switched):
+            self.method.settle()
 
     def _owed(self, *shape: int) -> Owed | None:
         if not self.method.feedback or not self.length:
@@ -127,8 +127,8 @@ class CodedGradients:
         """What is owed is so from now on, if the step counts; gradients will be ``factor`` times as large."""
         for owed in self.all_owed():
             owed.end_step(counts, factor)
-        if isinstance(self.codec, Switched):
-            self.codec.end_step(counts)
+        if isinstance(self.method, Switched):
+            self.method.end_step(counts)
 
     def expect(self, replicas: Communicator) -> None:
         """Say to the replicas that this rank is ready for what they will send of this bucket, on all alike."""
