@@ -44,7 +44,7 @@ from phalanx.parallel.randomness.draws import Moment, Randomness
 from phalanx.parallel.torch_private import place_in_memory
 from phalanx.parallel.weights import keras
 from phalanx.parallel.weights.blueprint import Blueprint
-from phalanx.parallel.weights.bucket import Bucket, by_size
+from phalanx.parallel.weights.bucket import Bucket, by_size, together
 from phalanx.parallel.weights.coming import Coming
 from phalanx.parallel.weights.filling import Saved, describe, fill
 from phalanx.parallel.weights.gradients import Gradients
@@ -146,7 +146,7 @@ class Spread:
         """Shards have changed, and what the model computes with has not: `refresh` is to be called."""
         self.gathering: Gathering | None = None
         self.buckets: list[Bucket] = []
-        gathered, kinds = [], self.storages.values()
+        gathered, kinds, limit = [], self.storages.values(), together(self.placement, self.mesh, self.device)
         for unit in self.anatomy.units:
             for storage in kinds:
                 members = [w for name in unit.weights if (w := self.weights.get(name)) and w.storage is storage]
@@ -157,7 +157,9 @@ class Spread:
             self.buckets = [item.bucket for item in reversed(gathered)]
         for storage in kinds:
             whole = [weight for weight in self.weights.values() if weight.storage is storage and storage.always_whole]
-            self.buckets += [Bucket(f"bucket {i}", part, storage) for i, part in enumerate(by_size(whole)) if part]
+            self.buckets += [
+                Bucket(f"bucket {i}", part, storage) for i, part in enumerate(by_size(whole, limit)) if part
+            ]
         self.whole = Whole(
             self.model, self.buckets, self.holding, self.trainable, self.dtypes.reduce, self.device, self.state_names
         )

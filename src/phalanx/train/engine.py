@@ -64,6 +64,7 @@ from phalanx.train.sites import Sites, agreed_weights
 from phalanx.train.standing import facts_of, resume
 from phalanx.train.steady import in_one_way, steady
 from phalanx.train.step import Metrics, passes
+from phalanx.train.step_agreement import StepSum
 from phalanx.train.turns import Turns
 from phalanx.train.update import Update
 from phalanx.trees import mapped
@@ -168,6 +169,7 @@ class Engine:
             in_one_way(self.optimizer, self.device)
         self.numbers, self.update = Numbers(self.optimizer), Update(self.optimizer, self.spread, task.steps)
         self.auto_comm = AutoComm(self)
+        self.step_sum = StepSum(self.spread.mesh.world, slow=bool(self.layout.coded_axis))
         self.graphs = StepGraphs(self, partial(passes, self))
         undo.callback(self.graphs.forget)  # NCCL ends no communicator that a graph still uses
         self.loader, self.to_device = self.loader_of(data, self.order), Ahead(self._place, self.device)

@@ -9,12 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from phalanx.parallel.communication import links
+from phalanx.parallel.communication.choosing import LEAST_BYTES, bucket_bytes
 from phalanx.parallel.communication.exact import Partial
 from phalanx.parallel.communication.launched import Launched
 from phalanx.parallel.communication.memory import Room
+from phalanx.parallel.communication.mesh import Mesh
 from phalanx.parallel.communication.pending import Pending
 from phalanx.parallel.weights.low_rank import coded_gradients
 from phalanx.parallel.weights.packing import Packing, one_room
+from phalanx.parallel.weights.placement import Placement
 from phalanx.parallel.weights.storage import Storage
 from phalanx.parallel.weights.weight import Weight
 
@@ -286,12 +290,24 @@ class Bucket:
         return self.gradients
 
 
-def by_size(weights: Sequence[Weight]) -> list[list[Weight]]:
-    """Weights in the order in which backward reaches them, in runs of about ``BUCKET_BYTES``."""
+def together(placement: Placement, mesh: Mesh, device: torch.device) -> int:
+    """Bytes of gradients that travel together: in few bits over gloo, by what the link is measured to do."""
+    replicas, few = mesh.group("dp"), sum(one.shape.numel() for one in placement.weights.values()) <= LEAST_BYTES // 4
+    if few or placement.layout.coded_axis != "dp" or not replicas.expects:
+        return BUCKET_BYTES
+    speed = links.along(replicas, device)
+    slowest = torch.tensor([speed.latency, 1 / speed.rate], dtype=torch.float64, device=device)
+    mesh.world.all_reduce_max(slowest)
+    latency, slowness = slowest.tolist()
+    return bucket_bytes(latency, 1 / slowness, BUCKET_BYTES)
+
+
+def by_size(weights: Sequence[Weight], limit: int) -> list[list[Weight]]:
+    """Weights in the order in which backward reaches them, in runs of about so many bytes."""
     runs: list[list[Weight]] = [[]]
     size = 0
     for weight in reversed(weights):
-        if size >= BUCKET_BYTES:
+        if size >= limit:
             runs.append([])
             size = 0
         runs[-1].append(weight)

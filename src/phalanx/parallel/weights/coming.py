@@ -90,7 +90,8 @@ class Coming:
         """``names``: of all weights, in the order in which forward needs them."""
         self.on_their_way: list[Arrival] = []
         self._order = {name: place for place, name in enumerate(names)}
-        self._arrivals = {id(b): Arrival(b, self.on_their_way) for b in buckets if b.storage.always_whole}
+        whole = sorted((bucket for bucket in buckets if bucket.storage.always_whole), key=self._place)
+        self._arrivals = {id(bucket): Arrival(bucket, self.on_their_way) for bucket in whole}
         self._beside = Copying(device)
         for unit in units:  # what a module's own code is given, or a compiler, are plain parameters
             own = {*unit.weights}
@@ -100,7 +101,7 @@ class Coming:
 
     def start(self, buckets: Sequence[Bucket]) -> None:
         """Begin to gather buckets, those first that forward needs first. All ranks must name the same."""
-        buckets = sorted(buckets, key=lambda bucket: min(self._order[weight.name] for weight in bucket.weights))
+        buckets = sorted(buckets, key=self._place)
         for bucket in buckets:
             bucket.is_whole = False
         alone = [bucket for bucket in buckets if bucket.storage.group.alone]
@@ -133,6 +134,10 @@ class Coming:
             taken.append(bucket.storage.group.in_background(pending, waiting))
         for (bucket, _), pending in zip(reserved, taken, strict=True):
             self._arrivals[id(bucket)].expect(pending)
+
+    def _place(self, bucket: Bucket) -> int:
+        """When forward first needs it."""
+        return min(self._order[weight.name] for weight in bucket.weights)
 
     def settle(self) -> None:
         """Wait for all that is on its way."""
