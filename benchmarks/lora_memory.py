@@ -4,8 +4,8 @@
 
 Counted as in `memory.py`: a process's peak resident memory while it trains, less what it held before and less the pages
 of libraries, with large blocks mapped by themselves. Two things are no weights, and are taken off: what oneDNN keeps of
-each shape of product in bf16 on a CPU (a model of one such layer is trained first, and let go), and what so
-many modules, hooks and threads take, however wide they are, which is that of a model of as many layers that are 64 wide, in another
+each shape of product in bf16 on a CPU (a model of one such layer is trained first, and let go), and what so many
+modules, hooks and threads take, however wide they are, which is that of a model 64 wide of as many layers, in another
 process; it stands in the note. The arithmetic, in bytes, for F frozen weights of ``b`` bytes each and P trained ones
 over n ranks, B bytes of a block's whole weights, T trained ones of a block, and N elements of the largest linear:
 
