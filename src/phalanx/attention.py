@@ -24,8 +24,7 @@ def kept_apart(documents: Tensor, like: Tensor, head_width: int, causal: bool = 
     starts = None if why else starts_of(documents)
     if starts is not None:
         return starts
-    if like.device.type == "cuda":
-        say_dense(why or "they are very short, go on after another one, or the step is recorded (graphs=step)")
+    say_dense(why, documents)
     return document_mask(documents, causal)
 
 

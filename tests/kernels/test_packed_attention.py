@@ -85,13 +85,14 @@ def test_runs_that_repeat_their_bits_do_without_it() -> None:
 
 
 def test_a_dense_mask_is_said_once() -> None:
-    packed.say_dense.cache_clear()
+    packed._say_once.cache_clear()
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        packed.say_dense("of this test")
-        packed.say_dense("of this test")
+        packed._say_once("of this test")
+        packed._say_once("of this test")
+        packed.say_dense("of a processor, which needs no kernel", torch.zeros(1))
     assert [str(one.message) for one in said] == [
-        "packed documents are kept apart by a dense mask, which is slow: of this test"
+        "packed documents are kept apart by a dense mask, which is slow: of this test."
     ]
 
 

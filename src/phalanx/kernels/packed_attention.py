@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from phalanx.kernels.choice import Kernel
-from phalanx.kernels.documents import cumulative, dense_mask
+from phalanx.kernels.documents import SHORTEST, cumulative, dense_mask, is_recorded
 
 DTYPES = (torch.bfloat16, torch.float16)
 WIDEST, MULTIPLE = 256, 8
@@ -35,13 +35,13 @@ def refusal(device: torch.device, dtype: torch.dtype, width: int) -> str:
     if device.type == "cpu":
         return ""
     if dtype not in DTYPES:
-        return f"no kernel computes it in {str(dtype).removeprefix('torch.')}; bf16 and fp16 have one"
+        return f"no kernel computes it in {str(dtype).removeprefix('torch.')}. Train with precision=bf16"
     if width > WIDEST or width % MULTIPLE:
-        return f"heads are {width} wide, and a kernel takes multiples of {MULTIPLE} up to {WIDEST}"
+        return f"heads are {width} wide. Choose a multiple of {MULTIPLE} up to {WIDEST}, which a kernel takes"
     if torch.are_deterministic_algorithms_enabled():
-        return "an exact run keeps to one order of sums"
+        return "an exact run keeps to one order of sums. Without exact= a kernel does it"
     if not packed_kernel.works(device):
-        return "its kernel does not work here"
+        return "its kernel does not work here, as was said. Install a build of torch for this GPU"
     for kernel in BELOW:
         kernel.works(device)
     return ""
@@ -59,10 +59,17 @@ def takes(query: Tensor, value: Tensor) -> bool:
     )
 
 
+def say_dense(why: str, column: Tensor) -> None:
+    """Said once of a GPU; ``why`` no kernel does it, if that is not for what is in this ``column`` of a batch."""
+    if column.is_cuda:
+        recorded = "the step is recorded. Without graphs=step a kernel does it"
+        short = f"a row has more than one of them in {SHORTEST} tokens, or one goes on after another. Pack longer ones"
+        _say_once(why or (recorded if is_recorded(column) else short))
+
+
 @cache
-def say_dense(why: str) -> None:
-    """Said once."""
-    warnings.warn(f"packed documents are kept apart by a dense mask, which is slow: {why}", stacklevel=3)
+def _say_once(why: str) -> None:
+    warnings.warn(f"packed documents are kept apart by a dense mask, which is slow: {why}.", stacklevel=4)
 
 
 def packed_attention(

@@ -95,8 +95,8 @@ class DocumentStarts(Layer):
         if not (self.packed or restart(positions)):
             return None if self.why else self.none
         starts, self.packed = None if self.why else starts_of(positions, POSITIONS), True
-        if starts is None and positions.is_cuda:
-            say_dense(self.why or "they are very short, or the step is recorded (graphs=step)")
-        if starts is None and not self.why and is_recorded(positions):
-            return document_mask(positions.diff(prepend=positions[:, :1]).ne(1).cumsum(1))
+        if starts is None:
+            say_dense(self.why, positions)
+            if not self.why and is_recorded(positions):
+                return document_mask(positions.diff(prepend=positions[:, :1]).ne(1).cumsum(1))
         return starts
