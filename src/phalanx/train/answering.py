@@ -19,6 +19,7 @@ from phalanx.logits import Logits
 from phalanx.parallel.communication.mesh import BATCH
 from phalanx.questions import ModelAnswer, Question, Questions
 from phalanx.run import Run
+from phalanx.train.sites import agreed_weights
 from phalanx.train.step import compute
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ def note_answers(engine: Engine, run: Run, on_token: Callable[[], None] = lambda
     questions = engine.task.questions()
     if questions is None or not questions.shown or not questions.every:
         return
-    with engine.callbacks.evaluating(engine):
+    with engine.callbacks.evaluating(engine), agreed_weights(engine):
         found = answered(engine, questions, questions.shown, on_token=on_token)
     if engine.is_main:
         write_answers(run, f"step-{engine.step_number:08d}", found)
