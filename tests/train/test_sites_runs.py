@@ -11,7 +11,9 @@ from safetensors.torch import load_file
 
 from phalanx import Run
 from phalanx.data.order import Order
-from tests.checkpoints import newest
+from phalanx.train.certificate import NotDone, certify
+from tests.checkpoints import manager_at, newest
+from tests.tasks import Digits
 from tests.test_cli import GOOD, Done, phalanx
 
 OWN = """
@@ -97,5 +99,10 @@ def test_weights_for_which_no_good_step_of_a_site_speaks_are_not_certified(folde
 def test_a_bad_step_of_another_site_is_in_the_certificate(folder: Path) -> None:
     done = train(folder, "local:3", "--steps", "6", bad=(3, 1))
     assert done.returncode == 0, done.stdout + done.stderr
-    found = json.loads(Run(folder / "run").certificate_path.read_text())
+    run = Run(folder / "run")
+    found = json.loads(run.certificate_path.read_text())
     assert (found["skipped"], found["skipped_by_sites"]) == ([], 1)
+    rest = [event for event in run.events(0) if event["kind"] != "round"]
+    run.events_path(0).write_text("".join(json.dumps(event) + "\n" for event in rest))
+    with pytest.raises(NotDone, match="what all sites did up to step 6 is not in the run's events"):
+        certify(run, Digits(steps=6, samples=SAMPLES), manager_at(run.checkpoints_path))

@@ -41,28 +41,37 @@ def _whole_ledger(run: Run, steps: range) -> tuple[Ledger, Ledger]:
 
     Besides, by its last step, what all sites did together between two times that they agreed: all ranks note that.
     """
-    ledger, rounds = run.ledger(), counted(run.events(0), rounds=True)
+    ledger, rounds = run.ledger(), _rounds(run, 0)
     others = (int(path.stem.removeprefix("rank-")) for path in sorted(run.events_path(0).parent.glob("rank-*.jsonl")))
     for rank in others:
         if all(step in ledger for step in steps):
             break
         ledger = {**run.ledger(rank), **ledger}
-        rounds = {**counted(run.events(rank), rounds=True), **rounds}
+        rounds = {**_rounds(run, rank), **rounds}
     return ledger, rounds
+
+
+def _rounds(run: Run, rank: int) -> Ledger:
+    return counted(run.events(rank, "start", "rollback", "round"), rounds=True)
 
 
 def _judged_by(ledger: Ledger, rounds: Ledger, starts: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Whose numbers are those of all ranks, in order: steps, and with sites their rounds, as a step of rank 0 is its
     site's alone."""
+    done = {step: event for step, event in ledger.items() if event["kind"] == "step"}
     alone = [(start["step"], _sites(start) is not None) for start in starts]
+    if not any(sites for _, sites in alone):
+        return list(done.values())
 
     def own(step: int) -> bool:
         return next((sites for first, sites in reversed(alone) if first <= step), False)
 
-    found = {step: event for step, event in ledger.items() if event["kind"] == "step" and not own(step)}
+    if ledger and own(last := max(ledger)) and last not in rounds:
+        raise NotDone(f"what all sites did up to step {last + 1} is not in the run's events")
+    found = {step: event for step, event in done.items() if not own(step)}
     for step, event in rounds.items():
         if own(step):
-            bad = event["bad"] or "bad numbers in its last step" if event.get("ended_badly") else ""
+            bad = (event["bad"] or "bad numbers in its last step") if event["ended_badly"] else ""
             found[step] = {**event, "skipped": not event["count"], "bad": bad}
     return [found[step] for step in sorted(found)]
 

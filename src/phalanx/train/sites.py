@@ -46,7 +46,7 @@ class SitesRound:
     """Steps that a site has left out, added up over sites."""
     bad: str
     """What was, if anything."""
-    ended_badly: int = 0
+    ended_badly: int
     """Sites whose last step that could be judged was bad."""
     signals: Signals = field(default_factory=Signals)
 
@@ -196,7 +196,8 @@ class Sites:
         """A saved state has been taken up."""
         self.outer.untold = [*self.outer.untold, *[0.0] * NUMBERS][:NUMBERS]
         self._told, self.just_agreed = None, self.local.since(self.engine.step_number)
-        self._fresh = {len(self.outer.fragments) - 1}  # a state is kept at boundaries, where that one was agreed on
+        every = range(len(self.outer.fragments))  # of which the last was agreed on, or at a run's end all
+        self._fresh = set(every[-1:] if self.local.is_boundary(self.engine.step_number) else every)
         for now, before in self._buffers.values():
             before.copy_(now)
 
