@@ -51,12 +51,9 @@ class _Relay:
         self.number = 0
 
     def run(self) -> None:
-        poll = select.poll()
-        for device in self.devices:
-            poll.register(device, select.POLLIN)
         while True:
             wait = None if not self.waiting else max(0.0, self.waiting[0][0] - time.monotonic())
-            for device, _ in poll.poll(None if wait is None else int(1e3 * wait)):
+            for device in select.select(self.devices, [], [], wait)[0]:  # to the microsecond: others would spin
                 self._take(device)
             now = time.monotonic()
             while self.waiting and self.waiting[0][0] <= now:
@@ -82,6 +79,8 @@ class _Relay:
 
 def _relaying(pids: list[int], delay: float, rate: Any, ready: Any) -> None:
     die_with_parent()
+    with contextlib.suppress(PermissionError):
+        os.nice(-10)  # a network does not wait for the processor of its hosts
     relay = _Relay(pids, delay, rate)
     ready.set()
     relay.run()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.kernels.compiled import built, loaded
+from phalanx.kernels.compiled import NotYet, built, loaded
 
 if not any((Path(folder) / "cc").exists() for folder in os.get_exec_path()):
     pytest.skip("there is no compiler", allow_module_level=True)
@@ -72,9 +72,9 @@ def test_nobody_waits_for_long_and_the_next_has_it(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = slow_compiler(tmp_path, monkeypatch)
-    with pytest.raises(RuntimeError, match=r"it is still being built, for the next start"):
+    with pytest.raises(NotYet, match=r"compiled code is still being built"):
         built(source, ["-DSEVEN=7"], seconds=0.2)
-    with pytest.raises(RuntimeError, match=r"another process has not built it in 0.1 s"):
+    with pytest.raises(NotYet, match=r"another process builds compiled code for longer than 0.1 s"):
         built(source, ["-DSEVEN=7"], seconds=0.1)
     assert ctypes.CDLL(str(built(source, ["-DSEVEN=7"], seconds=60))).seven() == 7
     assert calls.read_text().count("called") == 1

@@ -60,12 +60,14 @@ def test_slots_double_where_a_batch_needs_them() -> None:
 
 
 def test_a_batch_on_a_gpu_is_looked_at_on_the_host() -> None:
-    placed = IDS.clone()
-    remember(placed, IDS)
-    placed.zero_()  # as if it had not arrived yet
+    placed = remember(torch.zeros_like(IDS), IDS)  # as if it had not arrived yet
     found = starts_of(placed)
     assert found is not None
     assert found[0, 0, 0, :3].tolist() == [0, 3, 5]
+    placed.add_(0)  # written to since: the host's copy is another one
+    found = starts_of(placed)
+    assert found is not None
+    assert found[0, 0, 0, :2].tolist() == [0, IDS.shape[1]]
 
 
 def test_a_recorded_step_knows_nothing_of_the_next_batch(monkeypatch: pytest.MonkeyPatch) -> None:

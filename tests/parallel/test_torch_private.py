@@ -7,6 +7,7 @@ import sys
 from datetime import timedelta
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -119,6 +120,20 @@ def test_the_norm_of_each() -> None:
     found = torch_private.norms(tensors, torch.float32)
     assert found.dtype == torch.float32
     assert found.tolist() == [float(torch.linalg.vector_norm(tensor, dtype=torch.float32)) for tensor in tensors]
+
+
+def test_a_subclass_is_not_asked_where_tensors_are_plain() -> None:
+    class Refusing(torch.nn.Parameter):
+        @classmethod
+        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            raise AssertionError(func)
+
+    parameter = torch.nn.Parameter(torch.ones(2))
+    parameter.__class__ = Refusing  # as torch's own lazy parameters change theirs
+    with torch_private.as_plain_tensors():
+        assert parameter.data.sum() == 2
+    with pytest.raises(AssertionError):
+        parameter.sum()
 
 
 def test_writing_in_place_is_counted() -> None:

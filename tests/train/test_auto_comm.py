@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,13 @@ import torch
 
 import phalanx
 from phalanx.parallel.communication import links
+from phalanx.parallel.communication.codecs import speed
+from phalanx.parallel.communication.codecs.blockwise import Blockwise
 from phalanx.parallel.communication.communicator import Communicator
 from phalanx.train import auto_comm
 from phalanx.train.checkpointing import save
 from phalanx.train.restoring import load
+from tests.parity import HostileLanguage
 from tests.ranks import Ranks
 from tests.tasks import Digits
 
@@ -36,6 +40,7 @@ def on_a_link(rates: dict[int, float], **options: Any) -> list[tuple[float, str]
         patch.setattr(links, "along", along)
         patch.setattr(auto_comm, "LEAST_STEPS", 2)
         patch.setattr(auto_comm, "SHARE", 1e9)
+        patch.setattr(auto_comm, "WORSE", 1e9)  # the link that ranks have is not the one that they are told of
         found = []
         for batch in engine.batches():
             at[0] = batch.step
@@ -76,6 +81,7 @@ def interrupted(folder: str, resume: bool) -> list[float]:
         if resume:
             load(engine, folder)
             assert engine.auto_comm.method == "int4"
+            assert "int4 from step 3 on: the saved state was made with it" in str(engine.auto_comm.news.pop())
         else:
             engine.auto_comm.restore({"method": "int4"})
         losses = []
@@ -107,3 +113,63 @@ def test_the_link_itself_is_measured_alike(ranks: Ranks) -> None:
     first, second = ranks(2, measured)
     assert first == second
     assert first[1] > 1
+
+
+def by_stages() -> tuple[list[tuple[str, dict[str, float]]], int]:
+    """What was chosen, and why, where the stages of a pipeline do not have as many weights; and this stage's."""
+    layout = "dp=2,pp=2,micro_batch=4,comm=auto"
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        phalanx.Engine(HostileLanguage(steps=12), layout, device="cpu") as engine,
+    ):
+        patch.setattr(links, "along", lambda group, device, size=1: links.Speed(1e-4, 1e6 * (1 + group.rank), size))
+        patch.setattr(speed, "seconds", lambda codec, device: (1e-6, 1e-6))
+        for batch in engine.batches():
+            engine.step(batch)
+        chosen = [(each.method, each.predicted) for each in engine.auto_comm.news]
+        return chosen, engine.auto_comm.numbers
+
+
+def test_stages_of_a_pipeline_choose_alike(ranks: Ranks) -> None:
+    found = ranks(4, by_stages)
+    assert len({numbers for _, numbers in found}) > 1, "the stages are alike, so nothing is tried"
+    assert all(chosen == found[0][0] for chosen, _ in found)
+    assert found[0][0]
+
+
+def misled() -> tuple[list[str], list[bool], str]:
+    """Methods by step where a link is said to be slow, and a codec is not as fast as it seems; when memory was had."""
+    encode = Blockwise.encode
+
+    def slow(self: Blockwise, x: torch.Tensor, *rest: Any) -> None:
+        time.sleep(0.02)
+        encode(self, x, *rest)
+
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        phalanx.Engine(Digits(width=64, steps=STEPS), "dp=2,comm=auto", device="cpu") as engine,
+    ):
+        patch.setattr(links, "along", lambda group, device, size=1: links.Speed(1e-4, SLOW, size))
+        patch.setattr(auto_comm, "LEAST_STEPS", 2)
+        patch.setattr(auto_comm, "SHARE", 1e9)
+        patch.setattr(speed, "seconds", lambda codec, device: (1e-6, 1e-6))
+        patch.setattr(Blockwise, "encode", slow)
+        methods, memory = list[str](), list[bool]()
+        for batch in engine.batches():
+            engine.step(batch)
+            methods.append(engine.auto_comm.method)
+            owed = [each for bucket in engine.spread.buckets if bucket.coded for each in bucket.coded.all_owed()]
+            memory.append(any(each.rooms() for each in owed))
+        return methods, memory, str(engine.auto_comm.news[1])
+
+
+def test_what_makes_steps_longer_is_left_again(ranks: Ranks) -> None:
+    first, second = ranks(2, misled)
+    assert first == second
+    methods, memory, told = first
+    assert list(dict.fromkeys(methods)) == ["exact", "int4"], methods
+    assert methods[-1] == "exact"
+    assert methods[methods.index("int4") :].index("exact") <= 8, "it takes few steps to see it"
+    assert "int4" not in methods[len(methods) - methods[::-1].index("int4") :]
+    assert "ms with int4, and" in told
+    assert memory.index(True) == methods.index("int4") + 1, "int4 takes memory when it is chosen"

@@ -48,12 +48,12 @@ class OwedState:
     def parts(self) -> Iterator[OwedPart]:
         """What is to be saved."""
         for coded in self.coded:
-            if coded.owed is not None:
+            if coded.owed is not None and coded.owed.begun:
                 for weight, box, view in self._pieces(coded, coded.owed.now):
                     shape = tuple(self.holding.shapes[weight.name])
                     name = f"comm/owed/{self._sender(coded)}/{weight.name}"
                     yield OwedPart(weight.name, self._holders(weight), name, box, shape, view)
-            if coded.owed_of_sums is not None:
+            if coded.owed_of_sums is not None and coded.owed_of_sums.begun:
                 for weight, first, run in coded.runs(coded.owed_of_sums.now, self.mesh.index("dp")):
                     box, shape = Box((first,), (len(run),)), (weight.shape.numel(),)
                     yield OwedPart(weight.name, self._holders(weight), self._sums_name(weight), box, shape, run)
@@ -69,10 +69,12 @@ class OwedState:
     def wanted(self, manifest: Manifest) -> Wanted:
         """Where each saved tensor goes on this rank. What was owed here is not any more."""
         found: Wanted = {}
+        owners = {_owner(name, kind) for name in manifest.tensors for kind in ("owed", "sums")}
         for coded in self.coded:
             for owed in coded.all_owed():
-                owed.now.zero_()
-            if coded.owed is not None:
+                if owed.begun:
+                    owed.now.zero_()
+            if coded.owed is not None and any(weight.name in owners for weight in coded.weights):
                 self._want(coded, coded.owed.now, manifest.tensors, found)
             for weight in coded.weights if coded.bases else ():
                 kept, name = coded.bases[weight.name].now, self._basis_name(coded, weight)

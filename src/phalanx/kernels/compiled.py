@@ -53,13 +53,19 @@ def loaded(source: Path, load: Callable[[], Found], instead: str) -> Found | Non
     """What ``load`` gives; None: it fails, and a warning says why, and what is done ``instead``."""
     try:
         return load()
+    except NotYet as error:
+        warnings.warn(f"{instead} this time: {error}, and the next start has it. Nothing is to be done.", stacklevel=3)
     except Exception as error:
         reason = str(error).splitlines()[0] if str(error) else repr(error)
         warnings.warn(
             f"{instead}: compiled code cannot be had ({reason}). Install {COMPILERS[source.suffix][2]}.",
             stacklevel=3,
         )
-        return None
+    return None
+
+
+class NotYet(RuntimeError):
+    """It is being built."""
 
 
 def _locked(lock: IO[str], deadline: float, seconds: float) -> None:
@@ -69,7 +75,7 @@ def _locked(lock: IO[str], deadline: float, seconds: float) -> None:
             return
         except BlockingIOError:
             if time.monotonic() > deadline:
-                raise RuntimeError(f"another process has not built it in {seconds:g} s") from None
+                raise NotYet(f"another process builds compiled code for longer than {seconds:g} s") from None
             time.sleep(LOOK_SECONDS)
 
 
@@ -95,7 +101,7 @@ def _compile(source: Path, flags: Sequence[str], whole: Path, lock: IO[str], dea
             code = building.wait(max(0.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
             building.returncode = 0  # nobody waits for it
-            raise RuntimeError("it is still being built, for the next start") from None
+            raise NotYet("compiled code is still being built") from None
         said.seek(0)
         lines = said.read().splitlines()
     if code:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from phalanx.kernels.transfer import sent
-from phalanx.parallel.torch_private import of_any_size
+from phalanx.parallel.torch_private import of_any_size, version
 
 FEWEST = 16
 """Slots of a row; twice as many where a batch needs them, so that their number hardly ever changes."""
@@ -27,7 +27,7 @@ IDS, POSITIONS = "ids", "positions"
 def remember(placed: Tensor, host: Tensor) -> Tensor:
     """A tensor on a GPU that knows what it was copied from."""
     if placed is not host:
-        placed.on_host = host  # type: ignore[attr-defined]
+        placed.on_host = host, version(placed)  # type: ignore[attr-defined]
     return placed
 
 
@@ -46,7 +46,7 @@ def recorded() -> Iterator[None]:
 
 
 def are_starts(mask: Tensor | None) -> TypeGuard[Tensor]:
-    return mask is not None and mask.ndim == 4 and mask.dtype == torch.int32
+    return mask is not None and mask.ndim == 4 and mask.shape[2] == 1 and mask.dtype == torch.int32
 
 
 def starts_of(column: Tensor, kind: str = IDS) -> Tensor | None:
@@ -75,7 +75,8 @@ def starts_of(column: Tensor, kind: str = IDS) -> Tensor | None:
 
 
 def _on_host(column: Tensor) -> np.ndarray:
-    return getattr(column, "on_host", column).cpu().numpy()
+    host, written = getattr(column, "on_host", (column, -1))
+    return (host if written == version(column) else column).cpu().numpy()
 
 
 def is_recorded(column: Tensor) -> bool:

@@ -10,6 +10,7 @@ What comes out is a `Spread`: the model to call, and the few operations a traini
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence, Set
 from dataclasses import replace
 from operator import attrgetter
@@ -43,7 +44,8 @@ from phalanx.parallel.randomness.draws import Moment, Randomness
 from phalanx.parallel.torch_private import place_in_memory
 from phalanx.parallel.weights import keras
 from phalanx.parallel.weights.blueprint import Blueprint
-from phalanx.parallel.weights.bucket import Bucket, by_size
+from phalanx.parallel.weights.bucket import Bucket, by_size, together
+from phalanx.parallel.weights.coming import Coming
 from phalanx.parallel.weights.filling import Saved, describe, fill
 from phalanx.parallel.weights.gradients import Gradients
 from phalanx.parallel.weights.holding import Holding
@@ -144,7 +146,7 @@ class Spread:
         """Shards have changed, and what the model computes with has not: `refresh` is to be called."""
         self.gathering: Gathering | None = None
         self.buckets: list[Bucket] = []
-        gathered, kinds = [], self.storages.values()
+        gathered, kinds, limit = [], self.storages.values(), together(self.placement, self.mesh, self.device)
         for unit in self.anatomy.units:
             for storage in kinds:
                 members = [w for name in unit.weights if (w := self.weights.get(name)) and w.storage is storage]
@@ -155,7 +157,9 @@ class Spread:
             self.buckets = [item.bucket for item in reversed(gathered)]
         for storage in kinds:
             whole = [weight for weight in self.weights.values() if weight.storage is storage and storage.always_whole]
-            self.buckets += [Bucket(f"bucket {i}", part, storage) for i, part in enumerate(by_size(whole)) if part]
+            self.buckets += [
+                Bucket(f"bucket {i}", part, storage) for i, part in enumerate(by_size(whole, limit)) if part
+            ]
         self.whole = Whole(
             self.model, self.buckets, self.holding, self.trainable, self.dtypes.reduce, self.device, self.state_names
         )
@@ -164,7 +168,9 @@ class Spread:
         like = torch.empty(0, dtype=self.dtypes.reduce, device=self.device)
         self.gradients = Gradients(self.buckets, self.holding, self.mesh, like)
         self.reduction = Reduction(self.buckets, self.mesh.group("dp"), self.gathering)
+        self.coming = Coming(self.model, self.anatomy.units, self.buckets, [*self.weights], self.device)
         self._gather_whole()
+        self.settle()
         self._modules = list(self.model.modules())
         self._trained = frozenset(name for name, weight in self.weights.items() if weight.trainable)
         self._refused_if_written = [weight for weight in self.weights.values() if not weight.trainable]
@@ -264,6 +270,7 @@ class Spread:
         """After the last action: they are those of the global batch."""
         if self.pipeline is not None:
             self.pipeline.finish()
+        self.settle()
         self.gradients.complete()
 
     def untouched(self) -> list[str]:
@@ -275,8 +282,10 @@ class Spread:
     def updated(self, copied: Set[str] = frozenset()) -> None:
         """The shards have changed: make what the model computes with agree, and let their gradients go.
 
+        Weights that stay whole are on their way when this returns, and whoever reads one waits for it (`coming`).
         ``copied``: names of weights of which it does already, where a rank has all of them.
         """
+        self.settle()
         for weight in self._refused_if_written:
             weight.check_unwritten()
         for weight in self.weights.values():
@@ -310,19 +319,23 @@ class Spread:
         if self.stale:
             self.updated()
 
+    def settle(self) -> None:
+        """Wait for weights that are on their way."""
+        self.coming.settle()
+
+    def close(self) -> None:
+        """Let go of what others hold on to, or wait for."""
+        self.reduction.close()
+        if sys.exc_info()[0] is None:  # after a failure, ranks that it would wait for may be gone
+            self.settle()
+
     def _gather_whole(self, copied: Set[str] = frozenset()) -> None:
-        """Make weights that stay whole from the rows that ranks own."""
+        """Begin to make weights that stay whole from the rows that ranks own."""
 
         def agrees(weight: Weight) -> bool:
             return weight.in_use or (weight.storage.copies and weight.name in copied)
 
-        stale = [b for b in self.buckets if b.storage.always_whole and not all(map(agrees, b.weights))]
-        for bucket in stale:
-            bucket.is_whole = False
-        for index, bucket in enumerate(stale):
-            for near in stale[index : index + 2]:
-                near.start_gather()  # the next is on its way while this one is unpacked
-            bucket.finish_gather()
+        self.coming.start([b for b in self.buckets if b.storage.always_whole and not all(map(agrees, b.weights))])
 
     def rest(self) -> None:
         """After an evaluation: let go of weights that it left whole."""

@@ -6,7 +6,7 @@ import importlib
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from operator import attrgetter, setitem
 from typing import Any
@@ -23,6 +23,7 @@ __all__ = [
     "FakeTensorMode",
     "TorchDispatchMode",
     "add_to_each",
+    "as_plain_tensors",
     "converting_in_place",
     "copy_each",
     "default_store",
@@ -110,6 +111,11 @@ def converting_in_place() -> Iterator[None]:
         yield
     finally:
         nn.Module._apply = own  # type: ignore[method-assign]
+
+
+def as_plain_tensors() -> AbstractContextManager[None]:
+    """Meanwhile, on this thread, subclasses of tensors are not asked what functions of them are to do."""
+    return torch._C.DisableTorchFunctionSubclass()
 
 
 def version(tensor: Tensor) -> int:

@@ -1,5 +1,7 @@
 """``comm=auto``: how gradients travel, chosen by what a run measures, and chosen again when that changes.
 
+What was chosen is held to what steps then take: a method that makes them longer than they were is left again.
+
 Every rank tells its seconds with a step's one small sum, so all of them decide alike and nothing more is sent. The link
 is measured before the first choice, when steps become longer, and otherwise so rarely that it takes a hundredth of the
 time.
@@ -11,7 +13,7 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,6 +35,10 @@ TOLD = 4
 """Numbers that a rank tells of its last step: its seconds, and whether the link is to be measured again."""
 SLOWER, IN_A_ROW = 1.3, 3
 """So many steps in a row, each so many times as long as those before: the link is measured again."""
+WORSE = 1.1
+"""So many times as long as before a change: it is taken back."""
+OTHER_LINK = 2.0
+"""By so much a link must be faster or slower for what was learned of predictions to be forgotten."""
 SHARE = 0.01
 """Of the time that measuring may take."""
 LEAST_STEPS = 20
@@ -63,14 +69,24 @@ class Chosen:
     method: str
     before: str
     why: str
-    predicted: dict[str, float]
-    """Seconds of a step, by method."""
-    megabits: float
-    """A second, that a rank can send."""
-    latency: float
+    predicted: dict[str, float] = field(default_factory=dict)
+    """Seconds of a step, by method, where it was chosen by them."""
+    megabits: float | None = None
+    """A second, that a rank can send, where that was measured."""
+    latency: float | None = None
 
     def __str__(self) -> str:
         return f"   comm  {self.method} from step {self.step + 1} on: {self.why}"
+
+
+@dataclass(frozen=True)
+class MethodTrial:
+    """A method that has just been chosen."""
+
+    before: str
+    seconds: float
+    """That a step took with the one before."""
+    predicted: dict[str, float]
 
 
 class AutoComm:
@@ -80,8 +96,9 @@ class AutoComm:
         self.engine, self.methods, self.method = engine, allowed(engine.loss_tolerance), EXACT
         self.active = engine.layout.comm == AUTO and bool(engine.layout.coded_axis)
         self.group = engine.mesh.group("dp")
-        coded = [bucket.coded for bucket in engine.spread.buckets if bucket.coded is not None]
-        self.codecs = [each.codec for each in coded if isinstance(each.codec, Switched)]
+        buckets = engine.spread.buckets if self.active else ()
+        coded = [bucket.coded for bucket in buckets if bucket.coded is not None]
+        self.codecs = list(dict.fromkeys(each.method for each in coded if isinstance(each.method, Switched)))
         self.numbers = sum(each.length for each in coded)
         self.width = coded[0].storage.reduce.itemsize if coded else 4
         self.told = [0.0] * TOLD if self.active else []
@@ -92,7 +109,14 @@ class AutoComm:
         self._compute, self._hides = 0.0, 0.0
         self._left_out, self._slow, self._since = 2, 0, 0
         """Steps that are not looked back on; that were longer, in a row; since the last choice."""
+        self._longer: list[float] = []
+        """Seconds of those that were longer."""
         self._due = False
+        self._trial: MethodTrial | None = None
+        self._learned: dict[str, float] = {}
+        """By method: how many times as long as predicted a step with it was."""
+        self._learned_at = 0.0
+        """The link's rate then."""
         self._speed: links.Speed | None = None
         self._measured_at, self._cost = time.monotonic(), 0.0
         self._codec_seconds: dict[str, float] = {}
@@ -112,6 +136,7 @@ class AutoComm:
         step = StepSeconds(*(value / self.engine.world for value in sums[:-1]))
         usual = statistics.median(each.whole for each in self._steps) if len(self._steps) >= FIRST else 0.0
         self._slow = self._slow + 1 if usual and step.whole > SLOWER * usual else 0
+        self._longer = [*self._longer, step.whole] if self._slow else []
         if not self._slow:
             self._steps.append(step)
 
@@ -123,13 +148,20 @@ class AutoComm:
         due = self._speed is None or (self._since >= LEAST_STEPS and waited > self._cost / SHARE)
         self.told = [step.whole, step.exposed, step.backward, float(due and self.engine.rank == 0)]
         longer = self._slow >= IN_A_ROW
+        if self._trial is not None and (longer or len(self._steps) >= FIRST):
+            taken = self._longer if longer else [each.whole for each in self._steps]
+            longer &= not self._judge(metrics.step + 1, self._trial, statistics.median(taken))
         if longer or (self._due and len(self._steps) >= FIRST):
             self._choose(metrics.step + 1, longer)
 
     def restore(self, facts: Mapping[str, Any]) -> None:
         """Go on with the method that a saved state was made with, until there is something to choose by."""
-        if self.active and facts.get("method") in {method.name for method in self.methods}:
-            self._use(facts["method"])
+        method = facts.get("method")
+        if not self.active or method not in {each.name for each in self.methods}:
+            return
+        if method != self.method:
+            self.news.append(Chosen(self.engine.step_number, method, self.method, "the saved state was made with it"))
+        self._use(method)
 
     def state(self) -> dict[str, Any]:
         return {"method": self.method} if self.active else {}
@@ -148,12 +180,18 @@ class AutoComm:
         size = links.SMALLEST if self._speed is None else max(links.SMALLEST, self._speed.size // 4)
         self._speed = links.along(self.group, self.engine.device, size)
         self._codec_seconds = self._codec_seconds or {each.name: self._timed(each.name) for each in self.methods}
-        link = self._agree(self._speed)
+        link, numbers = self._agree(self._speed)
         self._measured_at, self._cost = time.monotonic(), time.monotonic() - began
         ranks = self.group.size
-        sent = 2 * (ranks - 1) / ranks * self.numbers * self.width
+        sent = 2 * (ranks - 1) / ranks * numbers * self.width
         now = Conditions(self._compute, min(self._hides, self._compute), sent, link.rate, link.latency)
-        predicted = {each.name: now.predicted(each, self._codec_seconds[each.name]) for each in self.methods}
+        if not link.rate / OTHER_LINK < self._learned_at < link.rate * OTHER_LINK:
+            self._learned.clear()
+        self._learned_at = self._learned_at if self._learned else link.rate
+        predicted = {
+            each.name: now.predicted(each, self._codec_seconds[each.name]) * self._learned.get(each.name, 1.0)
+            for each in self.methods
+        }
         found = choose(predicted, self.methods, "" if first else self.method)
         if first or found != self.method:
             told = ", ".join(f"{name} {1e3 * seconds:.0f} ms" for name, seconds in predicted.items())
@@ -164,13 +202,37 @@ class AutoComm:
             )
             self.news.append(Chosen(step, found, self.method, why, predicted, 8e-6 * link.rate, link.latency))
         if found != self.method:
+            seconds = statistics.median(self._longer if longer else [each.whole for each in self._steps])
+            trial = MethodTrial(self.method, seconds, predicted)
             self._use(found)
+            self._trial = trial
         if longer:
             self._steps.clear()
         self._since = self._slow = 0
+        self._longer = []
+
+    def _judge(self, step: int, trial: MethodTrial, seconds: float) -> bool:
+        """The first steps with a new method took so many ``seconds``. Whether it is left again."""
+        self._trial = None
+        if seconds <= WORSE * trial.seconds:
+            return False
+        for name, found in ((self.method, seconds), (trial.before, trial.seconds)):
+            self._learned[name] = self._learned.get(name, 1.0) * found / trial.predicted[name]
+        assert self._speed is not None
+        why = (
+            f"a step took {1e3 * seconds:.0f} ms with {self.method}, and {1e3 * trial.seconds:.0f} ms with "
+            f"{trial.before} before it"
+        )
+        told = trial.predicted | {self.method: seconds, trial.before: trial.seconds}
+        self.news.append(
+            Chosen(step, trial.before, self.method, why, told, 8e-6 * self._speed.rate, self._speed.latency)
+        )
+        self._use(trial.before)
+        self._since, self._measured_at = 0, time.monotonic()
+        return True
 
     def _use(self, method: str) -> None:
-        self.method = method
+        self.method, self._trial, self._slow, self._longer = method, None, 0, []
         for codec in self.codecs:
             codec.choose(method)
         self._steps.clear()
@@ -190,12 +252,12 @@ class AutoComm:
         encode, decode = speed.seconds(codec, self.engine.device)
         return self.numbers / speed.SAMPLE * (encode * (1 + 1 / self.group.size) + 2 * decode)
 
-    def _agree(self, link: links.Speed) -> links.Speed:
-        """The slowest of all groups' and the slowest codecs, on all ranks alike."""
+    def _agree(self, link: links.Speed) -> tuple[links.Speed, float]:
+        """The slowest of all groups' links and codecs, and the most numbers that a stage has, on all ranks alike."""
         names = list(self._codec_seconds)
-        numbers = [link.latency, 1 / link.rate, *(self._codec_seconds[name] for name in names)]
-        own = torch.tensor(numbers, dtype=torch.float64, device=self.engine.device)
+        facts = [link.latency, 1 / link.rate, self.numbers, *(self._codec_seconds[name] for name in names)]
+        own = torch.tensor(facts, dtype=torch.float64, device=self.engine.device)
         self.engine.mesh.world.all_reduce_max(own)
-        latency, slowness, *codecs = own.tolist()
+        latency, slowness, numbers, *codecs = own.tolist()
         self._codec_seconds = dict(zip(names, codecs, strict=True))
-        return links.Speed(latency, 1 / slowness, link.size)
+        return links.Speed(latency, 1 / slowness, link.size), numbers

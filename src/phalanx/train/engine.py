@@ -43,6 +43,7 @@ from phalanx.task import Batch, Task
 from phalanx.traces import explain
 from phalanx.train import rounds
 from phalanx.train.agreement import agree_on_kernels, check_agreement
+from phalanx.train.ahead import Ahead
 from phalanx.train.auto_comm import AutoComm
 from phalanx.train.beforehand import join_beforehand
 from phalanx.train.calling import Callbacks, Ended
@@ -63,6 +64,7 @@ from phalanx.train.sites import Sites, SitesRound, agreed_weights
 from phalanx.train.standing import facts_of, resume
 from phalanx.train.steady import in_one_way, steady
 from phalanx.train.step import Metrics, passes
+from phalanx.train.step_agreement import StepSum
 from phalanx.train.turns import Turns
 from phalanx.train.update import Update
 from phalanx.trees import mapped
@@ -149,7 +151,7 @@ class Engine:
         self.spread = Spread(blueprint, placement, together, self.dtypes, self.device, task.seed, saved)
         self.frozen = Frozen(self.spread, begun, task.seed)
         """Weights that are in no checkpoint."""
-        undo.callback(self.spread.reduction.close)
+        undo.callback(self.spread.close)
         undo.callback(self.callbacks.call, "close")
         self.callbacks.call("on_model", [name for name, trained in self.spread.trainable.items() if trained])
         first = frozen_first(described_weights)
@@ -167,9 +169,10 @@ class Engine:
             in_one_way(self.optimizer, self.device)
         self.numbers, self.update = Numbers(self.optimizer), Update(self.optimizer, self.spread, task.steps)
         self.auto_comm = AutoComm(self)
+        self.step_sum = StepSum(self.spread.mesh.world, slow=bool(self.layout.coded_axis))
         self.graphs = StepGraphs(self, partial(passes, self))
         undo.callback(self.graphs.forget)  # NCCL ends no communicator that a graph still uses
-        self.loader = self.loader_of(data, self.order)
+        self.loader, self.to_device = self.loader_of(data, self.order), Ahead(self._place, self.device)
         check_agreement(self, "data", "model")
         check_writable(self.spread)
         self.sites = None if local is None else Sites(self, local)
@@ -208,7 +211,7 @@ class Engine:
 
     def batches(self) -> Iterator[StepBatch]:
         """This rank's batches from the next step to the task's last."""
-        batches = self.loader.batches(self.step_number, self.task.steps)
+        batches = self.to_device.read(self.loader.batches(self.step_number, self.task.steps))
         while True:
             started = time.perf_counter()
             batch = next(batches, None)
@@ -312,7 +315,7 @@ class Engine:
         """Whose turn a step is, and nobody else's weights get gradients."""
         return self.turns.take(step, self._in_turn)
 
-    def to_device(self, batch: dict[str, Any]) -> Batch:
+    def _place(self, batch: dict[str, Any]) -> Batch:
         """A batch on this rank's device; wide floats only where the proof needs them."""
         wide = self.dtypes.compute == torch.float64
 

@@ -79,7 +79,8 @@ class FrozenVariance:
     def begin(self, step: int, scale: float) -> None:
         """Before a step's first backward; ``scale``: of its loss."""
         self.step = step
-        if step >= self.begins and not self.frozen:
+        known = "terms" in self.optimizer.param_groups[0]
+        if step >= self.begins and not self.frozen and known:  # a step that counts comes first, exactly summed
             self._freeze(step)
         self.spread.reduction.encode(self.frozen)
         if self.frozen:

@@ -9,6 +9,7 @@ what random numbers are keyed by. Sums over all ranks, clipping and the update s
 from __future__ import annotations
 
 import gc
+import warnings
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
@@ -34,6 +35,8 @@ WARM = 3
 """So many steps of a kind are computed as they come, before it is recorded: kernels are chosen and compiled in them."""
 MOST = 4
 """So many kinds of batches are recorded; others are computed as they come."""
+IN_VAIN, MOST_KINDS = 50, 1000
+"""After so many steps without a graph that is said; of so many kinds it is known how often they came."""
 Passes = Callable[[StepBatch], Totals]
 
 
@@ -65,20 +68,24 @@ class StepGraphs:
         nothing is recorded."""
         self._pool: Any = None
         self._seen: Counter[Hashable] = Counter()
+        self._plain = 0
+        """Steps that were computed as they came."""
         self.recorded: dict[Hashable, Recorded] = {}
-        if engine.layout.graphs == "none" or engine.device.type != "cuda":
+        if engine.layout.graphs == "none":
             return
-        self.stream = torch.cuda.Stream(engine.device)
         if engine.loss_scale.dynamic:
             raise WrongUse(
                 "graphs=step is not offered with precision=fp16, whose loss is scaled by a number that changes. Use "
                 "precision=bf16, or leave graphs=step out."
             )
+        if engine.device.type == "cuda":
+            self.stream = torch.cuda.Stream(engine.device)
 
     def __call__(self, batch: StepBatch) -> Totals:
         """Forward and backward of a step; what its losses add up to."""
         if self.stream is None:
             return self._passes(batch)
+        self.engine.spread.settle()  # a graph would wait for what is on its way whenever it is replayed
         current = torch.cuda.current_stream(self.engine.device)
         key = self._kind(batch)
         self.stream.wait_stream(current)
@@ -87,12 +94,25 @@ class StepGraphs:
             self._seen[key] += 1
             if self._watched or (recorded is None and (self._seen[key] <= WARM or len(self.recorded) >= MOST)):
                 totals = self._passes(batch)
+                self._say_if_in_vain()
             else:
                 recorded = recorded or self._record(key, batch)
                 self._replay(recorded, batch)
                 totals = recorded.totals
         current.wait_stream(self.stream)
         return totals
+
+    def _say_if_in_vain(self) -> None:
+        """Where steps are hardly ever of a kind, nothing is gained: that is said once."""
+        self._plain += 1
+        if len(self._seen) > MOST_KINDS:
+            self._seen.clear()
+        if self._plain == IN_VAIN and not self._watched:
+            warnings.warn(
+                f"graphs=step has computed {IN_VAIN} steps as they came, for want of batches of one size: up to {MOST} "
+                "sizes are recorded, each after some steps. Pad or pack samples to one length, or leave it out.",
+                stacklevel=4,
+            )
 
     @property
     def _watched(self) -> bool:
@@ -106,6 +126,7 @@ class StepGraphs:
         for recorded in self.recorded.values():
             recorded.graph.reset()
         self.recorded.clear()
+        self._pool = None  # it goes with its last graph
 
     def _kind(self, batch: StepBatch) -> Hashable:
         """Batches of one kind are computed by the same kernels."""
@@ -138,6 +159,8 @@ class StepGraphs:
                 torch.cuda.graph(graph, pool=self._pool, stream=self.stream, capture_error_mode="thread_local"),
             ):
                 totals = self._passes(own)
+        except torch.OutOfMemoryError:
+            raise
         except Exception as error:
             raise WrongUse(
                 f"a step of {type(engine.task).__name__} cannot be recorded as a CUDA graph: {_first_line(error)}. "
@@ -162,8 +185,8 @@ class StepGraphs:
         engine = self.engine
         spread, traffic, moment = engine.spread, engine.traffic, engine.spread.moment
         for own, micro in zip(recorded.batch.micro_batches, batch.micro_batches, strict=True):
-            for place, value in zip(leaves(own.tensors), leaves(micro.tensors), strict=True):
-                place.copy_(value, non_blocking=True)
+            for place, value in zip(leaves(own.tensors), leaves(engine.to_device(micro.tensors)), strict=True):
+                place.copy_(value)
             moment.step, moment.slots, moment.real = batch.step, micro.slots, micro.real
             recorded.resent.renew(own.slots)
         recorded.graph.replay()

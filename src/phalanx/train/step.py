@@ -85,6 +85,7 @@ def train_step(engine: Engine, batch: StepBatch, rounds: Rounds | None = None) -
         try_blocks(engine, batch)
     engine.update.begin(batch.step, scale.value)
     before = engine.traffic.start_step()
+    engine.step_sum.expect()
     totals = engine.graphs(batch) if rounds is None else passes(engine, batch, rounds)
 
     clock.begin("update")
@@ -137,6 +138,7 @@ def passes(engine: Engine, batch: StepBatch, rounds: Rounds | None = None) -> To
     """Forward and backward of each micro-batch: gradients are summed over ranks, and losses on this one."""
     spread, scale, clock = engine.spread, engine.loss_scale, engine.clock
     spread.reduction.start_step(as_made=engine.update.takes_as_made and len(batch.micro_batches) == 1)
+    spread.reduction.expect()
     totals = Totals(engine, batch.micro_batches)
     actions = spread.actions(len(batch.micro_batches))
     spread.start(batch.micro_batches, actions)

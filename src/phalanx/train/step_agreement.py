@@ -11,7 +11,9 @@ from torch import Tensor
 
 from phalanx.errors import WrongUse
 from phalanx.kernels.transfer import sent
+from phalanx.parallel.communication.communicator import Communicator
 from phalanx.parallel.communication.exact import fold
+from phalanx.parallel.communication.peers import Expected
 from phalanx.train.signals import NAMES, Signals
 from phalanx.train.totals import by_leaf
 
@@ -40,6 +42,41 @@ class Agreed:
     """Whether all ranks train the same weights."""
 
 
+class StepSum:
+    """A step's one small sum, over all ranks that make it together.
+
+    Where links may be slow ranks say before a step that they are ready for it, as many numbers as in the last one.
+    """
+
+    def __init__(self, world: Communicator, slow: bool) -> None:
+        self.world, self._expects = world, slow and world.expects
+        self._expected: Expected | None = None
+        self._rows: Tensor | None = None
+
+    def expect(self) -> None:
+        """A step begins."""
+        left = self._expected
+        if left is not None and left.rows is not self._rows:  # there was more to agree on, or less
+            self.world.all_reduce(torch.zeros_like(left.rows[0]), left).wait()
+            self._expected = None
+        if self._rows is not None and self._expected is None:
+            self._expected = self.world.expect(self._rows)
+
+    def __call__(self, numbers: Tensor) -> None:
+        """Sum in place."""
+        expected = self._expected
+        if expected is not None and expected.rows.shape[1:] == numbers.shape:
+            self._expected = None
+            self.world.all_reduce(numbers, expected).wait()
+        else:
+            self.world.all_reduce(numbers).wait()
+
+    def settle(self, numbers: Tensor) -> None:
+        """The next step's sum will be of as many."""
+        if self._expects and (self._rows is None or self._rows.shape[1:] != numbers.shape):
+            self._rows = numbers.new_empty(self.world.size, *numbers.shape)
+
+
 def agree(engine: Engine, step: int, sums: Tensor) -> Agreed:
     """Have all ranks agree on a step. ``sums``: this rank's losses, see `Totals.table`."""
     found = (_exactly if engine.layout.exact else _summed)(engine, sums, engine.turns.fingerprint)
@@ -58,6 +95,7 @@ def _summed(engine: Engine, sums: Tensor, trained: int) -> Agreed:
     timed = sent(torch.tensor(engine.auto_comm.told, dtype=own.dtype), engine.device)
     numbers = torch.cat([own[:2], gradients.norm_squared()[None], _told(engine, trained), own[2:], apart, timed])
     summed_over_ranks(engine, numbers)
+    engine.step_sum.settle(numbers)
     total, count, squared, missing, trained_by_all, *rest = engine.auto_comm.agreed(numbers.tolist())
     alike = trained_by_all == trained * engine.spread.mesh.world.size
     signals, named = Signals.unpacked(rest[: len(NAMES)]), rest[len(NAMES) : len(rest) - len(apart)]
@@ -86,7 +124,7 @@ def _told(engine: Engine, trained: int) -> Tensor:
 
 def summed_over_ranks(engine: Engine, numbers: Tensor) -> Tensor:
     """A few numbers of a step, summed over all ranks that make it together, in place."""
-    engine.spread.mesh.world.all_reduce(numbers).wait()
+    engine.step_sum(numbers)
     return numbers
 
 

@@ -16,7 +16,10 @@ import torch
 import torch.distributed as dist
 from phalanx import Layout
 from phalanx.parallel.communication.traffic import Traffic
+from phalanx.parallel.weights import bucket
 from tests import parity
+
+bucket.BUCKET_BYTES = 1 << 12  # several buckets
 
 class Alike(parity.HostileLanguage):
     def data(self):
@@ -86,6 +89,7 @@ def run(layout: str, programs: int, backend: str) -> None:
     ("tp=2,compile=blocks", ONE),
     ("cp=2,compile=blocks", ONE),
     ("cp=2,cp_kind=ulysses,recompute=full,compile=blocks", ONE),
+    ("fsdp=2,zero=1,compile=blocks", ONE),
     ("fsdp=2,ep=2,compile=blocks", MORE),
     ("pp=2,schedule=zb,micro_batch=4,compile=blocks", ONE),
     ("fsdp=2,pp=2,schedule=zb,micro_batch=4,compile=blocks", ONE),

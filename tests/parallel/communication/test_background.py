@@ -43,9 +43,16 @@ def test_what_a_thread_meets_is_raised_where_it_is_waited_for() -> None:
     def fails() -> None:
         raise ValueError("the other rank is gone")
 
-    first, second = (background.take(Pending((), work), nullcontext()) for work in (fails, lambda: None))
+    left: list[object] = []
+
+    class Waiting(nullcontext[None]):
+        def __exit__(self, *error: object) -> None:
+            left.append(error[0])
+
+    first, second = (background.take(Pending((), work), Waiting()) for work in (fails, lambda: None))
     with pytest.raises(ValueError, match="gone"):
         first.wait()
+    assert left == [ValueError], "who notes that it was left must know that it failed"
     second.wait()
     del background
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from phalanx.comm_methods import CANDIDATES, allowed
-from phalanx.parallel.communication.choosing import Conditions, choose
+from phalanx.parallel.communication.choosing import Conditions, bucket_bytes, choose
 
 CODEC = {"exact": 0.0, "bf16": 0.03, "int8": 0.03, "int4": 0.03}
 
@@ -37,3 +37,11 @@ def test_no_method_that_changes_the_loss_by_more_than_is_allowed() -> None:
 
 def test_what_is_left_when_latency_is_all_there_is_stays_exact() -> None:
     assert chosen(20_000, latency=0.2) == "exact"
+
+
+@pytest.mark.parametrize(
+    ("megabits", "latency", "megabytes"),
+    [(100, 1e-4, 4), (100, 0.05, 4), (1_000, 1e-4, 4), (200, 0.05, 8), (1_000, 0.05, 25), (20_000, 1e-4, 25)],
+)
+def test_buckets_are_about_what_a_link_holds(megabits: float, latency: float, megabytes: int) -> None:
+    assert bucket_bytes(latency, megabits * 1e6 / 8, 25 << 20) == megabytes << 20

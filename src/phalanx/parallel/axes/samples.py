@@ -169,7 +169,7 @@ class Samples:
             self.need_all("phalanx.gather needs the whole global batch at once")
             assert self.answers is not None
             return self.answers.answer("rows", x)
-        if self._spans is None or self.group.alone:
+        if self._spans is None:
             return x
         return self._of_all(x)
 
@@ -177,6 +177,8 @@ class Samples:
         self._check(x)
         if self._spans is None:
             return torch.arange(len(x), device=x.device)
+        if self.group.alone and self.micro_batches == 1:
+            self._check_complete(len(x))
         every = sorted(slot for ranges in self._spans() for start, stop in ranges for slot in range(start, stop))
         return torch.tensor(np.searchsorted(every, self.moment.slots), device=x.device)
 
@@ -205,23 +207,27 @@ class Samples:
         """Everybody's rows in the order of slots, from what each has in the order of its micro-batches."""
         assert self._spans is not None
         spans = self._spans()
-        if not self.group.alone:
+        brought = len(own) if self.moment.real or self.micro_batches > 1 else 0
+        if self.group.alone:
+            self._check_complete(brought)
+        else:
             self.used = True
-            self._check_alike(own, self.group)
+            self._check_alike(own, self.group, brought)
             sizes = [sum(stop - start for start, stop in ranges) for ranges in spans]
-            self._check_complete(own, sizes[self.group.rank])
             own = all_gather_rows(own, sizes, self.group, counts=self.moment.real or self.micro_batches > 1)
         slots = [slot for ranges in spans for start, stop in ranges for slot in range(start, stop)]
         if slots == sorted(slots):
             return own
         return own[torch.tensor(slots, device=own.device).argsort()]
 
-    def _check_complete(self, own: Tensor, planned: int) -> None:
-        """Refuse to gather from a batch of which samples were left out: others count on them."""
-        brought = len(own) if self.moment.real or self.micro_batches > 1 else 0
-        if brought < planned:
+    def _check_complete(self, *brought: int) -> None:
+        """Refuse to gather from a batch of which samples were left out: others count on them. By rank."""
+        assert self._spans is not None
+        planned = [sum(stop - start for start, stop in ranges) for ranges in self._spans()]
+        missing = sum(planned) - sum(brought)
+        if missing > 0:
             raise WrongUse(
-                f"{planned - brought} of the samples of this step could not be read and are left out, and the loss "
+                f"{missing} of the samples of this step could not be read and are left out, and the loss "
                 "gathers all of them. Leave them out of data() instead, and bad_rows=skip."
             )
 
@@ -239,18 +245,18 @@ class Samples:
                 "sample, as its first dim."
             )
 
-    def _check_alike(self, x: Tensor, group: Communicator) -> None:
-        """All ranks find out alike if their rows do not fit together, before they would hang over it."""
+    def _check_alike(self, x: Tensor, group: Communicator, brought: int) -> None:
+        """All ranks find out alike if rows do not fit together or are missing, before they would hang over it."""
         if x.dtype not in DTYPES or x.ndim > MOST_DIMS:
             raise WrongUse(
                 f"phalanx.gather cannot send a tensor of {x.dtype} and {x.ndim} dims. Give it real or whole numbers of "
                 f"at most {MOST_DIMS} dims."
             )
         own = [DTYPES.index(x.dtype), x.requires_grad, x.ndim, *x.shape[1:]]
-        header = torch.tensor(own + [0] * (3 + MOST_DIMS - len(own)), device=x.device)
-        every = header.new_empty(group.size, len(header))
-        group.all_gather(every, header).wait()
-        found = {tuple(row) for row in every.tolist()}
+        header = torch.tensor([*own, *[0] * (3 + MOST_DIMS - len(own)), brought], device=x.device)
+        every = group.gathered(header).tolist()
+        self._check_complete(*(row.pop() for row in every))
+        found = {tuple(row) for row in every}
         if len(found) > 1:
             shapes = sorted({str(tuple(row[3 : 2 + row[2]])) for row in found})
             raise WrongUse(

@@ -14,8 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from phalanx.errors import WrongUse
 from phalanx.parallel.communication.copying import Copying
 from phalanx.parallel.forward.wrapper import Forward, Layer
+from phalanx.parallel.torch_private import version
 from phalanx.trees import ends
 
 LEAST_BYTES = 1 << 20
@@ -28,7 +30,7 @@ class Parked:
     def __init__(self, tensor: Tensor, host: Tensor, wait: Callable[[], None], before: Parked | None) -> None:
         """``wait`` has the device wait for the last copy; ``before``: what was parked before it."""
         self.host, self.wait = host, wait
-        self.device, self.tensor = tensor.device, tensor
+        self.device, self.tensor, self._version = tensor.device, tensor, version(tensor)
         self.before = None if before is None else weakref.ref(before)
 
     tensor: Tensor | None
@@ -37,6 +39,11 @@ class Parked:
     def leave(self) -> None:
         """The memory on the device may be used again."""
         if self.tensor is not None:
+            if version(self.tensor) != self._version:
+                raise WrongUse(
+                    "a block writes to its input in place, which recompute=host may have copied before or after. Use "
+                    "an operation that makes a new tensor, or leave recompute out."
+                )
             self.wait()
             self.tensor = None
 

@@ -35,8 +35,12 @@ class InBackground(Pending):
         """The threads do."""
 
     def wait(self) -> None:
-        with self._waiting:
-            self._done.wait()
+        with self._waiting:  # which is never left, if it raises
+            self.ended()
+
+    def ended(self) -> None:
+        """On another thread: return, or raise, when it is."""
+        self._done.wait()
         if self._error is not None:
             raise self._error
 

@@ -17,6 +17,11 @@ GAIN = 1.1
 """By so much a step must become shorter for a method to be left."""
 NO_LOSS = 0.98
 """Or, for one that is more exact, at least not longer."""
+FEWER = 8
+"""Times fewer bytes that are sent of a bucket than its gradients have, about."""
+AWHILE = 0.005
+"""Seconds that a bucket travels at least: what starting one takes is little beside that."""
+LEAST_BYTES = 4 << 20
 
 
 @dataclass(frozen=True)
@@ -50,3 +55,15 @@ def choose(predicted: Mapping[str, float], methods: Sequence[Candidate], current
     gain = predicted[current] / predicted[wanted]
     more_exact = names.index(wanted) < names.index(current)
     return wanted if gain >= GAIN or (more_exact and gain >= NO_LOSS) else current
+
+
+def bucket_bytes(latency: float, rate: float, most: int) -> int:
+    """How much of the gradients is to travel together: about as much as a link holds at a time, times `FEWER`.
+
+    Smaller ones leave while more of backward is to come; what is on its way at the same time then fills the link. Of
+    few sizes, so that runs on one link find the same.
+    """
+    wanted, size = FEWER * rate * max(latency, AWHILE), LEAST_BYTES
+    while 2 * size <= wanted:
+        size *= 2
+    return min(size, most)

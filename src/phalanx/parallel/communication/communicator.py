@@ -17,7 +17,7 @@ from phalanx.parallel.communication.background import Background
 from phalanx.parallel.communication.exact import fold
 from phalanx.parallel.communication.launched import Launched
 from phalanx.parallel.communication.memory import Buffers
-from phalanx.parallel.communication.peers import Peers
+from phalanx.parallel.communication.peers import Expected, Peers
 from phalanx.parallel.communication.pending import Pending
 from phalanx.parallel.communication.traffic import Traffic
 
@@ -55,19 +55,38 @@ class Communicator:
     def __repr__(self) -> str:
         return f"Communicator({self.name}, rank {self.rank} of {self.size})"
 
-    def all_reduce(self, tensor: Tensor) -> Pending:
-        """Sum over the ranks, in place; every rank gets the same bits."""
+    def all_reduce(self, tensor: Tensor, expected: Expected | None = None) -> Pending:
+        """Sum over the ranks, in place; every rank gets the same bits. ``expected``: where theirs are to come."""
         if self.alone:
             return Pending()
         waiting = self._count("all-reduce", tensor, self._both_ways)
-        if not self._is_small(tensor):
+        if expected is None and not self._is_small(tensor):
             return Pending([dist.all_reduce(tensor, group=self._group, async_op=True)], None, waiting)
-        work, rows = self._start_all_to_all(tensor.expand(self.size, *tensor.shape))
+        every = tensor.expand(self.size, *tensor.shape)
+        if expected is not None:
+            works, rows = expected.send(every), expected.rows
+            rows[self.rank].copy_(tensor)
+        else:
+            work, rows = self._start_all_to_all(every)
+            works = [work]
 
         def finish() -> None:
             fold(rows, tensor)
 
-        return Pending([work], finish, waiting)
+        return Pending(works, finish, waiting)
+
+    def expect(self, rows: Tensor) -> Expected:
+        """Row r of an `exchange` or a small sum to come from rank r, which need not wait for this rank's word then.
+
+        All must expect in the same order; see `expects`.
+        """
+        assert self._peers is not None
+        return self._peers.expect(rows)
+
+    @property
+    def expects(self) -> bool:
+        """Whether something is gained by it: on gloo, whose messages wait for a word that their receiver is ready."""
+        return self._peers is not None
 
     def all_reduce_exactly(self, tensor: Tensor, buffers: Buffers) -> Pending:
         """Sum a flat tensor over the ranks, in place and by the tree, with the bytes of an ordinary all-reduce.
@@ -166,10 +185,10 @@ class Communicator:
             work.wait()
         return received
 
-    def exchange(self, received: Tensor, rows: Tensor) -> Pending:
-        """Row r goes to rank r, and row r of ``received`` comes from it."""
+    def exchange(self, received: Tensor, rows: Tensor, expected: Expected | None = None) -> Pending:
+        """Row r goes to rank r, and row r of ``received``, which may be what is ``expected``, comes from it."""
         waiting = self._count("all-to-all", rows, (self.size - 1) / self.size)
-        return Pending(self._start_exchange(received, rows), None, waiting)
+        return Pending(self._start_exchange(received, rows, expected), None, waiting)
 
     def prepared_all_gather(self, output: Tensor) -> tuple[Callable[[], Pending], Launched]:
         """An all-gather of the rows of ``output``: launched by what is returned, once this rank's own row is there.
@@ -181,9 +200,17 @@ class Communicator:
         peers = self._peers
         if peers is None:
             return lambda: Pending(self._start_all_gather(output, output[self.rank]), None, waiting), waiting
-        number = peers.number()
-        works, own = peers.ready(output, number), output[self.rank].expand(self.size, -1)
-        return lambda: Pending([*works, *peers.send(own, number)]), waiting
+        expected, own = peers.expect(output), output[self.rank].expand(self.size, -1)
+        return lambda: Pending(expected.send(own)), waiting
+
+    def reserved_all_gather(self, part: Tensor) -> tuple[Callable[[Tensor, Tensor], Pending], Launched]:
+        """An `all_gather` of parts like this one, counted now and launched later; on gloo any thread may do so.
+
+        Whatever else is launched before it is, ranks find each other. What else is returned is for `in_background`.
+        """
+        waiting = self._count("all-gather", part, self.size - 1)
+        number = None if self._peers is None else self._peers.number()
+        return lambda output, part: Pending(self._start_all_gather(output, part, number)), waiting
 
     def in_background(self, pending: Pending, waiting: Launched) -> Pending:
         """On gloo: an exchange goes on, hop by hop, while this rank computes. Elsewhere a GPU sees to that.
@@ -277,19 +304,18 @@ class Communicator:
     def _is_small(self, part: Tensor) -> bool:
         return self._gloo and part.numel() * part.element_size() * self.size <= self.small_bytes
 
-    def _start_all_gather(self, output: Tensor, part: Tensor) -> list[dist.Work]:
+    def _start_all_gather(self, output: Tensor, part: Tensor, number: int | None = None) -> list[dist.Work]:
         if self._peers is None:
             return [_all_gather(output.view(-1), part.reshape(-1), group=self._group, async_op=True)]
-        own, number = output[self.rank], self._peers.number()
+        own = output[self.rank]
         if own.data_ptr() != part.data_ptr():
             own.copy_(part)
-        return [*self._peers.ready(output, number), *self._peers.send(own.expand(self.size, *own.shape), number)]
+        return self._peers.expect(output, number).send(own.expand(self.size, *own.shape))
 
-    def _start_exchange(self, received: Tensor, rows: Tensor) -> list[dist.Work]:
+    def _start_exchange(self, received: Tensor, rows: Tensor, expected: Expected | None = None) -> list[dist.Work]:
         if self._peers is None:
             return [dist.all_to_all_single(received, rows, group=self._group, async_op=True)]
-        number = self._peers.number()
-        works = [*self._peers.ready(received, number), *self._peers.send(rows, number)]
+        works = (expected or self._peers.expect(received)).send(rows)
         received[self.rank].copy_(rows[self.rank])
         return works
 

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from phalanx.errors import WrongUse
 from phalanx.kernels.transfer import sent
 
 ARENA_BYTES = 1 << 22
@@ -43,6 +44,11 @@ class Resent:
     def add(self, make: Make, slots: np.ndarray) -> Tensor:
         value = make()
         begin, self._used = self._used, self._used + -(-value.nbytes // 64) * 64
+        if self._used > ARENA_BYTES:
+            raise WrongUse(
+                f"keys of a step's draws take more than the {ARENA_BYTES >> 20} MiB that a recorded step has. Leave "
+                "graphs=step out, or compute fewer samples at once."
+            )
         place = self._arena[begin : begin + value.nbytes].view(value.dtype).view(value.shape)
         place.copy_(value)
         self._makes.append((slots, place, make))

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from phalanx.parallel.communication import links
+from phalanx.parallel.communication.choosing import LEAST_BYTES, bucket_bytes
 from phalanx.parallel.communication.exact import Partial
+from phalanx.parallel.communication.launched import Launched
 from phalanx.parallel.communication.memory import Room
+from phalanx.parallel.communication.mesh import Mesh
 from phalanx.parallel.communication.pending import Pending
 from phalanx.parallel.weights.low_rank import coded_gradients
 from phalanx.parallel.weights.packing import Packing, one_room
+from phalanx.parallel.weights.placement import Placement
 from phalanx.parallel.weights.storage import Storage
 from phalanx.parallel.weights.weight import Weight
 
@@ -50,11 +55,25 @@ class Bucket:
         self.partial = Partial(storage.leaves, storage.buffers) if storage.leaves else None
         self.is_whole = storage.always_whole
         self._gathering: tuple[Pending, Tensor] | None = None
+        self._reserved: Callable[[Tensor, Tensor], Pending] | None = None
 
     @property
     def is_coming(self) -> bool:
         """Whether the weights have been asked for."""
         return self._gathering is not None
+
+    def reserve_gather(self) -> Launched:
+        """Have the next `start_gather` be of this moment, whenever and on whichever thread it is called.
+
+        What is returned is entered while this rank waits for it.
+        """
+        storage, length = self.storage, self.packing.length
+        dtype = storage.compute
+        if (codec := storage.gathers) is not None:
+            length, dtype = codec.size(length, storage.reduce), torch.uint8
+        like = torch.empty(1, dtype=dtype, device=storage.device).expand(length)
+        self._reserved, waiting = storage.group.reserved_all_gather(like)
+        return waiting
 
     def start_gather(self) -> None:
         """Begin to make the weights whole; costs nothing if they are, or are about to be."""
@@ -72,9 +91,10 @@ class Bucket:
             row.zero_()
         self.packing.pack(row)
         if gathers is not None:
-            self._gathering = gathers.all_gather(storage.group, flat, row, storage.buffers), flat
+            self._gathering = gathers.all_gather(storage.group, flat, row, storage.buffers, self._reserved), flat
         else:
-            self._gathering = storage.group.all_gather(flat, row), flat
+            self._gathering = (self._reserved or storage.group.all_gather)(flat, row), flat
+        self._reserved = None
 
     def _fetched(self) -> tuple[Pending, Tensor]:
         """Bring the weights from the host, as wide as they are there, while the device computes."""
@@ -270,12 +290,24 @@ class Bucket:
         return self.gradients
 
 
-def by_size(weights: Sequence[Weight]) -> list[list[Weight]]:
-    """Weights in the order in which backward reaches them, in runs of about ``BUCKET_BYTES``."""
+def together(placement: Placement, mesh: Mesh, device: torch.device) -> int:
+    """Bytes of gradients that travel together: in few bits over gloo, by what the link is measured to do."""
+    replicas, few = mesh.group("dp"), sum(one.shape.numel() for one in placement.weights.values()) <= LEAST_BYTES // 4
+    if few or placement.layout.coded_axis != "dp" or not replicas.expects:
+        return BUCKET_BYTES
+    speed = links.along(replicas, device)
+    slowest = torch.tensor([speed.latency, 1 / speed.rate], dtype=torch.float64, device=device)
+    mesh.world.all_reduce_max(slowest)
+    latency, slowness = slowest.tolist()
+    return bucket_bytes(latency, 1 / slowness, BUCKET_BYTES)
+
+
+def by_size(weights: Sequence[Weight], limit: int) -> list[list[Weight]]:
+    """Weights in the order in which backward reaches them, in runs of about so many bytes."""
     runs: list[list[Weight]] = [[]]
     size = 0
     for weight in reversed(weights):
-        if size >= BUCKET_BYTES:
+        if size >= limit:
             runs.append([])
             size = 0
         runs[-1].append(weight)

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from phalanx.parallel.communication.codecs.codec import Codec
 from phalanx.parallel.communication.codecs.owed import Owed
-from phalanx.parallel.communication.codecs.switched import Switched
 from phalanx.parallel.communication.communicator import Communicator
+from phalanx.parallel.communication.peers import Expected
 from phalanx.parallel.communication.pending import Pending
 from phalanx.parallel.weights.momentum import Momentum
 from phalanx.parallel.weights.packing import Packing
@@ -43,6 +43,7 @@ class CodedGradients:
         self.packing.move(self.others, self.length - last)
         self.active = True
         """Whether this step's gradients are encoded: a method may begin with exact steps."""
+        self._expected: Expected | None = None
         self.momentum: Momentum | None = None
         """Where they travel as that."""
         ranks = storage.ranks if self.over_shards else 1
@@ -62,11 +63,13 @@ class CodedGradients:
             assert self.owed is not None
             self.owed.now.add_(room, alpha=1 / (self.storage.ranks if self.over_shards else self.storage.replicas))
         self.taken_up.clear()
-        if isinstance(self.codec, Switched):
-            self.codec.settle()
+        self.method.settle()
 
     def _owed(self, *shape: int) -> Owed | None:
-        return Owed(shape, self.storage.reduce, self.storage.device) if self.method.feedback and self.length else None
+        if not self.method.feedback or not self.length:
+            return None
+        owed = Owed(shape, self.storage.reduce, self.storage.device)
+        return owed.begin() if self.method.owes_from_the_start else owed
 
     def _takes(self, weight: Weight) -> bool:
         return self.method.takes(torch.Size([weight.rows_each, *weight.shape[1:]]) if weight.shape else weight.shape)
@@ -122,8 +125,12 @@ class CodedGradients:
         """What is owed is so from now on, if the step counts; gradients will be ``factor`` times as large."""
         for owed in self.all_owed():
             owed.end_step(counts, factor)
-        if isinstance(self.codec, Switched):
-            self.codec.end_step(counts)
+        self.method.end_step(counts)
+
+    def expect(self, replicas: Communicator) -> None:
+        """Say to the replicas that this rank is ready for what they will send of this bucket, on all alike."""
+        if self.active and self.length and self._expected is None:
+            self._expected = self.codec.expect(replicas, self.length, self.storage.reduce, self.storage.buffers)
 
     def all_reduce(self, replicas: Communicator, row: Tensor) -> list[Pending]:
         """Sum a row over the replicas, in place."""
@@ -134,7 +141,8 @@ class CodedGradients:
             if self.momentum is not None:
                 self.momentum.add(self.own(row), 1 / replicas.size)
             own = row[: self.length]
-            coded = self.codec.all_reduce(replicas, own, self.owed, self.owed_of_sums, self.storage.buffers)
+            expected, self._expected = self._expected, None
+            coded = self.codec.all_reduce(replicas, own, self.owed, self.owed_of_sums, self.storage.buffers, expected)
             found.append(coded if self.momentum is None else coded.then(partial(self.momentum.become, self.own(row))))
         return found
 

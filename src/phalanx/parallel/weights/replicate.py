@@ -7,8 +7,9 @@ disorder when ranks differ in the parameters they used; here such a parameter ju
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import islice
 
 from torch import Tensor, nn
 
@@ -16,9 +17,13 @@ from phalanx.errors import WrongUse
 from phalanx.parallel.communication.communicator import Communicator
 from phalanx.parallel.communication.pending import Pending
 from phalanx.parallel.weights.bucket import Bucket
+from phalanx.parallel.weights.coded import CodedGradients
 from phalanx.parallel.weights.low_rank import LowRankGradients, LowRankSum
 from phalanx.parallel.weights.shard import Gathering
 from phalanx.parallel.weights.weight import Weight
+
+AHEAD = 2
+"""Buckets whose sums are expected before their own gradients are made."""
 
 
 class Reduction:
@@ -38,6 +43,12 @@ class Reduction:
             gathering.on_done = self.done
         low_rank = [bucket.coded for bucket in buckets if isinstance(bucket.coded, LowRankGradients)]
         self._low_rank = LowRankSum(low_rank) if low_rank else None
+        self._coded = [
+            coded for bucket in buckets
+            if (coded := bucket.coded) is not None and not coded.over_shards and coded not in low_rank
+        ]  # fmt: skip
+        self._coming: Iterator[CodedGradients] = iter(())
+        """Those of them that have yet to be expected in this step."""
         self._names = [frozenset(weight.name for weight in bucket.trainable) for bucket in buckets]
         self._homes = {id(weight.full): (bucket, weight) for bucket in buckets for weight in bucket.trainable}
         self._hooks = [
@@ -62,6 +73,11 @@ class Reduction:
         self.touched: set[str] = set()
         for bucket in self.buckets:
             bucket.clear(as_made)
+
+    def expect(self) -> None:
+        """Gradients will be summed in this step: say so to replicas before there are any."""
+        self._coming = iter(self._coded)
+        self._expect(AHEAD)
 
     def start_backward(self, last: bool, reached: Callable[[str], bool] | None = None, hold: bool = False) -> None:
         """A micro-batch begins; after the last one the gradients are the global sums.
@@ -172,6 +188,11 @@ class Reduction:
         for bucket in self.buckets:
             bucket.end_step(counts, factor)
 
+    def _expect(self, buckets: int = 1) -> None:
+        """Say to replicas that this rank is ready for what they will send of the next buckets."""
+        for coded in islice(self._coming, buckets):
+            coded.expect(self.replicas)
+
     def sum_over_replicas(self, bucket: Bucket) -> None:
         """Start the all-reduce of a bucket's gradients over ``dp``."""
         if bucket.as_made:
@@ -184,6 +205,7 @@ class Reduction:
             if self._reducing and self._reducing[-1].follows:
                 self._reducing[-1].advance()  # it had the time that this one was being made
             self._reducing += bucket.coded.all_reduce(self.replicas, bucket.owned)
+            self._expect()
             return
         if bucket.partial is None:
             self._reducing.append(self.replicas.all_reduce(bucket.owned))

@@ -24,7 +24,16 @@ from phalanx.trees import mapped, reachable
 
 VALUES = {"data", "T", "mT", "H", "mH", "real", "imag"}
 """Attributes of a tensor that give its values; all others only describe it."""
-DESCRIBING = {Tensor.size, Tensor.dim, Tensor.numel, Tensor.stride, Tensor.is_floating_point, Tensor.element_size}
+DESCRIBING = {
+    Tensor.size, Tensor.dim, Tensor.numel, Tensor.stride, Tensor.is_floating_point, Tensor.element_size,
+    Tensor.requires_grad_,
+}  # fmt: skip
+
+
+def reads_values(func: Any) -> bool:
+    """Whether a function of tensors needs more than their description."""
+    attribute = getattr(getattr(func, "__self__", None), "__name__", "") if func.__name__ == "__get__" else None
+    return attribute in VALUES if attribute else func not in DESCRIBING
 
 
 class ReshardedWeight(nn.Parameter):
@@ -35,9 +44,7 @@ class ReshardedWeight(nn.Parameter):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        attribute = getattr(getattr(func, "__self__", None), "__name__", "") if func.__name__ == "__get__" else None
-        wake = attribute in VALUES if attribute else func not in DESCRIBING
-        args, kwargs = mapped(partial(_awake, wake), (args, kwargs or {}), ReshardedWeight)
+        args, kwargs = mapped(partial(_awake, reads_values(func)), (args, kwargs or {}), ReshardedWeight)
         return func(*args, **kwargs)
 
 

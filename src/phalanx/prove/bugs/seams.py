@@ -173,7 +173,7 @@ def agreeing(replace: Replace, change: Callable[[Tensor, Tensor], None]) -> None
 def all_reducing(replace: Replace, bring: Callable[[Tensor], Tensor]) -> None:
     """Have ``bring`` say what this rank brings to an all-reduce."""
     plain = ALL_REDUCE.plain
-    replace(ALL_REDUCE, lambda self, given: plain(self, bring(given)))
+    replace(ALL_REDUCE, lambda self, given, *rest: plain(self, bring(given), *rest))
 
 
 def reduce_scattering(

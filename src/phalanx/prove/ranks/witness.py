@@ -209,6 +209,7 @@ class Witness(Callback):
 
     def held(self, step: int) -> Iterator[Held]:
         """All that this rank holds of what one device has after a step."""
+        self.engine.spread.settle()
         for bucket, weight in self._own:
             part = partial(self._part, weight)
             kept = self.engine.optimizer.state.get(weight.optimized, {})

@@ -16,6 +16,7 @@ from torch import Tensor
 from phalanx.parallel.communication.codecs.owed import Owed, turn
 from phalanx.parallel.communication.communicator import Communicator
 from phalanx.parallel.communication.memory import Buffers
+from phalanx.parallel.communication.peers import Expected
 from phalanx.parallel.communication.pending import Pending
 
 
@@ -27,12 +28,20 @@ class Method:
     feedback = False
     """Whether what was not sent is owed, and added to what is sent next."""
 
+    owes_from_the_start = True
+    """Whether memory for that is taken at the start, or when something is first owed."""
     two_hops = True
     """Whether sums are encoded again, so that something of them may be owed."""
 
     def takes(self, shape: torch.Size) -> bool:
         """Whether it is for gradients of weights of which each rank owns up to so much; others travel as they are."""
         return True
+
+    def settle(self) -> None:
+        """A saved state has been taken up, and what was owed with it."""
+
+    def end_step(self, counts: bool) -> None:
+        """After a step, which counts unless it was left out."""
 
 
 class Codec(Method, ABC):
@@ -64,16 +73,27 @@ class Codec(Method, ABC):
         each = self.size(numbers, dtype) * (ranks - 1) // ranks
         return {"all-to-all": each, "all-gather": each}
 
+    def expect(self, group: Communicator, numbers: int, dtype: torch.dtype, buffers: Buffers) -> Expected | None:
+        """Say beforehand that this rank is ready for the first hop of a sum of so many."""
+        if not group.expects or not self.two_hops:
+            return None
+        rows = buffers.take(group.size, self.size(numbers // group.size, dtype), dtype=torch.uint8)
+        return group.expect(rows)
+
     def all_reduce(
-        self, group: Communicator, x: Tensor, owed: Owed | None, owed_of_sums: Owed | None, buffers: Buffers
-    ) -> Pending:
-        """Sum flat numbers over the ranks, in place; the second hop is launched by `Pending.advance`."""
+        self, group: Communicator, x: Tensor, owed: Owed | None, owed_of_sums: Owed | None, buffers: Buffers,
+        expected: Expected | None = None,
+    ) -> Pending:  # fmt: skip
+        """Sum flat numbers over the ranks, in place; the second hop is launched by `Pending.advance`.
+
+        ``expected``: where the first comes, if it is.
+        """
         parts = x.view(group.size, -1)
-        sent, received, sums = (
-            buffers.take(group.size, self.size(parts.shape[1], x.dtype), dtype=torch.uint8) for _ in range(3)
-        )
+        shape = group.size, self.size(parts.shape[1], x.dtype)
+        received = buffers.take(*shape, dtype=torch.uint8) if expected is None else expected.rows
+        sent, sums = (buffers.take(*shape, dtype=torch.uint8) for _ in range(2))
         self.encode(x, sent.view(-1), *turn(owed))
-        first, own = group.exchange(received, sent), parts[group.rank]
+        first, own = group.exchange(received, sent, expected), parts[group.rank]
         at = group.rank * len(own)
         launch, waiting = group.prepared_all_gather(sums)
 
@@ -105,11 +125,18 @@ class Codec(Method, ABC):
 
         return Pending((), finish)
 
-    def all_gather(self, group: Communicator, output: Tensor, row: Tensor, buffers: Buffers) -> Pending:
-        """Everybody's rows, ``[ranks, numbers]``, this rank's own as all others see it."""
+    def all_gather(
+        self, group: Communicator, output: Tensor, row: Tensor, buffers: Buffers,
+        gather: Callable[[Tensor, Tensor], Pending] | None = None,
+    ) -> Pending:  # fmt: skip
+        """Everybody's rows, ``[ranks, numbers]``, this rank's own as all others see it.
+
+        ``gather``: one of bytes that was reserved, if any was.
+        """
         sent = buffers.take(group.size, self.size(row.numel(), row.dtype), dtype=torch.uint8)
         self.encode(row, sent[group.rank])
-        return Pending((), _Last(self, group.all_gather(sent, sent[group.rank]), sent, output.view(-1), buffers))
+        pending = (gather or group.all_gather)(sent, sent[group.rank])
+        return Pending((), _Last(self, pending, sent, output.view(-1), buffers))
 
 
 class _Last:

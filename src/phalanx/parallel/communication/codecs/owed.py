@@ -7,6 +7,7 @@ is saved meanwhile; a step that is left out changes nothing.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -15,18 +16,30 @@ from phalanx.parallel.communication.memory import Room
 
 
 class Owed:
-    """Of one bucket's gradients, or of their sums by whoever has made those."""
+    """Of one bucket's gradients, or of their sums by whoever has made those. It takes memory when it is first used."""
 
     def __init__(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
-        self._rooms = [Room(shape, dtype, device) for _ in range(2)]
-        for room in self._rooms:
-            room.tensor.zero_()
+        self._shape, self._dtype, self._device = shape, dtype, device
+        self._rooms: list[Room] = []
         self._turned = False
+
+    @property
+    def begun(self) -> bool:
+        """Whether anything was ever owed, and there is memory for it."""
+        return bool(self._rooms)
+
+    def begin(self) -> Self:
+        """Owe nothing."""
+        if not self._rooms:
+            self._rooms = [Room(self._shape, self._dtype, self._device) for _ in range(2)]
+            for room in self._rooms:
+                room.tensor.zero_()
+        return self
 
     @property
     def now(self) -> Tensor:
         """After the last step that counted."""
-        return self._rooms[0].tensor
+        return self.begin()._rooms[0].tensor
 
     def rooms(self) -> list[Tensor]:
         """All memory that it takes."""
@@ -34,7 +47,7 @@ class Owed:
 
     def turn(self) -> tuple[Tensor, Tensor]:
         """What is owed, and where to put what will be, flat: in a step's first turn beside it, then in its place."""
-        before, after = self._rooms[self._turned].tensor.view(-1), self._rooms[1].tensor.view(-1)
+        before, after = self.begin()._rooms[self._turned].tensor.view(-1), self._rooms[1].tensor.view(-1)
         self._turned = True
         return before, after
 
@@ -42,7 +55,7 @@ class Owed:
         """``factor``: how much larger gradients will be from now on, as a loss's scale has changed."""
         if counts and self._turned:
             self._rooms.reverse()
-        if factor != 1:
+        if factor != 1 and self._rooms:
             self.now.mul_(factor)
         self._turned = False
 

@@ -16,6 +16,7 @@ from phalanx.parallel.communication.codecs.codec import Codec
 from phalanx.parallel.communication.codecs.owed import Owed
 from phalanx.parallel.communication.communicator import Communicator
 from phalanx.parallel.communication.memory import Buffers
+from phalanx.parallel.communication.peers import Expected
 from phalanx.parallel.communication.pending import Pending
 
 
@@ -23,6 +24,7 @@ class Switched(Codec):
     """What is sent is exact until another method is chosen."""
 
     feedback = True
+    owes_from_the_start = False
 
     def __init__(self, codecs: Mapping[str, Codec]) -> None:
         """``codecs``: by name; each one's block divides the largest."""
@@ -43,11 +45,9 @@ class Switched(Codec):
         return self.name != EXACT and self.codecs[self.name].feedback
 
     def settle(self) -> None:
-        """A saved state has been taken up, and what was owed with it."""
         self._settling = True
 
     def end_step(self, counts: bool) -> None:
-        """After a step, which counts unless it was left out."""
         if counts:
             self._settling = False
 
@@ -62,17 +62,21 @@ class Switched(Codec):
     def decode(self, rows: Tensor, out: Tensor, at: int = 0) -> None:
         self.codecs[self.name].decode(rows, out, at)
 
+    def expect(self, group: Communicator, numbers: int, dtype: torch.dtype, buffers: Buffers) -> Expected | None:
+        return None if self.name == EXACT else self.codecs[self.name].expect(group, numbers, dtype, buffers)
+
     def all_reduce(
-        self, group: Communicator, x: Tensor, owed: Owed | None, owed_of_sums: Owed | None, buffers: Buffers
-    ) -> Pending:
+        self, group: Communicator, x: Tensor, owed: Owed | None, owed_of_sums: Owed | None, buffers: Buffers,
+        expected: Expected | None = None,
+    ) -> Pending:  # fmt: skip
         if self._owes:
-            return self.codecs[self.name].all_reduce(group, x, owed, owed_of_sums, buffers)
+            return self.codecs[self.name].all_reduce(group, x, owed, owed_of_sums, buffers, expected)
         if self._settling:
             for what, numbers in ((owed, x), (owed_of_sums, x.view(group.size, -1)[group.rank])):
-                if what is not None:
+                if what is not None and what.begun:
                     before, after = what.turn()
                     numbers.add_(before)
                     after.zero_()
         if self.name == EXACT:
             return group.all_reduce(x)
-        return self.codecs[self.name].all_reduce(group, x, None, None, buffers)
+        return self.codecs[self.name].all_reduce(group, x, None, None, buffers, expected)

@@ -12,6 +12,7 @@ from phalanx.parallel.communication.codecs.codec import Codec
 from phalanx.parallel.communication.codecs.owed import Owed, turn
 from phalanx.parallel.communication.communicator import Communicator
 from phalanx.parallel.communication.memory import Buffers
+from phalanx.parallel.communication.peers import Expected
 from phalanx.parallel.communication.pending import Pending
 
 
@@ -56,8 +57,9 @@ class TopK(Codec):
         return {"all-gather": self.size(numbers, dtype) * (ranks - 1)}
 
     def all_reduce(
-        self, group: Communicator, x: Tensor, owed: Owed | None, owed_of_sums: Owed | None, buffers: Buffers
-    ) -> Pending:
+        self, group: Communicator, x: Tensor, owed: Owed | None, owed_of_sums: Owed | None, buffers: Buffers,
+        expected: Expected | None = None,
+    ) -> Pending:  # fmt: skip
         rows = buffers.take(group.size, self.size(x.numel(), x.dtype), dtype=torch.uint8)
         self.encode(x, rows[group.rank], *turn(owed))
         launch, waiting = group.prepared_all_gather(rows)
