@@ -80,7 +80,7 @@ def by_hand(task: HostileLanguage, layout: str, ends: int = STEPS) -> tuple[list
     spread = Layout.parse(layout)
     local = spread.local
     assert local is not None
-    rate, momentum = (1.0, 0.0) if local.method == "local" else (0.8, 0.4)
+    rate, momentum = (1.0, 0.0) if local.method == "local" else (0.9, 0.2)
     sites, order = [Site(task) for _ in range(spread.dp)], Order(len(task.data()), task.global_batch, task.seed)
     agreed = {name: weight.detach().clone() for name, weight in sites[0].weights.items()}
     velocity: dict[str, Tensor] = {}
