@@ -27,6 +27,7 @@ from tests.ranks import Ranks
 torch.set_num_threads(1)  # this process is forked from, and OpenMP's threads do not survive that
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the ranks of each worker: they share the cores
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # workers would outlive the test that compiles first
 preload()  # torch sets an environment variable when it first imports its compiler
 cuda_rule.apply()
 hypothesis.settings.register_profile(
@@ -108,6 +109,15 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", disk], check=True)
 
 
+COMPILERS_BAR = "tqdm_monitor"
+"""A thread of the bar that torch's compiler may draw, which it never ends."""
+
+
+def variables() -> dict[str, str]:
+    """Of the environment, but for those that pytest and torch's compiler set."""
+    return {k: v for k, v in os.environ.items() if k != "PYTEST_CURRENT_TEST" and not k.startswith("_TORCHINDUCTOR")}
+
+
 def children() -> set[int]:
     """This process's children, and theirs."""
     found, parents = set(), {os.getpid()}
@@ -128,17 +138,16 @@ def children() -> set[int]:
 def nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fail a test that leaks a process, a thread, a process group or an environment variable."""
     pool = request.getfixturevalue("ranks") if "ranks" in request.fixturenames else None
-    variables = {k: v for k, v in os.environ.items() if k != "PYTEST_CURRENT_TEST"}
+    before = variables()
     threads, processes = set(threading.enumerate()), children()
     yield
     assert not dist.is_initialized(), "the test left a process group behind"
     renewed = {process.pid for process in pool.processes} if isinstance(pool, Ranks) else set()  # after a failure
     assert children() <= processes | renewed, "the test left a process behind"
     threads |= {pool.store.thread} if isinstance(pool, Ranks) else set()
-    left = set(threading.enumerate()) - threads
+    left = {thread for thread in set(threading.enumerate()) - threads if thread.name != COMPILERS_BAR}
     for thread in left:
         thread.join(timeout=5)  # a queue's feeder ends a moment after the queue is closed
     left = {thread for thread in left if thread.is_alive()}
     assert not left, f"the test left threads behind: {left}"
-    now = {k: v for k, v in os.environ.items() if k != "PYTEST_CURRENT_TEST"}
-    assert now == variables, "the test changed the environment"
+    assert variables() == before, "the test changed the environment"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from phalanx.models import nf4
 from phalanx.models.nf4 import BLOCK, CODE, FourBits, dequantised, product, quantised
 
 
@@ -27,6 +28,15 @@ def test_the_nearest_value_is_taken(shape: tuple[int, int]) -> None:
     expected = (nearest * largest).flatten()[: weight.numel()].view(shape)
     assert (found - expected).abs().max() < 0.02 * largest.max()  # what 8 bits leave of the blocks' scales
     assert (found - weight).square().mean().sqrt() < 0.12
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_parts_of_a_weight_are_made_real_as_the_whole_is(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+    bits, which = quantised(torch.randn(70, 100)), torch.randperm(110)
+    expected = [dequantised(bits, (70, 100), dtype, blocks) for blocks in (None, which)]
+    monkeypatch.setattr(nf4, "AT_ONCE", (128, 3 * BLOCK))
+    for blocks, whole in zip((None, which), expected, strict=True):
+        assert torch.equal(dequantised(bits, (70, 100), dtype, blocks), whole)
 
 
 def test_it_takes_little_more_than_4_bits() -> None:

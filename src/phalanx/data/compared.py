@@ -33,6 +33,10 @@ class Compared:
         chosen, rejected = self.pairs[index]
         return two(chosen.document, rejected.document, self.pad)
 
+    def lengths(self) -> list[int]:
+        """Tokens of both sequences of each sample, padding too."""
+        return [2 * max(len(answer.ids) for answer in pair) for pair in self.pairs]
+
     def describe(self) -> str:
         """How many there are, and how long."""
         sizes = [len(answer.ids) for pair in self.pairs for answer in pair]
@@ -61,9 +65,15 @@ class Judgements:
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         if not 0 <= index < len(self):
             raise IndexError(index)
-        own, other = self.judged[index], self.judged[self.mismatched(index)]
-        sample = two(own.answer.document, other.answer.after(own.answer, self.length), self.pad)
-        return {**sample, "good": torch.tensor(float(own.good))}
+        sample = two(self.judged[index].answer.document, self._mismatched(index), self.pad)
+        return {**sample, "good": torch.tensor(float(self.judged[index].good))}
+
+    def _mismatched(self, index: int) -> Document:
+        return self.judged[self.mismatched(index)].answer.after(self.judged[index].answer, self.length)
+
+    def lengths(self) -> list[int]:
+        """Tokens of both sequences of each sample, padding too."""
+        return [2 * max(len(each.answer.ids), len(self._mismatched(n)[0])) for n, each in enumerate(self.judged)]
 
     def describe(self) -> str:
         """How many there are of each kind, and how long."""

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from phalanx.attention import are_starts, kept_apart, packed_attention
 from phalanx.errors import WrongUse
+from phalanx.key_values import KeyValues
 from phalanx.logits import Logits
 from phalanx.models.experts import MixtureOfExperts
 
@@ -81,12 +82,16 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(config.width, kv_width, bias=config.bias)
         self.o_proj = nn.Linear(config.width, config.width, bias=config.bias)
 
-    def forward(self, x_BTD: Tensor, rotation: Rotation, mask: Tensor | None) -> Tensor:
+    def forward(
+        self, x_BTD: Tensor, rotation: Rotation, mask: Tensor | None, key_values: KeyValues | None = None
+    ) -> Tensor:
         q_BHTC, k_BKTC, v_BKTC = (
             projection(x_BTD).unflatten(-1, (-1, self.head_width)).transpose(1, 2)
             for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
         q_BHTC, k_BKTC = rotate(q_BHTC, rotation), rotate(k_BKTC, rotation)
+        if key_values is not None:
+            k_BKTC, v_BKTC = key_values.extended(self, k_BKTC, v_BKTC)
         if are_starts(mask):
             out_BHTC = self.packed_attention(q_BHTC, k_BKTC, v_BKTC, mask, self.causal)
         else:
@@ -134,9 +139,14 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(config.dropout) if config.dropout else nn.Identity()
 
     def forward(
-        self, x_BTD: Tensor, rotation: Rotation, mask: Tensor | None, valid_BT1: Tensor | None = None
+        self,
+        x_BTD: Tensor,
+        rotation: Rotation,
+        mask: Tensor | None,
+        valid_BT1: Tensor | None = None,
+        key_values: KeyValues | None = None,
     ) -> Tensor:
-        x_BTD = x_BTD + self.dropout(self.attention(self.attention_norm(x_BTD), rotation, mask))
+        x_BTD = x_BTD + self.dropout(self.attention(self.attention_norm(x_BTD), rotation, mask, key_values))
         normed_BTD = self.feed_forward_norm(x_BTD)
         if isinstance(self.feed_forward, MixtureOfExperts):
             return x_BTD + self.dropout(self.feed_forward(normed_BTD, valid_BT1))
@@ -154,6 +164,7 @@ class Transformer(nn.Module):
     """Tokens in, lazy logits out. With ``documents``, attention and positions stay inside each packed document.
 
     ``valid`` says which tokens count for a mixture's penalties and capacity; with ``documents``, those that are in one.
+    ``key_values``: of the tokens before these, which go on from there. They need ``positions`` and ``documents``.
     """
 
     def __init__(self, config: TransformerConfig) -> None:
@@ -184,16 +195,21 @@ class Transformer(nn.Module):
         positions: Tensor | None = None,
         documents: Tensor | None = None,
         valid: Tensor | None = None,
+        key_values: KeyValues | None = None,
     ) -> Logits:
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
         angles_BTC = positions.unsqueeze(-1) * self.rates
         x_BTD = self.dropout(self.embedding(tokens))
         rotation = angles_BTC.cos().unsqueeze(1).to(x_BTD.dtype), angles_BTC.sin().unsqueeze(1).to(x_BTD.dtype)
-        mask = None if documents is None else kept_apart(documents, x_BTD, self.head_width, self.config.causal)
+        mask = None
+        if documents is not None and key_values is not None:
+            mask = key_values.mask(documents)
+        elif documents is not None:
+            mask = kept_apart(documents, x_BTD, self.head_width, self.config.causal)
         valid = documents >= 0 if valid is None and documents is not None else valid
         for block in self.blocks:
-            x_BTD = block(x_BTD, rotation, mask, None if valid is None else valid.unsqueeze(-1))
+            x_BTD = block(x_BTD, rotation, mask, None if valid is None else valid.unsqueeze(-1), key_values)
         return self.head(self.norm(x_BTD))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -13,6 +13,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 import phalanx
+from phalanx.data.by_length import ByLength
 from phalanx.data.chat import Marks
 from phalanx.data.chat_tokenizer import opened, trained
 from phalanx.data.conversations import conversation
@@ -47,6 +48,10 @@ class FineTuning(phalanx.Task):
     """RowFile: .jsonl, .json, .csv, .parquet, or a folder of Hugging Face's datasets. By default the shipped ones."""
     share_held_out: float = 0.1
     length: int = 128
+    group_by_length: bool = False
+    """Samples of a step have about one length."""
+    batch_tokens: int = 0
+    """A step has so many tokens at most, of as many samples as have them; 0: ``global_batch`` samples."""
     marks: Marks = "auto"
     small: bool = False
     """A model of the base's kind with few and narrow blocks, and weights of its own."""
@@ -74,6 +79,8 @@ class FineTuning(phalanx.Task):
             raise phalanx.WrongUse(f"length={self.length} has no room for an answer. Set it to 8 or more.")
         if not 0 <= self.share_held_out < 1:
             raise phalanx.WrongUse(f"share_held_out={self.share_held_out} is no share. Set it from 0 to below 1.")
+        if self.batch_tokens < 0:
+            raise phalanx.WrongUse(f"batch_tokens={self.batch_tokens} is no number of tokens. Set it to 0 or more.")
         if self.lora < 0:
             raise phalanx.WrongUse(f"lora={self.lora} is no rank. Set lora to one from 1 up, or to 0 for none.")
         if not 0 <= self.lora_dropout < 1:
@@ -102,6 +109,12 @@ class FineTuning(phalanx.Task):
     def prepare(self) -> None:
         self.data()
         self.held_out()
+
+    def by_length(self, data: Any, lengths: Callable[[], Sequence[int]]) -> Any:
+        """Samples in the order that is asked for; ``lengths`` gives the tokens of each."""
+        if not (self.group_by_length or self.batch_tokens):
+            return data
+        return ByLength(data, lengths(), grouped=self.group_by_length, batch_tokens=self.batch_tokens)
 
     def made_small(self) -> dict[str, Any]:
         """Settings of the same kind of model and task at small sizes, on the shipped rows."""

@@ -75,8 +75,8 @@ class Preferring(FineTuning):
     def _training(self) -> Compared | Judgements:
         return self.samples(self._part(held_out=False))
 
-    def data(self) -> Compared | Judgements:
-        return self._training
+    def data(self) -> Any:
+        return self.by_length(self._training, self._training.lengths)
 
     def held_out(self) -> Compared | Judgements | None:
         return self.samples(self._part(held_out=True)) if self.share_held_out else None

@@ -14,7 +14,6 @@ from torch import nn
 
 import phalanx
 from phalanx.data.asked import LastQuestions, asked
-from phalanx.data.by_length import ByLength
 from phalanx.data.chat import Chat, LossOn
 from phalanx.data.encoded_rows import encoded_once
 from phalanx.data.row_file import RowFile
@@ -32,10 +31,6 @@ class SFT(FineTuning):
 
     packed: bool = True
     """Several conversations a sample, as many as fit; otherwise each is one, padded."""
-    group_by_length: bool = False
-    """Without packing: samples of a step have about one length."""
-    batch_tokens: int = 0
-    """Without packing: a step has so many tokens at most, of as many samples as have them; 0: ``global_batch``."""
     loss_on: LossOn = "answers"
     cache: str = ""
     """A folder for encoded rows; by default in the user's own for such things."""
@@ -48,8 +43,6 @@ class SFT(FineTuning):
         super().check()
         if self.answers < 0:
             raise phalanx.WrongUse(f"answers={self.answers} is no number of answers. Set it to 0 or more.")
-        if self.batch_tokens < 0:
-            raise phalanx.WrongUse(f"batch_tokens={self.batch_tokens} is no number of tokens. Set it to 0 or more.")
         if self.packed and (self.group_by_length or self.batch_tokens):
             name = "group_by_length" if self.group_by_length else "batch_tokens"
             raise phalanx.WrongUse(
@@ -92,11 +85,8 @@ class SFT(FineTuning):
     def _training(self) -> Supervised:
         return self._samples(held_out=False)
 
-    def data(self) -> Supervised | ByLength:
-        if not (self.group_by_length or self.batch_tokens):
-            return self._training
-        lengths = [len(ids) for ids, _ in self._training.documents]
-        return ByLength(self._training, lengths, grouped=self.group_by_length, batch_tokens=self.batch_tokens)
+    def data(self) -> Any:
+        return self.by_length(self._training, lambda: [len(ids) for ids, _ in self._training.documents])
 
     @cached_property
     def _aside(self) -> Supervised | None:

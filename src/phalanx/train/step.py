@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -208,10 +208,13 @@ def try_blocks(engine: Engine, batch: StepBatch) -> None:
     engine.spread.rest()
 
 
-def compute(engine: Engine, step: int, micro: MicroBatch, action: Action, finish: Callable[..., Any]) -> Any:
+def compute(
+    engine: Engine, step: int, micro: MicroBatch, action: Action, finish: Callable[..., Any],
+    more: Mapping[str, Any] | None = None,
+) -> Any:  # fmt: skip
     """A stage's forward, every random number in it keyed by step and sample; what ``finish`` makes of the output.
 
-    A stage before the last gives the stream to the next one, and None.
+    A stage before the last gives the stream to the next one, and None. ``more``: what the model is called with besides.
     """
     if engine.spread.pipeline is not None:
         engine.clock.begin("wait")
@@ -220,7 +223,7 @@ def compute(engine: Engine, step: int, micro: MicroBatch, action: Action, finish
     samples = engine.spread.samples
     with micro_batch(engine, step, micro) as tensors, samples.computed():
         try:
-            output = call(engine, tensors)
+            output = call(engine, tensors, more)
             with samples.in_loss():
                 part.result = finish(output, tensors)
         except StageEnds as end:
@@ -250,9 +253,10 @@ class micro_batch:
             check_unmoved(self._generator, self.engine.device)
 
 
-def call(engine: Engine, tensors: dict[str, Any]) -> Any:
+def call(engine: Engine, tensors: dict[str, Any], more: Mapping[str, Any] | None = None) -> Any:
     """The model's output for a batch."""
     inputs = cast(engine.task.inputs(tensors), engine.dtypes.compute)
+    inputs = {**inputs, **more} if more else inputs
     model = engine.spread.model
     output = called(model, inputs)
     if output is None:

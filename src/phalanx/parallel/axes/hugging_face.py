@@ -113,7 +113,8 @@ def _attention(
         with _of_heads(module, query.shape[1], key.shape[1], heads, 0 if context is None else context.rank):
             return own(module, query, key, value, mask, is_causal=causal, **options)
 
-    causal = causal and (packed or attention_mask is None)
+    # where keys of earlier calls are there, a mask says what is not seen; without one, all is
+    causal = causal and (packed or (attention_mask is None and query.shape[2] == key.shape[2]))
     if context is None:
         return attend(query, key, value, attention_mask, causal)
     return context.attention(
