@@ -7,7 +7,8 @@ Hosts are network namespaces joined by a link of the given rate (needs root, ``i
 as it goes), a rank on each, or several. A byte-level transformer of 10 million weights learns the source of Python's
 standard library, 2 sequences of 128 a rank and step. All contestants are in the same processes and take turns in
 segments of a few steps: the machine may be busy, but it is busy for all. ``exact`` as first contestant over ``fsdp``
-stands for what DDP is to ``dp``.
+stands for what DDP is to ``dp``. Of sites that train by themselves (``local:H``, ``diloco:H``) whole rounds are timed,
+and the mean of a step counts: the median would be of one in which nothing is sent.
 
 With ``--steps`` all are trained so far and their held-out losses compared. What DDP learns does not depend on the link,
 so it goes the rest of its way on one that is not shaped.
@@ -39,6 +40,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import phalanx
 from phalanx.launch.environment import Environment
+from phalanx.local_updates import LocalUpdates
 from phalanx.recipes.gpt import GPT
 from report import Figure, report
 from slow_network import INTERFACE, SlowNetwork, bytes_sent
@@ -85,7 +87,7 @@ class Contestant:
     def __init__(self, name: str, layout: str, task: GPT) -> None:
         self.name, self.seconds, self.bytes, self.losses = name, list[float](), list[float](), list[float]()
         self.engine = phalanx.Engine(task, f"{layout},comm={name}", device="cpu", timeout=timedelta(minutes=5))
-        self._batches = self.engine.batches()
+        self._batches, self.local = self.engine.batches(), self.engine.layout.local
 
     def step(self) -> float:
         return self.engine.step(next(self._batches)).loss
@@ -100,14 +102,18 @@ class Contestant:
     def close(self) -> None:
         self.engine.close()
 
+    def whole(self, steps: int) -> int:
+        """So many, or with sites as many more as a round takes."""
+        return steps if self.local is None else -(-steps // self.local.every) * self.local.every
+
     def run(self, steps: int, timed: bool = True) -> None:
-        """A segment; the first step of it is not timed: others had the processor's caches."""
+        """A segment; the first step of it is not timed, but of sites: others had the processor's caches."""
         dist.barrier()
         for number in range(steps):
             before, began = bytes_sent(), time.perf_counter()
             loss = self.step()
             seconds = time.perf_counter() - began
-            if number and timed:
+            if (number or self.local is not None) and timed:
                 self.seconds.append(seconds)
                 self.bytes.append(bytes_sent() - before)
             self.losses.append(loss)
@@ -118,7 +124,7 @@ class DDPContestant(Contestant):
     """DDP, with the samples and first weights that Phalanx has."""
 
     def __init__(self, task: GPT, other: Contestant) -> None:
-        self.name, self.seconds, self.bytes, self.losses = DDP, [], [], []
+        self.name, self.seconds, self.bytes, self.losses, self.local = DDP, [], [], [], None
         self._theirs, self._order = TorchDDP(task, other.weights()), other.engine.order
 
     def step(self) -> float:
@@ -159,10 +165,10 @@ def on_rank(words: dict[str, Any]) -> None:
     ours = [Contestant(name, words["layout"], task) for name in words["comm"]]
     every = [*([DDPContestant(task, ours[0])] if words["ddp"] else []), *ours]
     for contestant in every:
-        contestant.run(2, timed=False)  # connections, buffers, and what is measured in first steps
+        contestant.run(contestant.whole(2), timed=False)  # connections, buffers, and what is measured in first steps
     for _ in range(words["rounds"]):
         for contestant in every:
-            contestant.run(words["segment"])
+            contestant.run(contestant.whole(words["segment"]))
     found: dict[str, Any] = {}
     if words["drop"]:
         _asked(words, "drop")
@@ -258,19 +264,20 @@ def figures(options: argparse.Namespace, runs: list[dict[str, Any]]) -> Iterator
     link = f"{options.mbits:g} Mbit/s" if options.mbits else "an unshaped link"
     link += f", {1e3 * options.round_trip:g} ms" if options.round_trip else ""
 
-    def median(name: str, what: str) -> float:
-        return statistics.median(value for run in runs for value in run[name][what])
+    def usual(name: str, what: str) -> float:
+        values = [value for run in runs for value in run[name][what]]
+        return statistics.mean(values) if LocalUpdates.parse(name) else statistics.median(values)
 
     for name in names:
-        seconds, sent = median(name, "seconds"), median(name, "bytes")
+        seconds, sent = usual(name, "seconds"), usual(name, "bytes")
         chosen = sorted({run[name]["chosen"] for run in runs} - {name})
         note = f"{1e3 * seconds:.0f} ms a step, {sent / 1e6:.3g} MB" + (
             f", chose {', '.join(chosen)}" if chosen else ""
         )
-        faster = seconds / median(first, "seconds")
+        faster = seconds / usual(first, "seconds")
         yield Figure(f"{name}: step to {first}'s, {link}", faster, bar(options, name), f"{note}, {1 / faster:.2f}x")
         if name != first:
-            fewer = sent / median(first, "bytes")
+            fewer = sent / usual(first, "bytes")
             note = f"1/{1 / fewer:.2f}"
             yield Figure(f"{name}: bytes to {first}'s", fewer, 1 / 7 if (name, first) == ("int4", DDP) else None, note)
         if options.steps and name != first:
@@ -278,7 +285,7 @@ def figures(options: argparse.Namespace, runs: list[dict[str, Any]]) -> Iterator
             note = ", ".join(f"{run[name]['held out']:.4f} to {run[first]['held out']:.4f}" for run in runs)
             yield Figure(
                 f"{name}: held-out loss above {first}'s after {options.steps} steps", statistics.mean(higher),
-                0.005 if name == "auto" else None, note,
+                0.005 if name == "auto" else 0.05 if name.startswith("diloco") else None, note,
             )  # fmt: skip
 
 
@@ -286,6 +293,8 @@ def bar(options: argparse.Namespace, name: str) -> float | None:
     """What a step may take, of the first contestant's."""
     if options.layout == "fsdp":
         return 1 / 3 if name == "int8" and options.mbits == 100 else None
+    if name.startswith("diloco"):
+        return 1 / 12 if options.mbits == 100 else None
     if name != "auto":
         return None
     return {0: 1 / 0.98, 1000: 1 / 1.4, 100: 1 / 5}.get(options.mbits)

@@ -63,7 +63,7 @@ def test_fragments_leave_and_arrive_in_turn() -> None:
 def test_the_outer_optimizer_follows_from_the_length_of_the_run() -> None:
     found = LocalUpdates.parse("diloco:16")
     assert found is not None
-    assert found.outer(steps=400) == (0.8, 0.4)
+    assert found.outer(steps=400) == (0.9, 0.2)
     assert found.outer(steps=200 * 16) == (0.7, 0.9)
     for text, outer in (("local:16", (1.0, 0.0)), ("diloco:16:rate=1:momentum=0.3", (1.0, 0.3))):
         other = LocalUpdates.parse(text)

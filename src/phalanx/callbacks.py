@@ -4,6 +4,10 @@ A task gives its own with `Task.callbacks`. They are called on every rank, in th
 look at everything the `Engine` has. What all ranks must do alike may depend only on what all ranks have alike: the
 step, the metrics, the measures. Whatever else one of them decides goes through `Engine.stop`, which all ranks heed
 after the same step.
+
+Where sites train by themselves (``comm=local:H``, ``comm=diloco:H``) metrics and gradients are those of a rank's own
+site. All ranks have alike the step, ``metrics.round``, evaluations, checkpoints and `Engine.whole_weights`, which are
+what all sites last agreed on.
 """
 
 from __future__ import annotations
@@ -41,7 +45,7 @@ class Callback:
         return True
 
     def on_gradients(self, engine: Engine, divisor: float, without: set[str]) -> None:
-        """Gradients are summed over all ranks, and neither divided nor clipped.
+        """Gradients are summed over all ranks, those of a site where it trains by itself, neither divided nor clipped.
 
         ``engine.whole_gradients(divisor, without)`` has them whole, where all ranks ask for them.
         """
@@ -50,7 +54,10 @@ class Callback:
         """Weights and moments are about to change."""
 
     def on_step(self, engine: Engine, metrics: Metrics) -> None:
-        """A step is done; ``metrics.skipped`` says if it changed nothing."""
+        """A step is done; ``metrics.skipped`` says if it changed nothing.
+
+        Where sites train by themselves that is this rank's site alone; ``metrics.round`` is of all, where they agree.
+        """
 
     def on_evaluation(self, engine: Engine, measures: Mapping[str, float]) -> None:
         """All held-out data was evaluated, after step ``engine.step_number``."""
@@ -65,7 +72,10 @@ class Callback:
         """The rank ends, or a loop of your own closes its engine: the run is finished, stopped, or has failed."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What to go on with after a resume: numbers, text, lists, dicts with text as keys; the same on all ranks."""
+        """What to go on with after a resume: numbers, text, lists, dicts with text as keys; the same on all ranks.
+
+        Of sites that train by themselves the first rank's is kept, for all.
+        """
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -15,7 +15,7 @@ from phalanx.errors import WrongUse, closest
 METHODS = ("local", "diloco")
 CODECS = ("bf16", "int8", "int4")
 OPTIONS = {"fragments": int, "overlap": int, "mix": float, "rate": float, "momentum": float}
-USUAL, FEW, FOR_FEW = (0.7, 0.9), 200, (0.8, 0.4)
+USUAL, FEW, FOR_FEW = (0.7, 0.9), 200, (0.9, 0.2)
 """Rate and momentum; a run of fewer outer steps has a smaller momentum: what is carried on must also come to rest."""
 MIX = 0.5
 EXAMPLE = "diloco:16:int4:fragments=4:overlap=2"

@@ -189,13 +189,13 @@ class Run:
                         yield json.loads(line)
 
 
-def counted(events: Iterable[dict[str, Any]]) -> dict[int, dict[str, Any]]:
-    """Of a rank's events in order, the steps that count (`Run.ledger`)."""
+def counted(events: Iterable[dict[str, Any]], rounds: bool = False) -> dict[int, dict[str, Any]]:
+    """Of a rank's events in order, the steps that count (`Run.ledger`); or ``rounds`` of sites, by the last of them."""
     done: dict[int, dict[str, Any]] = {}
     for event in events:
         if event["kind"] in ("start", "rollback"):
             done = {step: known for step, known in done.items() if step < event.get("step", 0)}
-        elif event["kind"] in ("step", "left out") and "samples" in event:  # else it is a rank's own part of one
+        elif event["kind"] == "round" if rounds else event["kind"] in ("step", "left out") and "samples" in event:
             done[event["step"]] = event
     return done
 

@@ -70,6 +70,22 @@ def test_a_few_are_written_into_the_runs_folder(tmp_path: Path) -> None:
     assert not (tmp_path / "none").exists()
 
 
+def noted(folder: str, steps: int) -> None:
+    task = SFT(**SETTINGS | {"answers": 2})
+    with phalanx.Engine(task, "dp=2,comm=local:4", device="cpu") as engine:
+        for _, batch in zip(range(steps), engine.batches(), strict=False):
+            engine.step(batch)
+        note_answers(engine, Run(Path(folder)))
+
+
+def test_sites_answer_with_what_all_have_agreed_on(ranks: Ranks, tmp_path: Path) -> None:
+    for steps in (0, 3, 4):
+        ranks(2, noted, str(tmp_path), steps)
+    first, between, agreed = ((tmp_path / "answers" / f"step-{n:08d}.jsonl").read_text() for n in (0, 3, 4))
+    assert between == first
+    assert agreed != first
+
+
 def test_a_model_with_another_one_beside_it_answers_itself() -> None:
     with phalanx.Engine(Distil(**SETTINGS | {"steps": 0, "answers": 1}), device="cpu") as engine:
         rehearse_answers(engine)

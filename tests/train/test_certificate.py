@@ -73,6 +73,22 @@ def test_other_code_must_have_trained_on_the_same_samples(tmp_path: Path) -> Non
         log.write("step", step=0, loss=2.0, samples="new")
 
 
+def test_another_number_of_sites_has_other_losses_of_the_same_samples(tmp_path: Path) -> None:
+    run = Run.create(tmp_path / "run", "x")
+    with EventLog(run, 0) as log:
+        for sites in (3, 2):
+            log.write("start", step=0, layout=f"dp={sites},comm=local:2")
+            log.write("step", step=0, loss=float(sites), samples="s")
+        assert list(_again(run)) == []
+        log.write("start", step=0, layout="dp=2,comm=local:2")
+        log.write("step", step=0, loss=2.5, samples="s")
+        assert list(_again(run)) == [0.5]
+        log.write("start", step=0, layout="dp=2,comm=local:2")
+        log.write("step", step=0, loss=2.5, samples="others")
+        with pytest.raises(NotDone, match="step 1 trained on other samples"):
+            list(_again(run))
+
+
 def test_what_is_not_shown_is_not_certified(run: Run) -> None:
     manager = manager_at(run.checkpoints_path)
     with pytest.raises(NotDone, match="2 of 6 planned steps were not done, step 5 among them"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -74,12 +75,12 @@ def agree(sites: list[Site], names: list[str], agreed: dict, velocity: dict, rat
         agreed[name] = agreed[name] - rate * (change + momentum * velocity[name])
 
 
-def by_hand(task: HostileLanguage, layout: str) -> tuple[list[list[float]], dict[str, Tensor]]:
-    """Losses by site, and the weights at the end."""
+def by_hand(task: HostileLanguage, layout: str, ends: int = STEPS) -> tuple[list[list[float]], dict[str, Tensor]]:
+    """Losses by site, and the weights at the end, after so many steps."""
     spread = Layout.parse(layout)
     local = spread.local
     assert local is not None
-    rate, momentum = (1.0, 0.0) if local.method == "local" else (0.8, 0.4)
+    rate, momentum = (1.0, 0.0) if local.method == "local" else (0.9, 0.2)
     sites, order = [Site(task) for _ in range(spread.dp)], Order(len(task.data()), task.global_batch, task.seed)
     agreed = {name: weight.detach().clone() for name, weight in sites[0].weights.items()}
     velocity: dict[str, Tensor] = {}
@@ -88,14 +89,14 @@ def by_hand(task: HostileLanguage, layout: str) -> tuple[list[list[float]], dict
     middles = torch.tensor([agreed[name].numel() for name in names]).double()
     middles = (middles.cumsum(0) - middles / 2) / total * local.fragments
     parts = [[n for n, m in zip(names, middles, strict=True) if int(m) == p] for p in range(local.fragments)]
-    for step in range(task.steps):
+    for step in range(ends):
         for number, site in enumerate(sites):
             ranges = share(order.slots(step), 1, spread.dp, number)
             losses[number].append(site.step(step, ranges, order))
-        place, last = step % local.every + 1, step + 1 == task.steps
+        place, last = step % local.every + 1, step + 1 == ends
         for part, own in enumerate(parts):
             arrives = (part + 1) * local.every // local.fragments
-            if place == arrives - local.overlap or (last and not arrives - local.overlap <= place < arrives):
+            if place == arrives - local.overlap or (last and not arrives - local.overlap <= place <= arrives):
                 for site in sites:
                     site.sent = {**getattr(site, "sent", {}), **{n: site.weights[n].detach().clone() for n in own}}
             if place == arrives or last:
@@ -150,16 +151,21 @@ def test_no_message_leaves_a_site_in_between(ranks: Ranks, layout: str) -> None:
         assert [bool(calls) for calls, _ in found] == [False] * 3 + [True] + [False] * 3 + [True]
 
 
+class Ending(phalanx.Callback):
+    """One rank alone ends the run."""
+
+    def __init__(self, when: int) -> None:
+        self.when = when
+
+    def on_step(self, engine: phalanx.Engine, metrics: Any) -> None:
+        if engine.rank == 1 and metrics.step + 1 == self.when:
+            engine.stop("enough")
+
+
 def asked(when: int) -> tuple[list[int], list[bool]]:
     """A callback of one site alone ends the run: all ranks hear of it together."""
-
-    class Ending(phalanx.Callback):
-        def on_step(self, engine: phalanx.Engine, metrics: Any) -> None:
-            if engine.rank == 1 and metrics.step + 1 == when:
-                engine.stop("enough")
-
     with phalanx.Engine(Digits(steps=12), "dp=2,comm=diloco:4", device="cpu") as engine:
-        engine.callbacks.add(Ending())
+        engine.callbacks.add(Ending(when))
         told, heard = [], []
         for batch in engine.batches():
             found = engine.step(batch).round
@@ -174,6 +180,51 @@ def asked(when: int) -> tuple[list[int], list[bool]]:
 
 def test_what_one_rank_wants_all_hear_where_sites_agree(ranks: Ranks) -> None:
     assert ranks(2, asked, 5) == [([4, 8, 12], [False, True, True])] * 2
+
+
+def ended_early(layout: str, when: int) -> tuple[int, dict[str, Tensor], dict[str, Tensor]]:
+    """Where a run of more steps ended; what this site has of weights, and what all have agreed on."""
+    with phalanx.Engine(HostileLanguage(steps=STEPS), layout, device="cpu") as engine:
+        engine.callbacks.add(Ending(when))
+        for batch in engine.batches():
+            found = engine.step(batch).round
+            if found is not None and found.signals.finish:
+                break
+        own = {name: tensor.clone() for name, tensor in engine.spread.whole.state()}
+        return engine.step_number, own, engine.whole_weights()
+
+
+@pytest.mark.parametrize(
+    "comm", ["diloco:4", "diloco:4:fragments=2", "diloco:4:fragments=2:overlap=1", "local:4:overlap=2"]
+)
+def test_a_run_that_is_ended_early_ends_as_at_its_last_step(ranks: Ranks, comm: str) -> None:
+    layout = f"dp=2,comm={comm}"
+    _, want = by_hand(HostileLanguage(steps=STEPS), layout, ends=4)
+    for step, own, agreed in ranks(2, ended_early, layout, 1):
+        assert step == 4
+        for name, value in want.items():
+            assert torch.equal(own[name], agreed[name]), name
+            assert float((own[name] - value).norm() / (value.norm() + 1e-3)) < TOLERANCE, name
+
+
+def in_between() -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
+    """What a site has of weights two steps after all had agreed; the whole ones then, and as they were agreed on."""
+    with phalanx.Engine(Digits(steps=8), "dp=2,fsdp=2,comm=diloco:4", device="cpu") as engine:
+        for batch in engine.batches():
+            engine.step(batch)
+            if engine.step_number == 4:
+                agreed = {name: tensor.clone() for name, tensor in engine.whole_weights().items()}
+            if engine.step_number == 6:
+                return dict(engine.spread.whole.state()), engine.whole_weights(), agreed
+    raise AssertionError
+
+
+def test_whole_weights_are_those_that_all_have_agreed_on(ranks: Ranks) -> None:
+    for own, whole, agreed in ranks(4, in_between):
+        assert whole.keys() == agreed.keys() == own.keys()
+        for name, want in agreed.items():
+            assert torch.equal(whole[name], want)
+            assert not torch.equal(own[name], want)
 
 
 def test_a_round_tells_of_all_sites(ranks: Ranks) -> None:
@@ -198,6 +249,68 @@ def test_a_bad_step_is_its_sites_own(ranks: Ranks) -> None:
     for name in answers[0][2]:
         assert torch.equal(answers[0][2][name], answers[1][2][name])
         assert answers[0][2][name].isfinite().all()
+
+
+def told_of(task: phalanx.Task, layout: str, when: int) -> tuple[list[Any], list[Any], float, int | None]:
+    """A site's steps and rounds, terms that were counted, and the last good step."""
+    with phalanx.Engine(task, layout, device="cpu") as engine:
+        engine.callbacks.add(Ending(when))
+        found = []
+        for batch in engine.batches():
+            found.append(engine.step(batch))
+            if found[-1].round is not None and found[-1].round.signals.finish:
+                break
+        return found, [one.round for one in found if one.round is not None], engine.terms, engine.good
+
+
+@pytest.mark.parametrize(
+    ("comm", "when"), [("local:4:overlap=2", 0), ("diloco:3:fragments=2", 0), ("local:4:overlap=2", 1), ("local:16", 0)]
+)
+@pytest.mark.parametrize("bad", [1, 3])
+def test_rounds_tell_of_every_step_once(ranks: Ranks, comm: str, when: int, bad: int) -> None:
+    """A bad step before something was told, or after: of a run that ends where sites agree or not, or early."""
+    task = Digits(steps=8, samples=80)
+    task.spoil = int(Order(80, 8, task.seed).ids(bad)[-1])
+    answers = ranks(2, told_of, task, f"dp=2,comm={comm}", when)
+    steps = [step for found, *_ in answers for step in found]
+    good = [step for step in steps if not step.skipped]
+    for _, rounds, terms, _ in answers:
+        assert sum(found.skipped for found in rounds) == 1
+        assert sum("bad numbers in 1 step of sites" in found.bad for found in rounds) == 1
+        assert sum(found.count for found in rounds) == sum(step.count for step in good)
+        total = sum(found.loss * found.count for found in rounds if found.count)
+        assert total == pytest.approx(sum(step.loss * step.count for step in good))
+        assert terms == sum(step.count for step in steps)
+        assert rounds[-1].ended_badly == (steps[-1].step == bad)
+
+
+class Blank(Digits):
+    """What one site's samples are is not known in the first four steps."""
+
+    def data(self) -> phalanx.data.Arrays:
+        order, found = Order(self.samples, self.global_batch, self.seed), super().data()
+        for step in range(4):
+            found.columns["y"][order.ids(step)[4:]] = -100
+        return found
+
+
+def test_a_site_without_terms_has_done_nothing_bad(ranks: Ranks) -> None:
+    answers = ranks(2, told_of, Blank(steps=4, samples=80), "dp=2,comm=local:4", 0)
+    assert [all(step.skipped for step in found) for found, *_ in answers] == [False, True]
+    for _, (found,), _, good in answers:
+        assert (good, found.bad, found.count, found.skipped, found.ended_badly) == (3, "", 16, 4, 0)
+
+
+def callbacks_state(own: list[dict[str, Any]]) -> tuple[dict[str, Any], int]:
+    with phalanx.Engine(Digits(), "dp=2,comm=local:4", device="cpu", timeout=timedelta(seconds=20)) as engine:
+        assert engine.sites is not None
+        found = engine.sites.as_the_first(own[engine.rank])
+        return found, len(engine.mesh.world.all_gather_words(["after it"]))
+
+
+@pytest.mark.parametrize("own", [[{}, {"a": 1}], [{"a": 1}, {}]])
+def test_callbacks_have_what_they_have_on_the_first_rank(ranks: Ranks, own: list[dict[str, Any]]) -> None:
+    assert ranks(2, callbacks_state, own) == [(own[0], 2)] * 2
 
 
 def evaluated(layout: str, steps: int) -> tuple[dict[str, float], dict[str, float]]:

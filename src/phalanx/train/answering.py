@@ -16,6 +16,7 @@ from phalanx.parallel.communication.mesh import BATCH
 from phalanx.questions import ModelAnswer, Question, Questions
 from phalanx.run import Run
 from phalanx.train.next_tokens import NextTokens
+from phalanx.train.sites import agreed_weights
 
 if TYPE_CHECKING:
     from phalanx.train.engine import Engine
@@ -31,7 +32,7 @@ def note_answers(engine: Engine, run: Run, on_token: Callable[[], None] = lambda
     questions = engine.task.questions()
     if questions is None or not questions.shown or not questions.every:
         return
-    with engine.callbacks.evaluating(engine):
+    with engine.callbacks.evaluating(engine), agreed_weights(engine):
         found = answered(engine, questions, questions.shown, on_token=on_token)
     if engine.is_main:
         write_answers(run, f"step-{engine.step_number:08d}", found)

@@ -14,13 +14,16 @@ from phalanx.data.adopted import training_samples
 from phalanx.data.order import Order, digest
 from phalanx.data.planned import order_of
 from phalanx.files import when_there_is_room, write_whole
-from phalanx.run import Run
+from phalanx.layout import Layout
+from phalanx.run import Run, counted
 from phalanx.task import Task
 from phalanx.train.calling import Ended
 from phalanx.words import listed, many
 
 CHECKED = 1000
 """So many steps' samples are worked out again."""
+Ledger = dict[int, dict[str, Any]]
+"""Events, by the step that they are of."""
 SHOWN = 3
 """So many changes are told in the one line."""
 
@@ -33,25 +36,62 @@ class NotDone(Exception):
         self.advice = advice
 
 
-def _whole_ledger(run: Run, steps: range) -> dict[int, dict[str, Any]]:
-    """Rank 0's, and what a host that lost power may have lost of it from others': one a host notes the same."""
-    ledger = run.ledger()
+def _whole_ledger(run: Run, steps: range) -> tuple[Ledger, Ledger]:
+    """Rank 0's, and what a host that lost power may have lost of it from others': one a host notes the same.
+
+    Besides, by its last step, what all sites did together between two times that they agreed: all ranks note that.
+    """
+    ledger, rounds = run.ledger(), _rounds(run, 0)
     others = (int(path.stem.removeprefix("rank-")) for path in sorted(run.events_path(0).parent.glob("rank-*.jsonl")))
     for rank in others:
         if all(step in ledger for step in steps):
             break
         ledger = {**run.ledger(rank), **ledger}
-    return ledger
+        rounds = {**_rounds(run, rank), **rounds}
+    return ledger, rounds
+
+
+def _rounds(run: Run, rank: int) -> Ledger:
+    return counted(run.events(rank, "start", "rollback", "round"), rounds=True)
+
+
+def _judged_by(ledger: Ledger, rounds: Ledger, starts: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Whose numbers are those of all ranks, in order: steps, and with sites their rounds, as a step of rank 0 is its
+    site's alone."""
+    done = {step: event for step, event in ledger.items() if event["kind"] == "step"}
+    alone = [(start["step"], _sites(start) is not None) for start in starts]
+    if not any(sites for _, sites in alone):
+        return list(done.values())
+
+    def own(step: int) -> bool:
+        return next((sites for first, sites in reversed(alone) if first <= step), False)
+
+    if ledger and own(last := max(ledger)) and last not in rounds:
+        raise NotDone(f"what all sites did up to step {last + 1} is not in the run's events")
+    found = {step: event for step, event in done.items() if not own(step)}
+    for step, event in rounds.items():
+        if own(step):
+            bad = (event["bad"] or "bad numbers in its last step") if event["ended_badly"] else ""
+            found[step] = {**event, "skipped": not event["count"], "bad": bad}
+    return [found[step] for step in sorted(found)]
+
+
+def _sites(start: Mapping[str, Any]) -> str | None:
+    """How sites trained by themselves from a start on, if they did."""
+    layout = Layout.parse(start["layout"]) if "layout" in start else None
+    return None if layout is None or layout.local is None else f"dp={layout.dp},comm={layout.comm}"
 
 
 def _again(run: Run) -> Iterator[float]:
     """By how much the loss differed each time a step was done again, which must be on the same samples."""
-    before: dict[int, dict[str, Any]] = {}
+    before: Ledger = {}
+    sites: str | None = None
     for event in run.events(0, "start", "step"):
         if event["kind"] == "start":
+            were, sites = sites, _sites(event)
             if event.get("other_samples"):  # another run from there on, which was allowed
                 before = {}
-            elif event.get("changes"):  # other code may give another loss, of the same samples
+            elif event.get("changes") or sites != were:  # other code, or sites, have other losses of the same samples
                 before = {step: {"samples": known["samples"]} for step, known in before.items()}
             continue
         known = before.get(event["step"])
@@ -89,7 +129,7 @@ def certify(run: Run, task: Task, manager: CheckpointManager) -> dict[str, Any]:
     ended = _ended(task, manager)
     last = task.steps if ended is None else ended.step
     steps = range(taken_up, last)
-    ledger = _whole_ledger(run, steps)
+    ledger, rounds = _whole_ledger(run, steps)
     missing = [step for step in steps if step not in ledger]
     if missing:
         raise NotDone(f"{len(missing)} of {last} planned steps were not done, step {missing[0] + 1} among them")
@@ -102,7 +142,8 @@ def certify(run: Run, task: Task, manager: CheckpointManager) -> dict[str, Any]:
     for step in steps[:: max(1, last // CHECKED)]:
         if ledger[step]["samples"] != digest(order(step).ids(step)):
             raise NotDone(f"step {step + 1} trained on other samples than those planned for it")
-    _check_numbers(run, task, [ledger[step] for step in steps if ledger[step]["kind"] == "step"])
+    judged = _judged_by({step: ledger[step] for step in steps}, rounds, starts)
+    _check_numbers(run, task, judged)
     if last not in manager.steps():
         raise NotDone(f"the state after step {last} was not saved")
     manifest = manager.open(last).manifest
@@ -110,7 +151,7 @@ def certify(run: Run, task: Task, manager: CheckpointManager) -> dict[str, Any]:
     found = {
         "task": type(task).__name__,
         "finished": _when(ledger[steps[-1]]) if steps else None,
-        "loss": ledger[steps[-1]].get("loss") if steps else None,
+        "loss": judged[-1]["loss"] if judged else None,
         "held_out": next((event["held_out"] for event in reversed(list(run.events(0, "evaluation")))), None),
         "steps": last,
         "planned": task.steps,
@@ -126,7 +167,8 @@ def certify(run: Run, task: Task, manager: CheckpointManager) -> dict[str, Any]:
         "repeated": len(differences),
         "difference": None if math.inf in differences else max(differences, default=0.0),
         "bad_samples": sorted(_bad_samples(run)),
-        "skipped": [step for step, event in ledger.items() if event["kind"] == "step" and event["skipped"]],
+        "skipped": [event["step"] for event in judged if event["kind"] == "step" and event["skipped"]],
+        "skipped_by_sites": sum(event["skipped"] for event in rounds.values()),
         "left_out": [step for step, event in ledger.items() if event["kind"] == "left out"],
         "unchecked": next((str(event["left_out"]) for event in reversed(list(run.events(0, "check")))), ""),
     }

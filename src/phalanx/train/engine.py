@@ -60,7 +60,7 @@ from phalanx.train.optimizers import make_schedule
 from phalanx.train.parameter_groups import Clipping, frozen_first, set_rates
 from phalanx.train.scale import LossScale
 from phalanx.train.signals import Signals
-from phalanx.train.sites import Sites, agreed_weights
+from phalanx.train.sites import Sites, SitesRound, agreed_weights
 from phalanx.train.standing import facts_of, resume
 from phalanx.train.steady import in_one_way, steady
 from phalanx.train.step import Metrics, passes
@@ -251,7 +251,10 @@ class Engine:
         return self.sites.just_agreed
 
     def stop(self, why: str) -> None:
-        """End the run after the next step, on all ranks. Any rank may ask for it, in a callback or between steps."""
+        """End the run after the next step, on all ranks; with sites, the next after which they agree.
+
+        Any rank may ask for it, in a callback or between steps.
+        """
         self.signals.finish, self.why = True, self.why or why
 
     def agree_to_end(self) -> Ended:
@@ -266,9 +269,10 @@ class Engine:
         self.samples -= metrics.slots
         self.terms -= metrics.count
 
-    def pass_over(self, batch: StepBatch) -> None:
-        """Leave a batch out: the step is counted, and nothing is learned from it."""
+    def pass_over(self, batch: StepBatch) -> SitesRound | None:
+        """Leave a batch out: the step is counted, nothing is learned from it. What sites did, after the last one."""
         self.step_number = batch.step + 1
+        return None if self.sites is None else self.sites.pass_over()
 
     def facts(self) -> dict[str, Any]:
         """Where the run stands, beside its tensors: with both it can go on under any layout."""
@@ -327,8 +331,11 @@ class Engine:
         return {name: None if name in without else g / divisor for name, g in self.spread.whole.gradients()}
 
     def whole_weights(self) -> dict[str, Tensor]:
-        """Weights and buffers, whole, under the model's own names. All ranks must call it."""
-        return dict(self.spread.whole.state())
+        """Weights and buffers, whole, under the model's own names; of sites, those that all have agreed on.
+
+        All ranks must call it.
+        """
+        return dict(self.spread.whole.state(None if self.sites is None else self.sites.outer.agreed))
 
     def close(self) -> None:
         """Take the process groups apart."""

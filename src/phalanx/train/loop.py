@@ -211,8 +211,9 @@ class Loop:
         """One step and what comes after it; False if the next batch is not the one that follows."""
         engine, task = self.engine, self.engine.task
         if batch.step in engine.guard.left_out:
-            engine.pass_over(batch)
+            last_round = engine.pass_over(batch)
             self.log.write("left out", step=batch.step, samples=batch.samples, slots=batch.slots, skipped=True)
+            self.recording.note_round(last_round)
             return True
         store = self.checkpointer.manager.store.url
         with self.recording.checkpointing(store):

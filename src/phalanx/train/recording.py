@@ -13,6 +13,7 @@ from phalanx.train.utilisation import Utilisation
 
 if TYPE_CHECKING:
     from phalanx.train.engine import Engine
+    from phalanx.train.sites import SitesRound
     from phalanx.train.step import Metrics
 
 LEAST_PAUSE = 0.5
@@ -53,5 +54,9 @@ class StepRecording:
             numbers |= self.utilisation.measure(metrics, took)
         facts["signals"] = metrics.signals.names()
         self.log.step(facts, numbers, self.memory.changed(), self.engine.step_number == self.engine.task.steps)
-        if metrics.round is not None:
-            self.log.write("round", **vars(metrics.round) | {"signals": metrics.round.signals.names()})
+        self.note_round(metrics.round)
+
+    def note_round(self, found: SitesRound | None) -> None:
+        """All sites have agreed, where they have."""
+        if found is not None:
+            self.log.write("round", **vars(found) | {"signals": found.signals.names()})

@@ -27,8 +27,10 @@ if TYPE_CHECKING:
     from phalanx.train.engine import Engine
     from phalanx.train.step import Metrics
 
-NUMBERS = 5
-"""Of a round, before the signals: total and count of the loss, steps left out, bad ones, and terms trained on."""
+NUMBERS = 6
+"""Of a round, before the signals: total and count of the loss, steps left out, bad ones, terms trained on, and whether
+the last step that could be judged was bad, which is told until there is another."""
+BAD, TERMS, ENDED_BADLY = 3, 4, 5
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,8 @@ class SitesRound:
     """Steps that a site has left out, added up over sites."""
     bad: str
     """What was, if anything."""
+    ended_badly: int
+    """Sites whose last step that could be judged was bad."""
     signals: Signals = field(default_factory=Signals)
 
 
@@ -60,6 +64,8 @@ class Sites:
         self.outer.untold = [0.0] * NUMBERS
         self._told: tuple[Pending, Tensor] | None = None
         """What is on its way to all ranks."""
+        self._fresh = set[int]()
+        """Fragments that have been agreed on since the last step."""
         self.just_agreed = range(1)
         """After a boundary: the steps since the last one."""
         self._buffers = {
@@ -74,11 +80,12 @@ class Sites:
         engine, local, step = self.engine, self.local, self.engine.step_number
         self._note(metrics)
         self.just_agreed = range(0)
+        if step == engine.task.steps:
+            return self.finish()
         with engine.traffic.recorder.during("outer step"):
-            if step == engine.task.steps:
-                return self._finish(step)
             if (arriving := local.arriving(step)) is not None:
                 self.outer.arrive(arriving, local.kept)
+                self._fresh.add(arriving)
                 engine.spread.updated()
             elif local.overlap and local.arriving(step + local.overlap // 2) is not None:
                 self.outer.advance()
@@ -86,24 +93,42 @@ class Sites:
                 self.outer.leave(leaving)
                 if local.is_boundary(step + local.overlap):
                     self._tell()
-            return self._agree(step) if local.is_boundary(step) else None
+            if not local.is_boundary(step):
+                return None
+            heard = self._hear()
+            found = self._agreed(heard)
+        return self.finish(heard) if found.signals.finish else found
 
-    def _finish(self, step: int) -> SitesRound:
-        """After the run's last step: all is agreed on, and nothing else stays."""
-        for number in range(len(self.outer.fragments)):
-            self.outer.arrive(number, 0.0)
-        self.outer.rest()
-        self.engine.spread.updated()
-        if self._told is not None:
-            self._hear()
-        return self._agree(step)
+    def finish(self, *heard: list[float]) -> SitesRound:
+        """The run ends after this step: all is agreed on, and nothing else stays. All ranks must call it.
+
+        ``heard``: what all have told of the steps up to it already.
+        """
+        with self.engine.traffic.recorder.during("outer step"):
+            every = set(range(len(self.outer.fragments)))
+            for number in sorted(every - self._fresh):
+                self.outer.arrive(number, 0.0)
+            self.outer.rest()
+            self.engine.spread.updated()
+            self._fresh = every
+            late = [] if self._told is None else [self._hear()]
+            return self._agreed(*heard, *late, self._hear())
+
+    def pass_over(self) -> SitesRound | None:
+        """A step is left out, for bad ones of which all have heard. After the last step all is agreed on."""
+        self.outer.untold[BAD] = 0.0
+        return self.finish() if self.engine.step_number == self.engine.task.steps else None
 
     def _note(self, metrics: Metrics) -> None:
         """A step of this site."""
         counts = not metrics.skipped and math.isfinite(metrics.loss)
         total, count = (metrics.loss * metrics.count, metrics.count) if counts else (0.0, 0.0)
         new = total, count, float(metrics.skipped), float(bool(metrics.bad)), metrics.count
-        self.outer.untold = [before + more for before, more in zip(self.outer.untold, new, strict=True)]
+        *before, badly = self.outer.untold
+        judged = metrics.bad or not metrics.skipped
+        added = [was + more for was, more in zip(before, new, strict=True)]
+        self.outer.untold = [*added, float(bool(metrics.bad)) if judged else badly]
+        self._fresh = set()
 
     def _tell(self) -> None:
         """Begin to tell all ranks what this site did, what this rank has to say, and which buffers it has changed."""
@@ -111,28 +136,36 @@ class Sites:
         said = [*own, *self.engine.signals.packed(), *self._changed()]
         numbers = torch.tensor(said, dtype=torch.float64).to(self.engine.device)
         self._told = self.engine.mesh.world.all_reduce(numbers), numbers
-        self.outer.untold = [0.0] * NUMBERS
+        self.outer.untold = [*[0.0] * ENDED_BADLY, self.outer.untold[ENDED_BADLY]]
 
     def _hear(self) -> list[float]:
-        """Wait for what everybody told."""
+        """What everybody told, or tells now."""
+        if self._told is None:
+            self._tell()
         assert self._told is not None
         (pending, numbers), self._told = self._told, None
         pending.wait()
         found: list[float] = numbers.tolist()
-        self.engine.terms += found[NUMBERS - 1]
+        self.engine.terms += found[TERMS]
         return found
 
-    def _agree(self, step: int) -> SitesRound:
-        """A boundary: all ranks know the same from here on."""
-        if self._told is None:
-            self._tell()
-        total, count, skipped, bad, _, *rest = self._hear()
+    def _agreed(self, *heard: list[float]) -> SitesRound:
+        """A boundary: all ranks know the same from here on, of what they have ``heard`` since the last one."""
+        step = self.engine.step_number
+        total, count, skipped, bad, _, _, *rest = map(sum, zip(*heard, strict=True))
         self._average([bool(number) for number in rest[len(NAMES) :]])
         self.just_agreed = self.local.since(step)
         words = f"bad numbers in {many(round(bad), 'step')} of sites since step {self.just_agreed[0]}" if bad else ""
-        self.engine.good = step - 1 if not skipped else self.engine.good
-        mean = total / count if count else math.nan
-        return SitesRound(step - 1, mean, count, round(skipped), words, Signals.unpacked(rest[: len(NAMES)]))
+        self.engine.good = step - 1 if count and not bad else self.engine.good  # a site may have had no terms
+        return SitesRound(
+            step=step - 1,
+            loss=total / count if count else math.nan,
+            count=count,
+            skipped=round(skipped),
+            bad=words,
+            ended_badly=math.ceil(heard[-1][ENDED_BADLY]),
+            signals=Signals.unpacked(rest[: len(NAMES)]),
+        )
 
     def _changed(self) -> list[float]:
         """Of each buffer, whether this site's is not what it was when sites had it alike."""
@@ -156,12 +189,15 @@ class Sites:
     def as_the_first(self, state: dict[str, Any]) -> dict[str, Any]:
         """What callbacks have on the first rank: they were told of their own site alone. All ranks must call it."""
         words = [json.dumps(state)] if self.engine.environment.rank == 0 else []
-        return json.loads(self.engine.mesh.world.broadcast_words(words, 0)[0]) if state else state
+        found: dict[str, Any] = json.loads(self.engine.mesh.world.broadcast_words(words, 0)[0])
+        return found
 
     def settle(self) -> None:
         """A saved state has been taken up."""
-        self.outer.untold = self.outer.untold or [0.0] * NUMBERS
+        self.outer.untold = [*self.outer.untold, *[0.0] * NUMBERS][:NUMBERS]
         self._told, self.just_agreed = None, self.local.since(self.engine.step_number)
+        every = range(len(self.outer.fragments))  # of which the last was agreed on, or at a run's end all
+        self._fresh = set(every[-1:] if self.local.is_boundary(self.engine.step_number) else every)
         for now, before in self._buffers.values():
             before.copy_(now)
 

@@ -32,7 +32,13 @@ if TYPE_CHECKING:
 
 @dataclass
 class Metrics:
-    """What a step did, the same on every rank but for the seconds."""
+    """What a step did, the same on every rank but for the seconds, and for bytes, signals and flops of its own.
+
+    Where sites train by themselves (``comm=local:H``, ``comm=diloco:H``) the loss, what is logged, the norm, the count,
+    and whether the step was bad are those of this rank's site alone, over its share of the global batch; ``slots`` and
+    ``samples`` are of the whole one. What all sites did is in ``round``, the same on every rank, after steps after
+    which they agree.
+    """
 
     step: int
     loss: float
@@ -65,7 +71,8 @@ class Metrics:
     """Whose turn it was, where steps train parts of a model in turn."""
     flops: float = 0.0
     """Of the model for this rank's share of the samples, where they are known."""
-    round: SitesRound | None = None  # of all sites, which agree after this step; the rest is of this rank's
+    round: SitesRound | None = None
+    """Of all sites, since they last agreed, where they do after this step."""
 
 
 def train_step(engine: Engine, batch: StepBatch, rounds: Rounds | None = None) -> Metrics:

@@ -30,6 +30,11 @@ def test_proofs_hold() -> None:
     assert proof.bar <= 1e-9
 
 
+def test_a_fragment_that_travels_arrives_at_the_last_step() -> None:
+    (result,) = prove(Plain(), LAYOUTS[-1:], steps=7).results
+    assert result.verdict == "equal", result
+
+
 def test_another_momentum_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LocalUpdates, "outer", lambda self, steps: (0.7, 0.5))  # the reference's: ranks are forked
     proof = prove(Plain(), ["dp=2,comm=diloco:2"])

@@ -115,7 +115,7 @@ class EverySite:
         for number, names in enumerate(self.fragments):
             arrives = (number + 1) * local.every // local.fragments
             leaves = arrives - local.overlap
-            if place == leaves or (last and not leaves <= place < arrives):
+            if place == leaves or (last and not leaves <= place <= arrives):
                 for name in names:
                     self.sent[name] = [site.trained[name].detach().clone() for site in self.sites]
             if place == arrives or last:
