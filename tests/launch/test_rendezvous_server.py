@@ -113,6 +113,7 @@ def test_a_guest_that_reads_nothing_holds_up_nobody(rendezvous_server: Rendezvou
     deaf, _ = say(rendezvous_server, hello(book))
     line, _ = say(rendezvous_server, hello(book, host="c", token="2"))
     for number in range(15):
+        deaf.send(encoded(messages.Heartbeat()))
         line.send(encoded(messages.Fact(5, "newest", str(number))))
         until(line, number)
     assert max(len(guest.line.unsent) for guest in rendezvous_server.guests) < 1 << 22, (
@@ -128,6 +129,7 @@ def until(line: Line, number: int) -> None:
     newest = ""
     while newest != str(number):
         assert ready([line], 5.0)
+        assert not line.broken
         line.flush()
         for message in heard(line):
             if isinstance(message, messages.News):

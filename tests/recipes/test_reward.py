@@ -113,7 +113,9 @@ def test_losses_are_those_of_trl(ranks: Ranks, tmp_path: Path, monkeypatch: pyte
         assert np.abs(np.array(ranks(4, losses, settings, layout)[0]) - expected).max() < TOLERANCE
 
 
-def test_a_head_is_new_where_the_base_has_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_head_is_new_where_the_base_has_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(tqdm, "monitor_interval", 0)
     torch.manual_seed(0)
     task = SFT(small=True)
@@ -121,8 +123,9 @@ def test_a_head_is_new_where_the_base_has_none(tmp_path: Path, monkeypatch: pyte
     task._tokenizer.save_pretrained(tmp_path / "causal")
     reward = Reward(base=str(tmp_path / "causal"), length=64, steps=1)
     assert reward.added("score.weight")
-    with pytest.warns(UserWarning, match="lm_head"), phalanx.Engine(reward, device="cpu") as engine:
+    with phalanx.Engine(reward, device="cpu") as engine:
         found = engine.whole_weights()
+    assert "what the saved model ends in is not used (lm_head.weight)" in capsys.readouterr().err
     own = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "causal").state_dict()
     assert torch.equal(found["model.layers.1.mlp.up_proj.weight"], own["model.layers.1.mlp.up_proj.weight"])
     reward.model().save_pretrained(tmp_path / "scoring")

@@ -62,7 +62,7 @@ class Coded(Plain):
         """Weights to whose gradient other ranks add too."""
         self.owed: dict[tuple[str, int], Tensor] = {}
         """By weight and sender, in the shape of the weight."""
-        self._next: dict[tuple[str, int], Tensor] = {}
+        self.next_owed: dict[tuple[str, int], Tensor] = {}
 
     def turns(self, slots: int, tokens: np.ndarray | None = None) -> list[list[list[Slots]]]:
         """What is summed at a time: by sender, the ranges of slots that its gradient is of."""
@@ -76,9 +76,9 @@ class Coded(Plain):
 
     def sum(self, gradients: list[State]) -> State:
         """Of what each sender has, by weight."""
-        return {name: self._sum(name, [own[name] for own in gradients]) for name in gradients[0]}
+        return {name: self.sum_of(name, [own[name] for own in gradients]) for name in gradients[0]}
 
-    def _sum(self, name: str, gradients: list[Tensor]) -> Tensor:
+    def sum_of(self, name: str, gradients: list[Tensor]) -> Tensor:
         if name in self.exact:
             return torch.stack(gradients).sum(0)
         said = [self._said(name, sender, gradient) for sender, gradient in enumerate(gradients)]
@@ -88,10 +88,10 @@ class Coded(Plain):
     def _said(self, name: str, sender: int, numbers: Tensor) -> Tensor:
         """What one sender says of a tensor, and of what it owes of it; the last one has the sum."""
         key = name, sender
-        numbers = numbers + self._next.get(key, self.owed.get(key, torch.zeros_like(numbers)))
+        numbers = numbers + self.next_owed.get(key, self.owed.get(key, torch.zeros_like(numbers)))
         said = self._rounded(self.method, name, numbers)
         if self.method in OWING:
-            self._next[key] = numbers - said
+            self.next_owed[key] = numbers - said
         return said
 
     def _rounded(self, method: str, name: str, numbers: Tensor) -> Tensor:
@@ -102,8 +102,8 @@ class Coded(Plain):
 
     def end_step(self, counts: bool) -> None:
         """Owe what the step has left, if it counts."""
-        self.owed = self.owed | self._next if counts else self.owed
-        self._next = {}
+        self.owed = self.owed | self.next_owed if counts else self.owed
+        self.next_owed = {}
 
     def gathered(self, weights: State) -> State:
         """Weights as ranks compute with them."""

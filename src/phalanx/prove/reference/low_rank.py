@@ -48,7 +48,7 @@ class Projected(Coded):
                 for number, (indices, shape) in enumerate(zip(self.pieces[name], self.matrices[name], strict=True)):
                     piece = total.flatten()[indices].view(shape)
                     said.view(-1)[indices] = self._projected((name, number), piece).flatten()
-                self._next[name, 0] = total - said
+                self.next_owed[name, 0] = total - said
                 found[name] = said
         return found
 

@@ -41,10 +41,10 @@ class OneBit(Coded):
     def _momentum(self, name: str, gradients: list[Tensor]) -> Tensor:
         """In units of sums: divided by the count it is what momentum becomes."""
         if name not in self.kept:
-            return self._sum(name, gradients)
+            return self.sum_of(name, gradients)
         first, senders = self.betas[name][0], len(gradients)
         known = first / (1 - first) * self.terms * self.kept[name]["exp_avg"]
-        return (1 - first) * self._sum(name, [own + known / senders for own in gradients])
+        return (1 - first) * self.sum_of(name, [own + known / senders for own in gradients])
 
     def update(self, optimizer: optim.Optimizer, trained: dict[str, nn.Parameter], clip: Clip, count: float) -> None:
         for group in optimizer.param_groups:
