@@ -90,7 +90,8 @@ def test_train_leaves_a_run_that_can_be_repeated(tmp_path: Path) -> None:
     assert (settings["settings"]["width"], settings["settings"]["steps"]) == (24, 5)
     events = [list(run.events(rank)) for rank in range(2)]
     assert events[0].pop(0).items() >= {"kind": "check", "warnings": [], "left_out": ""}.items()
-    assert [event["kind"] for event in events[0]] == ["start", *["step"] * 5, "checkpoint", "evaluation", "end"]
+    kinds = [event["kind"] for event in events[0] if event["kind"] != "pause"]  # which a busy machine may have
+    assert kinds == ["start", *["step"] * 5, "checkpoint", "evaluation", "end"]
     assert {"step", "loss", "grad_norm", "lr", "samples", "seconds"} <= events[0][1].keys()
     assert [event["kind"] for event in events[1]] == ["start", *["step"] * 5]
     own = {"kind", "time", "step", "seconds", "sent", "checkpoint_seconds", "exposed_fsdp", "memory_peak"}
