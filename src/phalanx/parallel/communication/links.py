@@ -94,13 +94,11 @@ def _pair(pair: tuple[int, int], device: torch.device) -> PairSpeed:
             _handed(byte, other, not sends)
         return time.perf_counter() - began
 
-    latency = min(passed(1, first) for _ in range(5)) / 2
-
-    def rates(sends: bool) -> dict[int, float]:
-        seconds = {size: min(passed(size, sends) for _ in range(2)) for size in SIZES}
-        return {size: size / max(taken - latency, 1e-7) for size, taken in seconds.items()}
-
-    forth, back, largest = rates(first), rates(not first), SIZES[-1]
+    smallest = min(passed(1, first) for _ in range(10))
+    there, here = ({size: min(passed(size, sends) for _ in range(3)) for size in SIZES} for sends in (first, not first))
+    latency = min(smallest, *there.values(), *here.values()) / 2  # on a busy machine any of them may have been held up
+    forth, back = ({size: size / (taken - latency) for size, taken in way.items()} for way in (there, here))
+    largest = SIZES[-1]
     return PairSpeed(pair, latency, forth, back, largest / min(passed(largest, first, both=True) for _ in range(2)))
 
 
@@ -127,9 +125,11 @@ def along(group: Communicator, device: torch.device, size: int = SMALLEST) -> Sp
     """Measure a group. All of its ranks must call it, with the same ``size`` to begin with, and find the same."""
     latency = min(_exchanged(group, 1, device) for _ in range(3))
     while True:
-        seconds = _exchanged(group, size, device) - latency
+        taken = _exchanged(group, size, device)
+        latency = min(latency, taken)  # the smallest may have been held up
+        seconds = max(taken - latency, taken / 2)
         if seconds >= LONG_ENOUGH or size >= LARGEST:
-            return Speed(latency, size * (group.size - 1) / max(seconds, 1e-6), size)
+            return Speed(latency, size * (group.size - 1) / seconds, size)
         size = min(LARGEST, 4 * size)
 
 
