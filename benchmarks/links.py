@@ -49,6 +49,8 @@ SHAPE = {"width": 384, "layers": 6, "heads": 6, "kv_heads": 6, "length": 128, "m
 A_RANK = 2
 DDP = "ddp"
 PORT = 29_611
+ADAPTS = 20
+"""Steps in which ``auto`` must have found out that a link has dropped."""
 
 
 class TorchDDP:
@@ -265,7 +267,7 @@ def figures(options: argparse.Namespace, runs: list[dict[str, Any]]) -> Iterator
     link += f", {1e3 * options.round_trip:g} ms" if options.round_trip else ""
 
     def usual(name: str, what: str) -> float:
-        values = [value for run in runs for value in run[name][what]]
+        values = [value for run in runs for value in run[name][what][: run.get("dropped at", {}).get(name)]]
         return statistics.mean(values) if LocalUpdates.parse(name) else statistics.median(values)
 
     for name in names:
@@ -287,6 +289,19 @@ def figures(options: argparse.Namespace, runs: list[dict[str, Any]]) -> Iterator
                 f"{name}: held-out loss above {first}'s after {options.steps} steps", statistics.mean(higher),
                 0.005 if name == "auto" else 0.05 if name.startswith("diloco") else None, note,
             )  # fmt: skip
+
+
+def adapted(options: argparse.Namespace, runs: list[dict[str, Any]]) -> Iterator[Figure]:
+    """After the link has dropped: steps until the last contestant sends at most half as much, of the slowest run."""
+    name, took, seconds = list(runs[0])[-1], list[int](), list[float]()
+    for run in runs:
+        at, sent = run["dropped at"][name], run[name]["bytes"]
+        usual = statistics.median(sent[at // 2 : at])
+        fewer = [step for step, each in enumerate(sent[at:]) if each <= usual / 2]
+        took.append(fewer[0] if fewer else len(sent) - at)
+        seconds += [run[name]["seconds"][at], statistics.median(run[name]["seconds"][at:][-10:])]
+    note = f"{1e3 * seconds[-2]:.0f} ms a step at first, {1e3 * seconds[-1]:.0f} in the end"
+    yield Figure(f"{name}: steps until it sends less after a drop to {options.drop:g} Mbit/s", max(took), ADAPTS, note)
 
 
 def bar(options: argparse.Namespace, name: str) -> float | None:
@@ -329,7 +344,7 @@ def main() -> None:
     if options.out:
         settings = {name: value for name, value in vars(options).items() if name not in ("out", "rank_of")}
         options.out.write_text(json.dumps({"settings": settings, "runs": runs}))
-    report(list(figures(options, runs)))
+    report([*figures(options, runs), *(adapted(options, runs) if options.drop else ())])
 
 
 if __name__ == "__main__":

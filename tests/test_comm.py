@@ -31,12 +31,12 @@ def test_an_unknown_one_is_refused_with_the_closest() -> None:
     ):
         Layout.parse("dp=2,comm=int9")
     for text in ("topk", "topk:0", "topk:many", "topk:60"):
-        with pytest.raises(WrongUse, match=f"comm={text} does not say how many percent are sent"):
+        with pytest.raises(WrongUse, match=f"comm={text}: the percent that are sent must be above 0"):
             Comm.parse(text)
     for text in ("powersgd", "powersgd:0", "powersgd:1.5", "powersgd:many"):
-        with pytest.raises(WrongUse, match=f"comm={text} does not say of which rank sums are. Give 1 or more"):
+        with pytest.raises(WrongUse, match=f"comm={text}: the rank of its matrices must be a whole number from 1 to 1024"):
             Comm.parse(text)
-    with pytest.raises(WrongUse, match="comm=onebit:0 does not say how many percent of the steps are exact"):
+    with pytest.raises(WrongUse, match="comm=onebit:0: the percent of steps that are exact must be above 0"):
         Comm.parse("onebit:0")
     with pytest.raises(WrongUse, match="comm=int8:3 is not known"):
         Comm.parse("int8:3")

@@ -25,7 +25,7 @@ def test_others_are_not_meant() -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("diloco", r"after how many steps sites agree\. Write e\.g\. diloco:16"),
+        ("diloco", r"after how many steps sites agree, 1 or more\. Write e\.g\. diloco:16"),
         ("local:0", "after how many steps"),
         ("local:2.5", "after how many steps"),
         ("diloco:16:int9", "'int9', which is none of bf16, int8, int4"),

@@ -58,7 +58,7 @@ class Comm:
 
 POWERSGD_EXACT = 10.0
 """Percent of a run's steps."""
-WHAT = {"topk": "how many percent are sent", "onebit": "how many percent of the steps are exact"}
+WHAT = {"topk": "the percent that are sent", "onebit": "the percent of steps that are exact"}
 
 
 def _number(text: str, name: str, number: str) -> float:
@@ -68,9 +68,9 @@ def _number(text: str, name: str, number: str) -> float:
         found = 0.0
     if name == "powersgd":
         if not 1 <= found <= 1024 or found != int(found):
-            raise WrongUse(f"comm={text} does not say of which rank sums are. Give 1 or more, e.g. powersgd:4.")
+            raise WrongUse(
+                f"comm={text}: the rank of its matrices must be a whole number from 1 to 1024, as in powersgd:4."
+            )
     elif not 0 < found <= 50:
-        raise WrongUse(
-            f"comm={text} does not say {WHAT[name]}. Give more than 0 up to 50, e.g. {name}:{NUMBERS[name]}."
-        )
+        raise WrongUse(f"comm={text}: {WHAT[name]} must be above 0 and up to 50, as in {name}:{NUMBERS[name]}.")
     return found

@@ -47,7 +47,7 @@ class LocalUpdates:
         if method not in METHODS:
             return None
         if not words or not words[0].isdecimal() or not int(words[0]):
-            raise _wrong(text, "does not say after how many steps sites agree", f"{method}:16")
+            raise _wrong(text, "must say after how many steps sites agree, 1 or more", f"{method}:16")
         found = cls(method, int(words[0]))
         for word in words[1:]:
             found = found._with(text, word)

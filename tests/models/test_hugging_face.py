@@ -7,7 +7,14 @@ from pathlib import Path
 import pytest
 
 from phalanx import WrongUse
-from phalanx.models.hugging_face import check_apart, configuration, language_model, local_folder, smaller
+from phalanx.models.hugging_face import (
+    check_apart,
+    check_built_in,
+    configuration,
+    language_model,
+    local_folder,
+    smaller,
+)
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed (the dev extra has it)")
 
@@ -39,3 +46,12 @@ def test_what_is_no_such_model_is_refused() -> None:
         language_model(transformers.CLIPVisionConfig(), "causal")
     with pytest.raises(WrongUse, match="LlamaConfig is not of a masked language model"):
         language_model(transformers.LlamaConfig(), "masked")
+
+
+def test_a_folder_with_the_name_of_a_built_in_model_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tiny").mkdir()
+    check_built_in("tiny")
+    (tmp_path / "tiny" / "config.json").write_text("{}")
+    with pytest.raises(WrongUse, match=r"Write base=\./tiny for that one"):
+        check_built_in("tiny")

@@ -23,6 +23,12 @@ def test_facts_and_notes() -> None:
         assert list(overview.news()) == []
 
 
+def test_a_warm_up_that_never_ends_is_told() -> None:
+    with phalanx.Engine(Digits(steps=4, warmup_steps=10), device="cpu") as engine:
+        text = Overview(engine).facts()["optimizer"]
+    assert "4 steps of warm-up, which takes 10. Set warmup_steps to fewer" in text
+
+
 class Frozen(Digits):
     def model(self) -> nn.Module:
         model = super().model()

@@ -38,6 +38,14 @@ def test_a_spike_is_named_with_its_step(tmp_path: Path) -> None:
     assert "the loss of step 42 is 30, 14.9 times the median" in found.summary
 
 
+def test_a_loss_that_jumps_close_to_zero_is_not_wrong(tmp_path: Path) -> None:
+    losses = [max(2.0 * 0.9**step, 0.003 + 0.0001 * (step % 5)) for step in range(200)]
+    losses[150] = 0.02
+    assert wrong(noted(tmp_path, losses=losses)) is None
+    losses[150] = 0.6
+    assert wrong(noted(tmp_path, losses=losses)) is not None
+
+
 def test_bad_steps_come_before_spikes(tmp_path: Path) -> None:
     bad = {"step": 6, "reason": "the loss is nan", "action": "skip", "sample_ids": list(range(20))}
     found = wrong(noted(tmp_path, ("bad", bad), ("bad", {**bad, "step": 9})))

@@ -20,6 +20,15 @@ CLASSES: dict[LanguageModel, str] = {
 FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 
 
+def check_built_in(name: str) -> None:
+    """Refuse a built-in model's name where a folder with a model has it too: nobody would see which is trained."""
+    if (Path(name) / "config.json").is_file():
+        raise WrongUse(
+            f"base={name} is the built-in model, and there is one in the folder {name} here. Write base=./{name} for "
+            "that one, or train elsewhere."
+        )
+
+
 def local_folder(name: str | Path) -> Path:
     """The folder of a model: itself, or where a model of this name lies on this machine, fetched if it is not there.
 

@@ -20,7 +20,7 @@ from phalanx.data.row_file import RowFile
 from phalanx.data.search_rows import ABSENT, Read, SearchRows, padded_together, read
 from phalanx.data.splitting import split
 from phalanx.models.embedder import Embedder, Pooling, embedder
-from phalanx.models.hugging_face import check_length, configuration, local_folder, smaller
+from phalanx.models.hugging_face import check_built_in, check_length, configuration, local_folder, smaller
 from phalanx.recipes.retrieval import retrieval
 from phalanx.recipes.sentence_transformers import Described, describe
 from phalanx.words import many
@@ -62,6 +62,8 @@ class Embed(phalanx.Task):
 
     def check(self) -> None:
         super().check()
+        if self.base == TINY:
+            check_built_in(TINY)
         if self.length < 2:
             raise phalanx.WrongUse(f"length={self.length} has no room for a text. Set it to 2 or more.")
         if not 0 <= self.share_held_out < 1:

@@ -19,7 +19,14 @@ from phalanx.data.chat_tokenizer import opened, trained
 from phalanx.data.conversations import conversation
 from phalanx.data.row_file import RowFile
 from phalanx.models.adapters import Adapter
-from phalanx.models.hugging_face import LanguageModel, configuration, language_model, local_folder, smaller
+from phalanx.models.hugging_face import (
+    LanguageModel,
+    check_built_in,
+    configuration,
+    language_model,
+    local_folder,
+    smaller,
+)
 from phalanx.models.lora import FOUR_BITS, MAGNITUDE, Lora, LoraKind, attach, is_four_bit, is_lora, lengths
 from phalanx.models.nf4 import FourBits, quantised
 from phalanx.precision import DTYPES
@@ -103,6 +110,8 @@ class FineTuning(phalanx.Task):
             raise phalanx.WrongUse(
                 f"{' and '.join(chosen)} would have no effect without LoRA. Set lora to a rank, such as 16."
             )
+        if self.base == TINY:
+            check_built_in(TINY)
         if self.adapter and self.base == TINY:
             raise phalanx.WrongUse(f"adapter={self.adapter} belongs to a model, and base=tiny is none. Set base to it.")
 

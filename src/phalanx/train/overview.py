@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import Any
 
 from phalanx.cluster import devices
+from phalanx.data.by_length import LengthOrder
 from phalanx.kernels.fp8 import MULTIPLE
 from phalanx.layout_notes import layout_notes
 from phalanx.task import Task
@@ -93,12 +94,18 @@ class Overview:
         task = self.engine.task
         if type(task).schedule is not Task.schedule:
             return f"a schedule of its own over {many(task.steps, 'step')}"
+        if task.warmup_steps >= task.steps > 0:
+            return f"{many(task.steps, 'step')} of warm-up, which takes {task.warmup_steps}. Set warmup_steps to fewer"
         return f"{task.rate} over {many(task.steps, 'step')}, {task.warmup_steps} of them warm-up"
 
     def _batch(self) -> str:
         """What a step has: so many samples, or tokens."""
-        tokens = getattr(self.engine.order, "batch_tokens", 0)
-        return f"up to {many(tokens, 'token')}" if tokens else many(self.engine.task.global_batch, "sample")
+        order, ranks = self.engine.order, self.engine.layout.batch_ranks
+        if not isinstance(order, LengthOrder) or not order.batch_tokens:
+            return many(self.engine.task.global_batch, "sample")
+        samples = order.batch_tokens / max(1.0, float(order.lengths.mean()))
+        few = f" (about {samples:.1f} samples for {ranks} ranks: set batch_tokens to more)" if samples < ranks else ""
+        return f"up to {many(order.batch_tokens, 'token')} over all ranks{few}"
 
     def _weights(self) -> str:
         shapes, trainable = self.engine.spread.holding.shapes, self.engine.spread.trainable

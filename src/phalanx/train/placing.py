@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from itertools import accumulate
 
 from phalanx.errors import WrongUse
-from phalanx.layout import Layout
+from phalanx.layout import DEGREES, Layout
 from phalanx.parallel.weights.blueprint import Blueprint
 from phalanx.parallel.weights.placement import Placement
 from phalanx.task import Task
@@ -40,11 +41,17 @@ def hosts_used(layout: Layout, global_batch: int, ranks: Sequence[int]) -> int:
 
 
 def place(layout: str | None, on: str | None, nodes: int = 1) -> tuple[Layout, int]:
-    """The layout and the number of ranks on each host, each from the other where only one is given."""
+    """The layout and the number of ranks on each host, each from the other where only one is given.
+
+    A layout that names no degree is of replicas: ``comm=int4`` on 4 ranks is ``dp=4,comm=int4``.
+    """
     ranks = None if on is None else ranks_of(on)
     if layout is None:
         return Layout(dp=(ranks or 1) * nodes), ranks or 1
     parsed = Layout.parse(layout)
+    named = {piece.partition("=")[0].strip() for piece in layout.split(",")}
+    if ranks is not None and not named & {*DEGREES}:
+        parsed = replace(parsed, dp=ranks * nodes)
     return parsed, max(1, parsed.world // nodes) if ranks is None else ranks
 
 

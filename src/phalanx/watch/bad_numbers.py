@@ -15,6 +15,8 @@ KNOWN, LEAST = 64, 16
 """How many of the last losses one is held against, and how many there must be."""
 SPIKE, DEVIATIONS = 3.0, 20.0
 """A loss is a spike if it is so many times the median of those, and so many of their usual deviations from it."""
+OF_FIRST = 0.1
+"""And if it is so much of what losses were at first: those of a task that is learned by heart jump close to zero."""
 SHOWN = 8
 
 
@@ -89,16 +91,19 @@ def _dead(events: Events) -> Diagnosis | None:
 def _spike(events: Events) -> Diagnosis | None:
     """The highest, where losses are held against those before them; by turn, where parts are trained in turn."""
     last: dict[str, deque[float]] = {}
+    first: dict[str, float] = {}
     found: list[tuple[float, dict[str, Any], float]] = []
     for event in counted(events).values():
         loss = _number(event.get("loss"))
         if not math.isfinite(loss):
             continue
-        before = last.setdefault(event.get("turn") or "", deque(maxlen=KNOWN))
+        turn = event.get("turn") or ""
+        before = last.setdefault(turn, deque(maxlen=KNOWN))
         if len(before) >= LEAST:
             usual = median(before)
+            least = OF_FIRST * first.setdefault(turn, usual)
             deviation = median(abs(each - usual) for each in before)
-            if loss > SPIKE * usual > 0 and loss - usual > DEVIATIONS * deviation:
+            if loss > max(SPIKE * usual, least) and usual > 0 and loss - usual > DEVIATIONS * deviation:
                 found.append((loss / usual, event, usual))
         before.append(loss)
     if not found:
@@ -108,7 +113,7 @@ def _spike(events: Events) -> Diagnosis | None:
     return Diagnosis(
         False, f"wrong: the loss of step {event['step'] + 1} is {event['loss']:.4g}, {times:.1f} times the median of "
         f"those before it, {usual:.4g}",
-        [count, f"its gradient's norm was {event.get('grad_norm')}, its learning rate {event.get('lr')}"],
+        [count, f"its gradient's norm was {_number(event.get('grad_norm')):.4g}, its learning rate {event.get('lr')}"],
         next=f"--spike {SPIKE:g} leaves such steps out, --bad rollback goes back before them; or lower the rate.",
         kind="wrong", step=event["step"] + 1,
     )  # fmt: skip
