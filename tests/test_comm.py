@@ -34,7 +34,7 @@ def test_an_unknown_one_is_refused_with_the_closest() -> None:
         with pytest.raises(WrongUse, match=f"comm={text}: the percent that are sent must be above 0"):
             Comm.parse(text)
     for text in ("powersgd", "powersgd:0", "powersgd:1.5", "powersgd:many"):
-        with pytest.raises(WrongUse, match=f"comm={text}: the rank of its matrices must be a whole number from 1 to 1024"):
+        with pytest.raises(WrongUse, match=f"comm={text}: the rank of its matrices must be a whole number"):
             Comm.parse(text)
     with pytest.raises(WrongUse, match="comm=onebit:0: the percent of steps that are exact must be above 0"):
         Comm.parse("onebit:0")
