@@ -26,6 +26,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -259,16 +260,19 @@ def _attend(
         raise SystemExit("a rank has failed: see above")
 
 
+def usual_of(runs: list[dict[str, Any]], name: str, what: str) -> float:
+    """Seconds or bytes of a contestant's step, before the link drops."""
+    values = [value for run in runs for value in run[name][what][: run.get("dropped at", {}).get(name)]]
+    return statistics.mean(values) if LocalUpdates.parse(name) else statistics.median(values)
+
+
 def figures(options: argparse.Namespace, runs: list[dict[str, Any]]) -> Iterator[Figure]:
     """Beside the first contestant: its share of seconds and bytes, and how much higher the loss is."""
     names = [name for name in runs[0] if name != "dropped at"]
     first = names[0]
     link = f"{options.mbits:g} Mbit/s" if options.mbits else "an unshaped link"
     link += f", {1e3 * options.round_trip:g} ms" if options.round_trip else ""
-
-    def usual(name: str, what: str) -> float:
-        values = [value for run in runs for value in run[name][what][: run.get("dropped at", {}).get(name)]]
-        return statistics.mean(values) if LocalUpdates.parse(name) else statistics.median(values)
+    usual = partial(usual_of, runs)
 
     for name in names:
         seconds, sent = usual(name, "seconds"), usual(name, "bytes")
