@@ -200,7 +200,7 @@ def test_steps_of_about_one_length_or_of_so_many_tokens() -> None:
     assert sum(len(step) * int(step.max()) for step in steps) < 1.1 * lengths.sum()
     task = SFT(**plain, batch_tokens=300, epochs=1.0, steps=100)
     with phalanx.Engine(task, device="cpu") as engine:
-        assert "up to 300 tokens as 1 micro-batch a step" in Overview(engine).facts()["batch"]
+        assert "up to 300 tokens over all ranks as 1 micro-batch a step" in Overview(engine).facts()["batch"]
         assert task.steps == engine.order.steps_per_epoch
     for wrong, said in (
         ({"group_by_length": True}, "group_by_length has no effect on packed samples"),

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import phalanx
 from phalanx.key_values import KeyValues
-from phalanx.models.transformer import Transformer, TransformerConfig
+from phalanx.models.transformer import Attention, Transformer, TransformerConfig
 from phalanx.questions import Question, Questions
 from phalanx.recipes.sft import SFT
 from phalanx.train.next_tokens import NextTokens
@@ -65,6 +65,7 @@ class Own(phalanx.Task):
     experts: int = 0
     capacity: float | None = None
     deaf: bool = False
+    plain: bool = False
     precision: Any = "float64"
     global_batch: int = 4
     steps: int = 0
@@ -74,6 +75,8 @@ class Own(phalanx.Task):
             vocabulary=64, width=32, layers=2, heads=4, kv_heads=2, experts=self.experts, capacity=self.capacity
         )
         model = (Deaf if self.deaf else Transformer)(config)
+        for block in model.blocks if self.plain else ():
+            block.attention = PlainAttention(config)
         for weight in model.parameters():  # such that what was said before is felt
             nn.init.normal_(weight, std=0.3) if weight.ndim > 1 else None
         return model
@@ -95,6 +98,13 @@ class Deaf(Transformer):
         self, tokens: Tensor, positions: Tensor, documents: Tensor, key_values: KeyValues | None = None
     ) -> Any:
         return super().forward(tokens, positions, documents)
+
+
+class PlainAttention(Attention):
+    """As people wrote theirs before keys were kept."""
+
+    def forward(self, x: Tensor, rotation: Any, mask: Tensor | None) -> Tensor:  # type: ignore[override]
+        return super().forward(x, rotation, mask)
 
 
 def asked(words: int = 60) -> Questions:
@@ -166,6 +176,7 @@ def test_tokens_of_any_layout_are_those_of_whole_forwards(ranks: Ranks, kind: st
     [
         (Own(deaf=True), "something else with them"),
         (Own(experts=4, capacity=1.0), "capacity"),
+        (Own(plain=True), "forward of PlainAttention does not take key_values"),
     ],
 )
 def test_where_keys_cannot_be_kept_it_is_said(task: phalanx.Task, why: str) -> None:

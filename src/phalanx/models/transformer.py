@@ -146,7 +146,8 @@ class Block(nn.Module):
         valid_BT1: Tensor | None = None,
         key_values: KeyValues | None = None,
     ) -> Tensor:
-        x_BTD = x_BTD + self.dropout(self.attention(self.attention_norm(x_BTD), rotation, mask, key_values))
+        kept = () if key_values is None else (key_values,)  # attention of one's own need not know of them
+        x_BTD = x_BTD + self.dropout(self.attention(self.attention_norm(x_BTD), rotation, mask, *kept))
         normed_BTD = self.feed_forward_norm(x_BTD)
         if isinstance(self.feed_forward, MixtureOfExperts):
             return x_BTD + self.dropout(self.feed_forward(normed_BTD, valid_BT1))
@@ -208,8 +209,9 @@ class Transformer(nn.Module):
         elif documents is not None:
             mask = kept_apart(documents, x_BTD, self.head_width, self.config.causal)
         valid = documents >= 0 if valid is None and documents is not None else valid
+        kept = () if key_values is None else (key_values,)
         for block in self.blocks:
-            x_BTD = block(x_BTD, rotation, mask, None if valid is None else valid.unsqueeze(-1), key_values)
+            x_BTD = block(x_BTD, rotation, mask, None if valid is None else valid.unsqueeze(-1), *kept)
         return self.head(self.norm(x_BTD))
 
 

@@ -25,6 +25,7 @@ from phalanx.data.loader import MicroBatch
 from phalanx.key_values import KeyValues
 from phalanx.logits import Logits
 from phalanx.models.beside import beside_names
+from phalanx.models.transformer import Attention
 from phalanx.parallel.blocks.probe import HALF, TOLERANCE
 from phalanx.questions import Question, Questions
 from phalanx.train.step import compute
@@ -122,7 +123,9 @@ class NextTokens:
         if not isinstance(inputs, dict):
             return f"inputs of {type(self.engine.task).__name__} gives no dict"
         if self.own:
-            return ""
+            taught = (type(module) for module in model.modules() if isinstance(module, Attention))
+            own = [kind.__name__ for kind in taught if "key_values" not in inspect.signature(kind.forward).parameters]
+            return f"forward of {own[0]} does not take key_values" if own else ""
         if not all(each in self.names for each in HUGGING_FACES):
             return f"forward of {name} does not take {', '.join(OWN)}"
         if getattr(model, "_is_stateful", False) or not inputs.keys() <= INPUTS:
