@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
@@ -27,7 +29,7 @@ def widened(packed: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     if KERNEL.used(found):
         from phalanx.kernels.nf4_triton import widen  # triton takes longer to import than all of us
 
-        widen(packed, scale, found)
+        widen(packed, scale, table(packed.device), found)
     else:
         _widen(packed, scale, found)
     return found
@@ -38,15 +40,21 @@ def _(packed: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return packed.new_empty(2 * len(packed), dtype=dtype)
 
 
+@cache
+def table(device: torch.device) -> Tensor:
+    """Of the 16 values."""
+    return torch.tensor(CODE, device=device)
+
+
 def _widen(packed: Tensor, scale: Tensor, found: Tensor) -> None:
     """The plain twin."""
-    code = torch.tensor(CODE, device=packed.device)
-    pairs = torch.cartesian_prod(code, code)  # of each byte
+    values = table(packed.device)
+    pairs = torch.cartesian_prod(values, values)  # of each byte
     together = AT_ONCE[packed.device.type == "cpu"]
     parts = zip(found.split(together), packed.split(together // 2), scale.split(together // BLOCK), strict=True)
     for part, codes, factor in parts:
-        values = pairs.index_select(0, codes.to(torch.int32)).view(-1, BLOCK).mul_(factor.unsqueeze(1))
-        part.copy_(values.view(-1))
+        real = pairs.index_select(0, codes.to(torch.int32)).view(-1, BLOCK).mul_(factor.unsqueeze(1))
+        part.copy_(real.view(-1))
 
 
 def _trial(device: torch.device) -> bool:
@@ -57,7 +65,7 @@ def _trial(device: torch.device) -> bool:
     works = True
     for dtype in choice.NARROW:
         found, twin = (torch.empty(2 * len(packed), dtype=dtype, device=device) for _ in range(2))
-        widen(packed, scale, found)
+        widen(packed, scale, table(device), found)
         _widen(packed, scale, twin)
         works = works and torch.equal(found, twin)
     return works

@@ -2,30 +2,20 @@
 
 from __future__ import annotations
 
-from functools import cache
-
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-
-from phalanx.kernels.nf4 import BLOCK, CODE
 
 BYTES = 1024
 """That a program reads."""
 
 
-def widen(packed: Tensor, scale: Tensor, found: Tensor) -> None:
-    """See the twin."""
+def widen(packed: Tensor, scale: Tensor, table: Tensor, found: Tensor) -> None:
+    """See the twin; ``table``: of the 16 values."""
     if len(packed):
         _widen[(triton.cdiv(len(packed), BYTES),)](
-            packed, scale, _table(packed.device), found, len(packed), HALF=BLOCK // 2, BYTES=BYTES, num_warps=4
+            packed, scale, table, found, len(packed), HALF=len(packed) // len(scale), BYTES=BYTES, num_warps=4
         )
-
-
-@cache
-def _table(device: torch.device) -> Tensor:
-    return torch.tensor(CODE, device=device)
 
 
 @triton.jit
