@@ -1,10 +1,13 @@
-"""Tensor parallelism over a slow link, with weights' gradients computed while gradients of inputs are summed, or after.
+"""Tensor parallelism over a slow link, which computes while it sums, or after.
 
     python benchmarks/tp_overlap.py [--quick] [--mbits 1000 300 100] [--round-trip 0] [--rounds 6]
 
-Two hosts are network namespaces (needs root, ``ip`` and ``tc``), a rank on each, ``tp=2``: a link of its own carries
-what they send while they compute. Both ways run in the same processes and take turns, step by step; the ratio is of
-medians. Below 1, computing meanwhile is faster.
+``after``: nothing is computed while ranks sum. ``gradients``: weights' gradients, while gradients of inputs are summed.
+``chunks``: also row-parallel linears' next tokens, while the sum of those before is under way.
+
+Two hosts are network namespaces (needs root, ``ip`` and ``tc``), a rank on each, ``tp=2``: the link carries what they
+send while they compute. All ways run in the same processes and take turns, step by step; ratios are of medians, and
+below 1 faster than ``after``. ``--mbits 0``: a link that is not shaped, so that both ranks' processors have to copy.
 """
 
 from __future__ import annotations
@@ -38,8 +41,9 @@ from slow_network import INTERFACE, SlowNetwork
 
 SHAPE = {"width": 512, "layers": 4, "heads": 8, "kv_heads": 8, "length": 256, "megabytes": 2.0, "global_batch": 4}
 PORT = 29_613
-WAYS = {"after": 1 << 62, "meanwhile": 0}
-"""By name, from how many bytes of an input on the products of weights' gradients do not wait for its sum."""
+NEVER = 1 << 62
+WAYS = {"after": (NEVER, NEVER), "gradients": (0, NEVER), "chunks": (0, overlap.CHUNK_BYTES)}
+"""By name, from how many bytes on weights' gradients do not wait for a sum, and tokens are a chunk."""
 
 
 def on_rank(words: dict[str, Any]) -> None:
@@ -52,14 +56,14 @@ def on_rank(words: dict[str, Any]) -> None:
         batches = engine.batches()
         for number in range(1 + words["rounds"]):
             for way, least in WAYS.items():
-                overlap.LEAST_BYTES = least
+                overlap.LEAST_BYTES, overlap.CHUNK_BYTES = least
                 dist.barrier()
                 began = time.perf_counter()
                 metrics = engine.step(next(batches))
                 if number:
                     found[way]["seconds"].append(time.perf_counter() - began)
                     for kind in ("exposed", "overlapped"):
-                        found[way][kind].append(metrics.seconds[f"{kind}_tp"])
+                        found[way][kind].append(metrics.communication[f"{kind}_tp"])
         dist.barrier()
     if environment.rank == 0:
         Path(words["results"]).write_text(json.dumps(found))
@@ -67,7 +71,7 @@ def on_rank(words: dict[str, Any]) -> None:
 
 
 def run_hosts(mbits: float, round_trip: float, rounds: int) -> dict[str, Any]:
-    """What both ways took on hosts that are made for it."""
+    """What all ways took on hosts that are made for it."""
     with tempfile.TemporaryDirectory() as folder, SlowNetwork(2, Path(folder), mbits, round_trip) as network:
         results = Path(folder) / "results.json"
         words = json.dumps({"rounds": rounds, "results": str(results)})
@@ -83,7 +87,7 @@ def run_hosts(mbits: float, round_trip: float, rounds: int) -> dict[str, Any]:
             for place in range(2)
         ]  # fmt: skip
         try:
-            if any([process.wait() for process in ranks]):
+            if any(list(map(subprocess.Popen.wait, ranks))):
                 raise SystemExit("a rank has failed: see above")
         finally:
             for process in ranks:
@@ -97,13 +101,14 @@ def figures(options: argparse.Namespace) -> Iterator[Figure]:
     for mbits in options.mbits:
         found = run_hosts(mbits, options.round_trip, options.rounds)
         usual = {way: {kind: 1e3 * statistics.median(of) for kind, of in kinds.items()} for way, kinds in found.items()}
-        before, after = usual["after"], usual["meanwhile"]
-        note = (
-            f"{after['seconds']:.0f} ms for {before['seconds']:.0f}; of tp exposed {after['exposed']:.0f} for "
-            f"{before['exposed']:.0f}, overlapped {after['overlapped']:.0f} for {before['overlapped']:.0f}"
-        )
-        link = f"{mbits:g} Mbit/s" if mbits else "unshaped"
-        yield Figure(f"step, meanwhile to after, {link}", after["seconds"] / before["seconds"], None, note)
+        before, link = usual["after"], f"{mbits:g} Mbit/s" if mbits else "an unshaped link"
+        for way in list(WAYS)[1:]:
+            own = usual[way]
+            note = (
+                f"{own['seconds']:.0f} ms for {before['seconds']:.0f}; of tp exposed {own['exposed']:.0f} for "
+                f"{before['exposed']:.0f}, overlapped {own['overlapped']:.0f} for {before['overlapped']:.0f}"
+            )
+            yield Figure(f"{way}: step to after's, {link}", own["seconds"] / before["seconds"], None, note)
 
 
 def main() -> None:
@@ -117,8 +122,8 @@ def main() -> None:
     if options.rank_of:
         on_rank(json.loads(options.rank_of))
         return
-    if lacking := missing():
-        raise SystemExit(f"hosts cannot be made here: {lacking}")
+    if missing():
+        sys.exit(f"not run: {missing()}")
     if options.quick:
         options.mbits, options.rounds = [300], 3
     report(list(figures(options)))

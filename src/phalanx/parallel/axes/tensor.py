@@ -215,16 +215,20 @@ class TensorParallel:
     def _row(self, module: Any, inside: Inside, x: Tensor) -> Tensor:
         if inside.gathered:
             x = shard(x, -1, self.group)
-        late = inside.late.get(module)
-        part = product(module, x) if late is None else late.linear(x, None)
+        out = self._row_sum(module, x, inside.late.get(module))
         inside.late.clear()
-        out = (
-            reduce_scatter(part, TIME, self.group)
-            if self.plan.sequence_parallel
-            else all_reduce(part, self.group, to="invariant")
-        )
         self._turn_outside()
         return out if module.bias is None else out + module.bias
+
+    def _row_sum(self, module: Any, x: Tensor, late: overlap.LateWeight | None) -> Tensor:
+        """What a row-parallel linear gives, before its bias, summed over ranks."""
+        chunks = 1 if late is None else overlap.chunks_of(x, module.out_features, self.group)
+        if late is not None and chunks > 1 and self.plan.sequence_parallel:
+            return late.scattered(x, self.group, chunks)
+        part = product(module, x) if late is None else late.linear(x, None)
+        if self.plan.sequence_parallel:
+            return reduce_scatter(part, TIME, self.group)
+        return all_reduce(part, self.group, to="invariant")
 
     def _embedding(self, module: Any, tokens: Tensor) -> Tensor:
         check_ids(tokens, module.num_embeddings, "token")

@@ -233,7 +233,7 @@ class AllGatherRows(Function):
     def forward(ctx: Any, x: Tensor, sizes: Sequence[int], group: Communicator, counts: bool) -> Tensor:
         ctx.sizes, ctx.group, ctx.counts, ctx.shape = sizes, group, counts, x.shape
         narrow = x.to(torch.uint8) if x.dtype is torch.bool else x
-        part = _padded(narrow[: sizes[group.rank]], 0, max(sizes)).contiguous()
+        part = padded(narrow[: sizes[group.rank]], 0, max(sizes)).contiguous()
         every = part.new_empty(len(sizes), *part.shape)
         group.all_gather(every, part).wait()
         return torch.cat([rows[:size] for rows, size in zip(every, sizes, strict=True)]).to(x.dtype)
@@ -264,13 +264,13 @@ def own_run(x: Tensor, dim: int, group: Communicator) -> Tensor:
     return x.narrow(dim, start, stop - start).clone()
 
 
-def _padded(x: Tensor, dim: int, size: int) -> Tensor:
+def padded(x: Tensor, dim: int, size: int) -> Tensor:
     missing = size - x.shape[dim]
     return F.pad(x, [0, 0] * (x.ndim - 1 - dim) + [0, missing]) if missing else x
 
 
 def _gathered(x: Tensor, dim: int, total: int, group: Communicator, after: Tensor | None = None) -> Tensor:
-    part = _padded(x, dim, run(total, group.size, 0)[1]).contiguous()
+    part = padded(x, dim, run(total, group.size, 0)[1]).contiguous()
     every = all_gathered(part, group, after)
     whole = every.movedim(0, dim).flatten(dim, dim + 1)
     return _fresh(whole if whole.shape[dim] == total else whole.narrow(dim, 0, total).contiguous(), every)
@@ -303,7 +303,7 @@ def _start_summed(x: Tensor, dim: int, group: Communicator) -> Callable[[], Tens
 def _runs(x: Tensor, dim: int, group: Communicator) -> Tensor:
     """``[ranks, ...]``: every rank's run of a dim, all of the same size."""
     each = run(x.shape[dim], group.size, 0)[1]
-    return _padded(x, dim, each * group.size).unflatten(dim, (group.size, each)).movedim(dim, 0).contiguous()
+    return padded(x, dim, each * group.size).unflatten(dim, (group.size, each)).movedim(dim, 0).contiguous()
 
 
 def _unpadded(own: Tensor, x: Tensor, dim: int, group: Communicator) -> Tensor:
