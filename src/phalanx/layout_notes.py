@@ -67,7 +67,8 @@ def _of_comm(layout: Layout) -> list[str]:
     ]
     kept = f"; {', '.join(others)} send what they sent" if others else ""
     if layout.comm == AUTO:
-        return [f"comm=auto chooses how gradients travel over {layout.coded_axis}, by what is measured{kept}"]
+        also = "; weights are gathered as they are" if layout.coded_axis == "fsdp" else ""
+        return [f"comm=auto chooses how gradients travel over {layout.coded_axis}, by what is measured{also}{kept}"]
     weights = " and gathers weights in few bits" if layout.coded_axis == "fsdp" else ""
     along = f"{layout.coded_axis}={getattr(layout, layout.coded_axis)}"
     return [f"comm={layout.comm} sums gradients over {along}{weights}{kept}"]
