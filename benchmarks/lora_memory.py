@@ -4,8 +4,8 @@
 
 Counted as in `memory.py`: a process's peak resident memory while it trains, less what it held before and less the pages
 of libraries, with large blocks mapped by themselves. What oneDNN keeps of each shape of product in bf16 on a CPU is no
-weight: a model of one such layer is trained first, and let go. Modules, hooks and threads count: they take about 15 MiB
-for 12 blocks, which a base 2048 wide (0.8B weights) makes little of. The arithmetic, in bytes, for F frozen weights of
+weight: a model of one such layer is trained first, and let go. Modules, hooks and threads count: they take some 20 MiB,
+of which blocks as wide as a 7B model's make little. The arithmetic, in bytes, for F frozen weights of
 ``b`` bytes each and P trained ones over n ranks, B bytes of a block's whole weights, T trained ones of a block, and N
 elements of the largest linear:
 
@@ -31,8 +31,8 @@ import torch
 
 import phalanx
 from memory import M_MMAP_THRESHOLD, status
+from phalanx.kernels.nf4 import AT_ONCE
 from phalanx.launch.local import run_ranks
-from phalanx.models.nf4 import AT_ONCE
 from phalanx.recipes.sft import SFT
 from phalanx.train.memory import fullest
 from report import Figure, report
@@ -41,14 +41,15 @@ RANKS = 4
 BAR = 0.10
 KINDS = {"LoRA in bf16": ("bf16", False), "LoRA in fp32": ("fp32", False), "QLoRA in bf16": ("bf16", True)}
 TOKENS = 4
-WIDTH, QUICK_WIDTH = 2048, 768
+WIDTH, LAYERS = 4096, 4
+QUICK_WIDTH, QUICK_LAYERS = 768, 12
 
 
 @dataclass
 class Tuned(SFT):
     """A base of any size, and samples of a few tokens."""
 
-    layers: int = 12
+    layers: int = LAYERS
     width: int = WIDTH
 
     def tiny_config(self) -> Any:
@@ -70,8 +71,9 @@ class Tuned(SFT):
 
 
 def figures(quick: bool) -> Iterator[Figure]:
+    shape = (QUICK_LAYERS, QUICK_WIDTH) if quick else (LAYERS, WIDTH)
     for name, (precision, four_bit) in KINDS.items():
-        found, expected = measured(precision, four_bit, 12, QUICK_WIDTH if quick else WIDTH)
+        found, expected = measured(precision, four_bit, *shape)
         note = f"{found / 2**20:.1f} MiB measured, {expected / 2**20:.1f} MiB by arithmetic"
         bar = None if quick else BAR
         yield Figure(f"peak memory, {name}, fsdp={RANKS}, off the arithmetic by", abs(found / expected - 1), bar, note)

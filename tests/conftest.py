@@ -109,8 +109,8 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", disk], check=True)
 
 
-COMPILERS_BAR = "tqdm_monitor"
-"""A thread of the bar that torch's compiler may draw, which it never ends."""
+TORCHS_THREADS = "tqdm_monitor", "Dummy-"
+"""Of the bar that torch's compiler may draw, and those of autograd that called Python: it never ends them."""
 
 
 def variables() -> dict[str, str]:
@@ -145,7 +145,7 @@ def nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     renewed = {process.pid for process in pool.processes} if isinstance(pool, Ranks) else set()  # after a failure
     assert children() <= processes | renewed, "the test left a process behind"
     threads |= {pool.store.thread} if isinstance(pool, Ranks) else set()
-    left = {thread for thread in set(threading.enumerate()) - threads if thread.name != COMPILERS_BAR}
+    left = {thread for thread in set(threading.enumerate()) - threads if not thread.name.startswith(TORCHS_THREADS)}
     for thread in left:
         thread.join(timeout=5)  # a queue's feeder ends a moment after the queue is closed
     left = {thread for thread in left if thread.is_alive()}

@@ -16,6 +16,7 @@ def test_a_package_that_is_not_there_has_empty_classes(monkeypatch: pytest.Monke
         module = importlib.import_module("torchdata.stateful.loader")
         assert isinstance(module.Anything, type)
         assert module.Anything[int] is not None
+        assert isinstance(module.packages.of_it.Anything(), object)
         with pytest.raises(ModuleNotFoundError):
             importlib.import_module("nobody_has_this")
     finally:

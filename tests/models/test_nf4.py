@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from phalanx.models import nf4
-from phalanx.models.nf4 import BLOCK, CODE, FourBits, dequantised, product, quantised
+from phalanx.kernels import nf4 as kernel
+from phalanx.kernels.nf4 import BLOCK, CODE
+from phalanx.models.nf4 import FourBits, dequantised, product, quantised
 
 
 def test_values_of_the_table_come_back_and_halves_of_bytes_are_in_order() -> None:
@@ -34,7 +35,7 @@ def test_the_nearest_value_is_taken(shape: tuple[int, int]) -> None:
 def test_parts_of_a_weight_are_made_real_as_the_whole_is(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
     bits, which = quantised(torch.randn(70, 100)), torch.randperm(110)
     expected = [dequantised(bits, (70, 100), dtype, blocks) for blocks in (None, which)]
-    monkeypatch.setattr(nf4, "AT_ONCE", (128, 3 * BLOCK))
+    monkeypatch.setattr(kernel, "AT_ONCE", (128, 3 * BLOCK))
     for blocks, whole in zip((None, which), expected, strict=True):
         assert torch.equal(dequantised(bits, (70, 100), dtype, blocks), whole)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 
 class StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Asked when nothing else has found a module; what is looked up in one is an empty class."""
+    """Asked when nothing else has found a module; what is looked up in one is an empty class, or a package of them."""
 
     NAMES = ("datasets", "tensorboard", "torchao", "wandb", "tyro", "torchdata")
 
@@ -36,11 +36,13 @@ class StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 class Nothing(types.ModuleType):
-    """A package of empty classes."""
+    """A package of empty classes, whose names begin with a capital, and of more packages."""
 
     __path__: list[str] = []  # noqa: RUF012  # which the import system looks for
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
+        if name.islower():
+            return Nothing(f"{self.__name__}.{name}")
         return type(name, (), {"__class_getitem__": classmethod(lambda cls, key: cls)})

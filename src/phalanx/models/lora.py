@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from phalanx.anatomy import Anatomy
 from phalanx.errors import WrongUse, closest
+from phalanx.kernels.nf4 import BLOCK
 from phalanx.models import nf4
 
 LoraKind = Literal["lora", "dora", "rslora"]
@@ -108,7 +109,7 @@ class FourBitLoraLinear(LoraLinear):
     def row_sizes(self) -> dict[str, int]:
         """How much a row has of what can be cut between rows; nothing where rows are not whole blocks."""
         columns = self.in_features
-        return {} if columns % nf4.BLOCK else dict(zip(FOUR_BITS, (columns // 2, columns // nf4.BLOCK), strict=False))
+        return {} if columns % BLOCK else dict(zip(FOUR_BITS, (columns // 2, columns // BLOCK), strict=False))
 
     def divide(self, dim: int, spans: tuple[tuple[int, int], ...]) -> None:
         """From now on compute with these spans of the weight; where it is cut so, they are all that is here."""

@@ -15,15 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-BLOCK, SCALES, LARGEST, MANTISSA = 64, 256, 127, 1 << 24
-AT_ONCE = 1 << 22, 1 << 18
-"""Elements that are made real at a time, of 6 bytes each until they are rounded: on a GPU, so that launches cost little
-beside them, and on a CPU, so that they stay in its caches."""
-CODE = (
-    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
-    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
-    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
-)  # fmt: skip
+from phalanx.kernels.nf4 import BLOCK, CODE, widened
+
+SCALES, LARGEST, MANTISSA = 256, 127, 1 << 24
 
 
 class FourBits(NamedTuple):
@@ -83,18 +77,11 @@ def dequantised(
     bits: FourBits, shape: tuple[int, ...], dtype: torch.dtype, blocks: Tensor | None = None
 ) -> Tensor:  # fmt: skip
     """A weight again, in another dtype; ``blocks``: which of the whole's these are, if not all."""
-    code = torch.tensor(CODE, device=bits.packed.device)
-    pairs = torch.cartesian_prod(code, code)  # of each byte
     real = torch.ldexp(bits.scales[0].to(torch.float32) / MANTISSA, bits.scales[1])
     largest = bits.absmax.to(torch.float32) / LARGEST
     blocks = torch.arange(len(largest), device=largest.device) if blocks is None else blocks
     largest = largest * real[:-1][blocks // SCALES] + real[-1]
-    found = bits.packed.new_empty(2 * len(bits.packed), dtype=dtype)
-    together = AT_ONCE[bits.packed.device.type == "cpu"]
-    parts = zip(found.split(together), bits.packed.split(together // 2), largest.split(together // BLOCK), strict=True)
-    for part, packed, scale in parts:
-        values = pairs.index_select(0, packed.to(torch.int32)).view(-1, BLOCK).mul_(scale.unsqueeze(1))
-        part.copy_(values.view(-1))
+    found = widened(bits.packed, largest, dtype)
     return found[: torch.Size(shape).numel()].view(shape)
 
 
