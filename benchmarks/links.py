@@ -7,8 +7,9 @@ Hosts are network namespaces joined by a link of the given rate (needs root, ``i
 as it goes), a rank on each, or several. A byte-level transformer of 10 million weights learns the source of Python's
 standard library, 2 sequences of 128 a rank and step. All contestants are in the same processes and take turns in
 segments of a few steps: the machine may be busy, but it is busy for all. ``exact`` as first contestant over ``fsdp``
-stands for what DDP is to ``dp``. Of sites that train by themselves (``local:H``, ``diloco:H``) whole rounds are timed,
-and the mean of a step counts: the median would be of one in which nothing is sent.
+stands for what DDP is to ``dp``. ``exact@8`` has buckets of 8 MiB, however large those of others are. Of sites that
+train by themselves (``local:H``, ``diloco:H``) whole rounds are timed, and the mean of a step counts: the median would
+be of one in which nothing is sent.
 
 With ``--steps`` all are trained so far and their held-out losses compared. What DDP learns does not depend on the link,
 so it goes the rest of its way on one that is not shaped.
@@ -29,6 +30,7 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -42,6 +44,7 @@ from torch.nn.parallel import DistributedDataParallel
 import phalanx
 from phalanx.launch.environment import Environment
 from phalanx.local_updates import LocalUpdates
+from phalanx.parallel.weights import bucket
 from phalanx.recipes.gpt import GPT
 from report import Figure, report
 from slow_network import INTERFACE, SlowNetwork, bytes_sent
@@ -89,7 +92,9 @@ class Contestant:
 
     def __init__(self, name: str, layout: str, task: GPT) -> None:
         self.name, self.seconds, self.bytes, self.losses = name, list[float](), list[float](), list[float]()
-        self.engine = phalanx.Engine(task, f"{layout},comm={name}", device="cpu", timeout=timedelta(minutes=5))
+        method, _, megabytes = name.partition("@")
+        with mock.patch.object(bucket, "BUCKET_BYTES", int(megabytes) << 20 if megabytes else bucket.BUCKET_BYTES):
+            self.engine = phalanx.Engine(task, f"{layout},comm={method}", device="cpu", timeout=timedelta(minutes=5))
         self._batches, self.local = self.engine.batches(), self.engine.layout.local
 
     def step(self) -> float:

@@ -47,6 +47,7 @@ from tests.parity import Trace, difference, reference, spread_run
 
 import phalanx
 from phalanx import Layout, Task
+from phalanx.parallel.axes import overlap
 from phalanx.parallel.torch_private import preload
 from phalanx.prove.cases import defined
 from phalanx.prove.layouts import covering
@@ -120,6 +121,7 @@ def serve(rank: int, descriptor: int, device: str, limit: float) -> None:
     pipe = Connection(descriptor)
     preload()  # modules are imported, and CUDA is up, before the first layout's time begins
     assert phalanx.Engine
+    overlap.LEAST_BYTES = overlap.CHUNK_BYTES = 1  # however little is summed, tp computes meanwhile
     torch.zeros(1, device=device)
     pipe.send_bytes(b"ready")
     while True:

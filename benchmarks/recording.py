@@ -2,9 +2,14 @@
 
     python benchmarks/recording.py [--quick]
 
-One engine takes steps of about 20 ms, in turns with and without recording: flight record, what was sent, events,
-communication and memory. Unrecorded, a collective calls nothing of ours, and a phase neither. The ratio is of medians;
-processor time is that of the rank's main thread, which other work changes little.
+One engine takes steps of about 20 ms, with and without recording: flight record, what was sent, events, communication
+and memory. Unrecorded, a collective calls nothing of ours, and a phase neither; the same collectives are launched.
+
+Steps come in blocks of two that are recorded and two that are not, in an order drawn for each block: whatever every
+second step does, or the first after a switch, falls on both. What is told is the median over blocks of the difference
+between their means, with its 95% interval (bootstrap). The same is told of the two unrecorded steps, one drawn against
+the other: how far from 1 such a figure lies where there is nothing to be found. Processor time is that of the rank's
+main thread, which other work changes little.
 """
 
 from __future__ import annotations
@@ -12,14 +17,15 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import os
+import random
 import statistics
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,6 +42,7 @@ from phalanx.events import EventLog
 from phalanx.launch.environment import Environment
 from phalanx.launch.event_writer import EventWriter
 from phalanx.launch.local import run_ranks
+from phalanx.parallel.communication.compiled_notes import PLAIN, fastest
 from phalanx.parallel.communication.recorder import FlightRecorder
 from phalanx.parallel.communication.traffic import Traffic
 from phalanx.recipes.gpt import GPT
@@ -47,6 +54,9 @@ from phalanx.train.utilisation import Utilisation
 from report import Figure, report
 
 BAR, MOST_BYTES = 1.01, 200
+RECORDED = (True, True, False, False)
+"""Steps of a block, in an order drawn for each."""
+WARM_BLOCKS = 5
 SHAPE = {"width": 64, "layers": 4, "heads": 2, "kv_heads": 2, "length": 64, "megabytes": 1.0, "steps": 100_000}
 
 
@@ -109,49 +119,103 @@ def taken(folder: Path, rank: int) -> Iterator[EventRing]:
     os.waitpid(pid, 0)
 
 
-def compare(layout: str, batch: int, pairs: int, folder: Path) -> list[list[list[float]]]:
-    """On a rank: seconds and processor seconds of steps, recorded and not; and processor seconds of what notes them."""
+def launched(traffic: Traffic, step: Callable[[], object]) -> list[str]:
+    """The collectives of a step, by kind."""
+    found, way = [], traffic.launched
+
+    def listed(*given: Any) -> Any:
+        found.append(given[3])
+        return way(*given)
+
+    traffic.launched = listed
+    step()
+    return found
+
+
+def difference(pairs: Sequence[tuple[float, float]], draws: int = 1000) -> tuple[float, float, float]:
+    """The first to the second, by the median of their differences; and its 95% interval."""
+    apart, usual, drawn = [a - b for a, b in pairs], statistics.median(b for _, b in pairs), random.Random(0)
+    medians = sorted(statistics.median(drawn.choices(apart, k=len(apart))) for _ in range(draws))
+    low, high = medians[round(0.025 * draws)], medians[round(0.975 * draws) - 1]
+    return 1 + statistics.median(apart) / usual, 1 + low / usual, 1 + high / usual
+
+
+def ratios(blocks: Sequence[Sequence[float]]) -> tuple[float, str]:
+    """Recorded steps to others, and what is to be said of it."""
+    ratio, low, high = difference([(sum(block[:2]) / 2, sum(block[2:]) / 2) for block in blocks])
+    _, least, most = difference([(block[2], block[3]) for block in blocks])
+    usual = statistics.median(sum(block[2:]) / 2 for block in blocks)
+    return ratio, (
+        f"95%: {low:.4f} to {high:.4f}; of {1e3 * usual:.2f} ms, {1e6 * (ratio - 1) * usual:.0f} microseconds; "
+        f"none to none {least:.4f} to {most:.4f}; {len(blocks)} blocks"
+    )
+
+
+@dataclass
+class Blocks:
+    """Of one rank: by block, what its steps took."""
+
+    time: list[list[float]] = field(default_factory=list)
+    processor: list[list[float]] = field(default_factory=list)
+    """Seconds, and processor seconds of the main thread: of recorded steps first, as `RECORDED` has them."""
+    noting: list[float] = field(default_factory=list)
+    """Processor seconds of noting a step in the run's events."""
+    collectives: int = 0
+    """In a step, recorded or not."""
+    compiled: bool = False
+    """Whether collectives are noted by C."""
+
+
+def compare(layout: str, batch: int, blocks: int, folder: Path) -> Blocks:
+    """On a rank."""
     environment = Environment.detect()
     recorder = FlightRecorder(memoryview(bytearray(flight.BYTES)), environment.rank, environment.world, 1)
     traffic = Traffic(recorder=recorder)
-    record = silenced(traffic)
+    record, order = silenced(traffic), random.Random(0)  # all ranks draw the same
+    found = Blocks(compiled=fastest() is not PLAIN)
     with (
         taken(folder, environment.rank) as ring,
         phalanx.Engine(GPT(**SHAPE, global_batch=batch), layout, device="cpu", traffic=traffic) as engine,
     ):
         recording, batches = _recording(engine, folder, ring), engine.batches()
-        found: list[list[list[float]]] = [[[], []], [[], [], []]]
-        for turn in range(2 * pairs + 20):
-            on = turn % 2 == 0
+        kinds = []
+        for on in (True, True, False):  # the first step tries the model
             record(on)
-            data = next(batches)
-            began, used = time.perf_counter(), time.thread_time()
-            traffic.begins(engine.step_number)
-            metrics = engine.step(data)
-            stepped = time.thread_time()
-            if on:
-                recording.note(metrics)
-            if turn >= 20 and on:
-                found[1][2].append(time.thread_time() - stepped)
-            if turn >= 20:
-                found[on][0].append(time.perf_counter() - began)
-                found[on][1].append(time.thread_time() - used)
+            kinds.append(launched(traffic, lambda: engine.step(next(batches))))
+        assert kinds[1] == kinds[2], kinds
+        found.collectives = len(kinds[2])
+        for block in range(blocks + WARM_BLOCKS):
+            times, processor = [0.0] * len(RECORDED), [0.0] * len(RECORDED)
+            for place in order.sample(range(len(RECORDED)), len(RECORDED)):
+                record(RECORDED[place])
+                data = next(batches)
+                began, used = time.perf_counter(), time.thread_time()
+                traffic.begins(engine.step_number)
+                metrics = engine.step(data)
+                stepped = time.thread_time()
+                if RECORDED[place]:
+                    recording.note(metrics)
+                    found.noting.append(time.thread_time() - stepped)
+                processor[place], times[place] = time.thread_time() - used, time.perf_counter() - began
+            if block >= WARM_BLOCKS:
+                found.time.append(times)
+                found.processor.append(processor)
         recording.log.close()
     return found
 
 
 def overhead(quick: bool, folder: Path) -> Iterator[Figure]:
-    pairs = 60 if quick else 240
+    blocks = 60 if quick else 400
     for name, layout, ranks, batch in (("1 rank", "dp=1", 1, 4), ("2 ranks fsdp=2", "fsdp=2", 2, 8)):
-        outcome = run_ranks(partial(compare, layout, batch, pairs, folder / name), ranks)
+        outcome = run_ranks(partial(compare, layout, batch, blocks, folder / name), ranks)
         assert outcome.result is not None, outcome.failures
-        off, on = outcome.result
-        for what, column in (("time", 0), ("processor time", 1)):
-            ours, theirs = statistics.median(on[column]), statistics.median(off[column])
-            note = f"{1e3 * ours:.2f} ms to {1e3 * theirs:.2f} ms, medians of {pairs} steps each"
-            yield Figure(f"recording, {name}, {what} of a step to none", ours / theirs, BAR, note)
-        own = f"processor time of noting a step, of {1e3 * statistics.median(off[1]):.1f} ms that it takes"
-        yield Figure(f"recording, {name}, microseconds", 1e6 * statistics.median(on[2]), None, own)
+        found = outcome.result
+        for what, taken in (("time", found.time), ("processor time", found.processor)):
+            ratio, note = ratios(taken)
+            yield Figure(f"recording, {name}, {what} of a step to none", ratio, BAR, note)
+        by = "C" if found.compiled else "Python, which is slower"
+        own = f"processor time of noting a step; its {found.collectives} collectives are noted by {by}"
+        yield Figure(f"recording, {name}, microseconds", 1e6 * statistics.median(found.noting), None, own)
 
 
 def lines(folder: Path) -> None:

@@ -29,7 +29,7 @@ from torch.autograd import Function
 from phalanx.anatomy import Anatomy
 from phalanx.kernels.linear_cross_entropy import LinearCrossEntropy
 from phalanx.layout import Layout
-from phalanx.parallel.axes import context, tensor
+from phalanx.parallel.axes import context, overlap, tensor
 from phalanx.parallel.blocks.boundary import SequenceSharding
 from phalanx.parallel.communication import differentiable
 from phalanx.parallel.communication.communicator import Communicator
@@ -91,6 +91,19 @@ def typed(axes: Axes) -> dict[type, Callable[..., Any]]:
     def replicate(*, x: Tensor, group: Communicator) -> Any:
         return rules.convert(x, axes.of(group), src=I, dst=R)
 
+    def same(*, x: Tensor) -> Any:
+        return rules.einsum("...->...", x, linear_in=(0,))
+
+    def same_weight(*, weight: Tensor) -> Any:
+        return same(x=weight)
+
+    def linear(*, x: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
+        found = rules.einsum("bti,oi->bto", x, weight)
+        return found if bias is None else rules.einsum("bto,o->bto", found, bias)
+
+    def scattered_linear(*, x: Tensor, weight: Tensor, group: Communicator) -> Any:
+        return reduce_scatter(x=linear(x=x, weight=weight, bias=None), dim=1, group=group)
+
     def all_to_all(*, x: Tensor, group: Communicator) -> Any:
         return rules.all_to_all(x, axes.of(group), src=V, dst=V)
 
@@ -107,6 +120,10 @@ def typed(axes: Axes) -> dict[type, Callable[..., Any]]:
         return rules.all_reduce(total, axes.named["tp"], src=P if axes.whole else V, dst=I)
 
     return {
+        differentiable.Awaited: same,
+        overlap._LateAlias: same_weight,
+        overlap._LateLinear: linear,
+        overlap._ScatteredLinear: scattered_linear,
         differentiable.AllGather: all_gather,
         differentiable.ReduceScatter: reduce_scatter,
         differentiable.Shard: shard,

@@ -13,7 +13,8 @@ import torch
 
 from phalanx import Task, WrongUse
 from phalanx.recipes.gpt import GPT
-from phalanx.settings import convert, make_task, parse_assignments, plain_settings, unwritten
+from phalanx.recipes.sft import SFT
+from phalanx.settings import convert, make_task, parse_assignments, plain_settings, task_fields, unwritten
 from phalanx.toml import from_toml, to_toml
 
 
@@ -58,6 +59,25 @@ def test_fields_are_set_and_unknown_ones_refused() -> None:
         make_task(GPT, {"global_batch": "0"})
     with pytest.raises(WrongUse, match="is not name=value"):
         parse_assignments(["width"])
+
+
+@pytest.mark.parametrize(
+    ("name", "own"),
+    [
+        ("lora_rank", "lora"), ("lora_r", "lora"), ("r", "lora"), ("lr", "learning_rate"),
+        ("batch_size", "global_batch"), ("per_device_train_batch_size", "global_batch"),
+        ("num_train_epochs", "epochs"), ("max_length", "length"),
+    ],
+)  # fmt: skip
+def test_names_of_other_libraries_are_answered_with_ours(name: str, own: str) -> None:
+    with pytest.raises(WrongUse, match=rf"SFT has no field '{name}'; here it is '{own}'.*: --set {own}="):
+        make_task(SFT, {name: "8"})
+    assert own in task_fields(SFT)
+
+
+def test_a_name_of_another_library_that_this_task_has_no_field_for_is_a_typo() -> None:
+    with pytest.raises(WrongUse, match="GPT has no field 'lora_rank'; choose one of"):
+        make_task(GPT, {"lora_rank": "8"})
 
 
 def test_a_field_without_a_default_must_be_set() -> None:

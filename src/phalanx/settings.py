@@ -19,6 +19,14 @@ from phalanx.redact import is_redacted, redact_field
 from phalanx.task import Task
 from phalanx.toml import from_toml, to_toml
 
+ELSEWHERE = {
+    "r": "lora", "lora_r": "lora", "lora_rank": "lora", "alpha": "lora_alpha", "target_modules": "lora_targets",
+    "lr": "learning_rate", "batch_size": "global_batch", "train_batch_size": "global_batch",
+    "per_device_train_batch_size": "global_batch", "num_epochs": "epochs", "num_train_epochs": "epochs",
+    "max_steps": "steps", "max_length": "length", "max_seq_length": "length", "block_size": "length",
+}  # fmt: skip
+"""What other libraries call settings of ours."""
+
 
 class NotPlain(ValueError):
     """A value that text cannot say."""
@@ -93,7 +101,7 @@ def make_task(kind: type[Task], values: Mapping[str, Any]) -> Task:
     resolved = {}
     for name, value in values.items():
         if name not in hints:
-            raise WrongUse(f"{kind.__name__} has no field {name!r}; {closest(name, hints)}")
+            raise WrongUse(f"{kind.__name__} has no field {name!r}; {_meant(name, hints)}")
         if is_redacted(name, value):
             raise WrongUse(f"{name} is a secret, which no run.toml holds. Give it again: --set {name}=...")
         resolved[name] = convert(value, hints[name], name)
@@ -103,6 +111,15 @@ def make_task(kind: type[Task], values: Mapping[str, Any]) -> Task:
     task = kind(**resolved)
     task.check()
     return task
+
+
+def _meant(name: str, fields: Mapping[str, Any]) -> str:
+    """A clause that points at the field that does what this name does elsewhere, or at the nearest one."""
+    own = ELSEWHERE.get(name)
+    if own not in fields:
+        return closest(name, fields)
+    of_all = ", which counts the samples of a step on all ranks together" if own == "global_batch" else ""
+    return f"here it is {own!r}{of_all}: --set {own}=..."
 
 
 def _required(field: dataclasses.Field[Any]) -> bool:

@@ -41,6 +41,14 @@ def test_a_smaller_one_is_of_the_same_kind() -> None:
     assert config.num_hidden_layers == 7
 
 
+def test_what_a_run_trained_is_to_be_exported_first(tmp_path: Path) -> None:
+    (tmp_path / "run" / "final").mkdir(parents=True)
+    (tmp_path / "run" / "final" / "certificate.json").write_text("{}")
+    for folder in (tmp_path / "run", tmp_path / "run" / "final"):
+        with pytest.raises(WrongUse, match=f"{folder} holds .* phalanx export {tmp_path / 'run'} --to FOLDER"):
+            configuration(folder)
+
+
 def test_what_is_no_such_model_is_refused() -> None:
     with pytest.raises(WrongUse, match="CLIPVisionConfig is not of a causal language model"):
         language_model(transformers.CLIPVisionConfig(), "causal")

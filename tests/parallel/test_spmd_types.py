@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from phalanx import losses
 from phalanx.layout import Layout
 from phalanx.models.transformer import Attention, Transformer, TransformerConfig
-from phalanx.parallel.axes import tensor
+from phalanx.parallel.axes import overlap, tensor
 from phalanx.parallel.axes.pipeline import StageEnds
 from phalanx.parallel.axes.schedules import Action
 from phalanx.parallel.axes.transfers import Part
@@ -167,6 +167,13 @@ def test_tensor_parallel_blocks(kind: str) -> None:
     check_blocks(kind)
 
 
+@pytest.mark.parametrize("kind", MODELS)
+def test_blocks_that_compute_while_they_sum(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(overlap, "LEAST_BYTES", 0)
+    monkeypatch.setattr(overlap, "chunks_of", lambda *of: 2)
+    check_blocks(kind)
+
+
 @pytest.mark.parametrize("text", CP)
 def test_context_parallel_model(text: str) -> None:
     """Every rank has the whole loss, and counts for a part of it: the loss is replicated, its gradient partial."""
@@ -273,7 +280,7 @@ def left_out(x: Tensor, *how: Any, **to: Any) -> Tensor:
     return x
 
 
-def not_gathered(x: Tensor, dim: int, total: int, group: Communicator, *, to: str) -> Tensor:
+def not_gathered(x: Tensor, dim: int, total: int, group: Communicator, *, to: str, **_: Any) -> Tensor:
     return torch.cat([x] * group.size, dim)
 
 

@@ -51,15 +51,15 @@ class Unrepeatable:
         return {**self.points[index], "number": next(self.count)}
 
 
-def saved(task: Digits, folder: Path) -> None:
-    with Engine(task, device="cpu") as engine, checkpointing(engine, folder) as checkpointer:
+def saved(task: Digits, folder: Path, layout: str | None = None) -> None:
+    with Engine(task, layout, device="cpu") as engine, checkpointing(engine, folder) as checkpointer:
         for batch in itertools.islice(engine.batches(), 3):
             engine.step(batch)
         checkpointer.save_now()
 
 
-def taken_up(task: Digits, folder: Path, allow: bool = False) -> list[str]:
-    with Engine(task, device="cpu", allow_changes=allow) as engine:
+def taken_up(task: Digits, folder: Path, allow: bool = False, layout: str | None = None) -> list[str]:
+    with Engine(task, layout, device="cpu", allow_changes=allow) as engine:
         Restorer(engine, manager_at(folder)).restore()
         assert engine.step_number == 3
         return engine.changes
@@ -81,6 +81,19 @@ def test_settings_schedule_and_optimizer_are_said_in_a_line_each(tmp_path: Path)
     assert schedule == f"the schedule gives step 4 {new:.4g} of the learning rate, and gave it {old:.4g}"
     assert taken_up(replace(task, learning_rate=0.5), tmp_path) == ["learning_rate was 0.01 and is 0.5"]
     assert taken_up(replace(task, betas=[0.8, 0.95]), tmp_path) == ["betas was [0.9, 0.95] and is [0.8, 0.95]"]
+
+
+@pytest.mark.parametrize(
+    ("then", "now", "words"),
+    [
+        ("exact", "bf16", ["comm was exact and is bf16"]),
+        ("int4", "exact", ["comm was int4 and is exact: what was still owed of gradients is left out"]),
+        ("bf16", "bf16", []),
+    ],
+)
+def test_another_comm_is_said_in_one_line(ranks: Ranks, tmp_path: Path, then: str, now: str, words: list[str]) -> None:
+    ranks(2, saved, Changing(), tmp_path, f"dp=2,comm={then}")
+    assert ranks(2, taken_up, Changing(), tmp_path, False, f"dp=2,comm={now}") == [words, words]
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from phalanx.errors import CannotHere
 from phalanx.train.engine import Engine
 from phalanx.train.neighbours import guests_of
 from phalanx.train.policy import Policy
-from phalanx.train.restoring import Restorer
+from phalanx.train.restoring import Restorer, done_again
 from tests.checkpoints import checkpointing, contents, manager_at, newest, trained
 from tests.parity import HostileLanguage, HostileVision, Mixture
 from tests.ranks import Ranks
@@ -305,3 +305,19 @@ def test_copies_that_lead_nowhere_make_room_first(ranks: Ranks, tmp_path: Path) 
     for source, step, _, left in ranks(2, recalled, HostileLanguage(), "fsdp=2", "2", tmp_path):
         assert (source, step) == ("memory", 1)
         assert sorted(left, key=str) == [1, 1, None, None]
+
+
+@pytest.mark.parametrize(
+    ("step", "reached", "words"),
+    [
+        (5, 6, "step 6 was done and not kept, the newest state that is whole is of step 5"),
+        (5, 8, "steps 6 to 8 were done and not kept, the newest state that is whole is of step 5"),
+        (0, 1, "step 1 was done and not kept, no state was whole yet: from the beginning"),
+    ],
+)
+def test_it_is_said_why_steps_come_again(step: int, reached: int, words: str) -> None:
+    assert done_again(step, reached) == f"  again  {words}; the same samples come again"
+
+
+def test_nothing_is_said_where_no_step_comes_again() -> None:
+    assert done_again(6, 6) == done_again(6, 5) == ""

@@ -243,6 +243,15 @@ def test_a_hang_that_was_survived_is_told_of(tmp_path: Path) -> None:
     ), found
 
 
+@pytest.mark.parametrize(("last", "told"), [("stopped", True), ("end", False)])
+def test_a_verdict_on_a_run_that_was_asked_to_stop_says_so(tmp_path: Path, last: str, told: bool) -> None:
+    losses = [2.0 + 0.01 * (step % 5) for step in range(60)]
+    losses[59] = 30.0
+    found = why(run_with(tmp_path, (last, {"step": 60}), losses=losses))
+    assert found.kind == "wrong"
+    assert any(line.startswith("it was asked to stop, by a person (Ctrl-C)") for line in found.evidence) == told
+
+
 @pytest.mark.parametrize(("since", "told"), [(900, True), (1100, False)])
 def test_a_bad_number_of_long_ago_is_not_the_verdict(tmp_path: Path, since: int, told: bool) -> None:
     losses = [2.0 + 0.01 * (step % 5) for step in range(60 + since)]

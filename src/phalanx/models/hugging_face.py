@@ -60,6 +60,12 @@ def configuration(folder: str | Path) -> Any:
     try:
         return transformers.AutoConfig.from_pretrained(str(folder), local_files_only=True)
     except (OSError, ValueError) as error:
+        for run in (Path(folder), Path(folder).parent):
+            if (run / "final" / "certificate.json").is_file():
+                raise WrongUse(
+                    f"{folder} holds what a run of Phalanx's trained, without the config.json of a model. Write it as "
+                    f"a model: phalanx export {run} --to FOLDER, and give that folder."
+                ) from None
         raise WrongUse(
             f"{folder} does not say what model it is ({str(error).splitlines()[0]}). Give a folder with the "
             "config.json of a model."

@@ -109,7 +109,7 @@ class Spread:
         if tp.alone:
             make_heads_lazy(self.model, anatomy)
         else:
-            self.tensor = TensorParallel(self.plan, self.model, tp, self.randomness)
+            self.tensor = TensorParallel(self.plan, self.model, tp, self.randomness, layout)
         if self.fp8 is not None:
             self.fp8.wrap_heads()
         ep = mesh.group(*EXPERTS)

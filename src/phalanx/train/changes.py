@@ -113,7 +113,8 @@ def _settings(engine: Engine, facts: Mapping[str, Any]) -> list[Change]:
     if "layout" in facts:
         before_now = Layout.parse(facts["layout"]), engine.layout
         changed = _owed(*before_now), _begun_anew(*before_now, facts), _sites(*before_now)
-        found += [change for change in changed if change is not None]
+        told = [change for change in changed if change is not None]
+        found += told or _comm(*before_now)
     found += _callbacks(list(facts["callbacks"]), list(engine.callbacks.named)) if "callbacks" in facts else []
     others = user_code.changed(facts.get("files", {}), user_code.home(type(engine.task)))
     if others:
@@ -134,6 +135,11 @@ def _owed(then: Layout, now: Layout) -> Change | None:
     if then.coded_axis == "dp" and (then.tp, then.ep) != (now.tp, now.ep):
         return Change("weights are cut otherwise: what was still owed of sums over replicas is left out")
     return None
+
+
+def _comm(then: Layout, now: Layout) -> list[Change]:
+    """Where gradients travel otherwise, and nothing else follows from that."""
+    return [Change(f"comm was {then.comm} and is {now.comm}")] if then.comm != now.comm else []
 
 
 def _sites(then: Layout, now: Layout) -> Change | None:

@@ -34,7 +34,7 @@ from phalanx.train.not_finite import TIMES, located
 from phalanx.train.recording import StepRecording
 from phalanx.train.replay import replay
 from phalanx.train.replicas import Corrupted, comparable, compare, is_compared
-from phalanx.train.restoring import Restorer
+from phalanx.train.restoring import Restorer, done_again
 from phalanx.train.sites import SitesRound
 from phalanx.train.step import Metrics
 from phalanx.train.summary import Summary
@@ -162,6 +162,7 @@ class Loop:
         """Take up the newest state; whether there is one."""
         engine = self.engine
         source = self.restorer.restore()
+        reached = self.run.last_step() if engine.environment.rank == 0 else None
         self.log.write(
             "start", rank=engine.environment.rank, world=engine.environment.world, device=str(engine.device),
             layout=str(engine.layout), step=engine.step_number, source=source, generation=self.checkpointer.generation,
@@ -172,6 +173,8 @@ class Loop:
             self.listener.resumed(source, engine.step_number)
             engine.guard.leave_out(self._left_out())
             self.heartbeat.row[STEPS] = engine.step_number
+        if reached is not None and (why := done_again(engine.step_number, reached["step"] + 1)):
+            self.listener.said(why)
         if engine.layout.exact and self._was_corrupted():
             self._find_bad_device()
         return source is not None

@@ -46,6 +46,16 @@ def steps_seen(engine: Engine, manager: CheckpointManager) -> list[int]:
     return [int(step) for step in engine.mesh.world.broadcast_words([str(step) for step in manager.steps()], 0)]
 
 
+def done_again(step: int, reached: int) -> str:
+    """Why steps come a second time, where a run that had done so many goes on after this one; else nothing."""
+    if reached <= step:
+        return ""
+    again = f"step {step + 1}" if reached == step + 1 else f"steps {step + 1} to {reached}"
+    were = "was done" if reached == step + 1 else "were done"
+    kept = f"the newest state that is whole is of step {step}" if step else "no state was whole yet: from the beginning"
+    return f"  again  {again} {were} and not kept, {kept}; the same samples come again"
+
+
 class Restorer:
     """A rank's way back. All ranks take the same one."""
 

@@ -29,7 +29,7 @@ def why(run: Run, stacks: bool = False, live: str | None = None) -> Diagnosis:
     ended_by_it = bad if evidence.failures and (evidence.failures[0]["final"] or _raised(evidence)) else None
     gravest = ended_by_it or _failure(evidence) or (bad if _is_recent(evidence, bad) else None)
     found = gravest or slow(evidence) or _nothing(evidence)
-    found.evidence += _also(evidence)
+    found.evidence += _also(evidence, found.holds)
     if bad is not None and found is not bad:
         found.evidence.append(f"besides: {bad.summary}")
     if (spent := goodput(evidence.noted)) is not None:
@@ -145,9 +145,12 @@ def _nothing(evidence: Evidence) -> Diagnosis:
     return Diagnosis(True, f"nothing wrong: {state}, after {many(steps, 'step')}", told)
 
 
-def _also(evidence: Evidence) -> list[str]:
+def _also(evidence: Evidence, healthy: bool) -> list[str]:
     """What is good to know besides."""
     told = []
+    if evidence.stopped and not healthy:
+        short = ", before it had saved its last steps" if evidence.cut_short else ""
+        told.append(f"it was asked to stop, by a person (Ctrl-C), a scheduler or phalanx cancel, and did{short}")
     if (before := evidence.before()) is not None:
         found = _failure(before)
         first = before.failures[0]

@@ -19,21 +19,24 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from phalanx.kernels.linear_cross_entropy import Vocabulary, check_ids
+from phalanx.layout import Layout
 from phalanx.logits import Logits
-from phalanx.parallel.axes import adapters
+from phalanx.parallel.axes import adapters, overlap
 from phalanx.parallel.axes.cuts import Cut, Plan, gather_inside
 from phalanx.parallel.communication.communicator import Communicator
 from phalanx.parallel.communication.differentiable import (
+    Behind,
     Same,
     all_gather,
     all_reduce,
+    awaited,
     reduce_scatter,
     replicate,
     run,
     shard,
 )
 from phalanx.parallel.forward.calls import TIME, about_sizes, stream, with_stream
-from phalanx.parallel.forward.fp8 import product
+from phalanx.parallel.forward.fp8 import is_plain, product
 from phalanx.parallel.forward.wrapper import Around, Forward, Instead, wrap
 from phalanx.parallel.randomness.draws import Randomness
 
@@ -51,6 +54,10 @@ class Inside:
     """This rank's."""
     before: dict[str, Any] = field(default_factory=dict)
     """What its module believed of itself when it was whole."""
+    linears: list[nn.Linear] = field(default_factory=list)
+    """Whose weights' gradients may be computed while the gradient of its input is summed."""
+    late: dict[nn.Module, overlap.LateWeight] = field(default_factory=dict)
+    """By linear, its weight in the call that is under way."""
 
 
 class GatheredColumns:
@@ -70,19 +77,24 @@ class GatheredColumns:
 class TensorParallel:
     """Makes a model's modules work with their parts."""
 
-    def __init__(self, plan: Plan, model: nn.Module, group: Communicator, randomness: Randomness) -> None:
+    def __init__(
+        self, plan: Plan, model: nn.Module, group: Communicator, randomness: Randomness, layout: Layout
+    ) -> None:
         self.plan, self.group, self.randomness = plan, group, randomness
         self.activations = randomness.activations
         self._way_in: tuple[Tensor, Tensor] | None = None
         self._gathered_last: Tensor | None = None
         self.containers = {name: self._container_of(name, model.get_submodule(name)) for name in plan.containers}
         self.columns: dict[Cut, GatheredColumns] = {}
+        for name in (*plan.columns, *plan.rows) if overlap.possible(layout) else ():
+            if is_plain(linear := model.get_submodule(name)):
+                self.containers[self._container_name(name)].linears.append(linear)
         for name, container in plan.columns.items():
             module: Any = model.get_submodule(name)
             cut = plan.cuts[f"{name}.weight"]
             if cut not in self.columns:
                 self.columns[cut] = GatheredColumns(cut, randomness.device)
-            wrap(module, Around("column-parallel", self._column, self.containers[container], self.columns[cut]))
+            wrap(module, Around("column-parallel", self._column, module, self.containers[container], self.columns[cut]))
             if (dropout := adapters.dropout(module)) is not None:
                 wrap(dropout, Around("whole features", self._whole_features))
             if hasattr(module, "nf"):  # Hugging Face's Conv1D shapes its output by it
@@ -93,14 +105,16 @@ class TensorParallel:
                 module.divide(cut.dim, cut.spans[group.rank])
         for row in plan.rows:
             module = model.get_submodule(row)
-            container = max((name for name in plan.containers if row.startswith(name + ".")), key=len)
-            wrap(module, Instead("row-parallel", self._row, module, self.containers[container]))
+            wrap(module, Instead("row-parallel", self._row, module, self.containers[self._container_name(row)]))
         for inside in self.containers.values():
             self._prepare_container(inside)
         for name in plan.vocabulary:
             module = model.get_submodule(name)
             own = self._embedding if isinstance(module, nn.Embedding) else self._head
             wrap(module, Instead("vocabulary-parallel", own, module))
+
+    def _container_name(self, linear: str) -> str:
+        return max((name for name in self.plan.containers if linear.startswith(name + ".")), key=len)
 
     def _container_of(self, name: str, module: nn.Module) -> Inside:
         container, device, rank = self.plan.containers[name], self.randomness.device, self.group.rank
@@ -143,11 +157,25 @@ class TensorParallel:
         if not self.plan.sequence_parallel:
             return args, kwargs
         to: Same = "invariant" if inside.gathered else "replicated"
-        held = self.activations.stream.held
-        return with_stream(args, kwargs, all_gather(stream(args, kwargs, inside.name), TIME, held, self.group, to=to))
+        own, held = stream(args, kwargs, inside.name), self.activations.stream.held
+        own, behind = (own, None) if inside.gathered else self._enter(inside, own, own.nbytes * self.group.size)
+        return with_stream(args, kwargs, all_gather(own, TIME, held, self.group, to=to, behind=behind))
 
-    def _column(self, forward: Forward, inside: Inside, columns: GatheredColumns, *args: Any) -> Tensor:
-        output = forward(*self._into_column(inside, args))
+    def _enter(self, inside: Inside, x: Tensor, size: int) -> tuple[Tensor, Behind | None]:
+        """Before what sums the gradient of ``x``, of so many bytes: what autograd is to do meanwhile, and then."""
+        inside.late.clear()
+        if not inside.linears or not x.requires_grad or not torch.is_grad_enabled() or size < overlap.LEAST_BYTES:
+            return x, None
+        behind = Behind()
+        x = awaited(x, behind)
+        for linear in inside.linears:
+            if linear.weight.requires_grad:
+                inside.late[linear] = overlap.LateWeight(linear.weight)
+        return x, behind
+
+    def _column(self, forward: Forward, module: Any, inside: Inside, columns: GatheredColumns, *args: Any) -> Tensor:
+        args, late = self._into_column(inside, args), inside.late.get(module)
+        output = forward(*args) if late is None else late.linear(args[0], module.bias)
         return self._gathered(columns, output) if inside.gathered else output
 
     def _whole_features(self, forward: Forward, x: Tensor) -> Tensor:
@@ -165,7 +193,8 @@ class TensorParallel:
             if self.plan.sequence_parallel:
                 return args
         if self._way_in is None or self._way_in[0] is not args[0]:
-            self._way_in = args[0], replicate(args[0], self.group)
+            x, behind = self._enter(inside, args[0], args[0].nbytes)
+            self._way_in = args[0], replicate(x, self.group, behind)
         return (self._way_in[1], *args[1:])
 
     def _turn_outside(self) -> None:
@@ -186,14 +215,20 @@ class TensorParallel:
     def _row(self, module: Any, inside: Inside, x: Tensor) -> Tensor:
         if inside.gathered:
             x = shard(x, -1, self.group)
-        part = product(module, x)
-        out = (
-            reduce_scatter(part, TIME, self.group)
-            if self.plan.sequence_parallel
-            else all_reduce(part, self.group, to="invariant")
-        )
+        out = self._row_sum(module, x, inside.late.get(module))
+        inside.late.clear()
         self._turn_outside()
         return out if module.bias is None else out + module.bias
+
+    def _row_sum(self, module: Any, x: Tensor, late: overlap.LateWeight | None) -> Tensor:
+        """What a row-parallel linear gives, before its bias, summed over ranks."""
+        chunks = 1 if late is None else overlap.chunks_of(x, module.out_features, self.group)
+        if late is not None and chunks > 1 and self.plan.sequence_parallel:
+            return late.scattered(x, self.group, chunks)
+        part = product(module, x) if late is None else late.linear(x, None)
+        if self.plan.sequence_parallel:
+            return reduce_scatter(part, TIME, self.group)
+        return all_reduce(part, self.group, to="invariant")
 
     def _embedding(self, module: Any, tokens: Tensor) -> Tensor:
         check_ids(tokens, module.num_embeddings, "token")

@@ -13,7 +13,7 @@ Each function says what it takes and what it gives; backward goes the same way i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -34,14 +34,38 @@ def run(total: int, ranks: int, rank: int) -> tuple[int, int]:
     return min(rank * each, total), min((rank + 1) * each, total)
 
 
+class Behind:
+    """The gradient of an input, whose sum over ranks is under way while backward goes on, until it is `awaited`."""
+
+    def __init__(self) -> None:
+        self.finish: Callable[[], Tensor] | None = None
+        """Waits for the sum; None where none was started."""
+
+
+def awaited(x: Tensor, behind: Behind) -> Tensor:
+    """The same ``x``, in whose backward the sum is waited for that `all_gather` or `replicate` leaves ``behind``.
+
+    Autograd runs what was recorded last first: what is recorded between this and that one is done meanwhile.
+    """
+    return Awaited.apply(x, behind)
+
+
 def all_gather(
-    x: Tensor, dim: int, total: int, group: Communicator, *, to: Same, after: Tensor | None = None
+    x: Tensor,
+    dim: int,
+    total: int,
+    group: Communicator,
+    *,
+    to: Same,
+    after: Tensor | None = None,
+    behind: Behind | None = None,
 ) -> Tensor:
     """Sharded -> replicated or invariant: everybody's runs of a dim in one.
 
-    ``after``: what another collective gave that comes first, where this one does not follow from it.
+    ``after``: what another collective gave that comes first, where this one does not follow from it. ``behind``: where
+    the gradient's sum is left that an ``x`` that is `awaited` waits for.
     """
-    return x if group.alone else AllGather.apply(x, dim % x.ndim, total, group, to, after)
+    return x if group.alone else AllGather.apply(x, dim % x.ndim, total, group, to, after, behind)
 
 
 def reduce_scatter(x: Tensor, dim: int, group: Communicator) -> Tensor:
@@ -59,9 +83,9 @@ def all_reduce(x: Tensor, group: Communicator, *, to: Same) -> Tensor:
     return x if group.alone else AllReduce.apply(x, group, to)
 
 
-def replicate(x: Tensor, group: Communicator) -> Tensor:
-    """Invariant -> replicated: the same ``x``, whose gradients are summed over ranks."""
-    return x if group.alone else Replicate.apply(x, group)
+def replicate(x: Tensor, group: Communicator, behind: Behind | None = None) -> Tensor:
+    """Invariant -> replicated: the same ``x``, whose gradients are summed over ranks; ``behind`` as in `all_gather`."""
+    return x if group.alone else Replicate.apply(x, group, behind)
 
 
 def all_to_all(x: Tensor, group: Communicator) -> Tensor:
@@ -87,18 +111,43 @@ def all_gather_rows(x: Tensor, sizes: Sequence[int], group: Communicator, *, cou
     return AllGatherRows.apply(x, sizes, group, counts)
 
 
+class Awaited(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, behind: Behind) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.behind = behind
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, ...]:
+        finish, ctx.behind.finish = ctx.behind.finish, None
+        return gradient if finish is None else finish(), None
+
+
 class AllGather(Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, dim: int, total: int, group: Communicator, to: Same, after: Tensor | None
+        ctx: Any,
+        x: Tensor,
+        dim: int,
+        total: int,
+        group: Communicator,
+        to: Same,
+        after: Tensor | None,
+        behind: Behind | None,
     ) -> Tensor:
-        ctx.dim, ctx.group, ctx.to = dim, group, to
+        ctx.dim, ctx.group, ctx.to, ctx.behind = dim, group, to, behind
         return _gathered(x, dim, total, group, after)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        pick = own_run if ctx.to == "invariant" else _summed
-        return pick(gradient, ctx.dim, ctx.group), None, None, None, None, None
+        nothing = (None,) * 6
+        if ctx.to == "invariant":
+            return own_run(gradient, ctx.dim, ctx.group), *nothing
+        if ctx.behind is None:
+            return _summed(gradient, ctx.dim, ctx.group), *nothing
+        ctx.behind.finish = _start_summed(gradient, ctx.dim, ctx.group)
+        return None, *nothing
 
 
 class Shard(Function):
@@ -136,13 +185,23 @@ class AllReduce(Function):
 
 class Replicate(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Communicator) -> Tensor:
-        ctx.group = group
+    def forward(ctx: Any, x: Tensor, group: Communicator, behind: Behind | None) -> Tensor:
+        ctx.group, ctx.behind = group, behind
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return all_reduced(gradient, ctx.group), None
+        if ctx.behind is None:
+            return all_reduced(gradient, ctx.group), None, None
+        total = gradient.clone(memory_format=torch.contiguous_format)
+        pending = ctx.group.all_reduce(total)
+
+        def finish() -> Tensor:
+            pending.wait()
+            return total
+
+        ctx.behind.finish = finish
+        return None, None, None
 
 
 class AllToAll(Function):
@@ -174,7 +233,7 @@ class AllGatherRows(Function):
     def forward(ctx: Any, x: Tensor, sizes: Sequence[int], group: Communicator, counts: bool) -> Tensor:
         ctx.sizes, ctx.group, ctx.counts, ctx.shape = sizes, group, counts, x.shape
         narrow = x.to(torch.uint8) if x.dtype is torch.bool else x
-        part = _padded(narrow[: sizes[group.rank]], 0, max(sizes)).contiguous()
+        part = padded(narrow[: sizes[group.rank]], 0, max(sizes)).contiguous()
         every = part.new_empty(len(sizes), *part.shape)
         group.all_gather(every, part).wait()
         return torch.cat([rows[:size] for rows, size in zip(every, sizes, strict=True)]).to(x.dtype)
@@ -205,13 +264,13 @@ def own_run(x: Tensor, dim: int, group: Communicator) -> Tensor:
     return x.narrow(dim, start, stop - start).clone()
 
 
-def _padded(x: Tensor, dim: int, size: int) -> Tensor:
+def padded(x: Tensor, dim: int, size: int) -> Tensor:
     missing = size - x.shape[dim]
     return F.pad(x, [0, 0] * (x.ndim - 1 - dim) + [0, missing]) if missing else x
 
 
 def _gathered(x: Tensor, dim: int, total: int, group: Communicator, after: Tensor | None = None) -> Tensor:
-    part = _padded(x, dim, run(total, group.size, 0)[1]).contiguous()
+    part = padded(x, dim, run(total, group.size, 0)[1]).contiguous()
     every = all_gathered(part, group, after)
     whole = every.movedim(0, dim).flatten(dim, dim + 1)
     return _fresh(whole if whole.shape[dim] == total else whole.narrow(dim, 0, total).contiguous(), every)
@@ -225,9 +284,28 @@ def _fresh(x: Tensor, source: Tensor) -> Tensor:
 
 
 def _summed(x: Tensor, dim: int, group: Communicator) -> Tensor:
-    ranks, total = group.size, x.shape[dim]
-    each = run(total, ranks, 0)[1]
-    parts = _padded(x, dim, each * ranks).unflatten(dim, (ranks, each)).movedim(dim, 0).contiguous()
-    own = reduce_scattered(parts, group)
-    start, stop = run(total, ranks, group.rank)
+    return _unpadded(reduce_scattered(_runs(x, dim, group), group), x, dim, group)
+
+
+def _start_summed(x: Tensor, dim: int, group: Communicator) -> Callable[[], Tensor]:
+    """The same, launched; what is returned waits for it."""
+    parts = _runs(x, dim, group)
+    own = parts.new_empty(parts.shape[1:])
+    pending = group.reduce_scatter(own, parts)
+
+    def finish() -> Tensor:
+        pending.wait()
+        return _unpadded(own, x, dim, group)
+
+    return finish
+
+
+def _runs(x: Tensor, dim: int, group: Communicator) -> Tensor:
+    """``[ranks, ...]``: every rank's run of a dim, all of the same size."""
+    each = run(x.shape[dim], group.size, 0)[1]
+    return padded(x, dim, each * group.size).unflatten(dim, (group.size, each)).movedim(dim, 0).contiguous()
+
+
+def _unpadded(own: Tensor, x: Tensor, dim: int, group: Communicator) -> Tensor:
+    start, stop = run(x.shape[dim], group.size, group.rank)
     return own if own.shape[dim] == stop - start else own.narrow(dim, 0, stop - start).clone()

@@ -29,15 +29,21 @@ class Traffic:
         self._launches = launches = fastest().Launches(self.recorder.notes, self.signs, launching, self.exposure.waited)
         self._in_graphs = False
         self.launched, self.recorded = launches.launched, launches.recorded
-        self.sent: Counter[tuple[str, str]] = launches.sent
-        """Bytes that this rank has had to send, by axis and kind: what a good algorithm sends, which is what ours do,
-        but for small messages that go to everybody at once."""
-        self.calls: Counter[tuple[str, str]] = launches.calls
-        """How many collectives they were."""
         self.watchers = launches.watchers
         """Told of every message or collective, when it is launched: its axis, its kind, and what this rank brings."""
         self.wait_watchers = launches.wait_watchers
         """Each gives what is entered while this rank waits in one: its axis, its kind."""
+
+    @property
+    def sent(self) -> Counter[tuple[str, str]]:
+        """Bytes that this rank has had to send, by axis and kind: what a good algorithm sends, which is what ours do,
+        but for small messages that go to everybody at once. Ask again after more of them."""
+        return self._launches.sent
+
+    @property
+    def calls(self) -> Counter[tuple[str, str]]:
+        """How many collectives they were."""
+        return self._launches.calls
 
     @property
     def in_graph(self) -> bool:

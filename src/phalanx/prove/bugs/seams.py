@@ -247,8 +247,8 @@ def on_embeddings(replace: Replace, prepare: Callable[[nn.Embedding, int], None]
 def _after_tensor_parallel(replace: Replace, change: Callable[[Any, nn.Module, Any], None]) -> None:
     plain = TENSOR_PARALLEL.plain
 
-    def made(plan: Any, model: nn.Module, group: Any, randomness: Any) -> Any:
-        parallel = plain(plan, model, group, randomness)
+    def made(plan: Any, model: nn.Module, group: Any, *rest: Any) -> Any:
+        parallel = plain(plan, model, group, *rest)
         change(plan, model, group)
         return parallel
 

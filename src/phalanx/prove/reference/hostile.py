@@ -28,6 +28,7 @@ from phalanx.data.loader import seed_globally
 from phalanx.data.order import Order
 from phalanx.kernels import linear_cross_entropy
 from phalanx.losses import Loss
+from phalanx.parallel.axes import overlap
 from phalanx.parallel.communication.communicator import Communicator
 from phalanx.parallel.randomness.draws import Moment
 from phalanx.parallel.weights import bucket
@@ -42,7 +43,7 @@ from phalanx.trees import mapped
 BATCH = 17
 """Samples of a step, for up to 8 ranks: a prime, so that no number of ranks or micro-batches divides it."""
 IGNORED = -100
-BUCKET_BYTES, SMALL_BYTES, LOGIT_ELEMENTS = 1 << 17, 1 << 14, 1 << 14
+BUCKET_BYTES, SMALL_BYTES, LOGIT_ELEMENTS, CHUNK_BYTES = 1 << 17, 1 << 14, 1 << 14, 1 << 8
 
 
 @dataclass
@@ -265,11 +266,14 @@ def wide_batch(task: Task, data: Any, epoch: int, ids: Iterable[int]) -> Batch:
 
 @contextmanager
 def cramped() -> Iterator[None]:
-    """While this lasts, little is enough for a second bucket, a message of its own, a second chunk of logits."""
+    """While this lasts, little is enough for a second bucket, a message of its own, a second chunk of
+    logits or of tokens, and for tp to compute while it sums."""
     with replacing() as put:
         put(bucket, "BUCKET_BYTES", BUCKET_BYTES)
         put(Communicator, "small_bytes", SMALL_BYTES)
         put(linear_cross_entropy, "LOGIT_ELEMENTS", LOGIT_ELEMENTS)
+        put(overlap, "LEAST_BYTES", 0)
+        put(overlap, "CHUNK_BYTES", CHUNK_BYTES)
         yield
 
 

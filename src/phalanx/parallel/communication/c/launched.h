@@ -15,29 +15,62 @@ static int watched_by(Launches *self, PyObject *axis, PyObject *kind, PyObject *
   return 0;
 }
 
-static int add(PyObject *counts, PyObject *key, PyObject *more) {
+static int add(PyObject *counts, PyObject *key, int64_t more) {
   PyObject *before = PyDict_GetItemWithError(counts, key);
   if (!before && PyErr_Occurred()) return -1;
-  PyObject *sum = before ? PyNumber_Add(before, more) : Py_NewRef(more);
+  PyObject *added = PyLong_FromLongLong(more), *sum = NULL;
+  if (added) sum = before ? PyNumber_Add(before, added) : Py_NewRef(added);
   int failed = !sum || PyDict_SetItem(counts, key, sum) < 0;
+  Py_XDECREF(added);
   Py_XDECREF(sum);
   return failed ? -1 : 0;
 }
 
-static int count(Launches *self, PyObject *axis, PyObject *kind, int64_t bytes, PyObject *share) {
-  PyObject *sent;
-  if (PyFloat_Check(share)) {
-    sent = PyLong_FromDouble(nearbyint((double)bytes * PyFloat_AS_DOUBLE(share)));  // halves to even, as `round` does
-  } else {
-    PyObject *all = PyLong_FromLongLong(bytes);
-    sent = all ? PyNumber_Multiply(all, share) : NULL;
-    Py_XDECREF(all);
-  }
-  PyObject *key = sent ? PyTuple_Pack(2, axis, kind) : NULL;
-  int failed = !key || add(self->calls, key, one) < 0 || add(self->sent, key, sent) < 0;
+// What was counted apart is added to the dicts.
+static int settle(Launches *self, Repeated *of) {
+  if (!of->calls) return 0;
+  int64_t calls = of->calls, sent = of->sent;
+  of->calls = of->sent = 0;
+  PyObject *key = PyTuple_Pack(2, of->axis, of->kind);
+  int failed = !key || add(self->calls, key, calls) < 0 || add(self->sent, key, sent) < 0;
   Py_XDECREF(key);
-  Py_XDECREF(sent);
   return failed ? -1 : 0;
+}
+
+static PyObject *settled(Launches *self, void *which) {
+  for (int i = 0; i < REPEATED; ++i)
+    if (settle(self, &self->repeated[i]) < 0) return NULL;
+  return Py_NewRef(which ? self->sent : self->calls);
+}
+
+static int count(Repeated *of, int64_t bytes, PyObject *share) {
+  int64_t sent;
+  if (PyFloat_Check(share)) {
+    sent = (int64_t)nearbyint((double)bytes * PyFloat_AS_DOUBLE(share));  // halves to even, as `round` does
+  } else {
+    int64_t times = PyLong_AsLongLong(share);
+    if (times == -1 && PyErr_Occurred()) return -1;
+    sent = bytes * times;
+  }
+  of->sent += sent;
+  of->calls++;
+  return 0;
+}
+
+// What is known of a group and kind. Two that fall into one place take it from each other.
+static Repeated *repeated(Launches *self, PyObject *group, PyObject *axis, PyObject *size, PyObject *kind) {
+  size_t mixed = ((uintptr_t)group >> 4) * 31 + ((uintptr_t)kind >> 4);
+  Repeated *found = &self->repeated[(mixed ^ mixed >> 6) % REPEATED];
+  if (found->group == group && found->kind == kind && found->axis == axis) return found;
+  int row = row_of(self->notes, group, axis, size), number = row < 0 ? -1 : kind_number(kind);
+  if (number < 0 || (found->group && settle(self, found) < 0)) return NULL;
+  Py_XSETREF(found->group, Py_NewRef(group));
+  Py_XSETREF(found->axis, Py_NewRef(axis));
+  Py_XSETREF(found->kind, Py_NewRef(kind));
+  found->row = row;
+  found->number = number;
+  found->path = (Path){0};
+  return found;
 }
 
 static PyObject *new_launched(Launches *self, PyObject *axis, PyObject *kind, int64_t record, int cuda) {
@@ -64,15 +97,16 @@ static PyObject *launches_launched(Launches *self, PyObject *const *given, Py_ss
   if (number != 6) return PyErr_Format(PyExc_TypeError, "6 arguments are taken, not %zd", number);
   PyObject *group = given[0], *axis = given[1], *size = given[2], *kind = given[3], *tensor = given[4];
   int64_t bytes, *signs = self->signs.buf;
-  int cuda = to_int(PyObject_GetAttr(tensor, word_is_cuda));
-  if (cuda < 0) return NULL;
+  int cuda = to_int(read_attribute(tensor, &is_cuda));
+  Repeated *of = cuda < 0 ? NULL : repeated(self, group, axis, size, kind);
+  if (!of) return NULL;
   if (self->in_graph) {
-    if ((bytes = bytes_of(tensor)) < 0 || count(self, axis, kind, bytes, given[5]) < 0) return NULL;
+    if ((bytes = bytes_of(tensor)) < 0 || count(of, bytes, given[5]) < 0) return NULL;
     return new_launched(self, axis, kind, IN_GRAPH, cuda);
   }
   int awaited = cuda && self->launching;
-  int64_t record = note_launch(self->notes, group, axis, size, kind, tensor, awaited, cuda, &bytes);
-  if (record < 0 || count(self, axis, kind, bytes, given[5]) < 0 || watched_by(self, axis, kind, tensor) < 0)
+  int64_t record = note_launch(self->notes, of->row, of->number, &of->path, tensor, awaited, cuda, &bytes);
+  if (record < 0 || count(of, bytes, given[5]) < 0 || watched_by(self, axis, kind, tensor) < 0)
     return NULL;
   if (awaited) {
     PyObject *called = PyLong_FromLongLong(record);
@@ -89,11 +123,13 @@ static PyObject *launches_launched(Launches *self, PyObject *const *given, Py_ss
 static PyObject *launches_recorded(Launches *self, PyObject *const *given, Py_ssize_t number) {
   if (number != 5) return PyErr_Format(PyExc_TypeError, "5 arguments are taken, not %zd", number);
   PyObject *group = given[0], *axis = given[1], *size = given[2], *kind = given[3], *tensor = given[4];
-  int cuda = to_int(PyObject_GetAttr(tensor, word_is_cuda));
+  int cuda = to_int(read_attribute(tensor, &is_cuda));
   int received = cuda < 0 ? -1 : PyObject_RichCompareBool(kind, word_receive, Py_EQ);
   if (received < 0 || (received && watched_by(self, axis, kind, tensor) < 0)) return NULL;
   if (self->in_graph) return new_launched(self, axis, kind, IN_GRAPH, cuda);
-  int64_t record = note_launch(self->notes, group, axis, size, kind, tensor, 0, cuda, NULL);
+  Repeated *of = repeated(self, group, axis, size, kind);
+  if (!of) return NULL;
+  int64_t record = note_launch(self->notes, of->row, of->number, &of->path, tensor, 0, cuda, NULL);
   return record < 0 ? NULL : new_launched(self, axis, kind, record, cuda);
 }
 
@@ -150,6 +186,11 @@ static void launches_dealloc(Launches *self) {
   Py_CLEAR(self->calls);
   Py_CLEAR(self->watchers);
   Py_CLEAR(self->wait_watchers);
+  for (int i = 0; i < REPEATED; ++i) {
+    Py_CLEAR(self->repeated[i].group);
+    Py_CLEAR(self->repeated[i].axis);
+    Py_CLEAR(self->repeated[i].kind);
+  }
   Py_TYPE(self)->tp_free((PyObject *)self);
 }
 
@@ -161,10 +202,14 @@ static PyMethodDef launches_methods[] = {
 
 static PyMemberDef launches_members[] = {
     {"in_graph", T_BOOL, offsetof(Launches, in_graph), 0, NULL},
-    {"sent", T_OBJECT_EX, offsetof(Launches, sent), READONLY, NULL},
-    {"calls", T_OBJECT_EX, offsetof(Launches, calls), READONLY, NULL},
     {"watchers", T_OBJECT_EX, offsetof(Launches, watchers), READONLY, NULL},
     {"wait_watchers", T_OBJECT_EX, offsetof(Launches, wait_watchers), READONLY, NULL},
+    {NULL},
+};
+
+static PyGetSetDef launches_counts[] = {
+    {"calls", (getter)settled, NULL, NULL, NULL},
+    {"sent", (getter)settled, NULL, NULL, "bytes"},
     {NULL},
 };
 
@@ -180,6 +225,7 @@ static PyTypeObject LaunchesType = {
     .tp_dealloc = (destructor)launches_dealloc,
     .tp_methods = launches_methods,
     .tp_members = launches_members,
+    .tp_getset = launches_counts,
 };
 
 static PyObject *launched_enter(Launched *self, PyObject *nothing) {

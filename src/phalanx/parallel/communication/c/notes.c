@@ -33,9 +33,11 @@ static PyObject *notes_launched(Notes *self, PyObject *given, PyObject *named) {
   int awaited = 0;
   if (!PyArg_ParseTupleAndKeywords(given, named, "OOOOO|p", words, &group, &axis, &size, &kind, &tensor, &awaited))
     return NULL;
-  int cuda = to_int(PyObject_GetAttr(tensor, word_is_cuda));
-  if (cuda < 0) return NULL;
-  int64_t record = note_launch(self, group, axis, size, kind, tensor, awaited, cuda, NULL);
+  Path path = {0};
+  int cuda = to_int(read_attribute(tensor, &is_cuda));
+  int row = cuda < 0 ? -1 : row_of(self, group, axis, size), number = row < 0 ? -1 : kind_number(kind);
+  if (number < 0) return NULL;
+  int64_t record = note_launch(self, row, number, &path, tensor, awaited, cuda, NULL);
   return record < 0 ? NULL : PyLong_FromLongLong(record);
 }
 
@@ -205,6 +207,7 @@ PyMODINIT_FUNC PyInit_phalanx_notes(void) {
       {&compiled_frames, "phalanx.parallel.torch_private", "compiled_frames"},
       {&compile_seconds, "phalanx.parallel.torch_private", "compile_seconds"},
       {&instant, "phalanx.parallel.communication.instants", "now"},
+      {(PyObject **)&tensor_type, "torch", "Tensor"},
   };
   for (size_t i = 0; i < sizeof(needed) / sizeof(*needed); ++i)
     if (!(*needed[i].to = of_module(needed[i].module, needed[i].name))) return NULL;
@@ -212,14 +215,14 @@ PyMODINIT_FUNC PyInit_phalanx_notes(void) {
     PyObject **to;
     const char *text;
   } words[] = {
-      {&word_shape, "shape"},       {&word_dtype, "dtype"},         {&word_is_cuda, "is_cuda"},
-      {&word_nbytes, "nbytes"},     {&word_owner, "owner"},
-      {&word_new_site, "new_site"}, {&word_new_group, "new_group"}, {&word_enter_context, "enter_context"},
-      {&word_exit, "__exit__"},     {&word_receive, "receive"},
+      {&word_nbytes, "nbytes"},       {&word_owner, "owner"},
+      {&word_new_site, "new_site"},   {&word_new_group, "new_group"}, {&word_enter_context, "enter_context"},
+      {&word_exit, "__exit__"},       {&word_receive, "receive"},
   };
   for (size_t i = 0; i < sizeof(words) / sizeof(*words); ++i)
     if (!(*words[i].to = PyUnicode_InternFromString(words[i].text))) return NULL;
-  if (!(one = PyLong_FromLong(1)) || !(no_instant = PyFloat_FromDouble(0.0)) || read_item_sizes() < 0) return NULL;
+  if (find_attribute(&shape_of) < 0 || find_attribute(&dtype_of) < 0 || find_attribute(&is_cuda) < 0) return NULL;
+  if (!(no_instant = PyFloat_FromDouble(0.0)) || read_item_sizes() < 0) return NULL;
   if (PyType_Ready(&NotesType) < 0 || PyType_Ready(&LaunchesType) < 0 || PyType_Ready(&LaunchedType) < 0) return NULL;
   PyObject *module = PyModule_Create(&definition);
   if (!module || PyModule_AddObjectRef(module, "Notes", (PyObject *)&NotesType) < 0 ||

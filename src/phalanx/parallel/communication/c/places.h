@@ -44,10 +44,29 @@ typedef struct {
   int further[SITES], in_vain[SITES];
 } Notes;
 
+// What was found of the frames from which collectives of a group and kind were last launched. Caches are cold where
+// collectives are launched: what lies together here would be looked up in as many places.
+#define FRAMES 4
+typedef struct {
+  uintptr_t code[FRAMES];
+  int owner[FRAMES];
+  int at, site;
+} Path;
+
+// Collectives of a group and kind, known by where these lie in memory, which a reference to each keeps there.
+#define REPEATED 64
+typedef struct {
+  PyObject *group, *axis, *kind;
+  int row, number;
+  int64_t calls, sent;  // not counted yet in the dicts
+  Path path;
+} Repeated;
+
 typedef struct {
   PyObject_HEAD
   Notes *notes;
   Py_buffer signs;
+  Repeated repeated[REPEATED];
   PyObject *launching, *waited, *sent, *calls, *watchers, *wait_watchers;
   unsigned long main;
   char in_graph;
@@ -65,8 +84,30 @@ static PyTypeObject NotesType, LaunchesType, LaunchedType;
 static PyObject *kinds, *dtypes, *phases, *phase_names, *instant, *exit_stack, *getframe, *main_thread_of, *compiled_frames,
     *compile_seconds;
 static int64_t item_sizes[256];
-static PyObject *word_shape, *word_dtype, *word_is_cuda, *word_nbytes, *word_owner, *word_new_site,
-    *word_new_group, *word_enter_context, *word_exit, *word_receive, *one, *no_instant;
+static PyTypeObject *tensor_type;
+static PyObject *word_nbytes, *word_owner, *word_new_site, *word_new_group, *word_enter_context, *word_exit, *word_receive, *no_instant;
+
+// An attribute of tensors. Of plain ones it is read without being looked up by name.
+typedef struct {
+  const char *name;
+  PyObject *word;
+  PyGetSetDef *direct;
+} Attribute;
+
+static Attribute shape_of = {"shape"}, dtype_of = {"dtype"}, is_cuda = {"is_cuda"};
+
+static PyObject *read_attribute(PyObject *tensor, Attribute *attribute) {
+  if (Py_TYPE(tensor) == tensor_type && attribute->direct)
+    return attribute->direct->get(tensor, attribute->direct->closure);
+  return PyObject_GetAttr(tensor, attribute->word);
+}
+
+static int find_attribute(Attribute *attribute) {
+  PyObject *found = PyObject_GetAttrString((PyObject *)tensor_type, attribute->name);
+  if (!found || !(attribute->word = PyUnicode_InternFromString(attribute->name))) return -1;
+  if (Py_IS_TYPE(found, &PyGetSetDescr_Type)) attribute->direct = ((PyGetSetDescrObject *)found)->d_getset;
+  return 0;  // what was found is kept
+}
 
 // Places in the code.
 
@@ -110,8 +151,7 @@ static uintptr_t code_of(PyFrameObject *frame) {
   return (uintptr_t)code;
 }
 
-static int owner_of(Notes *self, PyFrameObject *frame) {
-  uintptr_t code = code_of(frame);
+static int owner_of(Notes *self, uintptr_t code) {
   int found = known(self, code, -1);
   if (found) return found;
   found = to_int(PyObject_CallMethodObjArgs(self->places, word_owner, (PyObject *)code, NULL));
@@ -139,7 +179,7 @@ static PyFrameObject *above(PyFrameObject *frame) {
 static int search(Notes *self, PyFrameObject *frame, int *site, int *user) {
   int here = 0, depth = 0, begun = 0;
   for (int i = 0; i < DEEPEST && frame; ++i, ++depth) {
-    int owner = owner_of(self, frame);
+    int owner = owner_of(self, code_of(frame));
     if (owner < 0) goto failed;
     if (owner == USERS) {
       int found = site_of(self, frame);
@@ -168,14 +208,36 @@ failed:
   return -1;
 }
 
+// Whose the code of a frame is that lies so deep.
+static int owner_along(Notes *self, Path *path, int depth, uintptr_t code) {
+  if (depth < FRAMES && path->code[depth] == code) return path->owner[depth];
+  int owner = owner_of(self, code);
+  if (owner >= 0 && depth < FRAMES) {
+    path->code[depth] = code;
+    path->owner[depth] = owner;
+    path->site = 0;
+  }
+  return owner;
+}
+
+static int site_along(Notes *self, Path *path, int depth, PyFrameObject *frame) {
+  int at = PyFrame_GetLasti(frame);
+  if (depth >= FRAMES) return known_site(self, frame);
+  if (!path->site || path->at != at) {
+    path->site = known_site(self, frame);
+    path->at = at;
+  }
+  return path->site;
+}
+
 // Where the communicator was called, and the user's line that led there.
-static int called(Notes *self, int *site, int *user) {
+static int called(Notes *self, Path *path, int *site, int *user) {
   PyFrameObject *frame = PyEval_GetFrame();
   int depth = 0;
   *site = *user = 0;
   Py_XINCREF(frame);
   for (; frame; frame = above(frame), ++depth) {
-    int owner = owner_of(self, frame);
+    int owner = owner_along(self, path, depth, code_of(frame));
     if (owner < 0) {
       Py_DECREF(frame);
       return -1;
@@ -183,7 +245,7 @@ static int called(Notes *self, int *site, int *user) {
     if (owner != OURS) break;
   }
   if (!frame) return 0;
-  int here = known_site(self, frame), further = self->further[here];
+  int here = site_along(self, path, depth, frame), further = self->further[here];
   if (here && further) {
     PyObject *deep = PyLong_FromLong(depth + further);
     PyObject *found = deep ? PyObject_CallOneArg(getframe, deep) : NULL;

@@ -42,6 +42,12 @@ static void write_record(Notes *self, Record *content) {
   __atomic_store_n(&place->number, number, __ATOMIC_RELEASE);
 }
 
+static int kind_number(PyObject *kind) {
+  PyObject *number = PyDict_GetItemWithError(kinds, kind);
+  if (!number && !PyErr_Occurred()) PyErr_SetObject(PyExc_KeyError, kind);
+  return number ? (int)PyLong_AsLong(number) : -1;
+}
+
 static int row_of(Notes *self, PyObject *group, PyObject *axis, PyObject *size) {
   PyObject *row = PyDict_GetItemWithError(self->groups, group);
   if (row) return (int)PyLong_AsLong(row);
@@ -51,15 +57,18 @@ static int row_of(Notes *self, PyObject *group, PyObject *axis, PyObject *size) 
 
 // How many dims are told, and four numbers of them; of more dims the last is of all that follow. Elements in all.
 static int told(PyObject *tensor, Record *record, int64_t *elements) {
-  PyObject *shape = PyObject_GetAttr(tensor, word_shape);
+  PyObject *shape = read_attribute(tensor, &shape_of);
   if (!shape) return -1;
-  Py_ssize_t dims = PySequence_Size(shape);
+  if (!PyTuple_Check(shape)) {
+    PyErr_Format(PyExc_TypeError, "a shape is a tuple, not %R", shape);
+    Py_DECREF(shape);
+    return -1;
+  }
+  Py_ssize_t dims = PyTuple_GET_SIZE(shape);
   int64_t first[4] = {0, 0, 0, 0};
   *elements = 1;
   for (Py_ssize_t dim = 0; dim < dims; ++dim) {
-    PyObject *item = PySequence_GetItem(shape, dim);
-    int64_t size = item ? PyLong_AsLongLong(item) : -1;
-    Py_XDECREF(item);
+    int64_t size = PyLong_AsLongLong(PyTuple_GET_ITEM(shape, dim));
     if (size == -1 && PyErr_Occurred()) break;
     *elements *= size;
     if (dim <= 3)
@@ -80,31 +89,34 @@ static int64_t bytes_of(PyObject *tensor) {
   return bytes;
 }
 
+static int dtype_number(PyObject *tensor) {
+  static PyObject *last;  // which `dtypes` keeps
+  static int number;
+  PyObject *dtype = read_attribute(tensor, &dtype_of);
+  if (!dtype) return -1;
+  if (dtype != last) {
+    PyObject *found = PyDict_GetItemWithError(dtypes, dtype);
+    number = found ? (int)PyLong_AsLong(found) : 0;
+    last = found ? dtype : NULL;
+  }
+  Py_DECREF(dtype);
+  return PyErr_Occurred() ? -1 : number;
+}
+
 // A collective is launched; what it is called here, or -1. Bytes: of what this rank brings.
-static int64_t note_launch(Notes *self, PyObject *group, PyObject *axis, PyObject *size, PyObject *kind,
-                           PyObject *tensor, int awaited, int cuda, int64_t *bytes) {
+static int64_t note_launch(Notes *self, int row, int kind, Path *path, PyObject *tensor, int awaited, int cuda,
+                           int64_t *bytes) {
   Record record = {0};
   int64_t elements = 0, now;
   int site, user;
-  int row = row_of(self, group, axis, size);
-  if (row < 0) return -1;
-  PyObject *number = PyDict_GetItemWithError(kinds, kind);
-  if (!number) {
-    if (!PyErr_Occurred()) PyErr_SetObject(PyExc_KeyError, kind);
-    return -1;
-  }
   int64_t *counts = counts_of(self, row);
   record.sequence = (uint32_t)++counts[0];
   if (!awaited && !cuda) counts[1] = counts[0];
-  if (called(self, &site, &user) < 0) return -1;
+  if (called(self, path, &site, &user) < 0) return -1;
   int dims = told(tensor, &record, &elements);
-  if (dims < 0) return -1;
-  PyObject *dtype = PyObject_GetAttr(tensor, word_dtype);
-  if (!dtype) return -1;
-  PyObject *found = PyDict_GetItemWithError(dtypes, dtype);
-  Py_DECREF(dtype);
-  if (!found && PyErr_Occurred()) return -1;
-  record.dtype = found ? (uint8_t)PyLong_AsLong(found) : 0;
+  int dtype = dims < 0 ? -1 : dtype_number(tensor);
+  if (dtype < 0) return -1;
+  record.dtype = (uint8_t)dtype;
   if (bytes && record.dtype) {
     *bytes = elements * item_sizes[record.dtype];
   } else if (bytes && (*bytes = bytes_of(tensor)) < 0) {
@@ -118,7 +130,7 @@ static int64_t note_launch(Notes *self, PyObject *group, PyObject *axis, PyObjec
   record.group = (uint16_t)row;
   record.site = (uint16_t)site;
   record.user = (uint16_t)user;
-  record.kind = (uint8_t)PyLong_AsLong(number);
+  record.kind = (uint8_t)kind;
   record.phase = (uint8_t)self->phase;
   record.flags = (uint8_t)(dims << 1 | (awaited ? ON_GPU : 0));
   write_record(self, &record);
