@@ -1,10 +1,11 @@
 """What few bits cost in loss: of held-out text, after training with each codec from several seeds.
 
-    python benchmarks/codec_loss.py [COMM ...] [--steps 2000] [--seeds 3] [--quick]
+    python benchmarks/codec_loss.py [COMM ...] [--steps 2000] [--seeds 3] [--axis dp|fsdp] [--quick]
 
 A small language model on two ranks, the same samples in the same order as without a codec. One run's loss differs
 from another's by a percent whatever is sent, so a codec is held against that: the difference of the means over seeds,
 in units of how far the seeds of exact training lie apart. `int4`, which owes what it does not say, has a bar: one.
+Over ``fsdp`` weights are gathered in few bits, too.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ SHAPE: dict[str, Any] = {"width": 128, "layers": 3, "kv_heads": 4, "length": 96,
 BARRED = "int4"
 
 
-def loss(comm: str, seed: int, steps: int) -> float:
+def loss(axis: str, comm: str, seed: int, steps: int) -> float:
     """Of held-out text, on each rank alike."""
     torch.set_num_threads(1)
     task = GPT(**SHAPE, steps=steps, seed=seed)
-    with phalanx.Engine(task, f"dp=2,comm={comm}", device="cpu") as engine:
+    with phalanx.Engine(task, f"{axis}=2,comm={comm}", device="cpu") as engine:
         for batch in engine.batches():
             engine.step(batch)
         return engine.evaluate()["loss"]
@@ -45,6 +46,7 @@ def main() -> None:
     parser.add_argument("comm", nargs="*", default=[BARRED], metavar="COMM", help="methods beside exact")
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--axis", choices=["dp", "fsdp"], default="dp")
     parser.add_argument("--quick", action="store_true", help="2 seeds, 60 steps")
     options = parser.parse_args()
     steps, seeds = (60, 2) if options.quick else (options.steps, options.seeds)
@@ -53,7 +55,7 @@ def main() -> None:
     found: dict[str, list[float]] = {}
     for comm in ["exact", *options.comm]:
         for seed in range(seeds):
-            answers = pool.ask(2, loss, comm, seed, steps)
+            answers = pool.ask(2, loss, options.axis, comm, seed, steps)
             if any(answer.failed for answer in answers):
                 sys.exit(f"comm={comm}, seed {seed}: {answers[0].trace or answers[1].trace}")
             found.setdefault(comm, []).append(answers[0].value)

@@ -52,6 +52,8 @@ def test_a_layout_says_over_which_axis() -> None:
     assert note == "comm=int8 sums gradients over dp=2; fsdp=2 send what they sent"
     (note,) = layout_notes(Layout.parse("dp=2,comm=auto"), "cuda")
     assert note == "comm=auto chooses how gradients travel over dp, by what is measured"
+    (note,) = layout_notes(Layout.parse("fsdp=2,comm=auto"), "cuda")
+    assert note.endswith("travel over fsdp, by what is measured; weights are gathered as they are")
     assert layout_notes(Layout.parse("tp=2,comm=int8"), "cuda") == [
         "comm=int8 has no effect at dp=1,fsdp=1: no gradients travel"
     ]
@@ -63,7 +65,7 @@ def test_a_layout_says_over_which_axis() -> None:
         ("dp=2,exact=2,comm=int8", "exact=2 is not offered with comm=int8, which rounds what ranks send"),
         ("fsdp=2,comm=topk:1", "comm=topk:1 sums over replicas alone, and dp=1"),
         ("fsdp=2,comm=onebit", "comm=onebit sums over replicas alone, and dp=1"),
-        ("fsdp=2,comm=auto", "comm=auto sums over replicas alone, and dp=1"),
+        ("fsdp=2,cp=2,comm=auto", "comm=auto over fsdp is not offered with cp=2"),
         ("dp=2,exact=2,comm=auto", "exact=2 is not offered with comm=auto, which rounds what ranks send"),
         ("fsdp=2,cp=2,comm=int8", "comm=int8 over fsdp is not offered with cp=2"),
         ("fsdp=2,ep=2,comm=int8", "comm=int8 over fsdp is not offered with ep=2"),

@@ -36,3 +36,22 @@ def test_a_stream_that_is_narrow_is_said() -> None:
     notes = {text: layout_notes(Layout.parse(f"pp=2,activations={text}"), "cuda", stream=2) for text in ("bf16", "fp8")}
     assert notes["bf16"][1:] == ["activations=bf16 has no effect: the stream has 16 bits by itself"]
     assert not notes["fp8"][1:]
+
+
+@pytest.mark.parametrize(
+    ("layout", "hosts", "said"),
+    [
+        ("dp=5", [0, 0, 0, 1, 1], "dp=5 has 3, 2 ranks on 2 hosts, so they sum in one ring over all of them"),
+        ("dp=4,comm=int4", [0, 0, 1, 1], "comm=int4 sends codes between any two of the 2 ranks on each of 2 hosts"),
+        ("dp=4,comm=int4", [0, 0, 1, 1], "dp=2,fsdp=2,zero=2,comm=int4 sums inside of hosts stay exact, and 1/2 as"),
+    ],
+)
+def test_replicas_that_share_hosts(layout: str, hosts: list[int], said: str) -> None:
+    assert said in layout_notes(Layout.parse(layout), "cpu", hosts=hosts)[-1]
+
+
+@pytest.mark.parametrize(
+    ("layout", "hosts"), [("dp=4", [0, 0, 1, 1]), ("dp=4", [0, 0, 0, 0]), ("dp=3", [0, 1, 2]), ("dp=2,fsdp=2", [0, 1])]
+)
+def test_nothing_is_said_of_replicas_that_sum_inside_of_hosts(layout: str, hosts: list[int]) -> None:
+    assert layout_notes(Layout.parse(layout), "cpu", hosts=hosts) == []

@@ -41,7 +41,7 @@ class Comm:
         if text == EXACT or LocalUpdates.parse(text) is not None:
             return None
         if text == AUTO:
-            return cls(AUTO, sharding=False, owes=True)
+            return cls(AUTO, owes=True)
         name, colon, number = text.partition(":")
         if name not in METHODS or (colon and name not in NUMBERS):
             known = [EXACT, *(f"{name}:{NUMBERS[name]}" if name in NUMBERS else name for name in METHODS)]

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
 from phalanx.comm import AUTO, EXACT
 from phalanx.layout import DEGREES, Layout
 
 
-def layout_notes(layout: Layout, device: str, micro_batches: int = 1, stream: int = 4) -> list[str]:
+def layout_notes(
+    layout: Layout, device: str, micro_batches: int = 1, stream: int = 4, hosts: Sequence[int] = ()
+) -> list[str]:
     """Settings that have no effect here, or cost more than they need, each said in a line.
 
-    ``stream``: bytes of a number of it.
+    ``stream``: bytes of a number of it. ``hosts``: of the ranks along ``dp``, where that is known.
     """
     notes = []
     if layout.pp > 1:
@@ -34,7 +40,7 @@ def layout_notes(layout: Layout, device: str, micro_batches: int = 1, stream: in
             "recompute=selective has no effect with compile=blocks: its compiler keeps costly results and computes "
             "cheap ones again by itself"
         )
-    notes += _of_comm(layout)
+    notes += [*_of_comm(layout), *_of_hosts(layout, device, hosts)]
     if layout.exact and device == "cpu":
         notes.append(
             f"exact={layout.exact} computes on 1 thread, or OMP_NUM_THREADS, at any number of ranks, and takes plain "
@@ -61,7 +67,27 @@ def _of_comm(layout: Layout) -> list[str]:
     ]
     kept = f"; {', '.join(others)} send what they sent" if others else ""
     if layout.comm == AUTO:
-        return [f"comm=auto chooses how gradients travel over {layout.coded_axis}, by what is measured{kept}"]
+        also = "; weights are gathered as they are" if layout.coded_axis == "fsdp" else ""
+        return [f"comm=auto chooses how gradients travel over {layout.coded_axis}, by what is measured{also}{kept}"]
     weights = " and gathers weights in few bits" if layout.coded_axis == "fsdp" else ""
     along = f"{layout.coded_axis}={getattr(layout, layout.coded_axis)}"
     return [f"comm={layout.comm} sums gradients over {along}{weights}{kept}"]
+
+
+def _of_hosts(layout: Layout, device: str, hosts: Sequence[int]) -> Iterator[str]:
+    """Of replicas that share hosts with each other."""
+    each = list(Counter(hosts).values())
+    if len(each) < 2 or max(each) == 1 or layout.local is not None:
+        return
+    even = len(set(each)) == 1
+    if layout.coded_axis == "dp" and even:
+        better = replace(layout, dp=len(each), fsdp=layout.fsdp * each[0], zero=min(layout.zero, 2))
+        yield (
+            f"comm={layout.comm} sends codes between any two of the {each[0]} ranks on each of {len(each)} hosts; with "
+            f"{better} sums inside of hosts stay exact, and 1/{each[0]} as much travels between them"
+        )
+    elif layout.comm == EXACT and not even and device == "cpu":
+        yield (
+            f"dp={layout.dp} has {', '.join(map(str, each))} ranks on {len(each)} hosts, so they sum in one ring over "
+            "all of them; with as many on each host sums go inside of hosts first, and less travels between them"
+        )

@@ -62,5 +62,6 @@ def test_what_needs_a_whole_step_is_proven_in_one_micro_batch() -> None:
 
 def test_every_method_that_may_be_chosen_is_proven() -> None:
     found = [str(layout) for layout in each_choice(Layout.parse("dp=2,comm=auto"))]
-    assert found == ["dp=2", "dp=2,comm=bf16", "dp=2,comm=int8", "dp=2,comm=int4"]
+    assert found == ["dp=2", "dp=2,comm=bf16", "dp=2,comm=int8", "dp=2,comm=int4", "dp=2,comm=auto"]
+    assert [str(layout) for layout in each_choice(Layout.parse("fsdp=2,comm=auto"))] == ["fsdp=2", "fsdp=2,comm=auto"]
     assert each_choice(Layout(dp=2)) == [Layout(dp=2)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ SLOW, FAST = 1e4, 1e12
 STEPS = 24
 
 
-def on_a_link(rates: dict[int, float], **options: Any) -> list[tuple[float, str]]:
+def on_a_link(rates: dict[int, float], layout: str = "dp=2", **options: Any) -> list[tuple[float, str]]:
     """Each step's loss and the method after it, on a link that is measured to have these rates from steps on."""
     at = [0]
 
@@ -35,7 +36,7 @@ def on_a_link(rates: dict[int, float], **options: Any) -> list[tuple[float, str]
 
     with (
         pytest.MonkeyPatch.context() as patch,
-        phalanx.Engine(Digits(width=64, steps=STEPS), "dp=2,comm=auto", device="cpu", **options) as engine,
+        phalanx.Engine(Digits(width=64, steps=STEPS), f"{layout},comm=auto", device="cpu", **options) as engine,
     ):
         patch.setattr(links, "along", along)
         patch.setattr(auto_comm, "LEAST_STEPS", 2)
@@ -47,7 +48,7 @@ def on_a_link(rates: dict[int, float], **options: Any) -> list[tuple[float, str]
             found.append((engine.step(batch).loss, engine.auto_comm.method))
         told = list[str]()
         engine.auto_comm.tell(lambda kind, **facts: told.append(facts["method"]), lambda line: None)
-        assert told == list(dict.fromkeys(method for _, method in found[5:]))
+        assert told == [method for method, _ in groupby(method for _, method in found[5:])]
         return found
 
 
@@ -62,8 +63,21 @@ def test_a_link_that_becomes_slow_and_fast_again(ranks: Ranks) -> None:
     assert ranks(2, on_a_link, {0: SLOW, 12: FAST})[0][-1][1] == "exact"
 
 
-def exactly() -> list[float]:
-    with phalanx.Engine(Digits(width=64, steps=STEPS), "dp=2", device="cpu") as engine:
+@pytest.mark.parametrize("zero", [2, 3])
+def test_over_shards_too(ranks: Ranks, zero: int) -> None:
+    layout = f"fsdp=2,zero={zero}"
+    first, second = ranks(2, on_a_link, {0: FAST, 8: SLOW, 16: FAST}, layout)
+    assert first == second
+    assert first[7][1] == first[-1][1] == "exact"
+    assert "int4" in [method for _, method in first]
+    plain = ranks(2, exactly, layout)[0]
+    assert [loss for loss, _ in first[:8]] == pytest.approx(plain[:8], rel=1e-6)
+    assert [loss for loss, _ in first] == pytest.approx(plain, rel=0.05)
+    assert ranks(2, tolerant, 0.0, layout) == ["int8", "int8"]
+
+
+def exactly(layout: str = "dp=2") -> list[float]:
+    with phalanx.Engine(Digits(width=64, steps=STEPS), layout, device="cpu") as engine:
         return [engine.step(batch).loss for batch in engine.batches()]
 
 
@@ -71,13 +85,13 @@ def test_no_more_loss_than_is_allowed(ranks: Ranks) -> None:
     assert ranks(2, tolerant, 0.0) == ["int8", "int8"]
 
 
-def tolerant(tolerance: float) -> str:
-    return on_a_link({0: SLOW}, loss_tolerance=tolerance)[-1][1]
+def tolerant(tolerance: float, layout: str = "dp=2") -> str:
+    return on_a_link({0: SLOW}, layout, loss_tolerance=tolerance)[-1][1]
 
 
-def interrupted(folder: str, resume: bool) -> list[float]:
+def interrupted(layout: str, folder: str, resume: bool) -> list[float]:
     """Steps with int4, saved half way; or the second half of them."""
-    with phalanx.Engine(Digits(width=64), "dp=2,comm=auto", device="cpu") as engine:
+    with phalanx.Engine(Digits(width=64), f"{layout},comm=auto", device="cpu") as engine:
         if resume:
             load(engine, folder)
             assert engine.auto_comm.method == "int4"
@@ -94,9 +108,10 @@ def interrupted(folder: str, resume: bool) -> list[float]:
         return losses[-2:]
 
 
-def test_a_run_goes_on_with_its_method_and_with_what_it_owed(ranks: Ranks, tmp_path: Path) -> None:
-    through = ranks(2, interrupted, str(tmp_path / "state"), False)
-    assert ranks(2, interrupted, str(tmp_path / "state"), True) == through
+@pytest.mark.parametrize("layout", ["dp=2", "fsdp=2", "fsdp=2,zero=2"])
+def test_a_run_goes_on_with_its_method_and_with_what_it_owed(ranks: Ranks, tmp_path: Path, layout: str) -> None:
+    through = ranks(2, interrupted, layout, str(tmp_path / "state"), False)
+    assert ranks(2, interrupted, layout, str(tmp_path / "state"), True) == through
 
 
 def measured() -> tuple[str, float, float]:
@@ -115,7 +130,7 @@ def test_the_link_itself_is_measured_alike(ranks: Ranks) -> None:
     assert first[1] > 1
 
 
-def by_stages() -> tuple[list[tuple[str, dict[str, float]]], int]:
+def by_stages() -> tuple[list[tuple[str, dict[str, float]]], float]:
     """What was chosen, and why, where the stages of a pipeline do not have as many weights; and this stage's."""
     layout = "dp=2,pp=2,micro_batch=4,comm=auto"
     with (
@@ -127,12 +142,12 @@ def by_stages() -> tuple[list[tuple[str, dict[str, float]]], int]:
         for batch in engine.batches():
             engine.step(batch)
         chosen = [(each.method, each.predicted) for each in engine.auto_comm.news]
-        return chosen, engine.auto_comm.numbers
+        return chosen, engine.auto_comm.work.sent
 
 
 def test_stages_of_a_pipeline_choose_alike(ranks: Ranks) -> None:
     found = ranks(4, by_stages)
-    assert len({numbers for _, numbers in found}) > 1, "the stages are alike, so nothing is tried"
+    assert len({sent for _, sent in found}) > 1, "the stages are alike, so nothing is tried"
     assert all(chosen == found[0][0] for chosen, _ in found)
     assert found[0][0]
 

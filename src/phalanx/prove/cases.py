@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from phalanx.comm import AUTO
 from phalanx.errors import WrongUse
 from phalanx.layout import Layout
 from phalanx.parallel.weights.blueprint import Blueprint
@@ -34,6 +35,7 @@ from phalanx.prove.reference.one_step import Step
 from phalanx.prove.reference.onebit import OneBit
 from phalanx.prove.reference.sites import EverySite, boundary
 from phalanx.prove.reference.steady import Decisions
+from phalanx.prove.reference.switched import Switching
 from phalanx.task import Precision, Task
 from phalanx.train.check.beside import Checked
 from phalanx.train.check.checking import why_not_a_sum, why_not_repeated
@@ -256,7 +258,7 @@ class Docket:
 def defined(task: Task, layout: Layout) -> Coded:
     """What a layout's ``comm`` means, for a run of a task."""
     blueprint = Blueprint(task.model, task.seed)
-    kind = {"onebit": OneBit, "powersgd": Projected}.get(layout.comm.partition(":")[0], Coded)
+    kind = {"onebit": OneBit, "powersgd": Projected, AUTO: Switching}.get(layout.comm.partition(":")[0], Coded)
     placement = Placement.of(blueprint.model, task.anatomy(blueprint.model), layout)
     return kind(layout, placement, task.global_batch, task.steps)
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
 from typing import Literal
 
-from phalanx.comm import AUTO
+from phalanx.comm import AUTO, EXACT
 from phalanx.comm_methods import CANDIDATES
 from phalanx.layout import CHOICES, Layout
 
@@ -51,10 +51,14 @@ def every(world: int, *, experts: bool = False, blocks: bool = True) -> Iterator
 
 
 def each_choice(layout: Layout) -> list[Layout]:
-    """Where methods are chosen in a run, one layout for each that may be; otherwise the layout itself."""
-    if layout.comm != AUTO:
+    """Where methods are chosen in a run, one layout for each that may be, and itself, in which they change.
+
+    Over ``fsdp`` each is a part of the last: by themselves they would gather weights in few bits, too.
+    """
+    if layout.comm != AUTO or not layout.coded_axis:
         return [layout]
-    return [replace(layout, comm=method.name) for method in CANDIDATES]
+    methods = [method.name for method in CANDIDATES if layout.coded_axis == "dp" or method.name == EXACT]
+    return [*(replace(layout, comm=name) for name in methods), layout]
 
 
 def covering(layouts: Sequence[Layout], done: Sequence[Layout] = ()) -> list[Layout]:

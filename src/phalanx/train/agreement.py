@@ -40,6 +40,17 @@ def agree_on_kernels(engine: Engine) -> None:
     flash_attention.stand_in(engine.device)
 
 
+def agreed_hosts(engine: Engine) -> list[int]:
+    """On which host each rank is; none where ranks were not told alike. All ranks must call it."""
+    hosts = engine.environment.hosts
+    if engine.environment.world == 1 or engine.device.type == "cuda":
+        return hosts
+    own = torch.tensor([counter.key(str(hosts))])
+    bounds = torch.cat([own, ~own])
+    Communicator(dist.group.WORLD, engine.traffic).all_reduce_max(bounds)
+    return hosts if torch.equal(bounds[:1], ~bounds[1:]) else []
+
+
 def settle(kernels: Sequence[Kernel], device: torch.device, world: Communicator) -> None:
     """Have these used on all ranks, or on none. All ranks must call it."""
     if device.type != "cuda" or world.alone:

@@ -24,6 +24,8 @@ from phalanx.parallel.communication import links
 from phalanx.parallel.communication.choosing import Conditions, choose
 from phalanx.parallel.communication.codecs import speed
 from phalanx.parallel.communication.codecs.switched import Switched
+from phalanx.parallel.communication.mesh import SHARD
+from phalanx.train.comm_work import over_replicas, over_shards
 
 if TYPE_CHECKING:
     from phalanx.train.engine import Engine
@@ -52,13 +54,15 @@ class StepSeconds:
     whole: float
     exposed: float
     """Of these it waited for gradients."""
-    backward: float
+    hides: float
+    """Of these something may travel: backward, and where weights are gathered, forward too."""
 
     @classmethod
     def of(cls, metrics: Metrics, axis: str) -> StepSeconds:
         seconds = metrics.seconds
         exposed = metrics.communication.get(f"exposed_{axis}", 0.0)
-        return cls(sum(seconds.values()) - seconds.get("data", 0.0), exposed, seconds.get("backward", 0.0))
+        hides = seconds.get("backward", 0.0) + (seconds.get("forward", 0.0) if axis == "fsdp" else 0.0)
+        return cls(sum(seconds.values()) - seconds.get("data", 0.0), exposed, hides)
 
 
 @dataclass(frozen=True)
@@ -95,12 +99,12 @@ class AutoComm:
     def __init__(self, engine: Engine) -> None:
         self.engine, self.methods, self.method = engine, allowed(engine.loss_tolerance), EXACT
         self.active = engine.layout.comm == AUTO and bool(engine.layout.coded_axis)
-        self.group = engine.mesh.group("dp")
+        sharded = self.active and engine.layout.coded_axis == "fsdp"
+        self.group = engine.mesh.group(*SHARD) if sharded else engine.mesh.group("dp")
         buckets = engine.spread.buckets if self.active else ()
         coded = [bucket.coded for bucket in buckets if bucket.coded is not None]
         self.codecs = list(dict.fromkeys(each.method for each in coded if isinstance(each.method, Switched)))
-        self.numbers = sum(each.length for each in coded)
-        self.width = coded[0].storage.reduce.itemsize if coded else 4
+        self.work = (over_shards if sharded else over_replicas)(engine, coded)
         self.told = [0.0] * TOLD if self.active else []
         """Of this rank's last step, for the next one's sum."""
         self.news: deque[Chosen] = deque()
@@ -111,7 +115,7 @@ class AutoComm:
         """Steps that are not looked back on; that were longer, in a row; since the last choice."""
         self._longer: list[float] = []
         """Seconds of those that were longer."""
-        self._due = False
+        self._due, self._follows = False, False
         self._trial: MethodTrial | None = None
         self._learned: dict[str, float] = {}
         """By method: how many times as long as predicted a step with it was."""
@@ -142,17 +146,23 @@ class AutoComm:
 
     def stepped(self, metrics: Metrics) -> None:
         """A step is done. All ranks come to the same conclusion here."""
-        if not self.active:
+        if not self.active or self._follows:
             return
         step, waited = StepSeconds.of(metrics, self.group.name), time.monotonic() - self._measured_at
         due = self._speed is None or (self._since >= LEAST_STEPS and waited > self._cost / SHARE)
-        self.told = [step.whole, step.exposed, step.backward, float(due and self.engine.rank == 0)]
+        self.told = [step.whole, step.exposed, step.hides, float(due and self.engine.rank == 0)]
         longer = self._slow >= IN_A_ROW
         if self._trial is not None and (longer or len(self._steps) >= FIRST):
             taken = self._longer if longer else [each.whole for each in self._steps]
             longer &= not self._judge(metrics.step + 1, self._trial, statistics.median(taken))
         if longer or (self._due and len(self._steps) >= FIRST):
             self._choose(metrics.step + 1, longer)
+
+    def follow(self, method: str) -> None:
+        """From the next step on this one, and none by what is measured. All ranks must say the same."""
+        if self.active:
+            self._follows = True
+            self._use(method)
 
     def restore(self, facts: Mapping[str, Any]) -> None:
         """Go on with the method that a saved state was made with, until there is something to choose by."""
@@ -180,11 +190,9 @@ class AutoComm:
         size = links.SMALLEST if self._speed is None else max(links.SMALLEST, self._speed.size // 4)
         self._speed = links.along(self.group, self.engine.device, size)
         self._codec_seconds = self._codec_seconds or {each.name: self._timed(each.name) for each in self.methods}
-        link, numbers = self._agree(self._speed)
+        link, sent, beside = self._agree(self._speed)
         self._measured_at, self._cost = time.monotonic(), time.monotonic() - began
-        ranks = self.group.size
-        sent = 2 * (ranks - 1) / ranks * numbers * self.width
-        now = Conditions(self._compute, min(self._hides, self._compute), sent, link.rate, link.latency)
+        now = Conditions(self._compute, min(self._hides, self._compute), sent, link.rate, link.latency, beside)
         if not link.rate / OTHER_LINK < self._learned_at < link.rate * OTHER_LINK:
             self._learned.clear()
         self._learned_at = self._learned_at if self._learned else link.rate
@@ -242,7 +250,7 @@ class AutoComm:
         """On the last steps: what they took without communication."""
         own = self._codec_seconds.get(self.method, 0.0)
         self._compute = statistics.median(max(step.whole - step.exposed - own, 0.0) for step in self._steps)
-        self._hides = statistics.median(step.backward for step in self._steps)
+        self._hides = statistics.median(step.hides for step in self._steps)
 
     def _timed(self, name: str) -> float:
         """Seconds that a codec takes of a step, on this rank."""
@@ -250,14 +258,14 @@ class AutoComm:
         if codec is None:
             return 0.0
         encode, decode = speed.seconds(codec, self.engine.device)
-        return self.numbers / speed.SAMPLE * (encode * (1 + 1 / self.group.size) + 2 * decode)
+        return (encode * self.work.encoded + decode * self.work.decoded) / speed.SAMPLE
 
-    def _agree(self, link: links.Speed) -> tuple[links.Speed, float]:
-        """The slowest of all groups' links and codecs, and the most numbers that a stage has, on all ranks alike."""
-        names = list(self._codec_seconds)
-        facts = [link.latency, 1 / link.rate, self.numbers, *(self._codec_seconds[name] for name in names)]
+    def _agree(self, link: links.Speed) -> tuple[links.Speed, float, float]:
+        """The slowest of all groups' links and codecs, and the most bytes that a stage sends, on all ranks alike."""
+        names, work = list(self._codec_seconds), self.work
+        facts = [link.latency, 1 / link.rate, work.sent, work.beside, *(self._codec_seconds[name] for name in names)]
         own = torch.tensor(facts, dtype=torch.float64, device=self.engine.device)
         self.engine.mesh.world.all_reduce_max(own)
-        latency, slowness, numbers, *codecs = own.tolist()
+        latency, slowness, sent, beside, *codecs = own.tolist()
         self._codec_seconds = dict(zip(names, codecs, strict=True))
-        return links.Speed(latency, 1 / slowness, link.size), numbers
+        return links.Speed(latency, 1 / slowness, link.size), sent, beside

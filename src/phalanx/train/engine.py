@@ -42,7 +42,7 @@ from phalanx.run import Run
 from phalanx.task import Batch, Task
 from phalanx.traces import explain
 from phalanx.train import rounds
-from phalanx.train.agreement import agree_on_kernels, check_agreement
+from phalanx.train.agreement import agree_on_kernels, agreed_hosts, check_agreement
 from phalanx.train.ahead import Ahead
 from phalanx.train.auto_comm import AutoComm
 from phalanx.train.beforehand import join_beforehand
@@ -139,7 +139,7 @@ class Engine:
         if self.layout.exact:
             undo.callback(steady(self.device))
         check_agreement(self, "settings", "layout", "kernels", "callbacks")
-        self.mesh = Mesh(self.layout, self.environment.rank, timeout, self.traffic)
+        self.mesh = Mesh(self.layout, self.environment.rank, timeout, self.traffic, hosts=agreed_hosts(self))
         undo.callback(self.mesh.close)
         agree_on_kernels(self)
         blueprint = Blueprint(building(task), task.seed)

@@ -52,7 +52,14 @@ class Overview:
         """Settings that have no effect, or cost more than they need."""
         device = self.engine.device.type
         stream = self.engine.dtypes.compute.itemsize
-        settings = layout_notes(self.engine.layout, device, self.engine.loader.micro_batches, stream)
+        mesh, micro_batches = self.engine.mesh, self.engine.loader.micro_batches
+        hosts = [mesh.hosts[rank] for rank in mesh.members(("dp",))] if mesh.hosts else []
+        settings = layout_notes(self.engine.layout, device, micro_batches, stream, hosts)
+        if not hosts:
+            settings.append(
+                "ranks were told in different ways which of them share a host, so none sum inside of hosts first: set "
+                "LOCAL_WORLD_SIZE to the same on each"
+            )
         given = getattr(self.engine.loader.reader.data, "notes", ())
         return [*settings, *given, *self._of_task[1], *self.engine.dtypes.notes(device), *self._wide(), *self.news()]
 

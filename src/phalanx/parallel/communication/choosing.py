@@ -38,10 +38,12 @@ class Conditions:
     """Bytes a second that it can send."""
     latency: float
     """Seconds that the smallest message takes."""
+    beside: float = 0.0
+    """Bytes that it sends of what travels as it is, whatever the method: weights that are gathered."""
 
     def predicted(self, method: Candidate, codec: float) -> float:
         """Seconds of a step; ``codec``: of these for encoding and decoding."""
-        travel = self.sent * method.bytes / self.rate + 2 * self.latency
+        travel = (self.sent * method.bytes + self.beside) / self.rate + 2 * self.latency
         return self.compute + codec + max(0.0, travel - self.hides)
 
 

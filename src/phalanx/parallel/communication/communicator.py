@@ -15,6 +15,7 @@ from torch import Tensor
 from phalanx.parallel.communication import words as spelling
 from phalanx.parallel.communication.background import Background
 from phalanx.parallel.communication.exact import fold
+from phalanx.parallel.communication.host_sums import HostSums, in_two_ways
 from phalanx.parallel.communication.launched import Launched
 from phalanx.parallel.communication.memory import Buffers
 from phalanx.parallel.communication.peers import Expected, Peers
@@ -32,8 +33,13 @@ class Communicator:
     """On gloo, messages of up to so many bytes go straight to everybody: its rings take a step a rank (18 ms for 3.6 at
     8 ranks)."""
 
-    def __init__(self, group: dist.ProcessGroup | None, traffic: Traffic, name: str = "alone") -> None:
-        """``name``: the axis in logs, errors and counts, where the group does not say it."""
+    def __init__(
+        self, group: dist.ProcessGroup | None, traffic: Traffic, name: str = "alone", hosts: Sequence[int] = ()
+    ) -> None:
+        """``name``: the axis in logs, errors and counts, where the group does not say it.
+
+        ``hosts``: of each rank, where that is known; neighbours are on the same.
+        """
         self.traffic, self._group = traffic, group
         self.name = name if group is None else group.group_desc
         self._own_name = "" if group is None else group.group_name
@@ -45,6 +51,7 @@ class Communicator:
         backend = "gloo" if group is None else dist.get_backend(group)
         self._gloo, self._nccl = backend == "gloo", backend == "nccl"
         self._peers = Peers(group) if group is not None and self._gloo else None
+        self._hosts = HostSums(self._peers, hosts) if self._peers is not None and in_two_ways(hosts) else None
         self._background = Background(self.name)
 
     @property
@@ -61,6 +68,8 @@ class Communicator:
             return Pending()
         waiting = self._count("all-reduce", tensor, self._both_ways)
         if expected is None and not self._is_small(tensor):
+            if self._hosts is not None and tensor.numel() >= self._hosts.least:
+                return self.in_background(self._hosts.all_reduce(tensor), waiting)
             return Pending([dist.all_reduce(tensor, group=self._group, async_op=True)], None, waiting)
         every = tensor.expand(self.size, *tensor.shape)
         if expected is not None:
@@ -97,6 +106,8 @@ class Communicator:
             return self.all_reduce(tensor)
         ranks, size = self.size, tensor.numel()
         waiting = self._count("all-reduce", tensor, self._both_ways)
+        if self._hosts is not None and self._hosts.by_tree and size >= self._hosts.least:
+            return self.in_background(self._hosts.all_reduce(tensor), waiting)
         each = -(-size // ranks)
         even = size == each * ranks
         parts = tensor.view(ranks, each) if even else buffers.take(ranks, each, dtype=tensor.dtype)

@@ -150,13 +150,16 @@ class Mesh(Grid):
     """A rank's place in the grid, and a communicator along each axis."""
 
     def __init__(
-        self, layout: Layout, rank: int, timeout: timedelta, traffic: Traffic | None = None, within: Mesh | None = None
-    ) -> None:
+        self, layout: Layout, rank: int, timeout: timedelta, traffic: Traffic | None = None, within: Mesh | None = None,
+        hosts: Sequence[int] = (),
+    ) -> None:  # fmt: skip
         """``traffic``: where what is said along all axes is counted.
 
         ``within``: of all sites, where this is the mesh of one: groups that are the same are shared.
+        ``hosts``: on which each rank is, where all ranks know that alike.
         """
         super().__init__(layout, rank)
+        self.hosts = hosts
         self._all = "world" if within is None else "site"
         self.traffic, self.everybody = traffic or Traffic(), within or self
         """All ranks, of this site and of others."""
@@ -179,7 +182,8 @@ class Mesh(Grid):
     def _make(self, group: Members) -> Communicator:
         name = f"mesh {self._number}, {group.name}"
         made = new_group(group.ranks, self.rank, name, self._timeout, group.called, self._device)
-        return known(Communicator(made, self.traffic))
+        hosts = [self.hosts[rank] for rank in group.ranks] if self.hosts else ()
+        return known(Communicator(made, self.traffic, hosts=hosts))
 
     def alone(self, *axes: str) -> Communicator:
         """As along axes that have one rank."""
@@ -203,7 +207,7 @@ class Mesh(Grid):
         """Of the ranks that make a step together: all, or this rank's site. All ranks must ask for it."""
         if layout.local is None:
             return self
-        self._sites.append(Mesh(layout.site, self.rank, self._timeout, self.traffic, within=self))
+        self._sites.append(Mesh(layout.site, self.rank, self._timeout, self.traffic, self, self.hosts))
         return self._sites[-1]
 
     def group(self, *axes: str) -> Communicator:

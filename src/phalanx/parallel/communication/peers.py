@@ -8,8 +8,15 @@ what it is ready for before it sends anything (96 of 100).
 
 from __future__ import annotations
 
+import copy
+import itertools
+from collections.abc import Sequence
+
 import torch.distributed as dist
 from torch import Tensor
+
+Messages = Tensor | Sequence[Tensor]
+"""One a rank; of any sizes, if a list."""
 
 
 class Peers:
@@ -17,27 +24,34 @@ class Peers:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group, self.rank, self.size = group, group.rank(), group.size()
-        self._number = 0
+        self._places: Sequence[int] = range(self.size)
+        """In the group, of each rank."""
+        self._numbers = itertools.count()
+
+    def among(self, ranks: Sequence[int]) -> Peers:
+        """Some of them, this rank too, each with its place among these. Numbers stay those of all."""
+        found = copy.copy(self)
+        found._places, found.rank, found.size = ranks, ranks.index(self.rank), len(ranks)
+        return found
 
     def number(self) -> int:
         """Of a new exchange. All ranks must ask in the same order."""
-        self._number = self._number % ((1 << 31) - 1) + 1
-        return self._number
+        return next(self._numbers) % ((1 << 31) - 1) + 1
 
-    def ready(self, rows: Tensor, number: int) -> list[dist.Work]:
+    def ready(self, rows: Messages, number: int) -> list[dist.Work]:
         """Row r is to come from rank r."""
         return [
             work
             for rank in self._others(-1)
-            if (work := dist.irecv(rows[rank], group=self._group, group_src=rank, tag=number)) is not None
+            if (work := dist.irecv(rows[rank], group=self._group, group_src=self._places[rank], tag=number)) is not None
         ]
 
-    def send(self, rows: Tensor, number: int) -> list[dist.Work]:
+    def send(self, rows: Messages, number: int) -> list[dist.Work]:
         """Row r to rank r."""
         return [
             work
             for rank in self._others(1)
-            if (work := dist.isend(rows[rank], group=self._group, group_dst=rank, tag=number)) is not None
+            if (work := dist.isend(rows[rank], group=self._group, group_dst=self._places[rank], tag=number)) is not None
         ]
 
     def expect(self, rows: Tensor, number: int | None = None) -> Expected:

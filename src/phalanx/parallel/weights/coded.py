@@ -118,7 +118,7 @@ class CodedGradients:
 
     def sent(self, ranks: int) -> Counter[str]:
         """By kind, the bytes that a rank sends to replicas of what is encoded."""
-        coded = self.active and not self.over_shards and self.length
+        coded = self.active and not self.method.plain and not self.over_shards and self.length
         return Counter(self.codec.sent(self.length, self.storage.reduce, ranks) if coded else {})
 
     def end_step(self, counts: bool, factor: float) -> None:

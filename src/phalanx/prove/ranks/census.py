@@ -62,12 +62,13 @@ def expected(engine: Engine, micro_batches: int) -> Bounds:
 def _as_it_is(bucket: Bucket, axis: str) -> int:
     """Numbers of a row of gradients that travel over an axis as they are."""
     coded, length = bucket.coded, bucket.gradient_packing.length
-    return length - (coded.length if coded is not None and coded.axis == axis and coded.active else 0)
+    few = coded is not None and coded.axis == axis and coded.active and not coded.method.plain
+    return length - (coded.length if few and coded is not None else 0)
 
 
 def _coded(bucket: Bucket, axis: str) -> int:
     """Bytes of a row of gradients that is encoded for an axis."""
-    if bucket.coded is None or bucket.coded.axis != axis:
+    if bucket.coded is None or bucket.coded.axis != axis or bucket.coded.method.plain:
         return 0
     return bucket.coded.codec.size(bucket.coded.length, bucket.storage.reduce)
 

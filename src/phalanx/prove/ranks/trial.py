@@ -29,6 +29,7 @@ from phalanx.prove.ranks.resuming import Interruption, Resume, emptied
 from phalanx.prove.ranks.witness import Testimony, Witness
 from phalanx.prove.reference.hostile import Hostile, cramped
 from phalanx.prove.reference.steady import Steady, homes
+from phalanx.prove.reference.switched import method_of
 from phalanx.task import Task
 from phalanx.train.beforehand import join_beforehand
 from phalanx.train.engine import Engine
@@ -184,6 +185,7 @@ class TrialRun:
     def _steps(self, engine: Engine) -> Iterator[int]:
         for batch in engine.batches():
             self.step = batch.step
+            engine.auto_comm.follow(method_of(batch.step))
             self.watching.before(batch)
             if self.resumed and self.watching.astray:
                 break

@@ -35,7 +35,7 @@ class Coding:
         if method is None or not layout.coded_axis:
             return None
         weights: Codec | None = None
-        if layout.coded_axis == "fsdp":
+        if layout.coded_axis == "fsdp" and method.name != AUTO:  # what that changes of a loss is in no ladder
             weights = Bfloat16() if method.name == "bf16" else Blockwise(8)
         return cls(layout.coded_axis, codec_of(method), weights, method.name == "onebit")
 

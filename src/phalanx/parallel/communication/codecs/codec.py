@@ -33,6 +33,11 @@ class Method:
     two_hops = True
     """Whether sums are encoded again, so that something of them may be owed."""
 
+    @property
+    def plain(self) -> bool:
+        """Whether numbers are sent as they are just now."""
+        return False
+
     def takes(self, shape: torch.Size) -> bool:
         """Whether it is for gradients of weights of which each rank owns up to so much; others travel as they are."""
         return True

@@ -40,6 +40,10 @@ class Switched(Codec):
         self.name = name
 
     @property
+    def plain(self) -> bool:
+        return self.name == EXACT
+
+    @property
     def _owes(self) -> bool:
         """Whether the present method does."""
         return self.name != EXACT and self.codecs[self.name].feedback
@@ -71,12 +75,42 @@ class Switched(Codec):
     ) -> Pending:  # fmt: skip
         if self._owes:
             return self.codecs[self.name].all_reduce(group, x, owed, owed_of_sums, buffers, expected)
-        if self._settling:
-            for what, numbers in ((owed, x), (owed_of_sums, x.view(group.size, -1)[group.rank])):
-                if what is not None and what.begun:
-                    before, after = what.turn()
-                    numbers.add_(before)
-                    after.zero_()
+        self._settle(owed, x)
         if self.name == EXACT:
+            self._settle(owed_of_sums, x.view(group.size, -1)[group.rank])
             return group.all_reduce(x)
-        return self.codecs[self.name].all_reduce(group, x, None, None, buffers, expected)
+        settled = self._settled(owed_of_sums)
+        return self.codecs[self.name].all_reduce(group, x, None, settled, buffers, expected)
+
+    def reduce_scatter(
+        self, group: Communicator, output: Tensor, parts: Tensor, owed: Owed | None, buffers: Buffers
+    ) -> Pending:
+        if self._owes:
+            return self.codecs[self.name].reduce_scatter(group, output, parts, owed, buffers)
+        self._settle(owed, parts.view(-1))
+        if self.name == EXACT:
+            return group.reduce_scatter(output, parts, buffers)
+        return self.codecs[self.name].reduce_scatter(group, output, parts, None, buffers)
+
+    def _settle(self, owed: Owed | None, numbers: Tensor) -> None:
+        """Send what is owed with these, and owe nothing from then on."""
+        if self._settling and owed is not None and owed.begun:
+            before, after = owed.turn()
+            numbers.add_(before)
+            after.zero_()
+
+    def _settled(self, owed: Owed | None) -> Owed | None:
+        """The same of sums, which are not there yet."""
+        return Settled(owed) if self._settling and owed is not None and owed.begun else None
+
+
+class Settled(Owed):
+    """What is owed is sent; what bytes then do not say is not owed."""
+
+    def __init__(self, owed: Owed) -> None:
+        self._owed = owed
+
+    def turn(self) -> tuple[Tensor, Tensor]:
+        before, after = self._owed.turn()
+        after.zero_()
+        return before, torch.empty_like(before)

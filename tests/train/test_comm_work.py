@@ -1,0 +1,33 @@
+"""What a step sends of gradients and weights, predicted to the byte before it is trained."""
+
+from __future__ import annotations
+
+import pytest
+
+import phalanx
+from tests.parity import HostileLanguage
+from tests.ranks import Ranks
+
+
+def sent_in_a_step(layout: str) -> tuple[float, float, dict[str, int]]:
+    """Bytes of gradients and of weights as they are predicted, and as they are counted."""
+    with phalanx.Engine(HostileLanguage(steps=2), layout, device="cpu") as engine:
+        work, axis, counted = engine.auto_comm.work, engine.auto_comm.group.name, dict[str, int]()
+        for batch in engine.batches():
+            before = engine.traffic.sent.copy()
+            engine.step(batch)
+            counted = {kind: n for (along, kind), n in (engine.traffic.sent - before).items() if along == axis}
+        return work.sent, work.beside, counted
+
+
+@pytest.mark.parametrize("layout", ["fsdp=2,zero=1", "fsdp=2,zero=2,micro_batch=4", "fsdp=2,zero=3,micro_batch=4"])
+def test_gathers_and_scatters(ranks: Ranks, layout: str) -> None:
+    for gradients, weights, counted in ranks(2, sent_in_a_step, f"{layout},comm=auto"):
+        assert counted["reduce-scatter"] == gradients
+        assert counted["all-gather"] == weights
+
+
+def test_sums_over_replicas(ranks: Ranks) -> None:
+    for gradients, weights, counted in ranks(4, sent_in_a_step, "dp=2,fsdp=2,zero=2,comm=auto"):
+        assert counted == {"all-reduce": gradients}
+        assert weights == 0
