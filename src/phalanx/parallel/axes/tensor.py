@@ -158,13 +158,15 @@ class TensorParallel:
             return args, kwargs
         to: Same = "invariant" if inside.gathered else "replicated"
         own, held = stream(args, kwargs, inside.name), self.activations.stream.held
-        own, behind = (own, None) if inside.gathered else self._enter(inside, own, own.nbytes * self.group.size)
+        own, behind = (own, None) if inside.gathered else self._enter(inside, own, self.group.size)
         return with_stream(args, kwargs, all_gather(own, TIME, held, self.group, to=to, behind=behind))
 
-    def _enter(self, inside: Inside, x: Tensor, size: int) -> tuple[Tensor, Behind | None]:
-        """Before what sums the gradient of ``x``, of so many bytes: what autograd is to do meanwhile, and then."""
+    def _enter(self, inside: Inside, x: Tensor, ranks: int = 1) -> tuple[Tensor, Behind | None]:
+        """Before what sums the gradient of ``x``, of which so many ranks have a part: what autograd does meanwhile."""
+        if not inside.linears:  # as in compiled blocks, where sizes are no numbers
+            return x, None
         inside.late.clear()
-        if not inside.linears or not x.requires_grad or not torch.is_grad_enabled() or size < overlap.LEAST_BYTES:
+        if not x.requires_grad or not torch.is_grad_enabled() or ranks * x.nbytes < overlap.LEAST_BYTES:
             return x, None
         behind = Behind()
         x = awaited(x, behind)
@@ -193,7 +195,7 @@ class TensorParallel:
             if self.plan.sequence_parallel:
                 return args
         if self._way_in is None or self._way_in[0] is not args[0]:
-            x, behind = self._enter(inside, args[0], args[0].nbytes)
+            x, behind = self._enter(inside, args[0])
             self._way_in = args[0], replicate(x, self.group, behind)
         return (self._way_in[1], *args[1:])
 
