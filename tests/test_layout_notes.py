@@ -55,3 +55,10 @@ def test_replicas_that_share_hosts(layout: str, hosts: list[int], said: str) -> 
 )
 def test_nothing_is_said_of_replicas_that_sum_inside_of_hosts(layout: str, hosts: list[int]) -> None:
     assert layout_notes(Layout.parse(layout), "cpu", hosts=hosts) == []
+
+
+@pytest.mark.parametrize("comm", ["auto", "powersgd:2"])
+def test_methods_that_sum_inside_of_hosts_too_are_not_advised_against(comm: str) -> None:
+    assert not any(
+        "between any two" in note for note in layout_notes(Layout.parse(f"dp=4,comm={comm}"), "cpu", hosts=[0, 0, 1, 1])
+    )

@@ -80,7 +80,7 @@ def _of_hosts(layout: Layout, device: str, hosts: Sequence[int]) -> Iterator[str
     if len(each) < 2 or max(each) == 1 or layout.local is not None:
         return
     even = len(set(each)) == 1
-    if layout.coded_axis == "dp" and even:
+    if layout.coded_axis == "dp" and even and layout.comm != AUTO and not layout.comm.startswith("powersgd"):
         better = replace(layout, dp=len(each), fsdp=layout.fsdp * each[0], zero=min(layout.zero, 2))
         yield (
             f"comm={layout.comm} sends codes between any two of the {each[0]} ranks on each of {len(each)} hosts; with "

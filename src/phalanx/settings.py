@@ -24,6 +24,8 @@ ELSEWHERE = {
     "lr": "learning_rate", "batch_size": "global_batch", "train_batch_size": "global_batch",
     "per_device_train_batch_size": "global_batch", "num_epochs": "epochs", "num_train_epochs": "epochs",
     "max_steps": "steps", "max_length": "length", "max_seq_length": "length", "block_size": "length",
+    "load_in_4bit": "four_bit", "model": "base", "model_name": "base", "model_name_or_path": "base", "dataset": "path",
+    "dataset_name": "path", "train_file": "path", "bf16": "precision", "fp16": "precision",
 }  # fmt: skip
 """What other libraries call settings of ours."""
 

@@ -31,3 +31,9 @@ def test_sums_over_replicas(ranks: Ranks) -> None:
     for gradients, weights, counted in ranks(4, sent_in_a_step, "dp=2,fsdp=2,zero=2,comm=auto"):
         assert counted == {"all-reduce": gradients}
         assert weights == 0
+
+
+def test_gradients_that_other_stages_add_to_travel_as_they_are(ranks: Ranks) -> None:
+    for gradients, beside, counted in ranks(4, sent_in_a_step, "dp=2,pp=2,micro_batch=8,comm=auto"):
+        assert sum(counted.values()) == gradients + beside
+    assert any(beside for _, beside, _ in ranks(4, sent_in_a_step, "dp=2,pp=2,micro_batch=8,comm=auto"))

@@ -103,7 +103,7 @@ def check_apart(model: nn.Module, texts: str, advice: str) -> None:
 
 
 def smaller(config: Any, blocks: int, heads: int, vocabulary: int) -> Any:
-    """The configuration of a model of the same kind, with small sizes."""
+    """The configuration of a model of the same kind, with small sizes and so many words."""
     tiny = copy.deepcopy(config)
     heads = min(config.num_attention_heads, max(4, heads))
     keys = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
@@ -117,7 +117,7 @@ def smaller(config: Any, blocks: int, heads: int, vocabulary: int) -> Any:
         "moe_intermediate_size": 3 * HEAD_WIDTH,
         "num_local_experts": min(getattr(config, "num_local_experts", 8), 8),
         "num_experts": min(getattr(config, "num_experts", 8), 8),
-        "vocab_size": min(getattr(config, "vocab_size", vocabulary), vocabulary),
+        "vocab_size": vocabulary,
     }
     for name, value in sizes.items():
         if isinstance(getattr(config, name, None), int):

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from phalanx import counter
 from phalanx.data.fingerprint import digest, near
 from phalanx.errors import WrongUse
-from phalanx.kernels import flash_attention
+from phalanx.kernels import flash_attention, nf4  # noqa: F401  # ranks agree on every kernel there is
 from phalanx.kernels.choice import KERNELS, Kernel
 from phalanx.parallel.communication.communicator import Communicator
 from phalanx.settings import plain_settings

@@ -53,7 +53,7 @@ class StepSeconds:
 
     whole: float
     exposed: float
-    """Of these it waited for gradients."""
+    """Of these it waited for gradients, and over shards for weights."""
     hides: float
     """Of these something may travel: backward, and where weights are gathered, forward too."""
 

@@ -23,13 +23,14 @@ class CommWork:
     """Numbers, where they travel in few bits."""
     decoded: float
     beside: float = 0.0
-    """Bytes of weights that are gathered along the same axis."""
+    """Bytes that travel along the same axis as they are: weights that are gathered, gradients that others add to."""
 
 
 def over_replicas(engine: Engine, coded: Sequence[CodedGradients]) -> CommWork:
     """Each part goes to who sums it, and its sum to all."""
     ranks, numbers = engine.mesh.size("dp"), sum(each.length for each in coded)
-    return CommWork(2 * (ranks - 1) / ranks * _bytes(coded), numbers * (1 + 1 / ranks), 2 * numbers)
+    share = 2 * (ranks - 1) / ranks
+    return CommWork(share * _bytes(coded), numbers * (1 + 1 / ranks), 2 * numbers, share * _uncoded(engine))
 
 
 def over_shards(engine: Engine, coded: Sequence[CodedGradients]) -> CommWork:
@@ -47,7 +48,14 @@ def over_shards(engine: Engine, coded: Sequence[CodedGradients]) -> CommWork:
         times = 1 if unit is None else micro_batches * (1 if unit.keep else 2)
         gathered += times * bucket.packing.length * bucket.storage.compute.itemsize
     numbers = scattered * ranks * sum(each.length for each in coded)
-    return CommWork((ranks - 1) * scattered * _bytes(coded), numbers, numbers, (ranks - 1) * gathered)
+    beside = (ranks - 1) * (gathered + scattered * _uncoded(engine))
+    return CommWork((ranks - 1) * scattered * _bytes(coded), numbers, numbers, beside)
+
+
+def _uncoded(engine: Engine) -> float:
+    """Bytes of gradients in coded buckets that ranks of other axes add to: they are sent as they are."""
+    coded = [(b, b.coded) for b in engine.spread.buckets if b.coded is not None]
+    return sum((b.gradient_packing.length - c.length) * c.storage.reduce.itemsize for b, c in coded)
 
 
 def _bytes(coded: Sequence[CodedGradients]) -> float:

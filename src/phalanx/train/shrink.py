@@ -130,7 +130,8 @@ def by_config(task: Task, model: nn.Module, config: Any, needs: Needs, vocabular
     """The same class of model from a smaller configuration, with so many words at most."""
     if not hasattr(config, "num_attention_heads"):
         return _state_space(task, model, config, needs, vocabulary)
-    tiny = smaller(config, needs.blocks, needs.heads, vocabulary)
+    words = min(getattr(config, "vocab_size", vocabulary), vocabulary)
+    tiny = smaller(config, needs.blocks, needs.heads, words)
     return _with_config(task, model, tiny, _chunks(tiny, SMALL_LENGTH // 2))
 
 

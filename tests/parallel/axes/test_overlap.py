@@ -117,6 +117,26 @@ def test_it_trains_like_one_device(ranks: Ranks, task: HostileLanguage, layout: 
     assert error < TOLERANCE, where
 
 
+def trained_at(task: HostileLanguage, least: int) -> tuple[list[float], int]:
+    """Losses with overlap from so many bytes on, and how often weights came late."""
+    made = mock.Mock(side_effect=LateWeight)
+    with (
+        mock.patch.object(overlap, "LEAST_BYTES", least),
+        mock.patch.object(overlap, "LateWeight", made),
+        phalanx.Engine(task, "tp=2", device="cpu") as engine,
+    ):
+        return [engine.step(batch).loss for batch in engine.batches()], made.call_count
+
+
+def test_ranks_with_more_and_fewer_tokens_do_the_same(ranks: Ranks) -> None:
+    """Nine tokens are five and four: what a rank has itself, times ranks, lies on both sides of this."""
+    task = HostileLanguage(steps=2)
+    for least in range(0, 16 * 12 * 12 * 8, 16 * 12 * 4):
+        (losses, late), (others, as_often) = ranks(2, trained_at, task, least)
+        assert losses == others
+        assert late == as_often
+
+
 def watched(task: phalanx.Task) -> list[str]:
     """Of a step: collectives along tp, when they are launched and waited for, and gradients, when they are there."""
     seen: list[str] = []

@@ -5,7 +5,8 @@ Autograd runs what was recorded last first, of all that it could run. So before 
 container, whose backward launches the sum, two kinds of nodes are recorded: one that waits for the sum
 (`differentiable.awaited`), and after it one for each weight of the container's, in whose backward the product of its
 gradient is computed. A linear's own backward gives the gradient of its input alone, and leaves to that node what the
-product needs. No thread, no copy; the products are those that there were, in another order.
+product needs: inputs and output gradients of a container's linears are in memory together until then. The products
+are those that there were, in another order, and no thread is needed.
 
 A row-parallel linear whose output is reduce-scattered does some tokens after others: their sum is under way while those
 of the next are multiplied, and likewise their gradients, gathered on the way back.

@@ -158,15 +158,16 @@ class TensorParallel:
             return args, kwargs
         to: Same = "invariant" if inside.gathered else "replicated"
         own, held = stream(args, kwargs, inside.name), self.activations.stream.held
-        own, behind = (own, None) if inside.gathered else self._enter(inside, own, self.group.size)
+        own, behind = (own, None) if inside.gathered else self._enter(inside, own, held)
         return with_stream(args, kwargs, all_gather(own, TIME, held, self.group, to=to, behind=behind))
 
-    def _enter(self, inside: Inside, x: Tensor, ranks: int = 1) -> tuple[Tensor, Behind | None]:
-        """Before what sums the gradient of ``x``, of which so many ranks have a part: what autograd does meanwhile."""
+    def _enter(self, inside: Inside, x: Tensor, time: int) -> tuple[Tensor, Behind | None]:
+        """Before what sums the gradient of ``x``, all of its ``time``: what autograd does meanwhile, alike on ranks."""
         if not inside.linears:  # as in compiled blocks, where sizes are no numbers
             return x, None
         inside.late.clear()
-        if not x.requires_grad or not torch.is_grad_enabled() or ranks * x.nbytes < overlap.LEAST_BYTES:
+        size = time * x.transpose(0, TIME).shape[1:].numel() * x.element_size()  # a rank's own part may be shorter
+        if not x.requires_grad or not torch.is_grad_enabled() or size < overlap.LEAST_BYTES:
             return x, None
         behind = Behind()
         x = awaited(x, behind)
@@ -195,7 +196,7 @@ class TensorParallel:
             if self.plan.sequence_parallel:
                 return args
         if self._way_in is None or self._way_in[0] is not args[0]:
-            x, behind = self._enter(inside, args[0])
+            x, behind = self._enter(inside, args[0], args[0].shape[TIME])
             self._way_in = args[0], replicate(x, self.group, behind)
         return (self._way_in[1], *args[1:])
 

@@ -265,6 +265,7 @@ def own_run(x: Tensor, dim: int, group: Communicator) -> Tensor:
 
 
 def padded(x: Tensor, dim: int, size: int) -> Tensor:
+    """With zeros after it along a dim, up to a size."""
     missing = size - x.shape[dim]
     return F.pad(x, [0, 0] * (x.ndim - 1 - dim) + [0, missing]) if missing else x
 
@@ -284,18 +285,18 @@ def _fresh(x: Tensor, source: Tensor) -> Tensor:
 
 
 def _summed(x: Tensor, dim: int, group: Communicator) -> Tensor:
-    return _unpadded(reduce_scattered(_runs(x, dim, group), group), x, dim, group)
+    return _unpadded(reduce_scattered(_runs(x, dim, group), group), x.shape[dim], dim, group)
 
 
 def _start_summed(x: Tensor, dim: int, group: Communicator) -> Callable[[], Tensor]:
     """The same, launched; what is returned waits for it."""
-    parts = _runs(x, dim, group)
+    parts, total = _runs(x, dim, group), x.shape[dim]
     own = parts.new_empty(parts.shape[1:])
     pending = group.reduce_scatter(own, parts)
 
     def finish() -> Tensor:
         pending.wait()
-        return _unpadded(own, x, dim, group)
+        return _unpadded(own, total, dim, group)
 
     return finish
 
@@ -306,6 +307,6 @@ def _runs(x: Tensor, dim: int, group: Communicator) -> Tensor:
     return padded(x, dim, each * group.size).unflatten(dim, (group.size, each)).movedim(dim, 0).contiguous()
 
 
-def _unpadded(own: Tensor, x: Tensor, dim: int, group: Communicator) -> Tensor:
-    start, stop = run(x.shape[dim], group.size, group.rank)
+def _unpadded(own: Tensor, total: int, dim: int, group: Communicator) -> Tensor:
+    start, stop = run(total, group.size, group.rank)
     return own if own.shape[dim] == stop - start else own.narrow(dim, 0, stop - start).clone()

@@ -106,8 +106,8 @@ static PyObject *launches_launched(Launches *self, PyObject *const *given, Py_ss
   }
   int awaited = cuda && self->launching;
   int64_t record = note_launch(self->notes, of->row, of->number, &of->path, tensor, awaited, cuda, &bytes);
-  if (record < 0 || count(of, bytes, given[5]) < 0 || watched_by(self, axis, kind, tensor) < 0)
-    return NULL;
+  of = record < 0 ? NULL : repeated(self, group, axis, size, kind);  // Python may have run, and taken its place
+  if (!of || count(of, bytes, given[5]) < 0 || watched_by(self, axis, kind, tensor) < 0) return NULL;
   if (awaited) {
     PyObject *called = PyLong_FromLongLong(record);
     PyObject *done = called ? PyObject_CallOneArg(self->launching, called) : NULL;
