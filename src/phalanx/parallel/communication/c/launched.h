@@ -58,19 +58,25 @@ static int count(Repeated *of, int64_t bytes, PyObject *share) {
 }
 
 // What is known of a group and kind. Two that fall into one place take it from each other.
-static Repeated *repeated(Launches *self, PyObject *group, PyObject *axis, PyObject *size, PyObject *kind) {
+static Repeated *repeated(Launches *self, PyObject *group, PyObject *axis, PyObject *kind) {
   size_t mixed = ((uintptr_t)group >> 4) * 31 + ((uintptr_t)kind >> 4);
   Repeated *found = &self->repeated[(mixed ^ mixed >> 6) % REPEATED];
   if (found->group == group && found->kind == kind && found->axis == axis) return found;
-  int row = row_of(self->notes, group, axis, size), number = row < 0 ? -1 : kind_number(kind);
+  int number = kind_number(kind);
   if (number < 0 || (found->group && settle(self, found) < 0)) return NULL;
   Py_XSETREF(found->group, Py_NewRef(group));
   Py_XSETREF(found->axis, Py_NewRef(axis));
   Py_XSETREF(found->kind, Py_NewRef(kind));
-  found->row = row;
+  found->row = -1;
   found->number = number;
   found->path = (Path){0};
   return found;
+}
+
+// Its group has a row in the record from the first collective on that is noted there.
+static int has_row(Launches *self, Repeated *of, PyObject *size) {
+  if (of->row < 0) of->row = row_of(self->notes, of->group, of->axis, size);
+  return of->row >= 0;
 }
 
 static PyObject *new_launched(Launches *self, PyObject *axis, PyObject *kind, int64_t record, int cuda) {
@@ -98,15 +104,16 @@ static PyObject *launches_launched(Launches *self, PyObject *const *given, Py_ss
   PyObject *group = given[0], *axis = given[1], *size = given[2], *kind = given[3], *tensor = given[4];
   int64_t bytes, *signs = self->signs.buf;
   int cuda = to_int(read_attribute(tensor, &is_cuda));
-  Repeated *of = cuda < 0 ? NULL : repeated(self, group, axis, size, kind);
+  Repeated *of = cuda < 0 ? NULL : repeated(self, group, axis, kind);
   if (!of) return NULL;
   if (self->in_graph) {
     if ((bytes = bytes_of(tensor)) < 0 || count(of, bytes, given[5]) < 0) return NULL;
     return new_launched(self, axis, kind, IN_GRAPH, cuda);
   }
+  if (!has_row(self, of, size)) return NULL;
   int awaited = cuda && self->launching;
   int64_t record = note_launch(self->notes, of->row, of->number, &of->path, tensor, awaited, cuda, &bytes);
-  of = record < 0 ? NULL : repeated(self, group, axis, size, kind);  // Python may have run, and taken its place
+  of = record < 0 ? NULL : repeated(self, group, axis, kind);  // Python may have run, and taken its place
   if (!of || count(of, bytes, given[5]) < 0 || watched_by(self, axis, kind, tensor) < 0) return NULL;
   if (awaited) {
     PyObject *called = PyLong_FromLongLong(record);
@@ -127,8 +134,8 @@ static PyObject *launches_recorded(Launches *self, PyObject *const *given, Py_ss
   int received = cuda < 0 ? -1 : PyObject_RichCompareBool(kind, word_receive, Py_EQ);
   if (received < 0 || (received && watched_by(self, axis, kind, tensor) < 0)) return NULL;
   if (self->in_graph) return new_launched(self, axis, kind, IN_GRAPH, cuda);
-  Repeated *of = repeated(self, group, axis, size, kind);
-  if (!of) return NULL;
+  Repeated *of = repeated(self, group, axis, kind);
+  if (!of || !has_row(self, of, size)) return NULL;
   int64_t record = note_launch(self->notes, of->row, of->number, &of->path, tensor, 0, cuda, NULL);
   return record < 0 ? NULL : new_launched(self, axis, kind, record, cuda);
 }
