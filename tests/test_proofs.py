@@ -41,6 +41,18 @@ def test_a_proof_of_this_code_is_found(tmp_path: Path) -> None:
     assert words(tmp_path, "fsdp=4").startswith("not proven")
 
 
+def test_the_command_has_what_was_chosen(tmp_path: Path) -> None:
+    from phalanx.recipes.pretrain import Pretrain
+    from phalanx.recipes.sft import SFT
+    from phalanx.settings import plain_settings
+
+    task = SFT(lora=4, length=64, steps=7)
+    told = said(task, plain_settings(task), Layout.parse("dp=2"), tmp_path, "sft")
+    assert told.endswith("; phalanx prove sft --set length=64 --set lora=4 --layouts dp=2")
+    told = said(Pretrain(), plain_settings(Pretrain()), Layout.parse("dp=2"), tmp_path, "pretrain")
+    assert told.endswith("; phalanx prove pretrain --layouts dp=2")
+
+
 def test_other_code_planted_bugs_and_torn_files_do_not_count(tmp_path: Path) -> None:
     for change in ({"files": {"tasks.py": "other"}}, {"phalanx": "other"}, {"inject": "a bug"}, {"class": "Other"}):
         leave(tmp_path, **change)

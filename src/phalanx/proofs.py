@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import MISSING, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +64,18 @@ def said(task: Task, settings: Mapping[str, Any], layout: Layout, folder: Path, 
         return f"{wanted} trains like one device in float64{narrow}{rest}: {path.parent}, code {proof.get('code')}"
     if layout.world == 1:
         return ""
-    return f"not proven for this code; phalanx prove {reference} --layouts {wanted}"
+    return (
+        f"not proven for this code; phalanx prove {' '.join([reference, *_chosen(task, settings)])} --layouts {wanted}"
+    )
+
+
+def _chosen(task: Task, settings: Mapping[str, Any]) -> Iterator[str]:
+    """Settings that are not as they are by default, as a command has them."""
+    for field in fields(task):
+        default = field.default if field.default_factory is MISSING else field.default_factory()
+        value = settings.get(field.name, default)
+        if field.name not in FREE and value != (list(default) if isinstance(default, tuple) else default):
+            yield f"--set {field.name}={value}"
 
 
 def _plain(layout: Layout) -> Layout:

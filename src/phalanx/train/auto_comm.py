@@ -205,8 +205,8 @@ class AutoComm:
             told = ", ".join(f"{name} {1e3 * seconds:.0f} ms" for name, seconds in predicted.items())
             why = (
                 f"{'steps became longer; ' if longer else ''}a rank sends {8e-6 * link.rate:,.0f} Mbit/s, "
-                f"{1e3 * link.latency:.2g} ms a message, and computes {1e3 * now.compute:.0f} ms a step, so that one "
-                f"takes about: {told}"
+                f"{1e3 * link.latency:.2g} ms a message, and computes {1e3 * now.compute:.0f} ms a step, so that a "
+                f"step takes about: {told}. The most exact is taken whose step is hardly longer than the shortest"
             )
             self.news.append(Chosen(step, found, self.method, why, predicted, 8e-6 * link.rate, link.latency))
         if found != self.method:
