@@ -37,6 +37,7 @@ def test_ranks_agree_on_every_kernel_that_a_run_has() -> None:
         "packed attention",
         "the cross-entropy",
         "transposing 8 bits",
+        "weights in 4 bits",
     ]
 
 

@@ -89,12 +89,12 @@ class Coded(Plain):
         """What one sender says of a tensor, and of what it owes of it; the last one has the sum."""
         key = name, sender
         numbers = numbers + self.next_owed.get(key, self.owed.get(key, torch.zeros_like(numbers)))
-        said = self._rounded(self.method, name, numbers)
+        said = self.rounded(self.method, name, numbers)
         if self.method in OWING:
             self.next_owed[key] = numbers - said
         return said
 
-    def _rounded(self, method: str, name: str, numbers: Tensor) -> Tensor:
+    def rounded(self, method: str, name: str, numbers: Tensor) -> Tensor:
         found, flat = torch.empty_like(numbers), numbers.flatten()
         for indices in self.pieces[name]:
             found.view(-1)[indices] = rounded(method, flat[indices], self.number)
@@ -112,7 +112,7 @@ class Coded(Plain):
         whole = dict(weights)
         for name in self.pieces:
             if weights[name].is_floating_point():
-                whole[name] = self._rounded(GATHERED[self.method], name, weights[name])
+                whole[name] = self.rounded(GATHERED[self.method], name, weights[name])
         return whole
 
     @contextmanager

@@ -29,7 +29,7 @@ class Switching(Coded):
         key = name, sender
         owed = self.next_owed.get(key, self.owed.get(key))
         numbers = numbers if owed is None else numbers + owed
-        said = numbers if self.method == EXACT else self._rounded(self.method, name, numbers)
+        said = numbers if self.method == EXACT else self.rounded(self.method, name, numbers)
         if self.method in OWING:
             self.next_owed[key] = numbers - said
         elif owed is not None:
