@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -27,11 +25,10 @@ import torch
 import torch.distributed as dist
 from tests.hosts import missing
 
-from links import PORT
 from phalanx.launch.environment import Environment
 from phalanx.parallel.communication.peers import Peers
 from report import Figure, report
-from slow_network import INTERFACE, SlowNetwork
+from slow_network import SlowNetwork, wait_for
 
 GROUPS = (1, 2, 4)
 
@@ -81,22 +78,8 @@ def main() -> None:
     ):
         words = {"megabytes": options.megabytes, "buckets": options.buckets, "turns": 1 if options.quick else 5}
         words |= {"results": f"{folder}/results.json"}
-        places = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "10.77.0.1"}
-        places |= {"MASTER_PORT": str(PORT), "GLOO_SOCKET_IFNAME": INTERFACE, "OMP_NUM_THREADS": "1"}
-        ranks = [
-            subprocess.Popen(
-                [*network.enter(rank), sys.executable, __file__, "--rank-of", json.dumps(words)],
-                env=os.environ | places | {"RANK": str(rank)},
-            )
-            for rank in range(2)
-        ]
-        try:
-            if any(process.wait() for process in ranks):
-                sys.exit("a rank has failed: see above")
-        finally:
-            for process in ranks:
-                process.kill()
-                process.wait()
+        with network.ranks(__file__, words) as ranks:
+            wait_for(ranks)
         taken = {int(n): seconds for n, seconds in json.loads(Path(words["results"]).read_text()).items()}
     bits = 8 * options.buckets * (options.megabytes << 20)
     link = f"{options.mbits:g} Mbit/s" + (f", {1e3 * options.round_trip:g} ms" if options.round_trip else "")

@@ -13,7 +13,6 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -30,11 +29,11 @@ import torch.distributed as dist
 from tests.hosts import missing
 
 import phalanx
-from links import A_RANK, PORT, SHAPE
+from links import A_RANK, SHAPE
 from phalanx.launch.environment import Environment
 from phalanx.recipes.gpt import GPT
 from report import Figure, report
-from slow_network import INTERFACE, SlowNetwork, bytes_sent
+from slow_network import SlowNetwork, bytes_sent, wait_for
 
 
 def contestants(hosts: int, each: int) -> dict[str, tuple[str, bool]]:
@@ -79,31 +78,14 @@ def on_rank(words: dict[str, Any]) -> None:
 
 def run_hosts(options: argparse.Namespace) -> dict[str, dict[str, float]]:
     """What each contestant's step took and sent, on hosts that are made for it."""
-    world = options.hosts * options.ranks
     with (
         tempfile.TemporaryDirectory() as folder,
         SlowNetwork(options.hosts, Path(folder), options.mbits) as network,
     ):
         results = Path(folder) / "results.json"
         words = {name: getattr(options, name) for name in ("hosts", "ranks", "steps")} | {"results": str(results)}
-        ranks = [
-            subprocess.Popen(
-                [*network.enter(rank // options.ranks), sys.executable, __file__, "--rank-of", json.dumps(words)],
-                env=os.environ | {
-                    "RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank % options.ranks),
-                    "LOCAL_WORLD_SIZE": str(options.ranks), "MASTER_ADDR": "10.77.0.1", "MASTER_PORT": str(PORT),
-                    "GLOO_SOCKET_IFNAME": INTERFACE, "OMP_NUM_THREADS": "1",
-                },
-            )
-            for rank in range(world)
-        ]  # fmt: skip
-        try:
-            if any(process.wait() for process in ranks):
-                raise SystemExit("a rank has failed: see above")
-        finally:
-            for process in ranks:
-                process.kill()
-                process.wait()
+        with network.ranks(__file__, words, options.ranks) as ranks:
+            wait_for(ranks)
         found: dict[str, dict[str, float]] = json.loads(results.read_text())
         return found
 

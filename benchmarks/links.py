@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -47,12 +46,11 @@ from phalanx.local_updates import LocalUpdates
 from phalanx.parallel.weights import bucket
 from phalanx.recipes.gpt import GPT
 from report import Figure, report
-from slow_network import INTERFACE, SlowNetwork, bytes_sent
+from slow_network import SlowNetwork, bytes_sent, wait_for
 
 SHAPE = {"width": 384, "layers": 6, "heads": 6, "kv_heads": 6, "length": 128, "megabytes": 8.0, "learning_rate": 1e-3}
 A_RANK = 2
 DDP = "ddp"
-PORT = 29_611
 ADAPTS = 20
 """Steps in which ``auto`` must have found out that a link has dropped."""
 
@@ -224,24 +222,11 @@ def run_hosts(options: argparse.Namespace, seed: int) -> dict[str, Any]:
             "ddp": options.layout == "dp", "rounds": options.rounds, "segment": options.segment,
             "steps": options.steps, "drop": bool(options.drop), "after": options.after, "results": str(results),
         }  # fmt: skip
-        with SlowNetwork(options.hosts, Path(folder), options.mbits, options.round_trip) as network:
-            ranks = [
-                subprocess.Popen(
-                    [*network.enter(place), sys.executable, __file__, "--rank-of", json.dumps(words)],
-                    env=os.environ | {
-                        "RANK": str(place * options.ranks + local), "WORLD_SIZE": str(options.hosts * options.ranks),
-                        "LOCAL_RANK": str(local), "LOCAL_WORLD_SIZE": str(options.ranks), "MASTER_ADDR": "10.77.0.1",
-                        "MASTER_PORT": str(PORT), "GLOO_SOCKET_IFNAME": INTERFACE, "OMP_NUM_THREADS": "1",
-                    },
-                )
-                for place in range(options.hosts) for local in range(options.ranks)
-            ]  # fmt: skip
-            try:
-                _attend(network, ranks, results, options)
-            finally:
-                for process in ranks:
-                    process.kill()
-                    process.wait()
+        with (
+            SlowNetwork(options.hosts, Path(folder), options.mbits, options.round_trip) as network,
+            network.ranks(__file__, words, options.ranks) as ranks,
+        ):
+            _attend(network, ranks, results, options)
         found: dict[str, Any] = json.loads(results.read_text())
         return found
 
@@ -261,8 +246,7 @@ def _attend(
                 network.shape(mbits)
                 path.with_suffix(f".{what}.done").touch()
         time.sleep(0.05)
-    if any(process.returncode for process in ranks):
-        raise SystemExit("a rank has failed: see above")
+    wait_for(ranks)
 
 
 def usual_of(runs: list[dict[str, Any]], name: str, what: str) -> float:

@@ -9,11 +9,15 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import heapq
+import json
 import multiprocessing
 import os
 import select
 import struct
+import subprocess
+import sys
 import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -26,6 +30,8 @@ CLONE_NEWNET = 0x40000000
 MTU = 9000
 """Of relayed links: fewer frames leave more of the processor to the ranks."""
 INTERFACE = "eth0"
+PORT = 29_611
+"""Of the ranks' rendezvous, in networks of their own."""
 
 
 def _tap(pid: int) -> int:
@@ -133,6 +139,27 @@ class SlowNetwork:
         """What a command is to begin with, to run on a host."""
         return ["nsenter", f"--net=/proc/{self.holders[place].process.pid}/ns/net"]
 
+    @contextlib.contextmanager
+    def ranks(self, file: str, words: Any, each: int = 1) -> Iterator[list[subprocess.Popen[bytes]]]:
+        """So many ranks on each host that run a benchmark with these words for ``--rank-of``; ended on leaving."""
+        made = [
+            subprocess.Popen(
+                [*self.enter(rank // each), sys.executable, file, "--rank-of", json.dumps(words)],
+                env=os.environ | {
+                    "RANK": str(rank), "WORLD_SIZE": str(each * self.number), "LOCAL_RANK": str(rank % each),
+                    "LOCAL_WORLD_SIZE": str(each), "MASTER_ADDR": "10.77.0.1", "MASTER_PORT": str(PORT),
+                    "GLOO_SOCKET_IFNAME": INTERFACE, "OMP_NUM_THREADS": "1",
+                },
+            )
+            for rank in range(each * self.number)
+        ]  # fmt: skip
+        try:
+            yield made
+        finally:
+            for process in made:
+                process.kill()
+                process.wait()
+
     def __exit__(self, *_: Any) -> None:
         if self._hosts is not None:
             self._hosts.__exit__(None, None, None)
@@ -142,6 +169,12 @@ class SlowNetwork:
             process.join()
         for host in self.holders:
             host.close()
+
+
+def wait_for(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Until all have come to their end, or one has failed."""
+    if any(process.wait() for process in ranks):
+        raise SystemExit("a rank has failed: see above")
 
 
 def bytes_sent() -> int:

@@ -14,9 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -37,10 +35,9 @@ from phalanx.launch.environment import Environment
 from phalanx.parallel.axes import overlap
 from phalanx.recipes.gpt import GPT
 from report import Figure, report
-from slow_network import INTERFACE, SlowNetwork
+from slow_network import SlowNetwork, wait_for
 
 SHAPE = {"width": 512, "layers": 4, "heads": 8, "kv_heads": 8, "length": 256, "megabytes": 2.0, "global_batch": 4}
-PORT = 29_613
 NEVER = 1 << 62
 WAYS = {"after": (NEVER, NEVER), "gradients": (0, NEVER), "chunks": (0, overlap.CHUNK_BYTES)}
 """By name, from how many bytes on weights' gradients do not wait for a sum, and tokens are a chunk."""
@@ -74,25 +71,9 @@ def run_hosts(mbits: float, round_trip: float, rounds: int) -> dict[str, Any]:
     """What all ways took on hosts that are made for it."""
     with tempfile.TemporaryDirectory() as folder, SlowNetwork(2, Path(folder), mbits, round_trip) as network:
         results = Path(folder) / "results.json"
-        words = json.dumps({"rounds": rounds, "results": str(results)})
-        ranks = [
-            subprocess.Popen(
-                [*network.enter(place), sys.executable, __file__, "--rank-of", words],
-                env=os.environ | {
-                    "RANK": str(place), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1",
-                    "MASTER_ADDR": "10.77.0.1", "MASTER_PORT": str(PORT), "GLOO_SOCKET_IFNAME": INTERFACE,
-                    "OMP_NUM_THREADS": "1",
-                },
-            )
-            for place in range(2)
-        ]  # fmt: skip
-        try:
-            if any(list(map(subprocess.Popen.wait, ranks))):
-                raise SystemExit("a rank has failed: see above")
-        finally:
-            for process in ranks:
-                process.kill()
-                process.wait()
+        words = {"rounds": rounds, "results": str(results)}
+        with network.ranks(__file__, words) as ranks:
+            wait_for(ranks)
         found: dict[str, Any] = json.loads(results.read_text())
         return found
 

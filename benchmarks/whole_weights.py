@@ -14,7 +14,6 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -35,11 +34,10 @@ from phalanx.parallel.weights import bucket
 from phalanx.parallel.weights.coming import Arrival
 from phalanx.recipes.gpt import GPT
 from report import Figure, report
-from slow_network import INTERFACE, SlowNetwork
+from slow_network import SlowNetwork, wait_for
 
 SHAPE: dict[str, Any] = {"width": 512, "heads": 8, "kv_heads": 8, "megabytes": 0.3, "steps": 10_000}
 SIZES = 5, 10, 25, 50, 100
-PORT = 29_655
 Times = tuple[float, float]
 """Seconds, and seconds of processors."""
 
@@ -122,21 +120,9 @@ def on_hosts(zero: int, rounds: int, segment: int, mbits: float) -> dict[str, An
     """`coming` of two ranks, each on a host of its own."""
     with tempfile.TemporaryDirectory() as folder, SlowNetwork(2, Path(folder), mbits) as network:
         results = Path(folder) / "results.json"
-        words = json.dumps([zero, rounds, segment, str(results)])
-        ranks = [
-            subprocess.Popen(
-                [*network.enter(rank), sys.executable, __file__, "--rank-of", words],
-                env=os.environ | {
-                    "RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1",
-                    "MASTER_ADDR": "10.77.0.1", "MASTER_PORT": str(PORT), "GLOO_SOCKET_IFNAME": INTERFACE,
-                    "OMP_NUM_THREADS": "1",
-                },
-            )
-            for rank in range(2)
-        ]  # fmt: skip
-        codes = [process.wait() for process in ranks]
-        if any(codes):
-            raise SystemExit("a rank has failed: see above")
+        words = [zero, rounds, segment, str(results)]
+        with network.ranks(__file__, words) as ranks:
+            wait_for(ranks)
         found: dict[str, Any] = json.loads(results.read_text())
         return found
 
