@@ -33,6 +33,26 @@ def test_sums_over_replicas(ranks: Ranks) -> None:
         assert weights == 0
 
 
+def straight(layout: str) -> tuple[float, dict[str, int]]:
+    """What is predicted to go from rank to rank of what is encoded, and what was sent of it, by kind."""
+    with phalanx.Engine(HostileLanguage(steps=2), f"{layout},comm=auto", device="cpu") as engine:
+        engine.auto_comm.follow("int8")
+        for batch in engine.batches():
+            before = engine.traffic.sent.copy()
+            engine.step(batch)
+            counted = engine.traffic.sent - before
+        axis = engine.auto_comm.group.name
+        return engine.auto_comm.work.straight, {kind: n for (along, kind), n in counted.items() if along == axis}
+
+
+def test_codes_of_sums_are_gathered_and_the_others_go_from_rank_to_rank(ranks: Ranks) -> None:
+    for share, counted in ranks(2, straight, "dp=2"):
+        assert counted["all-to-all"] / (counted["all-to-all"] + counted["all-gather"]) == share
+    for share, counted in ranks(2, straight, "fsdp=2,zero=2"):
+        assert share == 1
+        assert counted["all-to-all"] > 0
+
+
 def test_gradients_that_other_stages_add_to_travel_as_they_are(ranks: Ranks) -> None:
     for gradients, beside, counted in ranks(4, sent_in_a_step, "dp=2,pp=2,micro_batch=8,comm=auto"):
         assert sum(counted.values()) == gradients + beside

@@ -24,13 +24,15 @@ class CommWork:
     decoded: float
     beside: float = 0.0
     """Bytes that travel along the same axis as they are: weights that are gathered, gradients that others add to."""
+    straight: float = 1.0
+    """The part of what is encoded that goes from rank to rank, wherever they are: not what is gathered."""
 
 
 def over_replicas(engine: Engine, coded: Sequence[CodedGradients]) -> CommWork:
     """Each part goes to who sums it, and its sum to all."""
     ranks, numbers = engine.mesh.size("dp"), sum(each.length for each in coded)
     share = 2 * (ranks - 1) / ranks
-    return CommWork(share * _bytes(coded), numbers * (1 + 1 / ranks), 2 * numbers, share * _uncoded(engine))
+    return CommWork(share * _bytes(coded), numbers * (1 + 1 / ranks), 2 * numbers, share * _uncoded(engine), 1 / 2)
 
 
 def over_shards(engine: Engine, coded: Sequence[CodedGradients]) -> CommWork:
