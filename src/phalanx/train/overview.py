@@ -10,6 +10,7 @@ from phalanx.cluster import devices
 from phalanx.data.by_length import LengthOrder
 from phalanx.kernels.fp8 import MULTIPLE
 from phalanx.layout_notes import layout_notes
+from phalanx.parallel.communication.mesh import SHARD
 from phalanx.task import Task
 from phalanx.train.engine import Engine
 from phalanx.train.memory import fullest
@@ -53,8 +54,8 @@ class Overview:
         device = self.engine.device.type
         stream = self.engine.dtypes.compute.itemsize
         mesh, micro_batches = self.engine.mesh, self.engine.loader.micro_batches
-        hosts = [mesh.hosts[rank] for rank in mesh.members(("dp",))] if mesh.hosts else []
-        settings = layout_notes(self.engine.layout, device, micro_batches, stream, hosts)
+        hosts, shards = ([mesh.hosts[r] for r in mesh.members(axes)] if mesh.hosts else [] for axes in (("dp",), SHARD))
+        settings = layout_notes(self.engine.layout, device, micro_batches, stream, hosts, shards)
         if not hosts:
             settings.append(
                 "ranks were told in different ways which of them share a host, so none sum inside of hosts first: set "
