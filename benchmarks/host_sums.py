@@ -92,6 +92,7 @@ def on_rank(words: dict[str, Any]) -> None:
                 dist.barrier()
                 before, began = bytes_sent(), time.perf_counter()
                 engine.step(next(batches))
+                engine.spread.settle()  # whole weights, which would come while the next step begins
                 seconds.append(time.perf_counter() - began)
                 dist.barrier()
                 sent.append(bytes_sent() - before)
