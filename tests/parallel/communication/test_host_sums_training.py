@@ -67,7 +67,16 @@ def test_training_is_that_of_one_device(ranks: Ranks, layout: str, hosts: str, w
         assert error < TOLERANCE, where
 
 
-@pytest.mark.parametrize("layout", ["fsdp=4,zero=3,exact=4", "fsdp=4,zero=2,exact=4", "fsdp=4,zero=3,comm=int4"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "fsdp=4,zero=3,exact=4",
+        "fsdp=4,zero=2,exact=4",
+        "fsdp=4,zero=3,comm=int4",
+        "dp=4,comm=int4",
+        "dp=4,comm=topk:10",
+    ],
+)
 def test_training_has_the_bits_of_ranks_that_know_of_no_hosts(ranks: Ranks, layout: str) -> None:
     plain, found = (ranks(4, trained, layout, hosts) for hosts in ("4", "2,2"))
     for (expected, straight), (trace, taken) in zip(plain, found, strict=True):
