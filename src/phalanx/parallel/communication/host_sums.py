@@ -3,8 +3,8 @@
 All-reduce: every rank sums a part of the numbers over its host, then that part with those who have the same one on
 other hosts, and gives it to its host. A rank sends as many bytes as in a ring over all, and of these fewer to other
 hosts: of S bytes, H hosts with k ranks each send 2 (H-1)/H S from a host instead of 2 (Hk-1)/(Hk) S by a ring, or k
-times that where all give each other their parts. All-gather and reduce-scatter are such halves of it, and a k-th leaves
-a host of what does where all ranks speak to all. NCCL does so by itself; this is for gloo.
+times that where all give each other their parts. All-gather and reduce-scatter are halves of that: of what leaves a
+host where every rank speaks to every other, a k-th does. NCCL does so by itself; this is for gloo.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class HostSums:
         self._buffers = Buffers(torch.device("cpu"))
         self.least = peers.size
         """Numbers, so that each rank has a part."""
-        self.by_tree = len(near) & (len(near) - 1) == 0
+        self.by_tree = len(near) & (len(near) - 1) == 0 and list(hosts) == sorted(hosts)
         """Whether sums have the bits of the tree over all ranks: those of a host are a node of it."""
 
     def all_reduce(self, tensor: Tensor) -> Pending:
