@@ -91,7 +91,8 @@ class Contestant:
     def __init__(self, name: str, layout: str, task: GPT) -> None:
         self.name, self.seconds, self.bytes, self.losses = name, list[float](), list[float](), list[float]()
         method, _, megabytes = name.partition("@")
-        with mock.patch.object(bucket, "BUCKET_BYTES", int(megabytes) << 20 if megabytes else bucket.BUCKET_BYTES):
+        most = int(megabytes) << 20 if megabytes else bucket.GLOO_BYTES
+        with mock.patch.multiple(bucket, BUCKET_BYTES=max(most, bucket.BUCKET_BYTES), GLOO_BYTES=most):
             self.engine = phalanx.Engine(task, f"{layout},comm={method}", device="cpu", timeout=timedelta(minutes=5))
         self._batches, self.local = self.engine.batches(), self.engine.layout.local
 
