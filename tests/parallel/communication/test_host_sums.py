@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from phalanx.flight import BYTES, Flight
-from phalanx.launch.pool import Pool
+from phalanx.launch import pool
 from phalanx.parallel.communication.communicator import Communicator
 from phalanx.parallel.communication.host_sums import in_two_ways, on_hosts
 from phalanx.parallel.communication.memory import Buffers
@@ -30,7 +30,7 @@ from tests.ranks import Ranks
 
 CPU = torch.device("cpu")
 SIZES = [1, 5, 6, 7, 64, 1001]
-PATIENCE = timedelta(seconds=2)
+PATIENCE = timedelta(seconds=3)
 
 
 @pytest.mark.parametrize(
@@ -257,11 +257,12 @@ def until_one_dies(kind: str, sends: int) -> tuple[str, str, float]:
 
 @pytest.mark.parametrize(("kind", "sends"), [("all-reduce", 1), ("all-gather", 2), ("reduce-scatter", 2)])
 def test_who_waits_for_a_rank_that_died_is_told(kind: str, sends: int) -> None:
-    pool = Pool(server(), 4, timedelta(seconds=60))
+    made = pool.Pool(server(), 4, timedelta(seconds=60))
     try:
-        *others, dead = pool.ask(4, until_one_dies, kind, sends)
+        with mock.patch.object(pool, "PATIENCE_SECONDS", 30):  # they may answer when the timeout is over
+            *others, dead = made.ask(4, until_one_dies, kind, sends)
     finally:
-        pool.close()
+        made.close()
     assert dead.gone
     for answer in others:
         assert not answer.failed, answer.trace
@@ -269,4 +270,4 @@ def test_who_waits_for_a_rank_that_died_is_told(kind: str, sends: int) -> None:
         assert is_about(error, About.GONE, About.WAITED, About.UNREACHED), error
         assert inside.startswith(f"{kind} ")
         assert inside.endswith(" on fsdp")
-        assert seconds < 3 * PATIENCE.total_seconds()
+        assert seconds < 20, "those who wait for one that waits for the dead rank have a timeout of their own"

@@ -134,8 +134,7 @@ class Communicator:
         """The largest over the ranks, in place, element by element."""
         if self.alone:
             return
-        waiting = self._count("all-reduce", tensor, self._both_ways)
-        with waiting:
+        with self._count("all-reduce", tensor, self._both_ways):
             dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._group)
 
     def all_gather(self, output: Tensor, part: Tensor) -> Pending:
@@ -196,8 +195,7 @@ class Communicator:
         """Row r goes to rank r; what comes back holds row r from rank r."""
         if self.alone:
             return rows
-        waiting = self._count("all-to-all", rows, (self.size - 1) / self.size)
-        with waiting:
+        with self._count("all-to-all", rows, (self.size - 1) / self.size):
             work, received = self._start_all_to_all(rows)
             work.wait()
         return received
@@ -229,8 +227,7 @@ class Communicator:
         """
         waiting = self._count("all-gather", part, self.size - 1)
         if (hosts := self._hosts_for(part)) is not None:
-            numbers = hosts.numbers()
-            return lambda output, part: hosts.all_gather(output, part, numbers), waiting
+            return hosts.reserved_all_gather(), waiting
         number = None if self._peers is None else self._peers.number()
         return lambda output, part: Pending(self._start_all_gather(output, part, number)), waiting
 
@@ -245,9 +242,8 @@ class Communicator:
         """So many rows go ``out`` to each rank in turn, and so many come ``back`` from each."""
         if self.alone:
             return rows
-        waiting = self._count("all-to-all", rows, 1 - out[self.rank] / max(1, len(rows)))
         received = rows.new_empty(sum(back), *rows.shape[1:])
-        with waiting:
+        with self._count("all-to-all", rows, 1 - out[self.rank] / max(1, len(rows))):
             dist.all_to_all_single(received, rows.contiguous(), list(back), list(out), group=self._group)
         return received
 
@@ -255,8 +251,7 @@ class Communicator:
         """What one rank has, in place."""
         if self.alone:
             return
-        waiting = self._count("broadcast", tensor, self.rank == source)
-        with waiting:
+        with self._count("broadcast", tensor, self.rank == source):
             dist.broadcast(tensor, group=self._group, group_src=source)
 
     def send(self, tensor: Tensor, to: int) -> Pending:
@@ -322,7 +317,7 @@ class Communicator:
 
     def _hosts_for(self, part: Tensor) -> HostSums | None:
         """Where parts like this one go inside of hosts and between them."""
-        return None if self._is_small(part) else self._hosts
+        return self._hosts if self.hosts_first and not self._is_small(part) else None
 
     def _start_all_gather(self, output: Tensor, part: Tensor, number: int | None = None) -> list[dist.Work]:
         if self._peers is None:

@@ -10,6 +10,7 @@ host where every rank speaks to every other, a k-th does. NCCL does so by itself
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -78,9 +79,9 @@ class HostSums:
 
         return Pending(give_parts(parts), across)
 
-    def numbers(self) -> list[int]:
-        """Of the exchanges of an all-gather that will be launched later. All ranks must ask in the same order."""
-        return [self._far.number(), *(self._near.number() for _ in self._every)]
+    def reserved_all_gather(self) -> Callable[[Tensor, Tensor], Pending]:
+        """An `all_gather` that is launched later, on any thread. All ranks must ask for it in the same order."""
+        return partial(self.all_gather, numbers=self._numbers())
 
     def all_gather(self, output: Tensor, part: Tensor, numbers: Sequence[int] = ()) -> Pending:
         """Everybody's parts, row r of ``output`` being rank r's. ``part`` may be a row of it."""
@@ -97,7 +98,7 @@ class HostSums:
         come is expected now, and there where it is to be: no memory is needed but the output's.
         """
         near, far = self._near, self._far
-        across, *inside = numbers or self.numbers()
+        across, *inside = numbers or self._numbers()
         hosts = [[output[rank] for rank in ranks] for ranks in self._every]
         column = [rows[near.rank] for rows in hosts]
         own = column[far.rank]
@@ -115,6 +116,10 @@ class HostSums:
             return Pending(works, pass_on)
 
         return launch
+
+    def _numbers(self) -> list[int]:
+        """Of the exchanges of an all-gather: one between hosts, and one of each host's rows."""
+        return [self._far.number(), *(self._near.number() for _ in self._every)]
 
     def reduce_scatter(self, output: Tensor, parts: Tensor, buffers: Buffers | None = None) -> Pending:
         """The sum over the ranks of this rank's row of ``parts``, which is ``[ranks, *output]``.
