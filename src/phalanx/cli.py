@@ -20,6 +20,7 @@ import typer
 from phalanx import __version__ as version
 from phalanx import cli_doctor, cli_evaluate, cli_new, cli_tokenize, cli_tune
 from phalanx import cli_options as option
+from phalanx.cli_answers import TaskVerb
 from phalanx.cli_doctor import conclude
 from phalanx.errors import CannotHere, WrongUse
 from phalanx.launch import verbs
@@ -69,7 +70,7 @@ def _stoppable(told: str) -> Iterator[None]:
                 signal.signal(number, handler)
 
 
-@app.command()
+@app.command(cls=TaskVerb)
 @_stoppable("no rank was running")
 def train(
     task: option.Task = None,
@@ -137,7 +138,7 @@ def train(
             conclude(starting.train(given if started is None else started.over(given)))
 
 
-@app.command()
+@app.command(cls=TaskVerb)
 @_stoppable("every rank has ended, and nothing was concluded")
 def prove(
     task: Annotated[str | None, typer.Argument(help=option.TASK)] = None,
@@ -268,7 +269,7 @@ for _verb in (
     _stoppable("nothing was concluded")(cli_doctor.doctor), _stoppable("nothing was concluded")(cli_doctor.probe),
     _stoppable("nothing was concluded")(cli_evaluate.evaluate),
 ):  # fmt: skip
-    app.command()(_verb)
+    app.command(cls=TaskVerb)(_verb)
 
 
 def main() -> None:

@@ -120,14 +120,33 @@ def make_task(kind: type[Task], values: Mapping[str, Any]) -> Task:
 
 def _meant(name: str, value: Any, fields: Mapping[str, Any]) -> str:
     """A clause that points at the field that does what this name does elsewhere, at the layout, or at the nearest."""
-    if name in LAYOUT and (name not in CHOICES or value in CHOICES[name]):
-        with_it = f"{name}={value}" if name in DEGREES else f"dp=2,{name}={value}"
+    if with_it := _in_layout(name, value):
         return f"it is part of a layout, as in --layout {with_it}"
-    own = ELSEWHERE.get(name)
+    own = ELSEWHERE.get(name, "")
     if own not in fields:
         return closest(name, fields)
-    of_all = ", which counts the samples of a step on all ranks together" if own == "global_batch" else ""
-    return f"here it is {own!r}{of_all}: --set {own}=..."
+    return f"here it is {own!r}{_counted(own)}: --set {own}=..."
+
+
+def given_as(kind: type[Task], name: str, value: str) -> str:
+    """How to give what somebody has taken for an option, as a clause; "": it is nothing that is known here."""
+    fields = task_fields(kind)
+    own = name if name in fields else ELSEWHERE.get(name, "")
+    if own in fields:
+        return f"a setting of {kind.__name__}{_counted(own)}: --set {own}={value}"
+    with_it = _in_layout(name, value)
+    return f"part of a layout: --layout {with_it}" if with_it else ""
+
+
+def _in_layout(name: str, value: Any) -> str:
+    """A layout with this in it; "": it is no part of one."""
+    if name not in LAYOUT or (name in CHOICES and value not in CHOICES[name]):
+        return ""
+    return f"{name}={value}" if name in DEGREES else f"dp=2,{name}={value}"
+
+
+def _counted(own: str) -> str:
+    return ", which counts the samples of a step on all ranks together" if own == "global_batch" else ""
 
 
 def _required(field: dataclasses.Field[Any]) -> bool:
