@@ -14,6 +14,7 @@ from phalanx.launch.local import Failure, HostOutcome
 from phalanx.launch.supervisor import Supervisor
 from phalanx.run import Run
 from phalanx.task import Task
+from phalanx.train.answering import answers_path
 from phalanx.train.certificate import NotDone, certified
 from phalanx.train.comm_work import less_sent
 from phalanx.train.summary import Summary
@@ -87,6 +88,8 @@ def trained(run: Run, manager: CheckpointManager, task: Task, summary: Summary, 
             f"{many(skipped, 'step')} {were} skipped: a number was bad, or nothing counted; the events say which"
         )
     evidence += [*less_sent(run), *used(run), certainty, f"weights: {run.weights_path}"]
+    if (answers := answers_path(run, summary.steps)).is_file():
+        evidence.append(f"answers: {answers}")
     layout = manager.open(summary.steps).manifest.facts["layout"]
     of, why = (f" of the {task.steps} planned", f": {summary.ended.why}") if summary.ended else ("", "")
     told = f"trained {type(task).__name__} for {many(summary.steps, 'step')}{of} on {layout}{why}"
