@@ -5,7 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import typer
 
+from phalanx.cli import app
+from phalanx.cli_answers import VERBS
 from tests.test_cli import phalanx
 
 
@@ -40,3 +43,19 @@ def test_values_are_not_taken_for_options(tmp_path: Path) -> None:
     done = phalanx("train", "gpt", "--set", "--width=3", cwd=tmp_path)
     assert done.returncode == 2
     assert "GPT has no field '--width'" in done.stderr
+
+
+def test_a_verb_by_another_name_is_answered_with_ours(tmp_path: Path) -> None:
+    names = set(typer.main.get_group(app).commands)
+    for word, ours in VERBS.items():
+        verb = ours.split()[0]
+        assert verb in names or verb.startswith("--"), verb
+        assert word not in names
+    done = phalanx("ls", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (2, "phalanx: there is no verb 'ls' here. Use phalanx runs\n")
+
+
+def test_a_verb_that_is_misspelt_is_answered_with_the_nearest(tmp_path: Path) -> None:
+    done = phalanx("trian", "gpt", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "Did you mean 'train'?" in done.stderr

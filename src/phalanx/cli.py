@@ -20,7 +20,7 @@ import typer
 from phalanx import __version__ as version
 from phalanx import cli_doctor, cli_evaluate, cli_new, cli_tokenize, cli_tune
 from phalanx import cli_options as option
-from phalanx.cli_answers import TaskVerb
+from phalanx.cli_answers import TaskVerb, Verbs
 from phalanx.cli_doctor import conclude
 from phalanx.errors import CannotHere, WrongUse
 from phalanx.launch import verbs
@@ -28,7 +28,9 @@ from phalanx.launch.stopping import ENDING
 from phalanx.redact import redact
 from phalanx.watch.page import watching
 
-app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False)
+app = typer.Typer(
+    cls=Verbs, add_completion=False, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False
+)
 
 
 def _version(wanted: bool) -> None:

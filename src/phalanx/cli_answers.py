@@ -5,9 +5,30 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
 
 from phalanx.errors import WrongUse
+
+VERBS = {
+    "list": "runs", "ls": "runs", "ps": "runs", "info": "status", "show": "status", "log": "logs", "tail": "logs",
+    "stop": "cancel", "kill": "cancel", "run": "train", "fit": "train", "start": "train", "launch": "train",
+    "finetune": "train", "fine-tune": "train", "resume": "train --resume", "continue": "train --resume",
+    "plan": "train TASK --dry-run", "eval": "evaluate", "validate": "evaluate", "test": "evaluate", "init": "new",
+    "create": "new", "benchmark": "bench", "convert": "export", "merge": "export", "check": "verify",
+    "diagnose": "why", "debug": "why", "monitor": "watch", "dashboard": "watch", "sweep": "tune", "help": "--help",
+    "version": "--version",
+}  # fmt: skip
+"""What people look for, and what it is here."""
+
+
+class Verbs(TyperGroup):
+    """All verbs; a word for one that it has not is answered with that, or with the nearest by its letters."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        word = args[0] if args else ""
+        if word in VERBS and word not in self.commands:
+            raise WrongUse(f"there is no verb {word!r} here. Use phalanx {VERBS[word]}")
+        return super().resolve_command(ctx, args)
 
 
 class TaskVerb(TyperCommand):
