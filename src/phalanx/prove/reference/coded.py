@@ -138,7 +138,7 @@ def rounded(method: str, numbers: Tensor, percent: float = 0.0) -> Tensor:
         return torch.cat([*(torch.where(block < 0, -mean, mean) for block, mean in means), numbers[:0]])
     size, most = BLOCKS[method]
     found = []
-    for block in numbers.split(size):
+    for block in numbers.split(size) if len(numbers) else ():  # a rank may own no row of a weight
         largest = block.abs().max()
         if not largest.isfinite():
             found.append(torch.full_like(block, torch.nan))
