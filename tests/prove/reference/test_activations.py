@@ -76,7 +76,7 @@ def test_experts_train_as_one_device_says_they_do() -> None:
 
 
 def test_parts_of_layers_and_sequences_train_as_one_device_says_they_do() -> None:
-    task = GPT(layers=1, heads=2, kv_heads=1, dropout=0.1)
+    task = GPT(layers=2, heads=2, kv_heads=1, dropout=0.1)
     proof = prove(task, ["tp=2,activations=fp8", "cp=2,activations=bf16"], check=False)
     assert proof.holds, str(proof)
 
