@@ -8,6 +8,7 @@ from typing import Any
 
 from phalanx.cluster import devices
 from phalanx.data.by_length import LengthOrder
+from phalanx.inventory import numbers
 from phalanx.kernels.fp8 import MULTIPLE
 from phalanx.layout_notes import layout_notes
 from phalanx.task import Task
@@ -117,9 +118,10 @@ class Overview:
         return f"up to {many(order.batch_tokens, 'token')} over all ranks{few}"
 
     def _weights(self) -> str:
-        shapes, trainable = self.engine.spread.holding.shapes, self.engine.spread.trainable
-        weights = sum(shapes[name].numel() for name in trainable)
-        learned = sum(shapes[name].numel() for name, trained in trainable.items() if trained)
+        spread, trainable = self.engine.spread, self.engine.spread.trainable
+        counts = {name: spread.holding.shapes[name].numel() for name in trainable} | numbers(spread.model)
+        weights = sum(counts[name] for name in trainable)
+        learned = sum(counts[name] for name, trained in trainable.items() if trained)
         frozen = f", {learned:,} of them trainable" if learned < weights else ""
         return f"{many(weights, 'weight')}{frozen}"
 
