@@ -172,6 +172,7 @@ KEPT: dict[str, dict[str, int | tuple[str, ...]]] = {
     },
     "parallel/axes/test_hugging_face.py": {
         "test_attention_of_other_kinds": 3,
+        "test_in_fewer_bits": 2,
         "test_each_axis": 1,
         "test_every_two_axes": 0,
     },

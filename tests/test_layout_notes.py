@@ -18,7 +18,7 @@ from phalanx.layout_notes import layout_notes
         ("dp=1,recompute=host", "cpu", "recompute=host is recompute=full on a CPU"),
         ("dp=1,offload=params", "cpu", "offload=params saves nothing on a CPU"),
         ("dp=1,comm=int8", "cuda", "comm=int8 has no effect at dp=1,fsdp=1"),
-        ("dp=2,activations=bf16", "cuda", "activations=bf16 has no effect at pp=1,ep=1"),
+        ("dp=2,activations=bf16", "cuda", "activations=bf16 has no effect at tp=1,cp=1,pp=1,ep=1"),
         ("pp=4", "cuda", "pp=4 leaves ranks idle at least"),
     ],
 )
@@ -27,7 +27,13 @@ def test_one_line_says_it(layout: str, device: str, said: str) -> None:
     assert note.startswith(said)
 
 
-@pytest.mark.parametrize("layout", ["dp=2", "fsdp=2,zero=2", "dp=1,graphs=step", "dp=1,offload=params"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        *("dp=2", "fsdp=2,zero=2", "dp=1,graphs=step", "dp=1,offload=params"),
+        *("tp=2,activations=bf16", "cp=2,activations=fp8"),
+    ],
+)
 def test_nothing_is_said_of_what_works(layout: str) -> None:
     assert layout_notes(Layout.parse(layout), "cuda") == []
 

@@ -31,8 +31,8 @@ def layout_notes(
         notes.append(f"zero={layout.zero} has no effect at fsdp=1,cp=1: there is nobody to share the state with")
     if layout.pp == 1 and layout.schedule != Layout.schedule:
         notes.append(f"schedule={layout.schedule} has no effect at pp=1")
-    if layout.activations != EXACT and layout.pp * layout.ep == 1:
-        notes.append(f"activations={layout.activations} has no effect at pp=1,ep=1: they alone send so")
+    if layout.activations != EXACT and layout.pp * layout.ep * layout.tp * layout.cp == 1:
+        notes.append(f"activations={layout.activations} has no effect at tp=1,cp=1,pp=1,ep=1: nobody sends any")
     elif layout.activations == "bf16" and stream <= 2:
         notes.append("activations=bf16 has no effect: the stream has 16 bits by itself")
     if layout.cp == 1 and layout.cp_kind != Layout.cp_kind:

@@ -284,13 +284,17 @@ def not_gathered(x: Tensor, dim: int, total: int, group: Communicator, *, to: st
     return torch.cat([x] * group.size, dim)
 
 
+def not_summed(x: Tensor, dim: int, group: Communicator, *_: Any) -> Tensor:
+    return own_run(x, dim, group)
+
+
 FORGOTTEN = [
     ("stream on every rank", tensor, "all_reduce", left_out),
     ("stream on every rank", tensor, "replicate", left_out),
     ("gathered", tensor, "shard", own_run),
     ("gathered", tensor, "replicate", left_out),
     ("gathered", tensor, "all_gather", not_gathered),
-    ("sequence-parallel", tensor, "reduce_scatter", own_run),
+    ("sequence-parallel", tensor, "reduce_scatter", not_summed),
     ("sequence-parallel", tensor, "all_gather", not_gathered),
     ("sequence-parallel", boundary, "shard", own_run),
     ("sequence-parallel", boundary, "all_gather", not_gathered),
@@ -309,6 +313,6 @@ def test_forgotten_collectives(
 
 def test_doubled_sum(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = tensor.all_reduce
-    monkeypatch.setattr(tensor, "all_reduce", lambda x, group, to: plain(plain(x, group, to=to), group, to=to))
+    monkeypatch.setattr(tensor, "all_reduce", lambda x, group, to, **_: plain(plain(x, group, to=to), group, to=to))
     with pytest.raises(spmd.SpmdTypeError, match="expects its input to be"):
         check(MODELS["stream on every rank"], TP)

@@ -94,7 +94,7 @@ class Spread:
         """By stage and micro-batch: forwards that a backward will follow."""
         self._reach: dict[int, set[str]] = {}
         self.pipeline: Pipeline | None = None
-        stream, tokens = Narrow(layout.activations), Narrow(layout.activations)
+        stream, self.narrow = Narrow(layout.activations), Narrow(layout.activations)  # between stages; inside of blocks
         if placement.stages is not None:
             self.pipeline = Pipeline(placement.stages, mesh, layout.schedule, self.parts, device, stream)
             self.pipeline.shadows(self.model, dtypes.compute)
@@ -109,16 +109,16 @@ class Spread:
         if tp.alone:
             make_heads_lazy(self.model, anatomy)
         else:
-            self.tensor = TensorParallel(self.plan, self.model, tp, self.randomness, layout)
+            self.tensor = TensorParallel(self.plan, self.model, tp, self.randomness, layout, self.narrow)
         if self.fp8 is not None:
             self.fp8.wrap_heads()
         ep = mesh.group(*EXPERTS)
         if not ep.alone:
-            ExpertParallel(self.model, anatomy, ep, tokens)
+            ExpertParallel(self.model, anatomy, ep, self.narrow)
         cp = mesh.group("cp")
         self.context: ContextParallel | None = None
         if not cp.alone:
-            self.context = ContextParallel(self.model, anatomy, cp, layout.cp_kind, self.randomness)
+            self.context = ContextParallel(self.model, anatomy, cp, layout.cp_kind, self.randomness, self.narrow)
             hugging_face.reach_attention(self.model, self.context)
         keep_apart(self.model, self.probe.shadows.values(), self.context, dtypes.compute, device)
         self.samples = Samples(mesh.group(*BATCH), self.moment, layout)
@@ -126,7 +126,7 @@ class Spread:
         self.sharding = SequenceSharding(
             self.activations, self.context, tp if self.plan.sequence_parallel else mesh.alone("tp"), device
         )
-        self.probe.start(self.model, self.weights, self.holding, self.randomness, self.sharding, self.fp8, tokens)
+        self.probe.start(self.model, self.weights, self.holding, self.randomness, self.sharding, self.fp8, self.narrow)
         Blocks(
             self.model, anatomy, layout, self.randomness, self.sharding, self.probe, self.context, self.pipeline
         ).wrap()

@@ -25,9 +25,9 @@ from phalanx.prove.ladder import Standard, off, size
 from phalanx.prove.layouts import MICRO_BATCHES, One, as_proven
 from phalanx.prove.ranks import trial
 from phalanx.prove.ranks.trial import Case
-from phalanx.prove.reference.activations import round_activations, rounding
+from phalanx.prove.reference.activations import chunked, round_activations, rounding, shares
 from phalanx.prove.reference.coded import Coded
-from phalanx.prove.reference.failing import Unprovable, check_certifies, failed
+from phalanx.prove.reference.failing import Unprovable, check_apart, check_certifies, failed
 from phalanx.prove.reference.hostile import BATCH, Hostile, Trial, hostile, ignorable, vocabularies
 from phalanx.prove.reference.loop import Reference
 from phalanx.prove.reference.low_rank import Projected
@@ -101,13 +101,8 @@ class Docket:
             self._tasks[needs] = task, tried.couples_samples, tried.one
         task, _, one = self._tasks[needs]
         run = as_proven(layout, task.global_batch, one) if rounding(layout) else None
-        if (layout.coded_axis or layout.local) and (one != "never" or self._tasks[needs][1]):
-            raise Unprovable(
-                f"comm={layout.comm} rounds what each rank has of a gradient, or has sites train on their own samples, "
-                f"and in {type(task).__name__} samples of several ranks are computed together, so that no device alone "
-                "has it",
-                "Prove the layout without comm.",
-            )
+        if one != "never" or self._tasks[needs][1]:
+            check_apart(task, layout, chunked(layout))
         key = needs, self._groups(layout), run
         if key not in self._numbers:
             self._numbers[key] = len(self.cases)
@@ -232,7 +227,8 @@ class Docket:
         def made_anew(nudge: int = 0, decisions: Decisions | None = None) -> Reference:
             coded = defined(task, layout) if layout is not None and layout.coded_axis else None
             observe = None if layout is None else partial(round_activations, task, layout)
-            return Reference(task, groups, nudge, observe, decisions, coded)
+            own = partial(shares, layout, task.global_batch) if layout is not None and chunked(layout) else None
+            return Reference(task, groups, nudge, observe, decisions, coded, own if coded is None else None)
 
         reference = self._run(made_anew(), "to compare with")
         made = reference.decisions

@@ -83,7 +83,9 @@ class Overview:
         if len(reasons) > self._gathered:
             self._gathered = len(reasons)
             more = f", and {len(reasons) - 1} more like it" if len(reasons) > 1 else ""
-            yield f"ranks of tp compute all of it alike where {reasons[-1]}{more}"
+            narrow = self.engine.spread.narrow.narrows(self.engine.dtypes.compute)
+            sent = ", and send it as it is," if narrow else ""
+            yield f"ranks of tp compute all of it alike{sent} where {reasons[-1]}{more}"
         if self.engine.spread.samples.all_at_once and not self._twice:
             self._twice = True
             yield "the loss needs all micro-batches of a step at once: each goes through the model twice"

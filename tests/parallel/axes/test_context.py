@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,7 +13,18 @@ from torch import Tensor, nn
 import phalanx
 from phalanx import Layout
 from phalanx.models.transformer import Transformer
-from tests.parity import HostileLanguage, HostileVision
+from phalanx.prove.reference.activations import round_activations
+from phalanx.recipes.gpt import GPT
+from tests.parity import (
+    TOLERANCE,
+    HostileLanguage,
+    HostileVision,
+    Packed,
+    Trace,
+    difference,
+    reference,
+    spread_run,
+)
 from tests.ranks import RankFailed, Ranks
 
 
@@ -61,9 +73,30 @@ def with_attention(model: nn.Module, attention: nn.Module) -> nn.Module:
     return model
 
 
+class NarrowValues(nn.Module):
+    """Attention whose values are narrower than its keys."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.query, self.key, self.value = nn.Linear(width, 12), nn.Linear(width, 12), nn.Linear(width, 8)
+        self.out = nn.Linear(8, width)
+
+    def forward(self, x: Tensor, *_: Any) -> Tensor:
+        query, key, value = (
+            linear(x).unflatten(-1, (2, -1)).transpose(1, 2) for linear in (self.query, self.key, self.value)
+        )
+        attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        return self.out(attended.transpose(1, 2).flatten(-2))
+
+
 class WithConvolutions(HostileLanguage):
     def model(self) -> nn.Module:
         return with_attention(super().model(), Convolved(12))
+
+
+class WithValuesOfTheirOwnWidth(HostileLanguage):
+    def model(self) -> nn.Module:
+        return with_attention(super().model(), NarrowValues(12))
 
 
 class WithAttentionByHand(HostileLanguage):
@@ -115,3 +148,52 @@ def cross(layout: str) -> float:
 
 def test_attention_to_other_sequences(ranks: Ranks) -> None:
     assert max(ranks(2, cross, "cp=2")) < 1e-6
+
+
+def spread(task: phalanx.Task, layout: str) -> Trace:
+    return spread_run(task, Layout.parse(layout))
+
+
+@pytest.mark.parametrize(
+    ("task", "text"),
+    [
+        (HostileLanguage(), "cp=2,activations=bf16"),
+        (Packed(), "cp=4,micro_batch=8,activations=fp8"),
+        (HostileLanguage(heads=8, kv_heads=1), "cp=4,cp_kind=ulysses,activations=fp8"),
+        (HostileLanguage(heads=4, kv_heads=1), "cp=2,tp=2,recompute=full,activations=fp8"),
+        (HostileLanguage(heads=4, kv_heads=1), "cp=2,tp=2,cp_kind=ulysses,activations=bf16"),
+        (WithValuesOfTheirOwnWidth(), "cp=2,activations=fp8"),
+        (WithValuesOfTheirOwnWidth(), "cp=2,cp_kind=ulysses,activations=fp8"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else type(value).__name__,
+)
+def test_in_fewer_bits_it_is_what_one_device_rounds(ranks: Ranks, task: HostileLanguage, text: str) -> None:
+    layout = Layout.parse(text)
+    expected = reference(
+        task, layout.micro_batches(task.global_batch), observe=partial(round_activations, task, layout)
+    )
+    error, where = difference(ranks(layout.world, spread, task, text)[0], expected)
+    assert error < TOLERANCE, where
+    assert difference(reference(task), expected)[0] > 1e-3
+
+
+def sent(task: phalanx.Task, layout: str) -> int:
+    """Bytes of activations in a step over cp."""
+    with phalanx.Engine(task, Layout.parse(layout), device="cpu") as engine:
+        batches = engine.batches()
+        engine.step(next(batches))  # and the probe
+        before = engine.traffic.start_step()
+        engine.step(next(batches))
+        return engine.traffic.sent_since(before)["cp"]
+
+
+@pytest.mark.parametrize("kind", ["gather", "ulysses"])
+def test_fewer_bytes(ranks: Ranks, kind: str) -> None:
+    task = GPT(width=16, layers=2, heads=2, length=8, global_batch=4, megabytes=0.1, steps=2, precision="fp32")
+    found = {
+        sends: ranks(2, sent, task, f"cp=2,cp_kind={kind},activations={sends}")[0] for sends in ("exact", "bf16", "fp8")
+    }
+    heads = 2 + 2 if kind == "gather" else (2 + 2 + 2 + 2) // 2  # keys and values, or half of all and of the outputs
+    rows = 2 * 2 * heads * 4 * 8 // 2  # by layer, forward and back, of a rank's tokens
+    assert found["exact"] - found["bf16"] == rows * (4 * 8 - 2 * 8)
+    assert found["exact"] - found["fp8"] == rows * (4 * 8 - (8 + 4))

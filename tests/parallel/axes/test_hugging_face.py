@@ -6,8 +6,13 @@ import functools
 import itertools
 
 import pytest
+import torch
+from torch import nn
 
 from phalanx import Layout
+from phalanx.parallel.axes import hugging_face
+from phalanx.parallel.randomness.draws import Randomness
+from phalanx.prove.reference.activations import round_activations
 from tests.hugging_face import CausalLanguageModel
 from tests.parity import TOLERANCE, Trace, difference, reference, spread_run
 from tests.ranks import RankFailed, Ranks
@@ -67,6 +72,31 @@ def test_every_two_axes(ranks: Ranks, kind: str) -> None:
 ])  # fmt: skip
 def test_attention_of_other_kinds(ranks: Ranks, kind: str, layout: str) -> None:
     compare(ranks, 4, kind, [layout])
+
+
+@pytest.mark.parametrize(("kind", "layout"), [
+    ("llama", "tp=2,cp=2,activations=bf16"),
+    ("gpt2", "tp=2,cp=2,cp_kind=ulysses,activations=fp8"),
+    ("qwen3", "cp=4,activations=fp8"),
+    ("gemma2", "cp=2,tp=2,activations=fp8"),
+    ("gpt-neox", "tp=4,activations=fp8"),
+    ("mixtral", "tp=2,cp=2,activations=bf16"),
+    ("falcon", "tp=2,cp=2,activations=fp8"),
+    ("gpt-oss", "tp=2,cp=2,cp_kind=ulysses,activations=fp8"),
+    ("olmoe", "tp=2,cp=2,activations=fp8"),  # of gathered columns, keys and values alone
+    ("bigcode", "tp=2,cp=2,activations=bf16"),
+])  # fmt: skip
+def test_in_fewer_bits(ranks: Ranks, kind: str, layout: str) -> None:
+    task, spread = CausalLanguageModel(kind=kind, steps=2), Layout.parse(layout)
+
+    def rounds(model: nn.Module, randomness: Randomness) -> None:
+        hugging_face.prepare(model, torch.float64)  # a layer is called once for each rank, and must not keep its keys
+        round_activations(task, spread, model, randomness)
+
+    expected = reference(task, spread.micro_batches(task.global_batch), observe=rounds)
+    error, where = difference(ranks(4, run_all, kind, [layout])[0][0], expected)
+    assert error < TOLERANCE, where
+    assert difference(one_device(kind, 1), expected)[0] > 1e-4
 
 
 @pytest.mark.parametrize(("kind", "layout", "words"), [

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -19,6 +20,7 @@ from phalanx.models.lora import Lora, attach
 from phalanx.parallel.axes import overlap
 from phalanx.parallel.axes.overlap import LateWeight
 from phalanx.parallel.communication.communicator import Communicator
+from phalanx.prove.reference.activations import round_activations
 from tests.parity import TOLERANCE, HostileLanguage, HostileTransformer, Trace, difference, reference, spread_run
 from tests.ranks import Ranks
 
@@ -81,9 +83,9 @@ def traced(task: phalanx.Task, layout: str) -> tuple[Trace, Counter[str]]:
         called["linear"] += 1
         return linear(self, *of)
 
-    def counted_scattered(self: LateWeight, x: Tensor, group: Communicator, chunks: int) -> Tensor:
+    def counted_scattered(self: LateWeight, x: Tensor, group: Communicator, chunks: int, *how: Any) -> Tensor:
         called[f"in {chunks}"] += 1
-        return scattered(self, x, group, chunks)
+        return scattered(self, x, group, chunks, *how)
 
     with (
         any_size(),
@@ -104,12 +106,17 @@ def traced(task: phalanx.Task, layout: str) -> tuple[Trace, Counter[str]]:
         (HostileLanguage(), "tp=2,fsdp=2,zero=2,recompute=selective"),
         (HostileLanguage(), "tp=2,cp=2"),
         (HostileLanguage(), "tp=2,pp=2,micro_batch=8"),
+        (Biased(), "tp=2,activations=fp8"),
+        (WholeStream(), "tp=2,activations=bf16"),
+        (PartlyFrozen(), "tp=2,activations=bf16"),
     ],
     ids=lambda value: value if isinstance(value, str) else type(value).__name__,
 )
 def test_it_trains_like_one_device(ranks: Ranks, task: HostileLanguage, layout: str) -> None:
     spread = Layout.parse(layout)
-    expected = reference(task, spread.micro_batches(task.global_batch))
+    expected = reference(
+        task, spread.micro_batches(task.global_batch), observe=partial(round_activations, task, spread)
+    )
     trace, called = ranks(spread.world, traced, task, layout)[0]
     assert called["linear"]
     assert (called["in 4"] > 0) == (not isinstance(task, WholeStream) and spread.cp == 1 and spread.tp == 2)

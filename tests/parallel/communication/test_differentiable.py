@@ -8,14 +8,18 @@ import torch.distributed as dist
 
 from phalanx.parallel.communication.communicator import Communicator
 from phalanx.parallel.communication.differentiable import (
+    Behind,
     all_gather,
     all_gather_rows,
     all_reduce,
+    all_to_all,
+    awaited,
     reduce_scatter,
     replicate,
     run,
     shard,
 )
+from phalanx.parallel.communication.narrow import Narrow
 from phalanx.parallel.communication.traffic import Traffic
 from tests.ranks import Ranks
 
@@ -63,6 +67,57 @@ def moves(total: int) -> None:
 @pytest.mark.parametrize(("ranks_", "total"), [(2, 7), (4, 5), (4, 2), (4, 8)])
 def test_moves_and_their_gradients(ranks: Ranks, ranks_: int, total: int) -> None:
     ranks(ranks_, moves, total)
+
+
+def narrow_moves(kind: str, total: int) -> None:
+    """What arrives is rounded, each rank's by itself, and so are gradients on their way back."""
+    group, narrow = Communicator(dist.group.WORLD, Traffic()), Narrow(kind)
+    rank, ranks, rounded = group.rank, group.size, narrow.rounded
+    every, weights = inputs(ranks, total), inputs(ranks, total)[::-1]
+    start, stop = run(total, ranks, rank)
+    same, own = every[0], slice(start, stop)
+    said, parts = sum(rounded(weight) for weight in weights), sum(rounded(x) for x in every)
+
+    x = same[:, own].clone().requires_grad_()
+    whole = all_gather(x, 1, total, group, to="replicated", narrow=narrow)
+    assert torch.equal(whole, rounded(same))
+    (whole * weights[rank]).sum().backward()
+    assert torch.allclose(x.grad, said[:, own], rtol=1e-14)
+    x = same[:, own].clone().requires_grad_()
+    behind = Behind()
+    whole = all_gather(awaited(x, behind), 1, total, group, to="replicated", behind=behind, narrow=narrow)
+    (whole * weights[rank]).sum().backward()
+    assert torch.allclose(x.grad, said[:, own], rtol=1e-14)
+
+    x = every[rank].clone().requires_grad_()
+    part = reduce_scatter(x, 1, group, narrow)
+    assert torch.allclose(part, parts[:, own], rtol=1e-14)
+    (part * weights[0][:, own]).sum().backward()
+    assert torch.equal(x.grad, rounded(weights[0]))
+
+    x = every[rank].clone().requires_grad_()
+    found = all_reduce(x, group, to="invariant", narrow=narrow)
+    assert torch.allclose(found, rounded(parts), rtol=1e-14)
+    found.add_(1)  # as a model may
+    (found * weights[0]).sum().backward()
+    assert torch.equal(x.grad, weights[0])
+    for behind in (None, Behind()):
+        x = same.clone().requires_grad_()
+        entered = x if behind is None else awaited(x, behind)
+        (replicate(entered, group, behind, narrow) * weights[rank]).sum().backward()
+        assert torch.allclose(x.grad, rounded(said), rtol=1e-14)
+
+    x = torch.stack([x + rank for x in every]).requires_grad_()
+    came = all_to_all(x, group, narrow)
+    assert torch.equal(came, torch.stack([rounded(every[rank] + source) for source in range(ranks)]))
+    (came * torch.stack(weights)).sum().backward()
+    assert torch.equal(x.grad, rounded(weights[rank]).expand_as(x))
+
+
+@pytest.mark.parametrize("kind", ["bf16", "fp8"])
+@pytest.mark.parametrize(("ranks_", "total"), [(2, 7), (4, 2)])
+def test_moves_in_fewer_bits(ranks: Ranks, kind: str, ranks_: int, total: int) -> None:
+    ranks(ranks_, narrow_moves, kind, total)
 
 
 def rows(sizes: list[int]) -> None:

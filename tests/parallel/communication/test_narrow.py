@@ -43,3 +43,14 @@ def test_what_is_not_finite_stays_so(kind: str) -> None:
         assert found[[0, 2]].isfinite().all()
     assert not Narrow(kind).rounded(torch.zeros(2, 4)).any()
     assert Narrow(kind).rounded(torch.empty(0, 4)).shape == (0, 4)
+
+
+@pytest.mark.parametrize("kind", ["exact", "bf16", "fp8"])
+@pytest.mark.parametrize("shape", [(3, 2, 5, 8), (3, 0, 8), (2, 8)])
+def test_each_rank_has_a_message_of_its_own(kind: str, shape: tuple[int, ...]) -> None:
+    narrow, parts = Narrow(kind), torch.randn(shape)
+    messages = narrow.encode_each(parts)
+    assert len(messages) == shape[0]
+    assert torch.equal(narrow.decode(messages, shape, parts.dtype), narrow.rounded(parts))
+    last = narrow.decode(messages[-1:].clone(), (1, *shape[1:]), parts.dtype)
+    assert torch.equal(last[0], narrow.rounded(parts[-1]))

@@ -1,13 +1,18 @@
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from phalanx.layout import Layout
 from phalanx.parallel.communication.narrow import Narrow
 from phalanx.prove.proof import prove
 from phalanx.prove.reference import activations
+from phalanx.prove.results import EQUAL
 from phalanx.recipes.gpt import GPT
 from tests.tasks import Digits
 
@@ -17,6 +22,14 @@ def test_the_definition_is_what_ranks_do(kind: str) -> None:
     x = torch.randn(3, 5, 16, dtype=torch.float64)
     x[1, 2] = 0
     assert torch.equal(activations.rounded(kind, x), Narrow(kind).rounded(x))
+
+
+CHUNKED = {
+    "cp=2,activations=bf16": True,
+    "cp=2,cp_kind=ulysses,activations=bf16": False,
+    "tp=2,activations=bf16": False,
+    "cp=2": False,
+}
 
 
 class Block(nn.Module):
@@ -62,6 +75,70 @@ def test_experts_train_as_one_device_says_they_do() -> None:
     assert proof.holds, str(proof)
 
 
+def test_parts_of_layers_and_sequences_train_as_one_device_says_they_do() -> None:
+    task = GPT(layers=2, heads=2, kv_heads=1, dropout=0.1)
+    proof = prove(task, ["tp=2,activations=fp8", "cp=2,activations=bf16"], check=False)
+    assert proof.holds, str(proof)
+
+
+@pytest.mark.every
+@pytest.mark.parametrize("experts", [0, 4])
+def test_so_do_several_axes_at_once(experts: int) -> None:
+    layouts = ["tp=2,cp=2,activations=fp8", "tp=2,cp=2,cp_kind=ulysses,recompute=full,activations=bf16"]
+    if experts:
+        layouts += ["fsdp=2,ep=2,cp=2,activations=fp8"]
+    else:
+        layouts += ["dp=2,cp=2,comm=int4,activations=fp8", "tp=2,pp=2,schedule=zb,activations=fp8"]
+        layouts += ["cp=4,exact=8,activations=bf16"]
+    proof = prove(GPT(kv_heads=1, bias=True, dropout=0.2, experts=experts), layouts, check=False)
+    assert proof.holds, str(proof)
+
+
+class OfTwoHeads(nn.Module):
+    """Attention that has its number of heads in its code."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.head_dim = width // 2
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(width, width) for _ in range(4))
+
+    def forward(self, x: Tensor, *_: Any) -> Tensor:
+        batch, time, width = x.shape
+        query, key, value = (
+            linear(x).view(batch, time, 2, width // 2).transpose(1, 2)
+            for linear in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        return self.o_proj(F.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(-2))
+
+
+class Fixed(GPT):
+    def model(self) -> nn.Module:
+        made = super().model()
+        for block in made.blocks:
+            block.attention = OfTwoHeads(self.width)
+        return made
+
+
+@pytest.mark.every
+def test_what_shows_on_ranks_alone_is_not_proven() -> None:
+    proof = prove(Fixed(heads=2), ["tp=2,activations=bf16", "tp=2"], check=False)
+    refused, works = proof.results
+    assert "the code of blocks.0.attention fixes sizes" in refused.reason
+    assert "one device does not round as activations=bf16 does" in refused.reason
+    assert works.verdict == EQUAL
+
+
+def test_samples_that_are_computed_together_are_as_long_as_the_longest() -> None:
+    assert [activations.chunked(Layout.parse(text)) for text in CHUNKED] == list(CHUNKED.values())
+    tokens = np.array([9, 1, 1, 1, 1, 1, 1, 1])
+    for text, number in {"dp=2,cp=2,micro_batch=2": 4, "cp=2,micro_batch=2": 4, "cp=2,exact=8": 8}.items():
+        layout = Layout.parse(f"{text},activations=bf16")
+        for known in (None, tokens):
+            found = sorted(activations.shares(layout, 8, 8, known))
+            assert len(found) == number
+            assert [slot for start, stop in found for slot in range(start, stop)] == list(range(8))
+
+
 def test_a_layout_that_rounds_where_it_should_not_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(activations, "rounded", lambda kind, x: x)
     proof = prove(Stacked(), ["pp=2,activations=bf16"], check=False)
@@ -71,8 +148,23 @@ def test_a_layout_that_rounds_where_it_should_not_is_found(monkeypatch: pytest.M
     assert "that rounds as activations=bf16 is defined to" in finding.cause
 
 
+@pytest.mark.every
+@pytest.mark.parametrize("layout", ["tp=2", "cp=2", "cp=2,cp_kind=ulysses"])
+def test_so_is_one_that_sums_what_it_should_round(monkeypatch: pytest.MonkeyPatch, layout: str) -> None:
+    backward = activations._Rounded.backward
+    monkeypatch.setattr(
+        activations._Rounded, "backward", lambda ctx, gradient: (gradient, *backward(ctx, gradient)[1:])
+    )
+    proof = prove(GPT(heads=2, kv_heads=1), [f"{layout},activations=bf16"], check=False)
+    assert not proof.holds
+    finding = proof.results[0].finding
+    assert finding is not None
+    assert finding.rung == "gradients"
+    assert "that rounds as activations=bf16 is defined to" in finding.cause
+
+
 def test_what_rounds_is_said_in_a_layouts_words() -> None:
-    texts = ["dp=2", "dp=2,comm=int4", "pp=2,activations=fp8", "dp=2,pp=2,comm=int8,activations=bf16"]
+    texts = ["dp=2", "dp=2,comm=int4", "tp=2,activations=fp8", "dp=2,cp=2,comm=int8,activations=bf16"]
     assert [activations.rounding(Layout.parse(text)) for text in texts] == [
         "", "comm=int4", "activations=fp8", "comm=int8,activations=bf16",
     ]  # fmt: skip

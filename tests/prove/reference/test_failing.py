@@ -11,7 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import phalanx
+from phalanx import Layout
 from phalanx.prove.proof import prove
+from phalanx.prove.reference.failing import Unprovable, check_apart
 from tests.prove.tasks import Plain
 
 HERE = Path(__file__).name
@@ -81,3 +83,13 @@ def test_what_only_a_proof_does_to_a_task_is_told_apart() -> None:
     assert "meets a narrower number there" in narrow.summary
     assert HERE in narrow.summary
     assert "dtype=output.dtype" in narrow.next
+
+
+def test_what_ranks_round_by_themselves_is_refused_where_their_samples_are_computed_together() -> None:
+    for layout, chunked, words in (
+        ("dp=2,comm=int8", False, "comm=int8 rounds what each rank has of a gradient"),
+        ("cp=2,activations=bf16", True, "activations=bf16 rounds what each rank of cp=2 has of a key's gradient"),
+    ):
+        with pytest.raises(Unprovable, match=words):
+            check_apart(Plain(), Layout.parse(layout), chunked)
+    check_apart(Plain(), Layout.parse("tp=2,activations=bf16"), False)

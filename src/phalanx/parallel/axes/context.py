@@ -11,7 +11,7 @@ Every rank has the whole loss, and counts for ``1/cp`` of it; gradients of all w
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
 from functools import partial
 from typing import Any
 
@@ -22,23 +22,19 @@ from torch import Tensor, nn
 from phalanx.anatomy import Anatomy
 from phalanx.errors import WrongUse
 from phalanx.kernels.documents import are_starts, dense_mask
-from phalanx.kernels.packed_attention import packed_attention
 from phalanx.logits import Logits, Sequence
 from phalanx.parallel.axes import batchnorm
+from phalanx.parallel.axes.attending import Attend, Attending
 from phalanx.parallel.axes.chunks import SequenceChunks
 from phalanx.parallel.communication.communicator import Communicator
 from phalanx.parallel.communication.differentiable import all_gather, all_reduce, all_to_all
+from phalanx.parallel.communication.narrow import EXACTLY, Narrow
 from phalanx.parallel.forward.activations import ActivationLayout
 from phalanx.parallel.forward.calls import TIME, about_sizes, stream
 from phalanx.parallel.forward.wrapper import Around, Forward, Layer
 from phalanx.parallel.randomness.draws import Randomness
 from phalanx.trees import leaves, mapped
 
-Attend = Callable[..., Any]
-"""Attention over queries, keys and values ``[batch, heads, time, width]`` with a mask, or causal.
-
-Where the mask says where documents begin, it is also told which position the first query is.
-"""
 MIXING = (
     nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.RNNBase, nn.GroupNorm,
     nn.InstanceNorm1d, nn.InstanceNorm2d, nn.MultiheadAttention, *batchnorm.KINDS,
@@ -63,7 +59,7 @@ def check_context(model: nn.Module, anatomy: Anatomy, ranks: int) -> None:
                 )
 
 
-class ContextParallel:
+class ContextParallel(Attending):
     """Makes a model's blocks work with their positions."""
 
     def __init__(
@@ -73,8 +69,10 @@ class ContextParallel:
         group: Communicator,
         kind: str,
         randomness: Randomness,
+        narrow: Narrow = EXACTLY,
     ) -> None:
-        self.group, self.kind, self.randomness = group, kind, randomness
+        """``narrow``: how what attention needs of other ranks is made small on its way."""
+        self.group, self.kind, self.randomness, self.narrow = group, kind, randomness, narrow
         self.ranks, self.rank = group.size, group.rank
         self.name = ""
         """The block that computes just now."""
@@ -89,11 +87,10 @@ class ContextParallel:
         self.chunks = SequenceChunks(2 * self.ranks, randomness.device)
         check_context(model, anatomy, self.ranks)
         for name in anatomy.blocks:
+            self.reach(model.get_submodule(name))
             for module in model.get_submodule(name).modules():
                 if hasattr(module, "whole_time"):
                     vars(module).update(whole_time=self._whole_time, own_time=self._own_time)
-                if hasattr(module, "packed_attention"):
-                    vars(module).update(packed_attention=self.packed_attention)
 
     def layer(self, name: str, block: nn.Module) -> Layer:
         """What a block needs to work with this rank's positions of the stream."""
@@ -167,13 +164,13 @@ class ContextParallel:
         self._wholes.append((cut, x))
         return cut
 
-    def whole(self, x: Tensor, dim: int, after: Tensor | None = None) -> Tensor:
+    def whole(self, x: Tensor, dim: int, after: Tensor | None = None, narrow: Narrow = EXACTLY) -> Tensor:
         """Everybody's positions, in order. ``after``: what was gathered before."""
         time = self.layout.length
         each = self._each(time)
         dim %= x.ndim
         padded = F.pad(x, [0, 0] * (x.ndim - 1 - dim) + [0, each - x.shape[dim]])
-        every = all_gather(padded, dim, each * self.ranks, self.group, to="replicated", after=after)
+        every = all_gather(padded, dim, each * self.ranks, self.group, to="replicated", after=after, narrow=narrow)
         return every.index_select(dim, self._order(time))
 
     def _whole_time(self, x: Tensor, after: Tensor | None = None) -> Tensor:
@@ -193,29 +190,6 @@ class ContextParallel:
             order[places] = rank * each + torch.arange(len(places), device=order.device)
         self._known_orders[time] = order
         return order
-
-    def sdpa(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """``F.scaled_dot_product_attention``, answered with whole keys."""
-        names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
-        options = {"attn_mask": None, "is_causal": False} | dict(zip(names, args, strict=False)) | kwargs
-        query, key, value, mask, causal = (
-            options.pop(name) for name in ("query", "key", "value", "attn_mask", "is_causal")
-        )
-
-        def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, first: int = 0) -> Any:
-            if are_starts(mask):
-                return packed_attention(query, key, value, mask, causal, options.get("scale"), first)
-            grouped = {"enable_gqa": True} if query.shape[-3] != key.shape[-3] else {}
-            return func(query, key, value, attn_mask=mask, is_causal=causal, **options | grouped)
-
-        return self.attention(attend, query, key, value, mask, causal, time=-2, draws=bool(options.get("dropout_p")))
-
-    def packed_attention(
-        self, query: Tensor, key: Tensor, value: Tensor, starts: Tensor, causal: bool = True, scale: float | None = None
-    ) -> Any:
-        """Attention of this rank's positions inside their documents."""
-        plain = F.scaled_dot_product_attention
-        return self.sdpa(plain, query, key, value, attn_mask=starts, is_causal=causal, scale=scale)
 
     def attention(
         self, attend: Attend, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool,
@@ -246,9 +220,10 @@ class ContextParallel:
         self, attend: Attend, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, time: int
     ) -> Any:
         if key.shape == value.shape:
-            key, value = self.whole(torch.stack([key, value]), -2).unbind(0)
+            key, value = self.whole(torch.stack([key, value]), -2, narrow=self.narrow).unbind(0)
         else:
-            key, value = self.whole(torch.cat([key, value], -1), -2).split([key.shape[-1], value.shape[-1]], -1)
+            both = self.whole(torch.cat([key, value], -1), -2, narrow=self.narrow)
+            key, value = both.split([key.shape[-1], value.shape[-1]], -1)
         if not causal and not are_starts(mask):
             return attend(query, key, value, mask, False)
         if mask is not None and not are_starts(mask):
@@ -302,8 +277,10 @@ class ContextParallel:
         time = self.layout.length
         each = self._each(time)
         rows = [F.pad(x, [0, 0, 0, each - x.shape[-2]]).unflatten(1, (self.ranks, -1)).movedim(1, 0) for x in every]
-        flat = torch.cat([x.flatten(2) for x in rows], 2)
-        parts = all_to_all(flat, self.group).split([x.shape[2:].numel() for x in rows], 2)
+        width = math.gcd(*(x.shape[-1] for x in rows))
+        flat = torch.cat([x.flatten(2).unflatten(2, (-1, width)) for x in rows], 2)
+        sizes = [x.shape[2:].numel() for x in rows]
+        parts = all_to_all(flat, self.group, self.narrow).flatten(2).split(sizes, 2)
         came = (part.unflatten(2, x.shape[2:]) for part, x in zip(parts, rows, strict=True))
         return [x.movedim(0, 2).flatten(2, 3).index_select(2, self._order(time)) for x in came]
 
@@ -317,7 +294,7 @@ class ContextParallel:
         rows = by_heads.new_zeros(*by_heads.shape[:2], each * self.ranks, by_heads.shape[3]).index_copy(
             2, order, by_heads
         )
-        every = all_to_all(rows.unflatten(2, (self.ranks, each)).movedim(2, 0), self.group)
+        every = all_to_all(rows.unflatten(2, (self.ranks, each)).movedim(2, 0), self.group, self.narrow)
         own = every.movedim(0, 1).flatten(1, 2).narrow(2, 0, len(here))
         return own if time_dim == -2 else own.transpose(1, 2)
 

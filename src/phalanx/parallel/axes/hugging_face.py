@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from phalanx.errors import WrongUse
 from phalanx.kernels.documents import are_starts, dense_mask
 from phalanx.kernels.packed_attention import packed_attention
-from phalanx.parallel.axes.context import ContextParallel
+from phalanx.parallel.axes.attending import Attending
 from phalanx.parallel.torch_private import install
 
 PREFIX = "phalanx-"
@@ -72,7 +72,7 @@ def kind_of(config: Any) -> str:
     return (config._attn_implementation or "eager").removeprefix(PREFIX)
 
 
-def reach_attention(model: nn.Module, context: ContextParallel | None, kinds: Sequence[str] = OFFERED) -> None:
+def reach_attention(model: nn.Module, context: Attending | None, kinds: Sequence[str] = OFFERED) -> None:
     """Lead attention that a model looks up by name to a context, and to that of packed documents."""
     if context is not None:
         check_attention(model, context.ranks)

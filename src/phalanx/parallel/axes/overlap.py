@@ -25,6 +25,8 @@ from torch.autograd.function import once_differentiable
 from phalanx.layout import Layout
 from phalanx.parallel.communication.communicator import Communicator
 from phalanx.parallel.communication.differentiable import padded, run
+from phalanx.parallel.communication.narrow import EXACTLY, Narrow
+from phalanx.parallel.communication.narrowed import start_all_gather, start_reduce_scatter
 from phalanx.parallel.forward.calls import TIME
 
 LEAST_BYTES = 1 << 20
@@ -54,10 +56,10 @@ class LateWeight:
         self.calls += 1
         return _LateLinear.apply(x, self.weight, bias, self.left, self.calls)
 
-    def scattered(self, x: Tensor, group: Communicator, chunks: int) -> Tensor:
+    def scattered(self, x: Tensor, group: Communicator, chunks: int, narrow: Narrow = EXACTLY) -> Tensor:
         """A row-parallel linear without its bias: this rank's run of time, summed over ranks."""
         self.calls += 1
-        return _ScatteredLinear.apply(x, self.weight, self.left, self.calls, group, chunks)
+        return _ScatteredLinear.apply(x, self.weight, self.left, self.calls, group, chunks, narrow)
 
 
 def chunks_of(x: Tensor, features: int, group: Communicator) -> int:
@@ -118,36 +120,32 @@ class _ScatteredLinear(Function):
         call: int,
         group: Communicator,
         chunks: int,
+        narrow: Narrow,
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.left, ctx.call, ctx.group, ctx.chunks = left, call, group, chunks
-        each, own, pending = _each(x, group), [], []
+        ctx.left, ctx.call, ctx.group, ctx.chunks, ctx.narrow = left, call, group, chunks, narrow
+        each, coming = _each(x, group), []
         runs = padded(x, TIME, each * group.size).unflatten(TIME, (group.size, each)).movedim(TIME, 0)
         for part in runs.tensor_split(chunks, 1 + TIME):
             parts = F.linear(part, weight)  # [ranks, batch, time, features]
-            own.append(torch.empty_like(parts[0]))
-            pending.append(group.reduce_scatter(own[-1], parts))
-        for one in pending:
-            one.wait()
+            coming.append(start_reduce_scatter(parts, group, narrow))
         start, stop = run(x.shape[TIME], group.size, group.rank)
-        return torch.cat(own, TIME).narrow(TIME, 0, stop - start)
+        return torch.cat([finish() for finish in coming], TIME).narrow(TIME, 0, stop - start)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         x, weight = ctx.saved_tensors
-        group, coming = ctx.group, []
-        for part in padded(gradient, TIME, _each(x, group)).tensor_split(ctx.chunks, TIME):
-            every = part.new_empty(group.size, *part.shape)
-            coming.append((group.all_gather(every, part.contiguous()), every))
+        chunks = padded(gradient, TIME, _each(x, ctx.group)).tensor_split(ctx.chunks, TIME)
+        coming = [start_all_gather(part.contiguous(), ctx.group, ctx.narrow) for part in chunks]
         by_input, by_output = [], []
-        for pending, every in coming:
-            pending.wait()
+        for finish in coming:
+            every = finish()
             by_output.append(every)
             if ctx.needs_input_grad[0]:
                 by_input.append(every @ weight)
         ctx.left[ctx.call] = x, _in_time(by_output, x.shape[TIME])
-        return _in_time(by_input, x.shape[TIME]) if by_input else None, None, None, None, None, None
+        return _in_time(by_input, x.shape[TIME]) if by_input else None, *(None,) * 6
 
 
 def _each(x: Tensor, group: Communicator) -> int:

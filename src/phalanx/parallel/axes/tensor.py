@@ -35,6 +35,7 @@ from phalanx.parallel.communication.differentiable import (
     run,
     shard,
 )
+from phalanx.parallel.communication.narrow import EXACTLY, Narrow
 from phalanx.parallel.forward.calls import TIME, about_sizes, stream, with_stream
 from phalanx.parallel.forward.fp8 import is_plain, product
 from phalanx.parallel.forward.wrapper import Around, Forward, Instead, wrap
@@ -78,9 +79,16 @@ class TensorParallel:
     """Makes a model's modules work with their parts."""
 
     def __init__(
-        self, plan: Plan, model: nn.Module, group: Communicator, randomness: Randomness, layout: Layout
+        self,
+        plan: Plan,
+        model: nn.Module,
+        group: Communicator,
+        randomness: Randomness,
+        layout: Layout,
+        narrow: Narrow = EXACTLY,
     ) -> None:
-        self.plan, self.group, self.randomness = plan, group, randomness
+        """``narrow``: how the stream is made small on its way into a container, and what it gives on its way out."""
+        self.plan, self.group, self.randomness, self.narrow = plan, group, randomness, narrow
         self.activations = randomness.activations
         self._way_in: tuple[Tensor, Tensor] | None = None
         self._gathered_last: Tensor | None = None
@@ -159,7 +167,12 @@ class TensorParallel:
         to: Same = "invariant" if inside.gathered else "replicated"
         own, held = stream(args, kwargs, inside.name), self.activations.stream.held
         own, behind = (own, None) if inside.gathered else self._enter(inside, own, held)
-        return with_stream(args, kwargs, all_gather(own, TIME, held, self.group, to=to, behind=behind))
+        whole = all_gather(own, TIME, held, self.group, to=to, behind=behind, narrow=self._narrow(inside))
+        return with_stream(args, kwargs, whole)
+
+    def _narrow(self, inside: Inside) -> Narrow:
+        """Where columns are gathered, all is sent as it is."""
+        return EXACTLY if inside.gathered else self.narrow
 
     def _enter(self, inside: Inside, x: Tensor, time: int) -> tuple[Tensor, Behind | None]:
         """Before what sums the gradient of ``x``, all of its ``time``: what autograd does meanwhile, alike on ranks."""
@@ -197,7 +210,7 @@ class TensorParallel:
                 return args
         if self._way_in is None or self._way_in[0] is not args[0]:
             x, behind = self._enter(inside, args[0], args[0].shape[TIME])
-            self._way_in = args[0], replicate(x, self.group, behind)
+            self._way_in = args[0], replicate(x, self.group, behind, self._narrow(inside))
         return (self._way_in[1], *args[1:])
 
     def _turn_outside(self) -> None:
@@ -218,20 +231,20 @@ class TensorParallel:
     def _row(self, module: Any, inside: Inside, x: Tensor) -> Tensor:
         if inside.gathered:
             x = shard(x, -1, self.group)
-        out = self._row_sum(module, x, inside.late.get(module))
+        out = self._row_sum(module, x, inside.late.get(module), self._narrow(inside))
         inside.late.clear()
         self._turn_outside()
         return out if module.bias is None else out + module.bias
 
-    def _row_sum(self, module: Any, x: Tensor, late: overlap.LateWeight | None) -> Tensor:
+    def _row_sum(self, module: Any, x: Tensor, late: overlap.LateWeight | None, narrow: Narrow) -> Tensor:
         """What a row-parallel linear gives, before its bias, summed over ranks."""
         chunks = 1 if late is None else overlap.chunks_of(x, module.out_features, self.group)
         if late is not None and chunks > 1 and self.plan.sequence_parallel:
-            return late.scattered(x, self.group, chunks)
+            return late.scattered(x, self.group, chunks, narrow)
         part = product(module, x) if late is None else late.linear(x, None)
         if self.plan.sequence_parallel:
-            return reduce_scatter(part, TIME, self.group)
-        return all_reduce(part, self.group, to="invariant")
+            return reduce_scatter(part, TIME, self.group, narrow)
+        return all_reduce(part, self.group, to="invariant", narrow=narrow)
 
     def _embedding(self, module: Any, tokens: Tensor) -> Tensor:
         check_ids(tokens, module.num_embeddings, "token")

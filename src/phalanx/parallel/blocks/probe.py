@@ -56,11 +56,11 @@ class Probe:
         randomness: Randomness,
         sharding: SequenceSharding,
         fp8: Fp8 | None,
-        tokens: Narrow,
+        narrow: Narrow,
     ) -> None:
-        """What it needs to know of the model as it has been spread. ``tokens``: how they are sent to experts."""
+        """What it needs to know of the model as it has been spread. ``narrow``: how ranks send inside of blocks."""
         self.model, self.weights, self.holding, self.randomness = model, weights, holding, randomness
-        self.sharding, self.fp8, self.tokens = sharding, fp8, tokens
+        self.sharding, self.fp8, self.narrow = sharding, fp8, narrow
         self.untried, self.unseen = set(self.shadows), set(self.anatomy.blocks)
         self.trying = False
         self.compares = True
@@ -86,7 +86,7 @@ class Probe:
         self.trying = True
         as_alone = nullcontext() if self.fp8 is None else self.fp8.off()
         moment = self.randomness.moment
-        with torch.no_grad(), moment.recompute(dict(vars(moment))), as_alone, self.tokens.off():
+        with torch.no_grad(), moment.recompute(dict(vars(moment))), as_alone, self.narrow.off():
             yield
         self.trying = False
         self.untried.clear()

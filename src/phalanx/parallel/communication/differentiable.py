@@ -23,6 +23,7 @@ from torch.autograd import Function
 
 from phalanx.parallel.communication.communicator import Communicator
 from phalanx.parallel.communication.narrow import EXACTLY, Narrow
+from phalanx.parallel.communication.narrowed import Finish, start_all_reduce, start_reduce_scatter
 from phalanx.parallel.communication.operators import all_gathered, all_reduced, exchanged, reduce_scattered
 
 Same = Literal["replicated", "invariant"]
@@ -59,18 +60,20 @@ def all_gather(
     to: Same,
     after: Tensor | None = None,
     behind: Behind | None = None,
+    narrow: Narrow = EXACTLY,
 ) -> Tensor:
     """Sharded -> replicated or invariant: everybody's runs of a dim in one.
 
     ``after``: what another collective gave that comes first, where this one does not follow from it. ``behind``: where
-    the gradient's sum is left that an ``x`` that is `awaited` waits for.
+    the gradient's sum is left that an ``x`` that is `awaited` waits for. ``narrow``: how runs, and gradients on their
+    way back, are made small.
     """
-    return x if group.alone else AllGather.apply(x, dim % x.ndim, total, group, to, after, behind)
+    return x if group.alone else AllGather.apply(x, dim % x.ndim, total, group, to, after, behind, narrow)
 
 
-def reduce_scatter(x: Tensor, dim: int, group: Communicator) -> Tensor:
-    """Partial -> sharded: this rank's run of a dim of the sum."""
-    return x if group.alone else ReduceScatter.apply(x, dim % x.ndim, group)
+def reduce_scatter(x: Tensor, dim: int, group: Communicator, narrow: Narrow = EXACTLY) -> Tensor:
+    """Partial -> sharded: this rank's run of a dim of the sum; ``narrow`` as in `all_gather`."""
+    return x if group.alone else ReduceScatter.apply(x, dim % x.ndim, group, narrow)
 
 
 def shard(x: Tensor, dim: int, group: Communicator) -> Tensor:
@@ -78,28 +81,25 @@ def shard(x: Tensor, dim: int, group: Communicator) -> Tensor:
     return x if group.alone else Shard.apply(x, dim % x.ndim, group)
 
 
-def all_reduce(x: Tensor, group: Communicator, *, to: Same) -> Tensor:
-    """Partial -> replicated or invariant: the sum over ranks."""
-    return x if group.alone else AllReduce.apply(x, group, to)
+def all_reduce(x: Tensor, group: Communicator, *, to: Same, narrow: Narrow = EXACTLY) -> Tensor:
+    """Partial -> replicated or invariant: the sum over ranks; ``narrow`` as in `all_gather`."""
+    return x if group.alone else AllReduce.apply(x, group, to, narrow)
 
 
-def replicate(x: Tensor, group: Communicator, behind: Behind | None = None) -> Tensor:
-    """Invariant -> replicated: the same ``x``, whose gradients are summed over ranks; ``behind`` as in `all_gather`."""
-    return x if group.alone else Replicate.apply(x, group, behind)
+def replicate(x: Tensor, group: Communicator, behind: Behind | None = None, narrow: Narrow = EXACTLY) -> Tensor:
+    """Invariant -> replicated: the same ``x``, whose gradients are summed over ranks; others as in `all_gather`."""
+    return x if group.alone else Replicate.apply(x, group, behind, narrow)
 
 
-def all_to_all(x: Tensor, group: Communicator) -> Tensor:
-    """Row r goes to rank r, and row r of what comes back is from rank r: ``[ranks, ...]``."""
-    return x if group.alone else AllToAll.apply(x, group)
+def all_to_all(x: Tensor, group: Communicator, narrow: Narrow = EXACTLY) -> Tensor:
+    """Row r goes to rank r, and row r of what comes back is from rank r: ``[ranks, ...]``; ``narrow`` as above."""
+    return x if group.alone else AllToAll.apply(x, group, narrow)
 
 
 def all_to_all_rows(
     x: Tensor, out: Sequence[int], back: Sequence[int], group: Communicator, narrow: Narrow = EXACTLY
 ) -> Tensor:
-    """The first ``out[0]`` rows go to rank 0, the next ``out[1]`` to rank 1; ``back[r]`` rows come from rank r.
-
-    ``narrow``: how they, and gradients on their way back, are made small.
-    """
+    """The first ``out[0]`` rows go to rank 0, the next ``out[1]`` to rank 1; ``back[r]`` rows come from rank r."""
     return x if group.alone else AllToAllRows.apply(x, out, back, group, narrow)
 
 
@@ -135,18 +135,19 @@ class AllGather(Function):
         to: Same,
         after: Tensor | None,
         behind: Behind | None,
+        narrow: Narrow,
     ) -> Tensor:
-        ctx.dim, ctx.group, ctx.to, ctx.behind = dim, group, to, behind
-        return _gathered(x, dim, total, group, after)
+        ctx.dim, ctx.group, ctx.to, ctx.behind, ctx.narrow = dim, group, to, behind, narrow
+        return _gathered(x, dim, total, group, after, narrow)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        nothing = (None,) * 6
+        nothing = (None,) * 7
         if ctx.to == "invariant":
             return own_run(gradient, ctx.dim, ctx.group), *nothing
         if ctx.behind is None:
-            return _summed(gradient, ctx.dim, ctx.group), *nothing
-        ctx.behind.finish = _start_summed(gradient, ctx.dim, ctx.group)
+            return _summed(gradient, ctx.dim, ctx.group, ctx.narrow), *nothing
+        ctx.behind.finish = _start_summed(gradient, ctx.dim, ctx.group, ctx.narrow)
         return None, *nothing
 
 
@@ -163,56 +164,51 @@ class Shard(Function):
 
 class ReduceScatter(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, group: Communicator) -> Tensor:
-        ctx.dim, ctx.total, ctx.group = dim, x.shape[dim], group
-        return _summed(x, dim, group)
+    def forward(ctx: Any, x: Tensor, dim: int, group: Communicator, narrow: Narrow) -> Tensor:
+        ctx.dim, ctx.total, ctx.group, ctx.narrow = dim, x.shape[dim], group, narrow
+        return _summed(x, dim, group, narrow)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return _gathered(gradient, ctx.dim, ctx.total, ctx.group), None, None
+        return _gathered(gradient, ctx.dim, ctx.total, ctx.group, None, ctx.narrow), None, None, None
 
 
 class AllReduce(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Communicator, to: Same) -> Tensor:
-        ctx.group, ctx.to = group, to
-        return all_reduced(x, group)
+    def forward(ctx: Any, x: Tensor, group: Communicator, to: Same, narrow: Narrow) -> Tensor:
+        ctx.group, ctx.to, ctx.narrow = group, to, narrow
+        return all_reduced(x, group, narrow)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return gradient if ctx.to == "invariant" else all_reduced(gradient, ctx.group), None, None
+        nothing = (None,) * 3
+        return gradient if ctx.to == "invariant" else all_reduced(gradient, ctx.group, ctx.narrow), *nothing
 
 
 class Replicate(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Communicator, behind: Behind | None) -> Tensor:
-        ctx.group, ctx.behind = group, behind
+    def forward(ctx: Any, x: Tensor, group: Communicator, behind: Behind | None, narrow: Narrow) -> Tensor:
+        ctx.group, ctx.behind, ctx.narrow = group, behind, narrow
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        nothing = (None,) * 3
         if ctx.behind is None:
-            return all_reduced(gradient, ctx.group), None, None
-        total = gradient.clone(memory_format=torch.contiguous_format)
-        pending = ctx.group.all_reduce(total)
-
-        def finish() -> Tensor:
-            pending.wait()
-            return total
-
-        ctx.behind.finish = finish
-        return None, None, None
+            return all_reduced(gradient, ctx.group, ctx.narrow), *nothing
+        ctx.behind.finish = start_all_reduce(gradient, ctx.group, ctx.narrow)
+        return None, *nothing
 
 
 class AllToAll(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Communicator) -> Tensor:
-        ctx.group = group
-        return exchanged(x, group)
+    def forward(ctx: Any, x: Tensor, group: Communicator, narrow: Narrow) -> Tensor:
+        ctx.group, ctx.narrow = group, narrow
+        return exchanged(x, group, narrow)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return exchanged(gradient, ctx.group), None
+        return exchanged(gradient, ctx.group, ctx.narrow), None, None
 
 
 class AllToAllRows(Function):
@@ -270,9 +266,11 @@ def padded(x: Tensor, dim: int, size: int) -> Tensor:
     return F.pad(x, [0, 0] * (x.ndim - 1 - dim) + [0, missing]) if missing else x
 
 
-def _gathered(x: Tensor, dim: int, total: int, group: Communicator, after: Tensor | None = None) -> Tensor:
+def _gathered(
+    x: Tensor, dim: int, total: int, group: Communicator, after: Tensor | None = None, narrow: Narrow = EXACTLY
+) -> Tensor:
     part = padded(x, dim, run(total, group.size, 0)[1]).contiguous()
-    every = all_gathered(part, group, after)
+    every = all_gathered(part, group, after, narrow)
     whole = every.movedim(0, dim).flatten(dim, dim + 1)
     return _fresh(whole if whole.shape[dim] == total else whole.narrow(dim, 0, total).contiguous(), every)
 
@@ -284,21 +282,14 @@ def _fresh(x: Tensor, source: Tensor) -> Tensor:
     return x.clone() if x.data_ptr() == source.data_ptr() else x
 
 
-def _summed(x: Tensor, dim: int, group: Communicator) -> Tensor:
-    return _unpadded(reduce_scattered(_runs(x, dim, group), group), x.shape[dim], dim, group)
+def _summed(x: Tensor, dim: int, group: Communicator, narrow: Narrow) -> Tensor:
+    return _unpadded(reduce_scattered(_runs(x, dim, group), group, narrow), x.shape[dim], dim, group)
 
 
-def _start_summed(x: Tensor, dim: int, group: Communicator) -> Callable[[], Tensor]:
+def _start_summed(x: Tensor, dim: int, group: Communicator, narrow: Narrow) -> Finish:
     """The same, launched; what is returned waits for it."""
-    parts, total = _runs(x, dim, group), x.shape[dim]
-    own = parts.new_empty(parts.shape[1:])
-    pending = group.reduce_scatter(own, parts)
-
-    def finish() -> Tensor:
-        pending.wait()
-        return _unpadded(own, total, dim, group)
-
-    return finish
+    total, finish = x.shape[dim], start_reduce_scatter(_runs(x, dim, group), group, narrow)
+    return lambda: _unpadded(finish(), total, dim, group)
 
 
 def _runs(x: Tensor, dim: int, group: Communicator) -> Tensor:

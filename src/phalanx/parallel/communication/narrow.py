@@ -62,15 +62,22 @@ class Narrow:
         codes = (rows / scale).clamp(-MOST, MOST).to(FP8)
         return torch.cat([codes.view(torch.uint8), scale.contiguous().view(torch.uint8)], 1)
 
+    def encode_each(self, parts: Tensor) -> Tensor:
+        """Parts ``[ranks, ...]`` to a message for each rank."""
+        message = self.encode(parts)
+        if self.kind != "fp8" or not self.narrows(parts.dtype):
+            return message
+        return message.view(len(parts), len(message) // len(parts), message.shape[1])
+
     def decode(self, message: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """A message to numbers."""
+        """A message, or one of each rank, to numbers."""
         if not self.narrows(dtype):
             return message
         if self.kind == "bf16":
             return message.to(dtype)
         if not message.numel():
             return torch.empty(shape, dtype=dtype, device=message.device)
-        codes, scale = message[:, :-4].contiguous().view(FP8), message[:, -4:].contiguous().view(torch.float32)
+        codes, scale = message[..., :-4].contiguous().view(FP8), message[..., -4:].contiguous().view(torch.float32)
         return (codes.to(dtype) * scale.to(dtype)).view(*shape)
 
     def rounded(self, x: Tensor) -> Tensor:

@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 from torch.library import custom_op
 
+from phalanx.parallel.communication import narrowed
 from phalanx.parallel.communication.communicator import Communicator
+from phalanx.parallel.communication.narrow import EXACTLY, Narrow
 
 _groups: WeakValueDictionary[str, Communicator] = WeakValueDictionary()
 """By handle: an operator takes words, and no objects."""
@@ -35,77 +37,73 @@ def forget(group: Communicator) -> None:
     _groups.pop(group.handle, None)
 
 
-def all_gathered(part: Tensor, group: Communicator, after: Tensor | None = None) -> Tensor:
-    """Everybody's parts, ``[ranks, *part]``."""
+def all_gathered(part: Tensor, group: Communicator, after: Tensor | None = None, narrow: Narrow = EXACTLY) -> Tensor:
+    """Everybody's parts, ``[ranks, *part]``, which travel as ``narrow`` says."""
     if torch.compiler.is_compiling():
-        return _all_gather(part, group.handle, group.size, after)
-    every = part.new_empty(group.size, *part.shape)
-    group.all_gather(every, part).wait()
-    return every
+        return _all_gather(part, group.handle, group.size, after, narrow.kind)
+    return narrowed.start_all_gather(part, group, narrow)()
 
 
-def all_reduced(x: Tensor, group: Communicator) -> Tensor:
-    """The sum over the ranks."""
+def all_reduced(x: Tensor, group: Communicator, narrow: Narrow = EXACTLY) -> Tensor:
+    """The sum over the ranks of what travels, as does the sum, as ``narrow`` says."""
     if torch.compiler.is_compiling():
-        return _all_reduce(x, group.handle)
-    total = x.clone().contiguous()
-    group.all_reduce(total).wait()
-    return total
+        return _all_reduce(x, group.handle, narrow.kind)
+    return narrowed.start_all_reduce(x, group, narrow)()
 
 
-def reduce_scattered(parts: Tensor, group: Communicator) -> Tensor:
-    """The sum over the ranks of this rank's row of ``parts``."""
+def reduce_scattered(parts: Tensor, group: Communicator, narrow: Narrow = EXACTLY) -> Tensor:
+    """The sum over the ranks of this rank's row of ``parts``, each of which travels as ``narrow`` says."""
     if torch.compiler.is_compiling():
-        return _reduce_scatter(parts, group.handle)
-    own = parts.new_empty(parts.shape[1:])
-    group.reduce_scatter(own, parts).wait()
-    return own
+        return _reduce_scatter(parts, group.handle, narrow.kind)
+    return narrowed.start_reduce_scatter(parts, group, narrow)()
 
 
-def exchanged(rows: Tensor, group: Communicator) -> Tensor:
-    """Row r of every rank that has it for rank r."""
+def exchanged(rows: Tensor, group: Communicator, narrow: Narrow = EXACTLY) -> Tensor:
+    """Row r of every rank that has it for rank r, each of which travels as ``narrow`` says."""
     if torch.compiler.is_compiling():
-        return _all_to_all(rows, group.handle)
-    return group.all_to_all(rows)
+        return _all_to_all(rows, group.handle, narrow.kind)
+    return narrowed.all_to_all(rows, group, narrow)
 
 
 @custom_op(
-    "phalanx::all_gather", mutates_args=(), schema="(Tensor part, str group, int ranks, Tensor? after) -> Tensor"
+    "phalanx::all_gather",
+    mutates_args=(),
+    schema="(Tensor part, str group, int ranks, Tensor? after, str kind) -> Tensor",
 )
-def _all_gather(part: Tensor, group: str, ranks: int, after: Tensor | None) -> Tensor:
-    return all_gathered(part.contiguous(), _groups[group])
+def _all_gather(part: Tensor, group: str, ranks: int, after: Tensor | None, kind: str) -> Tensor:
+    return all_gathered(part.contiguous(), _groups[group], narrow=Narrow(kind))
 
 
 @_all_gather.register_fake
-def _(part: Tensor, group: str, ranks: int, after: Tensor | None) -> Tensor:
+def _(part: Tensor, group: str, ranks: int, after: Tensor | None, kind: str) -> Tensor:
     return part.new_empty(ranks, *part.shape)
 
 
-@custom_op("phalanx::all_reduce", mutates_args=(), schema="(Tensor x, str group) -> Tensor")
-def _all_reduce(x: Tensor, group: str) -> Tensor:
-    return all_reduced(x, _groups[group])
+@custom_op("phalanx::all_reduce", mutates_args=(), schema="(Tensor x, str group, str kind) -> Tensor")
+def _all_reduce(x: Tensor, group: str, kind: str) -> Tensor:
+    return all_reduced(x, _groups[group], Narrow(kind))
 
 
 @_all_reduce.register_fake
-def _(x: Tensor, group: str) -> Tensor:
+def _(x: Tensor, group: str, kind: str) -> Tensor:
     return x.new_empty(x.shape)
 
 
-@custom_op("phalanx::reduce_scatter", mutates_args=(), schema="(Tensor parts, str group) -> Tensor")
-def _reduce_scatter(parts: Tensor, group: str) -> Tensor:
-    return reduce_scattered(parts.contiguous(), _groups[group])
+@custom_op("phalanx::reduce_scatter", mutates_args=(), schema="(Tensor parts, str group, str kind) -> Tensor")
+def _reduce_scatter(parts: Tensor, group: str, kind: str) -> Tensor:
+    return reduce_scattered(parts.contiguous(), _groups[group], Narrow(kind))
 
 
 @_reduce_scatter.register_fake
-def _(parts: Tensor, group: str) -> Tensor:
+def _(parts: Tensor, group: str, kind: str) -> Tensor:
     return parts.new_empty(parts.shape[1:])
 
 
-@custom_op("phalanx::all_to_all", mutates_args=(), schema="(Tensor rows, str group) -> Tensor")
-def _all_to_all(rows: Tensor, group: str) -> Tensor:
-    return exchanged(rows, _groups[group])
+@custom_op("phalanx::all_to_all", mutates_args=(), schema="(Tensor rows, str group, str kind) -> Tensor")
+def _all_to_all(rows: Tensor, group: str, kind: str) -> Tensor:
+    return exchanged(rows, _groups[group], Narrow(kind))
 
 
 @_all_to_all.register_fake
-def _(rows: Tensor, group: str) -> Tensor:
+def _(rows: Tensor, group: str, kind: str) -> Tensor:
     return rows.new_empty(rows.shape)

@@ -208,7 +208,7 @@ def gathering(
     plain = seam.plain
 
     def all_gather(x: Tensor, dim: int, total: int, group: Any, *, to: Same, **order: Any) -> Tensor:
-        whole = plain(x, dim, total, group, to=to)
+        whole = plain(x, dim, total, group, to=to, **order)
         return change(x, whole, dim, group.rank, group.size) if to == state else whole
 
     replace(seam, all_gather)

@@ -83,6 +83,12 @@ def _activations(engine: Engine) -> Bounds:
     found: Bounds = {}
     travels = spread.placement.travels(mesh)
     found |= {(axis, kind): SOME for axis in ("tp", "cp") for kind in travels.get(axis, ())}
+    if "tp" in travels and spread.narrow.narrows(engine.dtypes.compute):
+        ways = {bool(container.gathered) for container in spread.plan.containers.values()}
+        if True not in ways:
+            found = {key: SOME for key in found if key not in (("tp", "reduce-scatter"), ("tp", "all-reduce"))}
+        if False in ways:  # terms of sums in few bits are exchanged
+            found |= {("tp", "all-gather"): SOME, ("tp", "all-to-all"): SOME}
     if spread.pipeline is not None:
         stages, rank = spread.pipeline.stages, mesh.index("pp")
         own = stages.of(rank)

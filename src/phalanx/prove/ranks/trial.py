@@ -27,6 +27,7 @@ from phalanx.prove.ranks.pieces import times_here
 from phalanx.prove.ranks.record import Record, Recorder
 from phalanx.prove.ranks.resuming import Interruption, Resume, emptied
 from phalanx.prove.ranks.witness import Testimony, Witness
+from phalanx.prove.reference.activations import rounding
 from phalanx.prove.reference.hostile import Hostile, cramped
 from phalanx.prove.reference.steady import Steady, homes
 from phalanx.prove.reference.switched import method_of
@@ -148,6 +149,8 @@ class TrialRun:
         self.traffic.watchers.append(self.launched)
         self.watching: Any = None
         self.step, self.rung, self.resumed = -1, "running", False
+        self.whole: set[str] = set()
+        """Containers that ranks of ``tp`` are known to compute alike."""
 
     def launched(self, axis: str, kind: str, tensor: Tensor) -> None:
         """Note a collective."""
@@ -189,11 +192,26 @@ class TrialRun:
             self.watching.before(batch)
             if self.resumed and self.watching.astray:
                 break
-            self.watching.after(batch, engine.step(batch))
+            metrics = engine.step(batch)
+            self._check_containers(engine)
+            self.watching.after(batch, metrics)
             yield batch.step
+
+    def _check_containers(self, engine: Engine) -> None:
+        """One device rounds as the layout is planned: refuse a container of which ranks found out that it does not fit.
+
+        What such a one sends is sent as it is.
+        """
+        found = [one for one in engine.spread.plan.containers.values() if one.gathered and one.name not in self.whole]
+        if found and "activations" in rounding(self.layout):
+            raise WrongUse(
+                f"{found[0].gathered}, which shows only on ranks, so that one device does not round as "
+                f"{rounding(self.layout)} does. Prove it without activations"
+            )
 
     def _engine(self) -> Engine:
         engine = Engine(self.task, self.layout, device="cpu", timeout=TIMEOUT, traffic=self.traffic)
+        self.whole = {one.name for one in engine.spread.plan.containers.values() if one.gathered}
         engine.spread.probe.compares = False  # the proof itself will tell, and where
         if self.layout.tp == 1:
             engine.spread.probe.untried.clear()

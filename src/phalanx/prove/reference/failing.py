@@ -83,3 +83,23 @@ def check_certifies(task: Task, standard: Standard) -> None:
             "inputs in the model's forward (no .float()), and look for logs and roots near 0.",
             code=3,
         )
+
+
+def check_apart(task: Task, layout: Layout, chunked: bool) -> None:
+    """Of a task that computes samples of several ranks together: refuse a layout that rounds what each rank has.
+
+    ``chunked``: it does so by chunks of sequences.
+    """
+    if layout.coded_axis or layout.local:
+        raise Unprovable(
+            f"comm={layout.comm} rounds what each rank has of a gradient, or has sites train on their own samples, "
+            f"and in {type(task).__name__} samples of several ranks are computed together, so that no device alone "
+            "has it",
+            "Prove the layout without comm.",
+        )
+    if chunked:
+        raise Unprovable(
+            f"activations={layout.activations} rounds what each rank of cp={layout.cp} has of a key's gradient, by how "
+            f"long its own samples are, and in {type(task).__name__} samples of several ranks are computed together",
+            "Prove the layout with cp_kind=ulysses, or without activations.",
+        )
