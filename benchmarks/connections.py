@@ -1,9 +1,11 @@
-"""Whether several connections carry more than one over a slow link: large exchanges over one group of gloo's, or more.
+"""Whether several connections carry more than one over a slow link, of large exchanges or sums between two hosts.
 
     python benchmarks/connections.py [--quick] [--mbits 100] [--round-trip 0.05] [--megabytes 4] [--buckets 4]
 
 Two hosts, network namespaces joined by a link of the given rate (needs root, ``ip`` and ``tc``), give each other so
-many buckets, all at once and both ways at once (`parallel.communication.peers`), in turns over the groups.
+many buckets, all at once and both ways at once (`parallel.communication.peers`): in turns over groups of gloo's, each
+bucket over one, or each in parts over all of them, as `Peers.connect` has it. Sums are gloo's own, and those of
+`host_sums` over so many groups.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -24,13 +27,54 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import torch
 import torch.distributed as dist
 from tests.hosts import missing
+from torch import Tensor
 
 from phalanx.launch.environment import Environment
+from phalanx.parallel.communication.communicator import Communicator
 from phalanx.parallel.communication.peers import Peers
+from phalanx.parallel.communication.traffic import Traffic
 from report import Figure, report
 from slow_network import SlowNetwork, wait_for
 
 GROUPS = (1, 2, 4)
+Exchange = Callable[[Tensor, Tensor], list[Any]]
+"""Of what is to come into and go out of a host, buckets by ranks by bytes: what is to be waited for."""
+
+
+def in_turns(peers: list[Peers]) -> Exchange:
+    def begun(into: Tensor, out: Tensor) -> list[Any]:
+        expected = [peers[number % len(peers)].expect(rows) for number, rows in enumerate(into)]
+        return [work for one, rows in zip(expected, out, strict=True) for work in one.send(rows)]
+
+    return begun
+
+
+def summed(group: dist.ProcessGroup, more: list[dist.ProcessGroup]) -> Exchange:
+    made = Communicator(group, Traffic(), "dp", [0, 1])
+    if more:
+        made.connect(more)
+    return lambda into, out: [made.all_reduce(rows.view(-1).view(torch.float32)) for rows in into]
+
+
+def contestants() -> dict[str, Exchange]:
+    """By name; each has groups of its own."""
+
+    def groups(many: int) -> list[dist.ProcessGroup]:
+        return [dist.new_group([0, 1]) for _ in range(many)]
+
+    found: dict[str, Exchange] = {}
+    for many in GROUPS:
+        found[f"exchange, {many} in turns"] = in_turns([Peers(group, [0, 1]) for group in groups(many)])
+    for many in GROUPS[1:]:
+        first, *more = groups(many)
+        peers = Peers(first, [0, 1])
+        peers.connect(more)
+        found[f"exchange, parts over {many}"] = in_turns([peers])
+    found["sum, gloo's"] = summed(groups(1)[0], [])
+    for many in GROUPS:
+        first, *more = groups(many)
+        found[f"sum, parts over {many}"] = summed(first, more)
+    return found
 
 
 def on_rank(words: dict[str, Any]) -> None:
@@ -38,22 +82,21 @@ def on_rank(words: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     environment = Environment.detect()
     environment.join(torch.device("cpu"), timedelta(minutes=5))
-    peers = [Peers(dist.new_group([0, 1])) for _ in range(max(GROUPS))]
-    out, into = torch.zeros(2, words["buckets"], 2, words["megabytes"] << 20, dtype=torch.uint8)
-    taken: dict[int, list[float]] = {groups: [] for groups in GROUPS}
+    out, into = torch.zeros(2, words["buckets"], 2, int(words["megabytes"] * (1 << 20)), dtype=torch.uint8)
+    chosen = {name: begin for name, begin in contestants().items() if name.startswith(words["what"])}
+    taken: dict[str, list[float]] = {name: [] for name in chosen}
     for turn in range(1 + words["turns"]):
-        for groups in GROUPS:
+        for name, begin in chosen.items():
             dist.barrier()
             began = time.perf_counter()
-            expected = [peers[number % groups].expect(rows) for number, rows in enumerate(into)]
-            works = [work for one, rows in zip(expected, out, strict=True) for work in one.send(rows)]
-            for work in works:
+            for work in begin(into, out):
                 work.wait()
             dist.barrier()
             if turn:
-                taken[groups].append(time.perf_counter() - began)
+                taken[name].append(time.perf_counter() - began)
     if environment.rank == 0:
-        Path(words["results"]).write_text(json.dumps({str(n): statistics.median(found) for n, found in taken.items()}))
+        medians = {name: statistics.median(found) for name, found in taken.items()}
+        Path(words["results"]).write_text(json.dumps(medians))
     dist.barrier()
     environment.leave()
 
@@ -63,7 +106,8 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="one turn")
     parser.add_argument("--mbits", type=float, default=100)
     parser.add_argument("--round-trip", type=float, default=0, help="seconds")
-    parser.add_argument("--megabytes", type=int, default=4, help="of a bucket")
+    parser.add_argument("--megabytes", type=float, default=4, help="of a bucket, to each rank")
+    parser.add_argument("--what", default="", help="what the names of contestants begin with")
     parser.add_argument("--buckets", type=int, default=4)
     parser.add_argument("--rank-of", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -77,18 +121,22 @@ def main() -> None:
         SlowNetwork(2, Path(folder), options.mbits, options.round_trip) as network,
     ):
         words = {"megabytes": options.megabytes, "buckets": options.buckets, "turns": 1 if options.quick else 5}
-        words |= {"results": f"{folder}/results.json"}
+        words |= {"what": options.what, "results": f"{folder}/results.json"}
         with network.ranks(__file__, words) as ranks:
             wait_for(ranks)
-        taken = {int(n): seconds for n, seconds in json.loads(Path(words["results"]).read_text()).items()}
-    bits = 8 * options.buckets * (options.megabytes << 20)
+        taken: dict[str, float] = json.loads(Path(words["results"]).read_text())
+    bits = 8 * options.buckets * options.megabytes * (1 << 20)
     link = f"{options.mbits:g} Mbit/s" + (f", {1e3 * options.round_trip:g} ms" if options.round_trip else "")
-    report(
-        [
-            Figure(f"{n} groups: seconds to those of one, {link}", s / taken[1], None, f"{bits / s / 1e6:.1f} Mbit/s")
-            for n, s in taken.items()
-        ]
-    )
+    first: dict[str, float] = {}
+    figures = []
+    for name, seconds in taken.items():
+        kind = name.partition(",")[0]
+        sent = bits * (2 if kind == "sum" else 1)
+        ratio = seconds / first.setdefault(kind, seconds)
+        figures.append(
+            Figure(f"{name}: seconds to those of the first, {link}", ratio, None, f"{sent / seconds / 1e6:.1f} Mbit/s")
+        )
+    report(figures)
 
 
 if __name__ == "__main__":
