@@ -1,9 +1,10 @@
-"""Whether several connections carry more than one over a slow link, of large exchanges or sums between two hosts.
+"""Whether several connections carry more than one over slow links, of large exchanges or sums between hosts.
 
     python benchmarks/connections.py [--quick] [--mbits 100] [--round-trip 0.05] [--megabytes 4] [--buckets 4]
+        [--hosts 3] [--what exchange]
 
-Two hosts, network namespaces joined by a link of the given rate (needs root, ``ip`` and ``tc``), give each other so
-many buckets, all at once and both ways at once (`parallel.communication.peers`): in turns over groups of gloo's, each
+Hosts, network namespaces joined by links of the given rate (needs root, ``ip`` and ``tc``), give each other so many
+buckets, all at once and both ways at once (`parallel.communication.peers`): in turns over groups of gloo's, each
 bucket over one, or each in parts over all of them, as `Peers.connect` has it. Sums are gloo's own, and those of
 `host_sums` over so many groups.
 """
@@ -16,7 +17,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -49,29 +50,30 @@ def in_turns(peers: list[Peers]) -> Exchange:
     return begun
 
 
-def summed(group: dist.ProcessGroup, more: list[dist.ProcessGroup]) -> Exchange:
-    made = Communicator(group, Traffic(), "dp", [0, 1])
-    if more:
+def summed(group: dist.ProcessGroup, more: list[dist.ProcessGroup] | None) -> Exchange:
+    """``more``: further groups, none of them if that is gloo's own sum."""
+    made = Communicator(group, Traffic(), "dp", range(group.size()))
+    if more is not None:
         made.connect(more)
     return lambda into, out: [made.all_reduce(rows.view(-1).view(torch.float32)) for rows in into]
 
 
-def contestants() -> dict[str, Exchange]:
+def contestants(hosts: Sequence[int]) -> dict[str, Exchange]:
     """By name; each has groups of its own."""
 
     def groups(many: int) -> list[dist.ProcessGroup]:
-        return [dist.new_group([0, 1]) for _ in range(many)]
+        return [dist.new_group(hosts) for _ in range(many)]
 
     found: dict[str, Exchange] = {}
     for many in GROUPS:
-        found[f"exchange, {many} in turns"] = in_turns([Peers(group, [0, 1]) for group in groups(many)])
+        found[f"exchange, {many} in turns"] = in_turns([Peers(group, hosts) for group in groups(many)])
     for many in GROUPS[1:]:
         first, *more = groups(many)
-        peers = Peers(first, [0, 1])
+        peers = Peers(first, hosts)
         peers.connect(more)
         found[f"exchange, parts over {many}"] = in_turns([peers])
-    found["sum, gloo's"] = summed(groups(1)[0], [])
-    for many in GROUPS:
+    found["sum, gloo's"] = summed(groups(1)[0], None)
+    for many in GROUPS if len(hosts) == 2 else ():
         first, *more = groups(many)
         found[f"sum, parts over {many}"] = summed(first, more)
     return found
@@ -82,8 +84,9 @@ def on_rank(words: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     environment = Environment.detect()
     environment.join(torch.device("cpu"), timedelta(minutes=5))
-    out, into = torch.zeros(2, words["buckets"], 2, int(words["megabytes"] * (1 << 20)), dtype=torch.uint8)
-    chosen = {name: begin for name, begin in contestants().items() if name.startswith(words["what"])}
+    hosts = range(environment.world)
+    out, into = torch.zeros(2, words["buckets"], len(hosts), int(words["megabytes"] * (1 << 20)), dtype=torch.uint8)
+    chosen = {name: begin for name, begin in contestants(hosts).items() if name.startswith(words["what"])}
     taken: dict[str, list[float]] = {name: [] for name in chosen}
     for turn in range(1 + words["turns"]):
         for name, begin in chosen.items():
@@ -107,6 +110,7 @@ def main() -> None:
     parser.add_argument("--mbits", type=float, default=100)
     parser.add_argument("--round-trip", type=float, default=0, help="seconds")
     parser.add_argument("--megabytes", type=float, default=4, help="of a bucket, to each rank")
+    parser.add_argument("--hosts", type=int, default=2)
     parser.add_argument("--what", default="", help="what the names of contestants begin with")
     parser.add_argument("--buckets", type=int, default=4)
     parser.add_argument("--rank-of", help=argparse.SUPPRESS)
@@ -118,14 +122,14 @@ def main() -> None:
         sys.exit(f"not run: {missing()}")
     with (
         tempfile.TemporaryDirectory() as folder,
-        SlowNetwork(2, Path(folder), options.mbits, options.round_trip) as network,
+        SlowNetwork(options.hosts, Path(folder), options.mbits, options.round_trip) as network,
     ):
         words = {"megabytes": options.megabytes, "buckets": options.buckets, "turns": 1 if options.quick else 5}
         words |= {"what": options.what, "results": f"{folder}/results.json"}
         with network.ranks(__file__, words) as ranks:
             wait_for(ranks)
         taken: dict[str, float] = json.loads(Path(words["results"]).read_text())
-    bits = 8 * options.buckets * options.megabytes * (1 << 20)
+    bits = 8 * options.buckets * options.megabytes * (1 << 20) * (options.hosts - 1)
     link = f"{options.mbits:g} Mbit/s" + (f", {1e3 * options.round_trip:g} ms" if options.round_trip else "")
     first: dict[str, float] = {}
     figures = []

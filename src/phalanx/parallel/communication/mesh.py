@@ -35,8 +35,8 @@ EXPERTS = ("ep",)
 EXPERT_SHARD = ("fsdp", "cp", "without ep")
 """Within ``fsdp x cp``, neighbours hold different experts, and those ``ep`` apart share one copy of the same."""
 GROUPS = (("dp",), SHARD, ("cp",), ("tp",), ("pp",), BATCH, AXES, EXPERTS, EXPERT_SHARD)
-SMALL = (("pp",), AXES)
-"""Groups along which little is said."""
+SMALL = (("pp",), AXES, EXPERTS)
+"""Groups along which little is said, or by gloo's own collectives alone."""
 
 
 @dataclass(frozen=True)
@@ -179,15 +179,15 @@ class Mesh(Grid):
             axes: (self._made | shared)[wanted[axes]] if axes in wanted else self.alone(*axes) for axes in GROUPS
         }
         self._lanes = {lane: (self._made | shared)[group] for lane, group in lanes.items()}
-        large = [
-            group for group in self._made if any(wanted.get(axes) == group for axes in GROUPS if axes not in SMALL)
-        ]
-        self.round_trip: float = self._round_trip(large) if within is None else within.round_trip
+        large = {group for axes, group in wanted.items() if axes not in SMALL}
+        between = [group for group in self._made if group in large and self._connections(group) > 1]
+        self.round_trip: float = self._round_trip(between) if within is None else within.round_trip
         """Seconds, the longest between hosts along any group that would take several connections; 0: there is none."""
         self.connections = 1
         """To each rank of another host, at most."""
-        for group in large:
-            self._connect_more(group)
+        if self.round_trip >= connections.FAR:
+            for group in between:
+                self._connect_more(group)
         if device is not None and within is None:
             self._connect(device)
 
@@ -201,24 +201,24 @@ class Mesh(Grid):
     def _hosts_of(self, group: Members) -> Sequence[int]:
         return [self.hosts[rank] for rank in group.ranks] if self.hosts else ()
 
+    def _connections(self, group: Members) -> int:
+        """Between two of its ranks, were their hosts far."""
+        return connections.at_most(self._hosts_of(group), self.hosts) if self._made[group].expects else 1
+
     def _round_trip(self, groups: Sequence[Members]) -> float:
-        """Measured, where something depends on it: the same on all ranks."""
+        """Measured along these: the same on all ranks."""
         if len(set(self.hosts)) < 2 or not self.world.expects:
             return 0.0
-        found = [0.0]
-        for group in groups:
-            if connections.at_most(self._hosts_of(group), self.hosts) > 1:
-                found.append(links.round_trip(self._made[group], torch.device("cpu")))
-        longest = torch.tensor([max(found)], dtype=torch.float64)
+        found = [links.round_trip(self._made[group], torch.device("cpu")) for group in groups]
+        longest = torch.tensor([max(found, default=0.0)], dtype=torch.float64)
         self.world.all_reduce_max(longest)
         return float(longest)
 
     def _connect_more(self, group: Members) -> None:
-        """Further connections between its ranks, where hosts are far. All of its members must do so."""
-        many = connections.at_most(self._hosts_of(group), self.hosts)
-        if many > 1 and self.round_trip >= connections.FAR:
-            self.connections = max(self.connections, many)
-            self._made[group].connect([self._new_group(group, f", connection {n}") for n in range(2, many + 1)])
+        """All of its members must do so."""
+        many = self._connections(group)
+        self.connections = max(self.connections, many)
+        self._made[group].connect([self._new_group(group, f", connection {n}") for n in range(2, many + 1)])
 
     def alone(self, *axes: str) -> Communicator:
         """As along axes that have one rank."""
@@ -262,7 +262,6 @@ class Mesh(Grid):
                 return made
         group = Members(ranks, self._called(axes), f"{'x'.join(axes)} of {ranks[0]}")
         self._made[group] = self._make(group)
-        self._connect_more(group)
         return self._made[group]
 
     def lane(self, way: str, to: int) -> Communicator:
