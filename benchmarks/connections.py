@@ -1,12 +1,13 @@
 """Whether several connections carry more than one over slow links, of large exchanges or sums between hosts.
 
     python benchmarks/connections.py [--quick] [--mbits 100] [--round-trip 0.05] [--megabytes 4] [--buckets 4]
-        [--hosts 3] [--what exchange]
+        [--hosts 3] [--what exchange] [--loss 0.001] [--congestion reno]
 
 Hosts, network namespaces joined by links of the given rate (needs root, ``ip`` and ``tc``), give each other so many
 buckets, all at once and both ways at once (`parallel.communication.peers`): in turns over groups of gloo's, each
 bucket over one, or each in parts over all of them, as `Peers.connect` has it. Sums are gloo's own, and those of
-`host_sums` over so many groups.
+`host_sums` over so many groups. Each contestant has a few exchanges in a row, with a pause before each as steps have
+one in which they compute; the first is not timed. A connection that was silent for longer begins slowly again.
 """
 
 from __future__ import annotations
@@ -38,6 +39,9 @@ from report import Figure, report
 from slow_network import SlowNetwork, wait_for
 
 GROUPS = (1, 2, 4)
+IN_A_ROW = 3
+PAUSE = 0.3
+"""Seconds."""
 Exchange = Callable[[Tensor, Tensor], list[Any]]
 """Of what is to come into and go out of a host, buckets by ranks by bytes: what is to be waited for."""
 
@@ -88,18 +92,18 @@ def on_rank(words: dict[str, Any]) -> None:
     out, into = torch.zeros(2, words["buckets"], len(hosts), int(words["megabytes"] * (1 << 20)), dtype=torch.uint8)
     chosen = {name: begin for name, begin in contestants(hosts).items() if name.startswith(words["what"])}
     taken: dict[str, list[float]] = {name: [] for name in chosen}
-    for turn in range(1 + words["turns"]):
+    for _ in range(words["turns"]):
         for name, begin in chosen.items():
-            dist.barrier()
-            began = time.perf_counter()
-            for work in begin(into, out):
-                work.wait()
-            dist.barrier()
-            if turn:
-                taken[name].append(time.perf_counter() - began)
+            for number in range(1 + IN_A_ROW):
+                dist.barrier()
+                time.sleep(PAUSE)
+                began = time.perf_counter()
+                for work in begin(into, out):
+                    work.wait()
+                if number:
+                    taken[name].append(time.perf_counter() - began)
     if environment.rank == 0:
-        medians = {name: statistics.median(found) for name, found in taken.items()}
-        Path(words["results"]).write_text(json.dumps(medians))
+        Path(words["results"]).write_text(json.dumps(taken))
     dist.barrier()
     environment.leave()
 
@@ -112,6 +116,9 @@ def main() -> None:
     parser.add_argument("--megabytes", type=float, default=4, help="of a bucket, to each rank")
     parser.add_argument("--hosts", type=int, default=2)
     parser.add_argument("--what", default="", help="what the names of contestants begin with")
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--loss", type=float, default=0, help="share of frames, on a link with a round trip")
+    parser.add_argument("--congestion", default="", help="TCP's algorithm; this machine's own if none is given")
     parser.add_argument("--buckets", type=int, default=4)
     parser.add_argument("--rank-of", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -122,23 +129,30 @@ def main() -> None:
         sys.exit(f"not run: {missing()}")
     with (
         tempfile.TemporaryDirectory() as folder,
-        SlowNetwork(options.hosts, Path(folder), options.mbits, options.round_trip) as network,
+        SlowNetwork(
+            options.hosts, Path(folder), options.mbits, options.round_trip, options.loss, options.congestion
+        ) as network,
     ):
-        words = {"megabytes": options.megabytes, "buckets": options.buckets, "turns": 1 if options.quick else 5}
+        words = {
+            "megabytes": options.megabytes,
+            "buckets": options.buckets,
+            "turns": 1 if options.quick else options.turns,
+        }
         words |= {"what": options.what, "results": f"{folder}/results.json"}
         with network.ranks(__file__, words) as ranks:
             wait_for(ranks)
-        taken: dict[str, float] = json.loads(Path(words["results"]).read_text())
+        taken: dict[str, list[float]] = json.loads(Path(words["results"]).read_text())
     bits = 8 * options.buckets * options.megabytes * (1 << 20) * (options.hosts - 1)
     link = f"{options.mbits:g} Mbit/s" + (f", {1e3 * options.round_trip:g} ms" if options.round_trip else "")
+    link += f", {options.loss:.2%} lost" if options.loss else ""
     first: dict[str, float] = {}
     figures = []
-    for name, seconds in taken.items():
-        kind = name.partition(",")[0]
-        sent = bits * (2 if kind == "sum" else 1)
+    for name, found in taken.items():
+        kind, seconds = name.partition(",")[0], statistics.median(found)
         ratio = seconds / first.setdefault(kind, seconds)
+        rate, best = ((2 if kind == "sum" else 1) * bits / 1e6 / each for each in (seconds, min(found)))
         figures.append(
-            Figure(f"{name}: seconds to those of the first, {link}", ratio, None, f"{sent / seconds / 1e6:.1f} Mbit/s")
+            Figure(f"{name}: seconds to the first's, {link}", ratio, None, f"{rate:.1f} Mbit/s, at best {best:.1f}")
         )
     report(figures)
 
