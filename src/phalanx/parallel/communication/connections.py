@@ -1,8 +1,9 @@
 """How many connections ranks take to ranks of other hosts: several, where those are far and few share a link.
 
-What is under way on a TCP connection grows by a little each round trip, and falls by half at every loss, so over a long
-round trip one connection does not fill a link (66 of 100 Mbit/s at 50 ms, and 89 with 4). Without one it does, and
-further ones carry nothing more. Nor do they where many ranks share a link, whose connections fill it together.
+What a TCP connection has under way is bounded by its buffers, and falls at every packet that is lost, to grow again by
+a little each round trip. So over a long one it does not fill a link that is fast (188 of 300 Mbit/s at 100 ms, 258 with
+4 connections) or loses something (39 of 100 Mbit/s at 50 ms with 0.1% lost, and 79). Where many ranks share a link,
+their connections fill it together.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ from collections import Counter
 from collections.abc import Sequence
 
 FAR = 0.005
-"""Seconds of a round trip from which on a connection leaves much of a link unused."""
+"""Seconds of a round trip from which on a connection may leave much of a link unused: 4 MB, what the send buffer of one
+grows to, pass in it at 6 Gbit/s. With 0.1% lost of 100 Mbit/s, 4 took 0.93 of the time at 10 ms and 0.84 at 20 ms."""
 ENOUGH = 4
 """Connections that fill a link."""
 
