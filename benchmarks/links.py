@@ -11,8 +11,8 @@ stands for what DDP is to ``dp``. ``exact@8`` has buckets of 8 MiB, however larg
 train by themselves (``local:H``, ``diloco:H``) whole rounds are timed, and the mean of a step counts: the median would
 be of one in which nothing is sent.
 
-With ``--steps`` all are trained so far and their held-out losses compared. What DDP learns does not depend on the link,
-so it goes the rest of its way on one that is not shaped.
+With ``--steps`` all are trained so far and their held-out losses compared. What a method learns does not depend on the
+link, unless it is chosen by it: all but ``auto`` go the rest of their way on one that is not shaped.
 """
 
 from __future__ import annotations
@@ -91,7 +91,8 @@ class Contestant:
     def __init__(self, name: str, layout: str, task: GPT) -> None:
         self.name, self.seconds, self.bytes, self.losses = name, list[float](), list[float](), list[float]()
         method, _, megabytes = name.partition("@")
-        with mock.patch.object(bucket, "BUCKET_BYTES", int(megabytes) << 20 if megabytes else bucket.BUCKET_BYTES):
+        most = int(megabytes) << 20 if megabytes else bucket.GLOO_BYTES
+        with mock.patch.multiple(bucket, BUCKET_BYTES=max(most, bucket.BUCKET_BYTES), GLOO_BYTES=most):
             self.engine = phalanx.Engine(task, f"{layout},comm={method}", device="cpu", timeout=timedelta(minutes=5))
         self._batches, self.local = self.engine.batches(), self.engine.layout.local
 
@@ -185,7 +186,7 @@ def on_rank(words: dict[str, Any]) -> None:
         for shaped in (False, True):
             _asked(words, "shaped" if shaped else "free")
             for contestant in every:
-                if shaped != (contestant.name in (DDP, "exact")):
+                if shaped == (contestant.name == "auto"):
                     contestant.run(words["steps"] - len(contestant.losses), timed=False)
     for contestant in every:
         weights = contestant.weights()

@@ -1,9 +1,10 @@
-"""Pictures of what `links.py --steps N --out FILE.json` found: loss against time and against samples, a row for a link.
+"""Pictures of what `links.py --out FILE.json` found: loss against time and against samples, a row for a link.
 
-    python benchmarks/links_pictures.py FILE.json ... --to docs/links.svg
+    python benchmarks/links_pictures.py FILE.json ... [--losses TRAINED.json] --to docs/links.svg
 
-Losses of training, each the mean of 20 steps. A step takes what one of that method was timed to on that link: DDP goes
-the rest of its way on a link that is not shaped, as what it learns does not depend on that.
+Losses of training, each the mean of 20 steps. A step takes what one of that method was timed to on that link. What a
+method learns does not depend on the link, so the losses of one run (``links.py --steps N``) serve for all links with
+``--losses``; those of ``auto`` are then of the method that it chose there.
 """
 
 from __future__ import annotations
@@ -20,21 +21,28 @@ from xml.sax.saxutils import escape
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from links import A_RANK, usual_of
+from links import A_RANK, DDP, usual_of
 
 WIDTH, HEIGHT, LEFT, TOP, RIGHT, BOTTOM = 430, 260, 44, 34, 12, 34
-COLOURS = ("#7f7f7f", "#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e")
+COLOURS = (
+    "#7f7f7f", "#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#8c564b", "#e377c2", "#bcbd22", "#17becf",
+    "#000000",
+)  # fmt: skip
 MEAN_OF = 20
 Line = list[tuple[float, float]]
 
 
-def lines(found: dict[str, Any]) -> tuple[dict[str, Line], dict[str, Line]]:
-    """By method: losses by minutes, and by thousands of samples; of the first seed."""
-    settings, run = found["settings"], found["runs"][0]
+def lines(found: dict[str, Any], trained: dict[str, Any]) -> tuple[dict[str, Line], dict[str, Line]]:
+    """By method: losses by minutes, and by thousands of samples; of the first seed. ``trained``: whose losses."""
+    settings, run, learned = found["settings"], found["runs"][0], trained["runs"][0]
     batch = A_RANK * settings["hosts"] * settings["ranks"]
     by_time, by_samples = dict[str, Line](), dict[str, Line]()
     for name in (name for name in run if name != "dropped at"):
-        losses, seconds = run[name]["losses"], usual_of([run], name, "seconds")
+        chosen = run[name]["chosen"]
+        source = name if found is trained else DDP if chosen == "exact" and chosen not in learned else chosen
+        if source not in learned:
+            raise SystemExit(f"no losses of {source}: train it too, with links.py --comm {source} --steps N")
+        losses, seconds = learned[source]["losses"], usual_of([run], name, "seconds")
         ends = range(MEAN_OF, len(losses) + 1, MEAN_OF // 2)
         mean = [(end, statistics.mean(losses[end - MEAN_OF : end])) for end in ends]
         by_time[name] = [(end * seconds / 60, loss) for end, loss in mean]
@@ -77,7 +85,8 @@ def panel(at: tuple[int, int], title: str, unit: str, drawn: dict[str, Line]) ->
     yield "</g>"
 
 
-def picture(every: Sequence[dict[str, Any]]) -> str:
+def picture(every: Sequence[dict[str, Any]], trained: dict[str, Any] | None) -> str:
+    """``trained``: whose losses are drawn, if not each file's own."""
     whole = 2 * WIDTH, HEIGHT * len(every)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {whole[0]} {whole[1]}" width="{whole[0]}" '
@@ -90,7 +99,7 @@ def picture(every: Sequence[dict[str, Any]]) -> str:
         link = f"{settings['mbits']:g} Mbit/s" if settings["mbits"] else "a link that is not shaped"
         link += f", {1e3 * settings['round_trip']:g} ms round trip" if settings["round_trip"] else ""
         units = "minutes", "thousand samples"
-        for column, (drawn, unit) in enumerate(zip(lines(found), units, strict=True)):
+        for column, (drawn, unit) in enumerate(zip(lines(found, trained or found), units, strict=True)):
             parts += panel((column * WIDTH, row * HEIGHT), f"{link}: loss by {unit}", unit, drawn)
     return "\n".join([*parts, "</svg>", ""])
 
@@ -98,9 +107,11 @@ def picture(every: Sequence[dict[str, Any]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="+", type=Path)
+    parser.add_argument("--losses", type=Path, help="a file with the losses of all methods")
     parser.add_argument("--to", type=Path, required=True)
     options = parser.parse_args()
-    options.to.write_text(picture([json.loads(path.read_text()) for path in options.files]))
+    trained = json.loads(options.losses.read_text()) if options.losses else None
+    options.to.write_text(picture([json.loads(path.read_text()) for path in options.files], trained))
 
 
 if __name__ == "__main__":

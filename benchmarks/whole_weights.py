@@ -102,7 +102,7 @@ def sizes(rounds: int) -> list[list[Times]]:
     task = Plain(**SHAPE, layers=10, length=64, global_batch=2 * world)
     engines, found = [], [list[Times]() for _ in SIZES]
     for size in SIZES:
-        bucket.BUCKET_BYTES = size << 20
+        bucket.BUCKET_BYTES = bucket.GLOO_BYTES = size << 20
         engine = phalanx.Engine(task, f"dp={world}", device="cpu")
         engines.append((engine, engine.batches()))
     for turn in range(rounds + 1):

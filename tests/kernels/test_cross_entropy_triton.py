@@ -18,7 +18,8 @@ def compile_all() -> None:
     numbers = dict.fromkeys(("stride", "spacing", "classes"), "i32")
     for kernel, kind, into in product((kernels._statistics, kernels._gradient), (0, 1, 2), ("*bf16", "*fp8e5")):
         pointers = {"logits": "*bf16", "gradients": into, "index": "*i64", "valid": "*i1"}
-        constants = {"KIND": kind, "WHOLE": 31 * kernels.BLOCK, "REST": True, "BLOCK": kernels.BLOCK}
+        constants = {"KIND": kind, "WHOLE": 15 * 4 * kernels.LANES, "END": 63 * kernels.LANES}
+        constants |= {"LANES": kernels.LANES, "BLOCK": kernels.BLOCK}
         constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
         plain = [name for name in kernel.arg_names if name not in constants]
         floats = dict.fromkeys(("factor", "share", "rest", "inner", "outer"), "fp32")

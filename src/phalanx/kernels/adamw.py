@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from phalanx.kernels.choice import Kernel
-from phalanx.kernels.transfer import sent
+from phalanx.kernels.tables import Tables
 
 
 @dataclass(frozen=True)
@@ -92,44 +92,27 @@ class OnePass:
     """Updates the same weights again and again; where they lie is told to the device when that changes."""
 
     def __init__(self) -> None:
-        self._places: dict[object, tuple[list[tuple[int, ...]], Tensor]] = {}
-        self._spans: dict[object, tuple[list[int], Tensor]] = {}
+        self._tables = Tables()
 
     def prepared(self, updated: Sequence[Updated], key: object = None) -> Callable[[Hyperparameters, float], None]:
         """What updates these weights, given a factor of their gradients. All but the launch is done here.
 
         ``key``: says which of several lots of weights these are.
         """
+        from phalanx.kernels.adamw_triton import SPAN, update  # triton takes longer to import than all of us
+
         device = updated[0].weight.device
-        tables = [(kind, *self._told((key, kind), rows, device)) for kind, rows in _kinds(updated).items()]
+        tables = [
+            (kind, *self._tables.told((key, kind), rows, [row[5] for row in rows], SPAN, device))
+            for kind, rows in _kinds(updated).items()
+        ]
 
         def launch(numbers: Hyperparameters, factor: float) -> None:
-            from phalanx.kernels.adamw_triton import update  # triton takes longer to import than all of us
-
             for kind, places, spans in tables:
                 if len(spans):
                     update(places, spans, numbers.numbers(factor), numbers.step, kind, numbers.decoupled)
 
         return launch
-
-    def _told(self, key: object, rows: list[tuple[int, ...]], device: torch.device) -> tuple[Tensor, Tensor]:
-        sizes = [row[5] for row in rows]
-        places, spans = self._places.get(key), self._spans.get(key)
-        if places is None or places[0] != rows:
-            places = self._places[key] = rows, sent(torch.tensor(rows), device)
-        if spans is None or spans[0] != sizes:  # there are many of them: a hundred thousand of a billion weights
-            spans = self._spans[key] = sizes, sent(_spans(sizes), device)
-        return places[1], spans[1]
-
-
-def _spans(sizes: Sequence[int]) -> Tensor:
-    """``[programs, 2]``: which weight, and which span of it."""
-    from phalanx.kernels.adamw_triton import SPAN
-
-    counts = torch.tensor([math.ceil(size / SPAN) for size in sizes])
-    which = torch.arange(len(sizes)).repeat_interleave(counts)
-    first = (counts.cumsum(0) - counts)[which]
-    return torch.stack([which, torch.arange(len(which)) - first], 1).int()
 
 
 def _kinds(updated: Sequence[Updated]) -> dict[Compiled, list[tuple[int, ...]]]:

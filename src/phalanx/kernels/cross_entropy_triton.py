@@ -7,14 +7,17 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK = 4096
+LANES = 2048
+"""Of a row's statistics. Each takes four logits at a time."""
 
 
 def statistics(logits: Tensor, index: Tensor, found: Tensor, inner: float, outer: float, kind: int) -> None:
     """``found``: ``[4, rows]``: the largest of each row, the sum of exponentials, the target's, the sum."""
-    classes = logits.shape[1]
+    classes, step = logits.shape[1], 4 * LANES
+    whole = classes // step * step
     _statistics[(len(logits),)](
-        logits, logits.stride(0), index, *found, classes, inner, outer, KIND=kind, WHOLE=classes // BLOCK * BLOCK,
-        REST=classes % BLOCK > 0, BLOCK=BLOCK, num_warps=8,
+        logits, logits.stride(0), index, *found, classes, inner, outer, KIND=kind, WHOLE=whole,
+        END=whole + triton.cdiv(classes - whole, LANES) * LANES, LANES=LANES, num_warps=8,
     )  # fmt: skip
 
 
@@ -53,38 +56,39 @@ def _bent(x, inner, outer, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _further(top, spread, total, x, here, KIND: tl.constexpr, MASKED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Every lane for itself."""
-    higher = tl.maximum(top, x)
-    added = tl.exp(x - higher)
-    if MASKED:
-        higher = tl.where(here, higher, top)
-        added = tl.where(here, tl.exp(x - higher), 0.0)
-        x = tl.where(here, x, 0.0)
-    return higher, spread * tl.exp(top - higher) + added, total + x
+def _read(logits, inner, outer, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
+    return _bent(tl.load(logits).to(tl.float32), inner, outer, KIND)
 
 
 @triton.jit
 def _statistics(  # type: ignore[no-untyped-def]
     logits, stride, index, tops, spreads, chosens, totals, classes, inner, outer,
-    KIND: tl.constexpr, WHOLE: tl.constexpr, REST: tl.constexpr, BLOCK: tl.constexpr,
+    KIND: tl.constexpr, WHOLE: tl.constexpr, END: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """A row a program. Lanes come together at the end; whole blocks are read without a mask, in wide words.
+    """A row a program. Lanes come together at the end, and each scales its sum once for four logits: exponentials are
+    what this waits for. Whole blocks are read without a mask, in wide words.
 
-    ``WHOLE``: classes in whole blocks, ``REST``: whether there are more. Not every interpreter loops to a tensor's end.
+    ``WHOLE``: classes in blocks of four; to ``END``, in single ones. Not every interpreter loops to a tensor's end.
     """
     row = tl.program_id(0).to(tl.int64)
     logits += row * stride
-    lanes = tl.arange(0, BLOCK)
-    top = tl.full((BLOCK,), -3.0e38, tl.float32)
-    spread, total = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
-    for start in range(0, WHOLE, BLOCK):
-        x = _bent(tl.load(logits + start + lanes).to(tl.float32), inner, outer, KIND)
-        top, spread, total = _further(top, spread, total, x, lanes, KIND, False)
-    if REST:
-        here = WHOLE + lanes < classes
-        x = tl.load(logits + WHOLE + lanes, mask=here, other=0.0).to(tl.float32)
-        top, spread, total = _further(top, spread, total, _bent(x, inner, outer, KIND), here, KIND, True)
+    lanes = tl.arange(0, LANES)
+    top = tl.full((LANES,), -3.0e38, tl.float32)
+    spread, total = tl.zeros((LANES,), tl.float32), tl.zeros((LANES,), tl.float32)
+    for start in range(0, WHOLE, 4 * LANES):
+        at = logits + start + lanes
+        a, b = _read(at, inner, outer, KIND), _read(at + LANES, inner, outer, KIND)
+        c, d = _read(at + 2 * LANES, inner, outer, KIND), _read(at + 3 * LANES, inner, outer, KIND)
+        higher = tl.maximum(top, tl.maximum(tl.maximum(a, b), tl.maximum(c, d)))
+        added = tl.exp(a - higher) + tl.exp(b - higher) + (tl.exp(c - higher) + tl.exp(d - higher))
+        top, spread = higher, spread * tl.exp(top - higher) + added
+        total += (a + b) + (c + d)
+    for start in range(WHOLE, END, LANES):
+        here = start + lanes < classes
+        x = _bent(tl.load(logits + start + lanes, mask=here, other=0.0).to(tl.float32), inner, outer, KIND)
+        higher = tl.where(here, tl.maximum(top, x), top)
+        spread = spread * tl.exp(top - higher) + tl.where(here, tl.exp(x - higher), 0.0)
+        top, total = higher, total + tl.where(here, x, 0.0)
     highest = tl.max(top, 0)
     tl.store(tops + row, highest)
     tl.store(spreads + row, tl.sum(spread * tl.exp(top - highest), 0))

@@ -85,11 +85,12 @@ class Attention(nn.Module):
     def forward(
         self, x_BTD: Tensor, rotation: Rotation, mask: Tensor | None, key_values: KeyValues | None = None
     ) -> Tensor:
-        q_BHTC, k_BKTC, v_BKTC = (
-            projection(x_BTD).unflatten(-1, (-1, self.head_width)).transpose(1, 2)
+        q_BTHC, k_BTKC, v_BTKC = (
+            projection(x_BTD).unflatten(-1, (-1, self.head_width))
             for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
-        q_BHTC, k_BKTC = rotate(q_BHTC, rotation), rotate(k_BKTC, rotation)
+        q_BHTC, k_BKTC = rotate(q_BTHC, rotation).transpose(1, 2), rotate(k_BTKC, rotation).transpose(1, 2)
+        v_BKTC = v_BTKC.transpose(1, 2)
         if key_values is not None:
             k_BKTC, v_BKTC = key_values.extended(self, k_BKTC, v_BKTC)
         if are_starts(mask):
@@ -215,8 +216,11 @@ class Transformer(nn.Module):
         return self.head(self.norm(x_BTD))
 
 
-def rotate(x_BHTC: Tensor, rotation: Rotation) -> Tensor:
-    """Turn each pair of features by an angle that grows with the position."""
-    cos, sin = rotation
-    first, second = x_BHTC.chunk(2, dim=-1)
+def rotate(x_BTHC: Tensor, rotation_B1TC: Rotation) -> Tensor:
+    """Turn each pair of features by an angle that grows with the position.
+
+    A position's heads stay neighbours in memory, and so are those that attention gives: nothing is copied after it.
+    """
+    cos, sin = (angles.transpose(1, 2) for angles in rotation_B1TC)
+    first, second = x_BTHC.chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)

@@ -23,6 +23,9 @@ from phalanx.parallel.weights.storage import Storage
 from phalanx.parallel.weights.weight import Weight
 
 BUCKET_BYTES = 25 << 20
+GLOO_BYTES = 8 << 20
+"""Of gradients that travel together over NCCL, and over gloo: there 8 MiB take no longer where a link is as fast as
+memory, and less where it is slow, since they leave while more of backward is to come."""
 LEFT = "filled", "_made", "gradients", "owned", "_places", "_own", "accumulating", "as_made"
 COPIED = "filled", "_made"
 
@@ -294,7 +297,7 @@ def together(placement: Placement, mesh: Mesh, device: torch.device) -> int:
     """Bytes of gradients that travel together: in few bits over gloo, by what the link is measured to do."""
     replicas, few = mesh.group("dp"), sum(one.shape.numel() for one in placement.weights.values()) <= LEAST_BYTES // 4
     if few or placement.layout.coded_axis != "dp" or not replicas.expects:
-        return BUCKET_BYTES
+        return min(BUCKET_BYTES, GLOO_BYTES) if mesh.world.expects else BUCKET_BYTES
     speed = links.along(replicas, device, latency=mesh.round_trip or None)
     slowest = torch.tensor([speed.latency, 1 / speed.rate], dtype=torch.float64, device=device)
     mesh.world.all_reduce_max(slowest)

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 import torch
 from torch import Tensor
 
+from phalanx.kernels.squares import SumOfSquares, suits
 from phalanx.parallel.communication import exact
 from phalanx.parallel.communication.mesh import Mesh
 from phalanx.parallel.torch_private import norms
@@ -22,6 +23,7 @@ class Gradients:
         """``like``: on the device, in the dtype in which gradients are summed."""
         self.buckets = [bucket for bucket in buckets if bucket.trainable]
         self.holding, self.mesh, self.like = holding, mesh, like
+        self._squares = SumOfSquares()
 
     def each(self) -> Iterator[tuple[Weight, Tensor]]:
         """Every trainable weight of this rank, and the summed gradient of the rows that it owns."""
@@ -54,7 +56,11 @@ class Gradients:
     def _squared(self, pieces: list[Tensor]) -> Tensor:
         if not pieces:
             return self.like.new_zeros((), dtype=torch.float64)
-        return norms(pieces, self.like.dtype).double().square().sum() / self.mesh.size("dp")
+        if all(map(suits, pieces)):
+            total = self._squares.sum(pieces)
+        else:
+            total = norms(pieces, self.like.dtype).double().square().sum()
+        return total / self.mesh.size("dp")
 
     def exact_norm(self, largest: float, members: Set[str] | None = None) -> float:
         """The norm of all gradients, none of which is above ``largest``, to the same bits at any number of ranks.
