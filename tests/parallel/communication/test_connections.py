@@ -179,7 +179,7 @@ def on_host(rank: int) -> tuple[int, bool, bool]:
     environment = Environment.detect()
     environment.join(torch.device("cpu"), PATIENCE)
     mesh = Mesh(Layout(dp=2), rank, PATIENCE, hosts=environment.hosts)
-    own = torch.full((1 << 17,), float(rank + 1))
+    own = torch.full((1 << 19,), float(rank + 1))
     mesh.group("dp").all_reduce(own).wait()
     dist.barrier()
     mesh.close()
