@@ -1,6 +1,6 @@
-"""Replicas that share hosts: bytes that leave a host in a step, with sums inside of hosts first and without.
+"""Ranks that share hosts: bytes that leave a host in a step, with collectives inside of hosts first and without.
 
-    python benchmarks/host_sums.py [--quick] [--hosts 2] [--ranks 2] [--mbits 100] [--steps 3]
+    python benchmarks/host_sums.py [--layout dp|fsdp] [--quick] [--hosts 2] [--ranks 2] [--mbits 100] [--steps 3]
 
 Hosts are network namespaces joined by a link of the given rate (needs root, ``ip`` and ``tc``), with several ranks on
 each. What ranks of one host say to each other does not pass its link. Contestants are in the same processes, one after
@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -36,18 +37,44 @@ from report import Figure, report
 from slow_network import SlowNetwork, bytes_sent, wait_for
 
 
-def contestants(hosts: int, each: int) -> dict[str, tuple[str, bool]]:
-    """By name: a layout, and whether ranks know which of them share a host."""
-    dp = f"dp={hosts * each}"
-    found = {"one ring": (dp, False), "hosts first": (dp, True)}
+@dataclass(frozen=True)
+class Contestant:
+    """A way to train, and what its bytes are compared with."""
+
+    name: str
+    layout: str
+    knows: bool
+    """Whether ranks know which of them share a host."""
+    like: str = ""
+    fewer: float = 1.0
+    """Of its like's bytes, by arithmetic, so much leaves a host."""
+
+
+def replicas(hosts: int, each: int) -> Iterator[Contestant]:
     ranks = hosts * each
+    ring, straight = (1 - 1 / hosts) / (1 - 1 / ranks), 2 / (1 + each)
+    dp, inside = f"dp={ranks}", f"dp={hosts},fsdp={each},zero=2,comm=int4"
+    yield Contestant("one ring", dp, False)
+    yield Contestant("hosts first", dp, True, "one ring", ring)
     if ranks & (ranks - 1) == 0:
-        found |= {
-            "exact, straight": (f"{dp},exact={ranks}", False),
-            "exact, hosts first": (f"{dp},exact={ranks}", True),
-        }
-    inside = f"dp={hosts},fsdp={each},zero=2,comm=int4"
-    return found | {"int4": (f"{dp},comm=int4", True), f"int4 as {inside}": (inside, True)}
+        yield Contestant("exact, straight", f"{dp},exact={ranks}", False)
+        yield Contestant("exact, hosts first", f"{dp},exact={ranks}", True, "exact, straight", 1 / each)
+    yield Contestant("int4, straight", f"{dp},comm=int4", False)
+    yield Contestant("int4", f"{dp},comm=int4", True, "int4, straight", (1 + 1 / each) / 2)
+    yield Contestant(f"int4 as {inside}", inside, True, "int4", straight)
+
+
+def shards(hosts: int, each: int) -> Iterator[Contestant]:
+    ranks = hosts * each
+    kinds = {"zero=2": 1 / each, "zero=3": 1 / each, "zero=3,comm=int4": (1 + 1 / each) / 2}
+    if ranks & (ranks - 1) == 0:
+        kinds |= {f"zero=3,exact={ranks}": 1 / each}
+    for kind, fewer in kinds.items():
+        yield Contestant(f"{kind}, straight", f"fsdp={ranks},{kind}", False)
+        yield Contestant(kind, f"fsdp={ranks},{kind}", True, f"{kind}, straight", fewer)
+
+
+LAYOUTS = {"dp": replicas, "fsdp": shards}
 
 
 def on_rank(words: dict[str, Any]) -> None:
@@ -57,18 +84,19 @@ def on_rank(words: dict[str, Any]) -> None:
     environment.join(torch.device("cpu"), timedelta(minutes=10))
     task = GPT(**SHAPE, global_batch=A_RANK * environment.world, steps=100)
     found = {}
-    for name, (layout, knows) in contestants(words["hosts"], words["ranks"]).items():
-        os.environ["LOCAL_WORLD_SIZE"] = str(words["ranks"] if knows else environment.world)
-        with phalanx.Engine(task, layout, device="cpu", timeout=timedelta(minutes=5)) as engine:
+    for one in LAYOUTS[words["layout"]](words["hosts"], words["ranks"]):
+        os.environ["LOCAL_WORLD_SIZE"] = str(words["ranks"] if one.knows else environment.world)
+        with phalanx.Engine(task, one.layout, device="cpu", timeout=timedelta(minutes=5)) as engine:
             seconds, sent, batches = list[float](), list[int](), engine.batches()
             for _ in range(words["steps"] + 1):
                 dist.barrier()
                 before, began = bytes_sent(), time.perf_counter()
                 engine.step(next(batches))
+                engine.spread.settle()  # whole weights, which would come while the next step begins
                 seconds.append(time.perf_counter() - began)
                 dist.barrier()
                 sent.append(bytes_sent() - before)
-            found[name] = {"seconds": statistics.median(seconds[1:]), "bytes": statistics.median(sent[1:])}
+            found[one.name] = {"seconds": statistics.median(seconds[1:]), "bytes": statistics.median(sent[1:])}
             del batches
     if environment.rank == 0:
         Path(words["results"]).write_text(json.dumps(found))
@@ -83,7 +111,8 @@ def run_hosts(options: argparse.Namespace) -> dict[str, dict[str, float]]:
         SlowNetwork(options.hosts, Path(folder), options.mbits) as network,
     ):
         results = Path(folder) / "results.json"
-        words = {name: getattr(options, name) for name in ("hosts", "ranks", "steps")} | {"results": str(results)}
+        told = {name: getattr(options, name) for name in ("layout", "hosts", "ranks", "steps")}
+        words = told | {"results": str(results)}
         with network.ranks(__file__, words, options.ranks) as ranks:
             wait_for(ranks)
         found: dict[str, dict[str, float]] = json.loads(results.read_text())
@@ -92,22 +121,19 @@ def run_hosts(options: argparse.Namespace) -> dict[str, dict[str, float]]:
 
 def figures(options: argparse.Namespace, found: dict[str, dict[str, float]]) -> Iterator[Figure]:
     """Each beside its like that does not go inside of hosts first: what leaves a host, and a step's time."""
-    hosts, each = options.hosts, options.ranks
-    ring = (1 - 1 / hosts) / (1 - 1 / (hosts * each))
-    pairs = {"hosts first": ("one ring", ring), "exact, hosts first": ("exact, straight", 1 / each)}
-    pairs |= {name: ("int4", 1 / each) for name in found if name.startswith("int4 as")}
-    for name, own in found.items():
+    for one in LAYOUTS[options.layout](options.hosts, options.ranks):
+        own, like = found[one.name], found.get(one.like)
         note = f"{1e3 * own['seconds']:.0f} ms a step, {own['bytes'] / 1e6:.3g} MB from a host"
-        if name not in pairs:
-            yield Figure(f"{name}: MB from a host, {options.mbits:g} Mbit/s", own["bytes"] / 1e6, None, note)
+        if like is None:
+            yield Figure(f"{one.name}: MB from a host, {options.mbits:g} Mbit/s", own["bytes"] / 1e6, None, note)
             continue
-        like, fewer = pairs[name]
-        yield Figure(f"{name}: bytes to those of {like}", own["bytes"] / found[like]["bytes"], 1.05 * fewer, note)
-        yield Figure(f"{name}: step to that of {like}", own["seconds"] / found[like]["seconds"])
+        yield Figure(f"{one.name}: bytes to those of {one.like}", own["bytes"] / like["bytes"], 1.05 * one.fewer, note)
+        yield Figure(f"{one.name}: step to that of {one.like}", own["seconds"] / like["seconds"])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layout", choices=LAYOUTS, default="dp", help="what is spread over all ranks")
     parser.add_argument("--quick", action="store_true", help="one step each over an unshaped link")
     parser.add_argument("--hosts", type=int, default=2)
     parser.add_argument("--ranks", type=int, default=2, help="on each host")

@@ -310,7 +310,7 @@ def reference(
         else:
             factor = min(1.0, task.clip / (norm + 1e-6))
             coded.update(optimizers[0], named, dict.fromkeys(named, factor), count)
-            coded.end_step(counts=True)
+            coded.end_step(counts=True, without={name for name, weight in named.items() if weight.grad is None})
         model.zero_grad()
         for name, weight in named.items():
             trace.averages[name] = decay * trace.averages[name] + (1 - decay) * weight.detach()

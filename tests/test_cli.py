@@ -582,6 +582,8 @@ def test_prove_tells_and_train_knows_of_it(tmp_path: Path) -> None:
         "dp=2 trains like one device"
         in phalanx("train", "task.py", "--layout", "dp=2", "--steps", "1", cwd=tmp_path).stdout
     )
+    elsewhere = phalanx("train", "task.py", "--layout", "dp=2", "--steps", "1", "--run", "other/one", cwd=tmp_path)
+    assert f"dp=2 trains like one device in float64: {tmp_path}/runs/prove-task-001" in elsewhere.stdout
     (tmp_path / "task.py").write_text(GOOD + "\n# changed\n")
     again = phalanx("train", "task.py", "--layout", "dp=2", "--steps", "1", cwd=tmp_path).stdout
     assert "not proven for this code" in again

@@ -10,6 +10,7 @@ from phalanx.anatomy import Anatomy
 from phalanx.inventory import parts, table
 from phalanx.parallel.weights.blueprint import Blueprint
 from phalanx.recipes.gpt import GPT
+from phalanx.recipes.sft import SFT
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -24,6 +25,11 @@ def test_parts_add_up_and_blocks_are_one_line(tied: bool) -> None:
     lines = table(found)
     assert lines[0].split() == ["part", "kind", "weights", "trainable"]
     assert lines[-1].split() == ["all", f"{sum(p.weights for p in found):,}", f"{sum(p.trainable for p in found):,}"]
+
+
+def test_weights_in_4_bits_are_counted_as_weights() -> None:
+    wide, narrow = (SFT(lora=2, four_bit=four_bit).model() for four_bit in (False, True))
+    assert parts(narrow, Anatomy.of(narrow)) == parts(wide, Anatomy.of(wide))
 
 
 def test_weights_outside_of_every_module_are_counted() -> None:

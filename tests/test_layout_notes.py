@@ -42,8 +42,8 @@ def test_a_stream_that_is_narrow_is_said() -> None:
     ("layout", "hosts", "said"),
     [
         ("dp=5", [0, 0, 0, 1, 1], "dp=5 has 3, 2 ranks on 2 hosts, so they sum in one ring over all of them"),
-        ("dp=4,comm=int4", [0, 0, 1, 1], "comm=int4 sends codes between any two of the 2 ranks on each of 2 hosts"),
-        ("dp=4,comm=int4", [0, 0, 1, 1], "dp=2,fsdp=2,zero=2,comm=int4 sums inside of hosts stay exact, and 1/2 as"),
+        ("dp=4,comm=int4", [0, 0, 1, 1], "comm=int4 sends codes of each of the 2 ranks on each of 2 hosts"),
+        ("dp=4,comm=int4", [0, 0, 1, 1], "dp=2,fsdp=2,zero=2,comm=int4 sums inside of hosts stay exact, and 2/3 as"),
     ],
 )
 def test_replicas_that_share_hosts(layout: str, hosts: list[int], said: str) -> None:
@@ -57,8 +57,16 @@ def test_nothing_is_said_of_replicas_that_sum_inside_of_hosts(layout: str, hosts
     assert layout_notes(Layout.parse(layout), "cpu", hosts=hosts) == []
 
 
+@pytest.mark.parametrize(("hosts", "said"), [([0, 0, 1], True), ([0, 0, 1, 1], False), ([0, 1], False), ([], False)])
+def test_ranks_that_share_the_state_on_uneven_hosts(hosts: list[int], said: bool) -> None:
+    layout = Layout.parse(f"fsdp={len(hosts) or 2}")
+    words = "fsdp=3 has 2, 1 ranks on 2 hosts, so each of them gets every row from"
+    assert [words in note for note in layout_notes(layout, "cpu", shard_hosts=hosts)] == [True] * said
+    assert not layout_notes(layout, "cuda", shard_hosts=hosts)
+
+
 @pytest.mark.parametrize("comm", ["auto", "powersgd:2"])
 def test_methods_that_sum_inside_of_hosts_too_are_not_advised_against(comm: str) -> None:
     assert not any(
-        "between any two" in note for note in layout_notes(Layout.parse(f"dp=4,comm={comm}"), "cpu", hosts=[0, 0, 1, 1])
+        "sends codes" in note for note in layout_notes(Layout.parse(f"dp=4,comm={comm}"), "cpu", hosts=[0, 0, 1, 1])
     )

@@ -26,7 +26,7 @@ def leave(folder: Path, **changes: object) -> None:
 
 
 def words(folder: Path, layout: str = "dp=2", **settings: object) -> str:
-    return said(Plain(), {**SETTINGS, **settings}, Layout.parse(layout), folder, "plain.py")
+    return said(Plain(), {**SETTINGS, **settings}, Layout.parse(layout), [folder], "plain.py")
 
 
 def test_a_proof_of_this_code_is_found(tmp_path: Path) -> None:
@@ -35,7 +35,7 @@ def test_a_proof_of_this_code_is_found(tmp_path: Path) -> None:
     assert words(tmp_path).startswith("dp=2 trains like one device in float64: ")
     assert words(tmp_path, steps=3).startswith("dp=2 trains like one device in float64: ")
     assert words(tmp_path, width=16).startswith("not proven with width=16, only with width=8")
-    bf16 = said(Plain(precision="bf16"), SETTINGS, Layout.parse("dp=2"), tmp_path, "plain.py")
+    bf16 = said(Plain(precision="bf16"), SETTINGS, Layout.parse("dp=2"), [tmp_path], "plain.py")
     assert "bf16 was not tried" in bf16
     assert words(tmp_path, "fsdp=2").startswith("NOT like one device")
     assert words(tmp_path, "fsdp=4").startswith("not proven")
@@ -47,9 +47,9 @@ def test_the_command_has_what_was_chosen(tmp_path: Path) -> None:
     from phalanx.settings import plain_settings
 
     task = SFT(lora=4, length=64, steps=7)
-    told = said(task, plain_settings(task), Layout.parse("dp=2"), tmp_path, "sft")
+    told = said(task, plain_settings(task), Layout.parse("dp=2"), [tmp_path], "sft")
     assert told.endswith("; phalanx prove sft --set length=64 --set lora=4 --layouts dp=2")
-    told = said(Pretrain(), plain_settings(Pretrain()), Layout.parse("dp=2"), tmp_path, "pretrain")
+    told = said(Pretrain(), plain_settings(Pretrain()), Layout.parse("dp=2"), [tmp_path], "pretrain")
     assert told.endswith("; phalanx prove pretrain --layouts dp=2")
 
 
@@ -76,7 +76,7 @@ def test_a_task_of_the_same_name_in_another_file_is_another(tmp_path: Path) -> N
         (tmp_path / name).write_text(TASK)
         found[name] = find_task(str(tmp_path / name))
     leave(tmp_path, **record(found["one.py"], user_code.snapshot(tmp_path)), results=results)
-    told = {name: said(task(), SETTINGS, Layout(dp=2), tmp_path, name) for name, task in found.items()}
+    told = {name: said(task(), SETTINGS, Layout(dp=2), [tmp_path], name) for name, task in found.items()}
     assert told["one.py"].startswith("dp=2 trains like one device")
     assert told["two.py"].startswith("not proven")
 

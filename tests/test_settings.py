@@ -11,7 +11,7 @@ from typing import Any, Literal
 import pytest
 import torch
 
-from phalanx import Task, WrongUse
+from phalanx import Layout, Task, WrongUse
 from phalanx.recipes.gpt import GPT
 from phalanx.recipes.sft import SFT
 from phalanx.settings import convert, make_task, parse_assignments, plain_settings, task_fields, unwritten
@@ -73,6 +73,22 @@ def test_names_of_other_libraries_are_answered_with_ours(name: str, own: str) ->
     with pytest.raises(WrongUse, match=rf"SFT has no field '{name}'; here it is '{own}'.*: --set {own}="):
         make_task(SFT, {name: "8"})
     assert own in task_fields(SFT)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "layout"),
+    [("comm", "int8", "dp=2,comm=int8"), ("tp", "2", "tp=2"), ("recompute", "full", "dp=2,recompute=full")],
+)
+def test_what_belongs_to_a_layout_is_said_to(name: str, value: str, layout: str) -> None:
+    with pytest.raises(WrongUse) as refusal:
+        make_task(SFT, {name: value})
+    assert str(refusal.value) == f"SFT has no field '{name}'; it is part of a layout, as in --layout {layout}"
+    assert getattr(Layout.parse(layout), name) == type(getattr(Layout(), name))(value)
+
+
+def test_a_word_that_no_layout_knows_is_not_taken_for_its() -> None:
+    with pytest.raises(WrongUse, match=r"SFT has no field 'schedule'; (did you mean|choose one of)"):
+        make_task(SFT, {"schedule": "cosine"})  # of a pipeline, where it is one
 
 
 def test_a_name_of_another_library_that_this_task_has_no_field_for_is_a_typo() -> None:

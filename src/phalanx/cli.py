@@ -20,6 +20,7 @@ import typer
 from phalanx import __version__ as version
 from phalanx import cli_doctor, cli_evaluate, cli_new, cli_tokenize, cli_tune
 from phalanx import cli_options as option
+from phalanx.cli_answers import TaskVerb, Verbs
 from phalanx.cli_doctor import conclude
 from phalanx.errors import CannotHere, WrongUse
 from phalanx.launch import verbs
@@ -27,7 +28,9 @@ from phalanx.launch.stopping import ENDING
 from phalanx.redact import redact
 from phalanx.watch.page import watching
 
-app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False)
+app = typer.Typer(
+    cls=Verbs, add_completion=False, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False
+)
 
 
 def _version(wanted: bool) -> None:
@@ -69,7 +72,7 @@ def _stoppable(told: str) -> Iterator[None]:
                 signal.signal(number, handler)
 
 
-@app.command()
+@app.command(cls=TaskVerb)
 @_stoppable("no rank was running")
 def train(
     task: option.Task = None,
@@ -137,7 +140,7 @@ def train(
             conclude(starting.train(given if started is None else started.over(given)))
 
 
-@app.command()
+@app.command(cls=TaskVerb)
 @_stoppable("every rank has ended, and nothing was concluded")
 def prove(
     task: Annotated[str | None, typer.Argument(help=option.TASK)] = None,
@@ -268,7 +271,7 @@ for _verb in (
     _stoppable("nothing was concluded")(cli_doctor.doctor), _stoppable("nothing was concluded")(cli_doctor.probe),
     _stoppable("nothing was concluded")(cli_evaluate.evaluate),
 ):  # fmt: skip
-    app.command()(_verb)
+    app.command(cls=TaskVerb)(_verb)
 
 
 def main() -> None:

@@ -22,9 +22,19 @@ class ModelPart:
     trainable: int
 
 
+def numbers(model: nn.Module) -> dict[str, int]:
+    """Of weights that are not kept a number an element, as those in 4 bits, how many numbers they stand for."""
+    found: dict[str, int] = {}
+    for name, module in model.named_modules():
+        own: dict[str, int] = getattr(module, "stands_for", {})
+        found |= {f"{name}.{weight}" if name else weight: count for weight, count in own.items()}
+    return found
+
+
 def parts(model: nn.Module, anatomy: Anatomy) -> list[ModelPart]:
     """What comes before the blocks, the blocks, what comes after, and what is in none of these; tied weights once."""
     counts = {name: weight.numel() for name, weight in model.named_parameters()}
+    counts |= {name: count for name, count in numbers(model).items() if name in counts}
     trained = {name for name, weight in model.named_parameters() if weight.requires_grad}
     found: list[ModelPart] = []
     for names in (*([name] for name in anatomy.before), *_alike(model, anatomy.blocks), *([n] for n in anatomy.after)):

@@ -273,15 +273,19 @@ class Layout:
     def _nearest(self, global_batch: int, world: int) -> str:
         """The closest valid layout over the same world, or over the largest world that can work."""
         for size in range(min(world, global_batch * self.tp * self.cp * self.pp), 0, -1):
-            for best in self.fitted(global_batch, size):
+            for best in self.fitted(global_batch, size, cut_otherwise=True):
                 return f"{best}" + ("" if size == world else f" on {size} ranks")
         raise AssertionError("dp=1 always works")
 
-    def fitted(self, global_batch: int, world: int) -> list[Layout]:
-        """Layouts for so many ranks that keep what they can of this one, the closest first."""
+    def fitted(self, global_batch: int, world: int, cut_otherwise: bool = False) -> list[Layout]:
+        """Layouts for so many ranks that keep what they can of this one, the closest first.
+
+        ``cut_otherwise``: also those that cut the model into more or fewer parts, which not every model can be.
+        """
+        cuts = [_near(getattr(self, n), world) if cut_otherwise else {getattr(self, n), 1} for n in DEGREES[2:]]
         options = {
             replace(self, dp=dp, fsdp=rest // dp, tp=tp, cp=cp, pp=pp, ep=ep, **micro, **switches)
-            for tp, cp, pp, ep in product({self.tp, 1}, {self.cp, 1}, {self.pp, 1}, {self.ep, 1})
+            for tp, cp, pp, ep in product(*cuts)
             if world % (tp * cp * pp) == 0
             for rest in [world // (tp * cp * pp)]
             if rest <= global_batch and not (self.exact and rest & (rest - 1))  # as exact sums need powers of two
@@ -310,6 +314,12 @@ class Layout:
         far = sum(weights.get(n, 1) * abs(math.log2(getattr(self, n) / getattr(other, n))) for n in DEGREES)
         names = "compile", "graphs", "comm", "micro_batch", "exact"
         return far, *(getattr(self, name) != getattr(other, name) for name in names)
+
+
+def _near(degree: int, world: int) -> set[int]:
+    """It, none, and where it is one at all, the next less and the next more that divide so many ranks."""
+    others = _divisors(world) if degree > 1 else []
+    return {degree, 1, *[n for n in others if n <= degree][-1:], *[n for n in others if n >= degree][:1]}
 
 
 def _divisors(number: int) -> list[int]:

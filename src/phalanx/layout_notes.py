@@ -11,11 +11,13 @@ from phalanx.layout import DEGREES, Layout
 
 
 def layout_notes(
-    layout: Layout, device: str, micro_batches: int = 1, stream: int = 4, hosts: Sequence[int] = ()
-) -> list[str]:
+    layout: Layout, device: str, micro_batches: int = 1, stream: int = 4, hosts: Sequence[int] = (),
+    shard_hosts: Sequence[int] = (),
+) -> list[str]:  # fmt: skip
     """Settings that have no effect here, or cost more than they need, each said in a line.
 
-    ``stream``: bytes of a number of it. ``hosts``: of the ranks along ``dp``, where that is known.
+    ``stream``: bytes of a number of it. ``hosts``: of the ranks along ``dp``, where that is known; ``shard_hosts``: of
+    those that share the state.
     """
     notes = []
     if layout.pp > 1:
@@ -40,7 +42,7 @@ def layout_notes(
             "recompute=selective has no effect with compile=blocks: its compiler keeps costly results and computes "
             "cheap ones again by itself"
         )
-    notes += [*_of_comm(layout), *_of_hosts(layout, device, hosts)]
+    notes += [*_of_comm(layout), *_of_hosts(layout, device, hosts), *_of_shards(layout, device, shard_hosts)]
     if layout.exact and device == "cpu":
         notes.append(
             f"exact={layout.exact} computes on 1 thread, or OMP_NUM_THREADS, at any number of ranks, and takes plain "
@@ -82,12 +84,24 @@ def _of_hosts(layout: Layout, device: str, hosts: Sequence[int]) -> Iterator[str
     even = len(set(each)) == 1
     if layout.coded_axis == "dp" and even and layout.comm != AUTO and not layout.comm.startswith("powersgd"):
         better = replace(layout, dp=len(each), fsdp=layout.fsdp * each[0], zero=min(layout.zero, 2))
+        fewer = f"1/{each[0]}" if layout.comm.startswith("topk") else f"2/{each[0] + 1}"  # half of others' is gathered
         yield (
-            f"comm={layout.comm} sends codes between any two of the {each[0]} ranks on each of {len(each)} hosts; with "
-            f"{better} sums inside of hosts stay exact, and 1/{each[0]} as much travels between them"
+            f"comm={layout.comm} sends codes of each of the {each[0]} ranks on each of {len(each)} hosts; with "
+            f"{better} sums inside of hosts stay exact, and {fewer} as much travels between them"
         )
     elif layout.comm == EXACT and not even and device == "cpu":
         yield (
             f"dp={layout.dp} has {', '.join(map(str, each))} ranks on {len(each)} hosts, so they sum in one ring over "
             "all of them; with as many on each host sums go inside of hosts first, and less travels between them"
+        )
+
+
+def _of_shards(layout: Layout, device: str, hosts: Sequence[int]) -> Iterator[str]:
+    """Of ranks that share the state, and hosts with each other."""
+    each = list(Counter(hosts).values())
+    if device == "cpu" and len(set(each)) > 1:
+        axes = f"fsdp={layout.fsdp}" + (f",cp={layout.cp}" if layout.cp > 1 else "")
+        yield (
+            f"{axes} has {', '.join(map(str, each))} ranks on {len(each)} hosts, so each of them gets every row from "
+            "its rank; with as many on each host a row passes between two hosts once"
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import MISSING, fields, replace
 from pathlib import Path
@@ -45,10 +45,10 @@ def _holds_now(proof: Mapping[str, Any], task: type[Task]) -> bool:
     return not user_code.changed(files, user_code.home(task))
 
 
-def said(task: Task, settings: Mapping[str, Any], layout: Layout, folder: Path, reference: str) -> str:
+def said(task: Task, settings: Mapping[str, Any], layout: Layout, folders: Sequence[Path], reference: str) -> str:
     """One line: whether this layout of this code has been proven; of one device, nothing."""
     wanted = _plain(layout)
-    for path, proof, verdicts in _proofs(folder):
+    for path, proof, verdicts in _proofs(folders):
         if verdicts.get(wanted) in (None, "not applicable") or not _holds_now(proof, type(task)):
             continue
         if verdicts[wanted] != "equal":
@@ -82,10 +82,10 @@ def _plain(layout: Layout) -> Layout:
     return replace(layout, micro_batch=None)
 
 
-def _proofs(folder: Path) -> Iterator[tuple[Path, dict[str, Any], dict[Layout, str]]]:
+def _proofs(folders: Sequence[Path]) -> Iterator[tuple[Path, dict[str, Any], dict[Layout, str]]]:
     """With the verdict on each layout, the newest first; what cannot be read, or is none of ours, is none."""
     found = []
-    for path in folder.glob("*/proof.json"):
+    for path in (path for folder in folders for path in folder.glob("*/proof.json")):
         with suppress(OSError, ValueError, RecursionError):
             proof = json.loads(path.read_text()) if path.is_file() else None
             if isinstance(proof, dict) and isinstance(proof.get("settings"), dict):

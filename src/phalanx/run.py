@@ -92,6 +92,10 @@ class Run:
     def certificate_path(self) -> Path:
         return self.path / "final" / "certificate.json"
 
+    def proof_folders(self, began: str | Path) -> list[Path]:
+        """Where proofs of it may lie: beside its own folder, and under ``runs/`` of the one that it began in."""
+        return list(dict.fromkeys([self.path.parent.absolute(), (Path(began) / "runs").absolute()]))
+
     def certified_steps(self) -> int | None:
         """How long the run is if it is finished; None if it is not."""
         try:

@@ -15,6 +15,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 import torch
 
 from phalanx.errors import WrongUse, closest
+from phalanx.layout import CHOICES, DEGREES, Layout
 from phalanx.redact import is_redacted, redact_field
 from phalanx.task import Task
 from phalanx.toml import from_toml, to_toml
@@ -28,6 +29,8 @@ ELSEWHERE = {
     "dataset_name": "path", "train_file": "path", "bf16": "precision", "fp16": "precision",
 }  # fmt: skip
 """What other libraries call settings of ours."""
+LAYOUT = {field.name for field in dataclasses.fields(Layout)}
+"""What is no setting of a task, but of how it is spread."""
 
 
 class NotPlain(ValueError):
@@ -103,7 +106,7 @@ def make_task(kind: type[Task], values: Mapping[str, Any]) -> Task:
     resolved = {}
     for name, value in values.items():
         if name not in hints:
-            raise WrongUse(f"{kind.__name__} has no field {name!r}; {_meant(name, hints)}")
+            raise WrongUse(f"{kind.__name__} has no field {name!r}; {_meant(name, value, hints)}")
         if is_redacted(name, value):
             raise WrongUse(f"{name} is a secret, which no run.toml holds. Give it again: --set {name}=...")
         resolved[name] = convert(value, hints[name], name)
@@ -115,13 +118,35 @@ def make_task(kind: type[Task], values: Mapping[str, Any]) -> Task:
     return task
 
 
-def _meant(name: str, fields: Mapping[str, Any]) -> str:
-    """A clause that points at the field that does what this name does elsewhere, or at the nearest one."""
-    own = ELSEWHERE.get(name)
+def _meant(name: str, value: Any, fields: Mapping[str, Any]) -> str:
+    """A clause that points at the field that does what this name does elsewhere, at the layout, or at the nearest."""
+    if with_it := _in_layout(name, value):
+        return f"it is part of a layout, as in --layout {with_it}"
+    own = ELSEWHERE.get(name, "")
     if own not in fields:
         return closest(name, fields)
-    of_all = ", which counts the samples of a step on all ranks together" if own == "global_batch" else ""
-    return f"here it is {own!r}{of_all}: --set {own}=..."
+    return f"here it is {own!r}{_counted(own)}: --set {own}=..."
+
+
+def given_as(kind: type[Task], name: str, value: str) -> str:
+    """How to give what somebody has taken for an option, as a clause; "": it is nothing that is known here."""
+    fields = task_fields(kind)
+    own = name if name in fields else ELSEWHERE.get(name, "")
+    if own in fields:
+        return f"a setting of {kind.__name__}{_counted(own)}: --set {own}={value}"
+    with_it = _in_layout(name, value)
+    return f"part of a layout: --layout {with_it}" if with_it else ""
+
+
+def _in_layout(name: str, value: Any) -> str:
+    """A layout with this in it; "": it is no part of one."""
+    if name not in LAYOUT or (name in CHOICES and value not in CHOICES[name]):
+        return ""
+    return f"{name}={value}" if name in DEGREES else f"dp=2,{name}={value}"
+
+
+def _counted(own: str) -> str:
+    return ", which counts the samples of a step on all ranks together" if own == "global_batch" else ""
 
 
 def _required(field: dataclasses.Field[Any]) -> bool:

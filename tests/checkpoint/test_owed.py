@@ -87,7 +87,38 @@ def test_another_layout_owes_as_much(ranks: Ranks, tmp_path: Path, before: str, 
     _, at_half = ranks(phalanx.Layout.parse(before).world, through, before, str(tmp_path))[0]
     _, taken_up, changes = ranks(phalanx.Layout.parse(after).world, onward, after, str(tmp_path))[0]
     assert torch.allclose(taken_up, at_half, rtol=1e-5, atol=1e-7)
-    assert not changes
+    then, now = (phalanx.Layout.parse(each).comm for each in (before, after))
+    said = f"comm was {then} and is {now}: what was still owed of gradients goes on to be"
+    assert changes == ([said] if then != now else [])
+
+
+def around_a_step(layout: str, folder: str) -> tuple[torch.Tensor, torch.Tensor, list[str]]:
+    """What is owed of what was saved, before a step and after it; and what was said."""
+    with phalanx.Engine(Digits(width=64), layout, device="cpu") as engine:
+        load(engine, folder)
+        before = owed(engine)
+        engine.step(next(engine.batches()))
+        return before, owed(engine), engine.changes
+
+
+def test_auto_takes_over_what_was_owed_and_sends_it(ranks: Ranks, tmp_path: Path) -> None:
+    """It goes into the next step's gradients, so nothing is owed: `codecs.test_switched` has what these become."""
+    _, at_half = ranks(2, through, "dp=2,comm=int4", str(tmp_path))[0]
+    before, after, changes = ranks(2, around_a_step, "dp=2,comm=auto", str(tmp_path))[0]
+    assert torch.equal(before, at_half)
+    assert not after.any()
+    assert changes == ["comm was int4 and is auto: what was still owed of gradients is added to the next step's"]
+
+
+def test_what_a_method_for_matrices_cannot_owe_is_said(ranks: Ranks, tmp_path: Path) -> None:
+    _, at_half = ranks(2, through, "dp=2,comm=int4", str(tmp_path))[0]
+    _, taken_up, changes = ranks(2, onward, "dp=2,comm=powersgd:1", str(tmp_path))[0]
+    said = "what was still owed of matrices goes on to be, and of other gradients is left out"
+    assert changes == [f"comm was int4 and is powersgd:1: {said}"]
+    first, bias = 64 * 4, 64  # of the first linear
+    assert torch.allclose(taken_up[:first], at_half[:first], rtol=1e-5, atol=1e-7)
+    assert at_half[first : first + bias].any()
+    assert not taken_up[first : first + bias].any()
 
 
 def test_what_nobody_will_send_is_said(ranks: Ranks, tmp_path: Path) -> None:

@@ -104,3 +104,4 @@ def test_it_trains_as_it_comes(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert len(list(phalanx.Run(tmp_path / "run").events(0, "step"))) == 2
     assert (tmp_path / "run" / "answers" / "step-00000002.jsonl").is_file()
+    assert "\nanswers: run/answers/step-00000002.jsonl\n" in done.stdout

@@ -76,6 +76,24 @@ def test_over_shards_too(ranks: Ranks, zero: int) -> None:
     assert ranks(2, tolerant, 0.0, layout) == ["int8", "int8"]
 
 
+def on_two_hosts(hosts_first: float) -> str:
+    """The method that is chosen on a slow link, where collectives inside of hosts first are measured to be so fast."""
+
+    def measured(group: Communicator, device: torch.device, link: links.Speed) -> float:
+        assert group.hosts_first
+        return hosts_first * (1 + group.rank)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PHALANX_HOSTS", "2,2")
+        patch.setattr(links, "hosts_first", measured)
+        return on_a_link({0: SLOW}, "dp=4")[-1][1]
+
+
+def test_exact_sums_are_predicted_by_the_way_they_take(ranks: Ranks) -> None:
+    assert ranks(4, on_two_hosts, FAST) == ["exact"] * 4
+    assert ranks(4, on_two_hosts, SLOW) == ["int4"] * 4
+
+
 def exactly(layout: str = "dp=2") -> list[float]:
     with phalanx.Engine(Digits(width=64, steps=STEPS), layout, device="cpu") as engine:
         return [engine.step(batch).loss for batch in engine.batches()]

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 import phalanx
+from phalanx.layout import Layout
+from phalanx.run import Run
+from phalanx.train.comm_work import exact_bytes, less_sent
 from tests.parity import HostileLanguage
 from tests.ranks import Ranks
+from tests.test_cli import phalanx as command
 
 
 def sent_in_a_step(layout: str) -> tuple[float, float, dict[str, int]]:
@@ -33,7 +39,74 @@ def test_sums_over_replicas(ranks: Ranks) -> None:
         assert weights == 0
 
 
+def straight(layout: str) -> tuple[float, dict[str, int]]:
+    """What is predicted to go from rank to rank of what is encoded, and what was sent of it, by kind."""
+    with phalanx.Engine(HostileLanguage(steps=2), f"{layout},comm=auto", device="cpu") as engine:
+        engine.auto_comm.follow("int8")
+        for batch in engine.batches():
+            before = engine.traffic.sent.copy()
+            engine.step(batch)
+            counted = engine.traffic.sent - before
+        axis = engine.auto_comm.group.name
+        return engine.auto_comm.work.straight, {kind: n for (along, kind), n in counted.items() if along == axis}
+
+
+def test_codes_of_sums_are_gathered_and_the_others_go_from_rank_to_rank(ranks: Ranks) -> None:
+    for share, counted in ranks(2, straight, "dp=2"):
+        assert counted["all-to-all"] / (counted["all-to-all"] + counted["all-gather"]) == share
+    for share, counted in ranks(2, straight, "fsdp=2,zero=2"):
+        assert share == 1
+        assert counted["all-to-all"] > 0
+
+
 def test_gradients_that_other_stages_add_to_travel_as_they_are(ranks: Ranks) -> None:
     for gradients, beside, counted in ranks(4, sent_in_a_step, "dp=2,pp=2,micro_batch=8,comm=auto"):
         assert sum(counted.values()) == gradients + beside
     assert any(beside for _, beside, _ in ranks(4, sent_in_a_step, "dp=2,pp=2,micro_batch=8,comm=auto"))
+
+
+def sent_exactly(layout: str) -> tuple[dict[str, float], dict[str, int]]:
+    """What this layout says that exact sums would send in a step, and what the same ranks do with them."""
+    with phalanx.Engine(HostileLanguage(steps=2), layout, device="cpu") as engine:
+        told = exact_bytes(engine)
+    plain = layout.rpartition(",comm=")[0]
+    with phalanx.Engine(HostileLanguage(steps=2), plain, device="cpu") as engine:
+        *_, sent = (engine.step(batch).sent for batch in engine.batches())
+        agreed = engine.traffic.sent["world", "all-reduce"] // 2
+    return told, {axis: n - agreed * (axis == "world") for axis, n in sent.items() if axis in told}
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "dp=2,fsdp=2,zero=2,comm=int4", "dp=2,fsdp=2,zero=3,micro_batch=4,comm=local:2", "dp=2,pp=2,comm=auto",
+        "tp=2,fsdp=2,zero=1,comm=int8", "tp=2,fsdp=2,zero=3,micro_batch=4,comm=int4",
+    ],
+)  # fmt: skip
+def test_what_exact_sums_would_send_is_what_they_do(ranks: Ranks, layout: str) -> None:
+    for told, sent in ranks(4, sent_exactly, layout):
+        assert told == sent
+        assert list(told) == ["dp" if Layout.parse(layout).dp > 1 else "fsdp"]
+
+
+def test_nothing_is_told_of_exact_sums(ranks: Ranks) -> None:
+    assert ranks(2, sent_exactly, "dp=2,comm=exact") == [({}, {})] * 2
+
+
+def test_a_run_says_how_much_less_it_has_sent(tmp_path: Path) -> None:
+    """Sites that agree in every second step: a message half as often, and not the steps that were done with int8."""
+    (tmp_path / "task.py").write_text(
+        "from dataclasses import dataclass\nfrom tests.tasks import Digits\n"
+        "@dataclass\nclass Mine(Digits):\n    width: int = 4096\n    steps: int = 4\n"
+    )
+    given = "task.py", "--on", "local:2", "--quiet", "--unchecked"
+    done = command("train", *given, "--layout", "dp=2,comm=int8", "--run", "run", "--steps", "2", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    int8 = "sent of gradients: 33.1 KiB a step in the place of 128 KiB (comm=int8: 1/3.87)"
+    assert int8 in done.stdout
+    more = "--resume", "--layout", "dp=2,comm=local:2", "--run", "run", "--steps", "4"
+    done = command("train", *given, *more, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert int8 in done.stdout
+    assert "sent to other sites: 64.1 KiB a step in the place of 128 KiB (comm=local:2: 1/2)" in done.stdout
+    assert less_sent(Run(tmp_path / "run"))[0] == int8

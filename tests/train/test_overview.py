@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 import phalanx
+from phalanx.recipes.sft import SFT
 from phalanx.train.overview import Overview
 from tests.ranks import Ranks
 from tests.tasks import Digits
@@ -54,6 +55,18 @@ def shards() -> str:
 
 def test_frozen_weights_are_updated_by_nobody(ranks: Ranks) -> None:
     assert ranks(2, shards)[0] == "34 of them updated by rank 0"  # 2 rows of 3, 16 wide, and 2 biases
+
+
+def told_of_a_base(four_bit: bool, layout: str) -> str:
+    task = SFT(small=True, lora=2, four_bit=four_bit, length=64, global_batch=4, steps=2)
+    with phalanx.Engine(task, layout, device="cpu") as engine:
+        return Overview(engine).facts()["model"]
+
+
+def test_a_base_in_4_bits_has_as_many_weights_as_it_had(ranks: Ranks) -> None:
+    told = told_of_a_base(False, "dp=1")
+    assert "3,712 of them trainable" in told
+    assert ranks(4, told_of_a_base, True, "tp=2,pp=2,micro_batch=2") == [told] * 4
 
 
 class Ranked(Digits):

@@ -149,6 +149,7 @@ def counted(layout: str) -> list[tuple[int, dict[str, int]]]:
 def test_no_message_leaves_a_site_in_between(ranks: Ranks, layout: str) -> None:
     for found in ranks(Layout.parse(layout).world, counted, layout):
         assert [bool(calls) for calls, _ in found] == [False] * 3 + [True] + [False] * 3 + [True]
+        assert [bool(sent.get("dp")) for _, sent in found] == [False] * 3 + [True] + [False] * 3 + [True]
 
 
 class Ending(phalanx.Callback):

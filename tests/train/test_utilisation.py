@@ -53,3 +53,9 @@ def test_what_a_run_has_used(tmp_path: Path) -> None:
     assert used(run) == ["1.5 TFLOP/s a rank; no MFU: the peak rate of a CPU is not known for what it computes in"]
     (run.path / "flops.json").write_text('{"a_sample": 1e9, "why": "", "device": "an H200", "peak": 3e12}')
     assert used(run) == ["1.5 TFLOP/s a rank, MFU 50.0%"]
+    with EventLog(run, 0) as log:
+        log.write("start", step=4)
+        assert used(run) == []
+        for number, rate in enumerate((0.1, 0.2, 0.3, 0.6, 0.6), 4):  # on more ranks, or elsewhere
+            log.write("step", step=number, samples="", tflops=rate, slots=1)
+    assert used(run) == ["600 GFLOP/s a rank, MFU 20.0%"]

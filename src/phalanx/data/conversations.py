@@ -1,6 +1,7 @@
 """What people's rows say, as conversations: messages with a role and a content.
 
 messages                      as they are
+conversations                 likewise; messages may be ShareGPT's, with ``from`` and ``value``
 prompt, completion            a question and its answer; either may be a list of messages
 question, answer              likewise
 instruction, input, output    likewise; the input, which may be missing, stands below the instruction
@@ -16,13 +17,20 @@ from typing import Any
 from phalanx.errors import WrongUse
 
 Message = dict[str, Any]
+LISTS = ("messages", "conversations")
+SPEAKERS = {
+    "human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant", "assistant": "assistant",
+    "model": "assistant", "system": "system", "tool": "tool", "observation": "tool",
+}  # fmt: skip
+"""Who a ShareGPT message is ``from``, as roles."""
 PAIRS = (("prompt", "completion"), ("question", "answer"), ("instruction", "output"))
 
 
 def conversation(row: Mapping[str, Any]) -> list[Message]:
     """A row's messages; the last is an answer. One that has none is refused."""
-    if row.get("messages") is not None:
-        messages = _messages(row["messages"], "messages")
+    listed = [column for column in LISTS if row.get(column) is not None]
+    if listed:
+        messages = _messages(row[listed[0]], listed[0])
         while messages and messages[-1]["role"] != "assistant":
             messages.pop()  # nobody answers it
     else:
@@ -54,7 +62,7 @@ def _columns(row: Mapping[str, Any]) -> tuple[str, str]:
         for here, missing in (pair, pair[::-1]):
             if here in row:
                 raise WrongUse(f"it has {here}, but no {missing}")
-    known = "; ".join(("messages", *(", ".join(pair) for pair in PAIRS)))
+    known = "; ".join((*LISTS, *(", ".join(pair) for pair in PAIRS)))
     raise WrongUse(f"its columns are {', '.join(map(str, row)) or 'none'}, and none of these are there: {known}")
 
 
@@ -79,13 +87,24 @@ def _messages(value: Any, column: str) -> list[Message]:
     if not isinstance(value, (list, tuple)):
         raise WrongUse(f"{column} is a {type(value).__name__}, not a list of messages")
     found = []
-    for number, message in enumerate(value, start=1):
+    for number, given in enumerate(value, start=1):
+        message = _with_role(given, f"message {number} of {column}")
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             raise WrongUse(f"message {number} of {column} has no role")
         if not isinstance(message.get("content"), str) and not message.get("tool_calls"):
             raise WrongUse(f"message {number} of {column} has no text as its content")
         found.append({name: item for name, item in message.items() if item is not None})
     return found
+
+
+def _with_role(message: Any, which: str) -> Any:
+    """One of ShareGPT's as one with a role and a content; any other as it is."""
+    if not isinstance(message, Mapping) or "role" in message or "from" not in message:
+        return message
+    speaker = str(message["from"])
+    if speaker not in SPEAKERS:
+        raise WrongUse(f"{which} is from {speaker!r}, which is none of {', '.join(SPEAKERS)}")
+    return {"role": SPEAKERS[speaker], "content": message.get("value")}
 
 
 def _says(message: Message) -> bool:

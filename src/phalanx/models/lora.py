@@ -111,6 +111,11 @@ class FourBitLoraLinear(LoraLinear):
         columns = self.in_features
         return {} if columns % BLOCK else dict(zip(FOUR_BITS, (columns // 2, columns // BLOCK), strict=False))
 
+    @property
+    def stands_for(self) -> dict[str, int]:
+        """How many numbers each of what it consists of stands for."""
+        return dict.fromkeys(FOUR_BITS, 0) | {FOUR_BITS[0]: self.out_features * self.in_features}
+
     def divide(self, dim: int, spans: tuple[tuple[int, int], ...]) -> None:
         """From now on compute with these spans of the weight; where it is cut so, they are all that is here."""
         self.part = nf4.Divided(dim, spans, cut=dim == 0 and bool(self.row_sizes))

@@ -295,12 +295,12 @@ class Spread:
         self._gather_whole(copied)
         self.stale = False
 
-    def end_step(self, counts: bool, factor: float = 1.0) -> None:
+    def end_step(self, counts: bool, factor: float = 1.0, without: Set[str] = frozenset()) -> None:
         """What a step has found out is used from the next one on, unless it is left out.
 
-        ``factor``: by which gradients will be larger, the loss's scale having changed.
+        ``factor``: by which gradients will be larger, as the loss's scale has changed. ``without``: not updated by it.
         """
-        self.reduction.end_step(counts, factor)
+        self.reduction.end_step(counts, factor, without)
         if self.fp8 is not None:
             self.fp8.advance() if counts else self.fp8.forget()
         if not self.randomness.asked:

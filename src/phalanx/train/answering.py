@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -35,7 +36,7 @@ def note_answers(engine: Engine, run: Run, on_token: Callable[[], None] = lambda
     with engine.callbacks.evaluating(engine), agreed_weights(engine):
         found = answered(engine, questions, questions.shown, on_token=on_token)
     if engine.is_main:
-        write_answers(run, f"step-{engine.step_number:08d}", found)
+        write_answers(answers_path(run, engine.step_number), found)
 
 
 def rehearse_answers(engine: Engine) -> None:
@@ -45,9 +46,13 @@ def rehearse_answers(engine: Engine) -> None:
         answered(engine, questions, 1, most=1)
 
 
-def write_answers(run: Run, name: str, answers: Sequence[ModelAnswer]) -> str:
+def answers_path(run: Run, step: int, by: str = "") -> Path:
+    """Those of an evaluation after so many steps; ``by``: a word for who made it, if not the run itself."""
+    return run.path / "answers" / f"{by}step-{step:08d}.jsonl"
+
+
+def write_answers(path: Path, answers: Sequence[ModelAnswer]) -> str:
     """One JSON object a line; where."""
-    path = run.path / "answers" / f"{name}.jsonl"
     path.parent.mkdir(exist_ok=True)
     lines = [json.dumps(vars(each) | {"exact": each.exact}, ensure_ascii=False) for each in answers]
     write_whole(path, "\n".join(lines) + "\n")

@@ -190,9 +190,13 @@ class AutoComm:
         size = links.SMALLEST if self._speed is None else max(links.SMALLEST, self._speed.size // 4)
         self._speed = links.along(self.group, self.engine.device, size)
         self._codec_seconds = self._codec_seconds or {each.name: self._timed(each.name) for each in self.methods}
-        link, sent, beside = self._agree(self._speed)
+        hosts_first = links.hosts_first(self.group, self.engine.device, self._speed)
+        link, hosts_first, sent, beside = self._agree(self._speed, hosts_first)
         self._measured_at, self._cost = time.monotonic(), time.monotonic() - began
-        now = Conditions(self._compute, min(self._hides, self._compute), sent, link.rate, link.latency, beside)
+        now = Conditions(
+            self._compute, min(self._hides, self._compute), sent, link.rate, link.latency, beside, hosts_first,
+            self.work.straight,
+        )  # fmt: skip
         if not link.rate / OTHER_LINK < self._learned_at < link.rate * OTHER_LINK:
             self._learned.clear()
         self._learned_at = self._learned_at if self._learned else link.rate
@@ -203,8 +207,9 @@ class AutoComm:
         found = choose(predicted, self.methods, "" if first else self.method)
         if first or found != self.method:
             told = ", ".join(f"{name} {1e3 * seconds:.0f} ms" for name, seconds in predicted.items())
+            inside = f", {8e-6 * hosts_first:,.0f} inside of hosts first" if self.group.hosts_first else ""
             why = (
-                f"{'steps became longer; ' if longer else ''}a rank sends {8e-6 * link.rate:,.0f} Mbit/s, "
+                f"{'steps became longer; ' if longer else ''}a rank sends {8e-6 * link.rate:,.0f} Mbit/s{inside}, "
                 f"{1e3 * link.latency:.2g} ms a message, and computes {1e3 * now.compute:.0f} ms a step, so that a "
                 f"step takes about: {told}. The most exact is taken whose step is hardly longer than the shortest"
             )
@@ -260,12 +265,13 @@ class AutoComm:
         encode, decode = speed.seconds(codec, self.engine.device)
         return (encode * self.work.encoded + decode * self.work.decoded) / speed.SAMPLE
 
-    def _agree(self, link: links.Speed) -> tuple[links.Speed, float, float]:
+    def _agree(self, link: links.Speed, hosts_first: float) -> tuple[links.Speed, float, float, float]:
         """The slowest of all groups' links and codecs, and the most bytes that a stage sends, on all ranks alike."""
         names, work = list(self._codec_seconds), self.work
-        facts = [link.latency, 1 / link.rate, work.sent, work.beside, *(self._codec_seconds[name] for name in names)]
+        facts = [link.latency, 1 / link.rate, 1 / hosts_first, work.sent, work.beside]
+        facts += [self._codec_seconds[name] for name in names]
         own = torch.tensor(facts, dtype=torch.float64, device=self.engine.device)
         self.engine.mesh.world.all_reduce_max(own)
-        latency, slowness, sent, beside, *codecs = own.tolist()
+        latency, slowness, inside, sent, beside, *codecs = own.tolist()
         self._codec_seconds = dict(zip(names, codecs, strict=True))
-        return links.Speed(latency, 1 / slowness, link.size), sent, beside
+        return links.Speed(latency, 1 / slowness, link.size), 1 / inside, sent, beside

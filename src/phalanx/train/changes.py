@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from phalanx import user_code
-from phalanx.comm import Comm
+from phalanx.comm import AUTO, Comm
 from phalanx.data.fingerprint import Fingerprint
 from phalanx.data.loader import sample_at
 from phalanx.errors import WrongUse
@@ -130,11 +130,16 @@ def _owed(then: Layout, now: Layout) -> Change | None:
     before, after = Comm.parse(then.comm), Comm.parse(now.comm)
     if before is None or not before.owes or not then.coded_axis:
         return None
+    another = f"comm was {then.comm} and is {now.comm}: " if then.comm != now.comm else ""
     if after is None or not after.owes or not now.coded_axis:
-        return Change(f"comm was {then.comm} and is {now.comm}: what was still owed of gradients is left out")
+        return Change(f"{another or 'nothing is sent in few bits: '}what was still owed of gradients is left out")
     if then.coded_axis == "dp" and (then.tp, then.ep) != (now.tp, now.ep):
-        return Change("weights are cut otherwise: what was still owed of sums over replicas is left out")
-    return None
+        return Change(f"{another}weights are cut otherwise: what was still owed of sums over replicas is left out")
+    if another and after.name == AUTO:
+        return Change(f"{another}what was still owed of gradients is added to the next step's")
+    if another and before.name != after.name == "powersgd":
+        return Change(f"{another}what was still owed of matrices goes on to be, and of other gradients is left out")
+    return Change(f"{another}what was still owed of gradients goes on to be") if another else None
 
 
 def _comm(then: Layout, now: Layout) -> list[Change]:

@@ -1,16 +1,25 @@
-"""What a step has to send and to encode on a rank, by which ``comm=auto`` predicts what methods would take."""
+"""What a step has to send and to encode on a rank: ``comm=auto`` predicts by it what methods would take, and what a
+run has sent is held against it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from phalanx.layout import Layout
 from phalanx.parallel.communication.mesh import SHARD
+from phalanx.parallel.weights.bucket import Bucket
 from phalanx.parallel.weights.coded import CodedGradients
+from phalanx.parallel.weights.packing import Packing
+from phalanx.run import Run, counted
+from phalanx.words import in_bytes
 
 if TYPE_CHECKING:
     from phalanx.train.engine import Engine
+
+LESS = 1.05
+"""So many times as many bytes exact sums must send for a run to have sent less."""
 
 
 @dataclass(frozen=True)
@@ -24,13 +33,15 @@ class CommWork:
     decoded: float
     beside: float = 0.0
     """Bytes that travel along the same axis as they are: weights that are gathered, gradients that others add to."""
+    straight: float = 1.0
+    """The part of what is encoded that goes from rank to rank, wherever they are: not what is gathered."""
 
 
 def over_replicas(engine: Engine, coded: Sequence[CodedGradients]) -> CommWork:
     """Each part goes to who sums it, and its sum to all."""
     ranks, numbers = engine.mesh.size("dp"), sum(each.length for each in coded)
     share = 2 * (ranks - 1) / ranks
-    return CommWork(share * _bytes(coded), numbers * (1 + 1 / ranks), 2 * numbers, share * _uncoded(engine))
+    return CommWork(share * _bytes(coded), numbers * (1 + 1 / ranks), 2 * numbers, share * _uncoded(engine), 1 / 2)
 
 
 def over_shards(engine: Engine, coded: Sequence[CodedGradients]) -> CommWork:
@@ -38,18 +49,26 @@ def over_shards(engine: Engine, coded: Sequence[CodedGradients]) -> CommWork:
 
     Those that stay whole from forward to backward are gathered once for both.
     """
-    layout, spread, ranks = engine.layout, engine.spread, engine.mesh.size(*SHARD)
-    micro_batches = layout.micro_batches(engine.task.global_batch)
-    scattered = micro_batches if layout.sums_each_micro_batch else 1
-    units = {id(unit.bucket): unit for unit in (spread.gathering.units if spread.gathering is not None else ())}
-    gathered = 0.0
-    for bucket in spread.buckets:
-        unit = units.get(id(bucket))
-        times = 1 if unit is None else micro_batches * (1 if unit.keep else 2)
-        gathered += times * bucket.packing.length * bucket.storage.compute.itemsize
+    ranks, scattered = engine.mesh.size(*SHARD), _scatters(engine)
+    gathered = sum(times * b.packing.length * b.storage.compute.itemsize for b, times in _gathers(engine))
     numbers = scattered * ranks * sum(each.length for each in coded)
     beside = (ranks - 1) * (gathered + scattered * _uncoded(engine))
     return CommWork((ranks - 1) * scattered * _bytes(coded), numbers, numbers, beside)
+
+
+def _scatters(engine: Engine) -> int:
+    """How often gradients are summed over shards in a step."""
+    layout = engine.layout
+    return layout.micro_batches(engine.task.global_batch) if layout.sums_each_micro_batch else 1
+
+
+def _gathers(engine: Engine) -> Iterator[tuple[Bucket, int]]:
+    """Each bucket, and how often its weights are gathered in a step."""
+    gathering, micro_batches = engine.spread.gathering, engine.layout.micro_batches(engine.task.global_batch)
+    units = {id(unit.bucket): unit for unit in (gathering.units if gathering is not None else ())}
+    for bucket in engine.spread.buckets:
+        unit = units.get(id(bucket))
+        yield bucket, 1 if unit is None else micro_batches * (1 if unit.keep else 2)
 
 
 def _uncoded(engine: Engine) -> float:
@@ -60,3 +79,51 @@ def _uncoded(engine: Engine) -> float:
 
 def _bytes(coded: Sequence[CodedGradients]) -> float:
     return sum(each.length * each.storage.reduce.itemsize for each in coded)
+
+
+def exact_bytes(engine: Engine) -> dict[str, float]:
+    """Bytes that a rank would send in a step with ``comm=exact``, along the axis where it sends less; {}: nowhere.
+
+    Over shards, of weights too.
+    """
+    layout, buckets = engine.layout, engine.spread.buckets
+    gradients = sum(Packing(bucket.trainable).length * bucket.storage.reduce.itemsize for bucket in buckets)
+    if layout.local or layout.coded_axis == "dp":
+        group = engine.mesh.group("dp")
+        return {group.name: 2 * (group.size - 1) / group.size * gradients}
+    if not layout.coded_axis:
+        return {}
+    group = engine.mesh.group(*SHARD)
+    weights = sum(n * Packing(b.weights).length * b.storage.compute.itemsize for b, n in _gathers(engine))
+    return {group.name: (group.size - 1) * (_scatters(engine) * gradients + weights)}
+
+
+def less_sent(run: Run) -> list[str]:
+    """What the first rank of a run has sent in a step, beside what it would have with exact sums: a line for a method.
+
+    A mean over steps: a method may begin with exact ones, and sites speak in some steps alone.
+    """
+    totals: dict[str, list[float]] = {}
+    for event in counted(_with_start(run.events(0))).values():
+        for axis, exact in event["start"].get("exact_bytes", {}).items():
+            total = totals.setdefault(event["start"]["layout"], [0.0, 0.0, 0.0])
+            for place, number in enumerate((1, event.get("sent", {}).get(axis, 0), exact)):
+                total[place] += number
+    return [_less(Layout.parse(layout), *total) for layout, total in totals.items() if total[1]]
+
+
+def _with_start(events: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Events, each with that of the start of its ranks."""
+    start: dict[str, Any] = {}
+    for event in events:
+        start = event if event["kind"] == "start" else start
+        yield event | {"start": start}
+
+
+def _less(layout: Layout, steps: float, sent: float, exact: float) -> str:
+    what = "of gradients" if layout.coded_axis == "dp" else "of gradients and weights"
+    share = f"1/{exact / sent:.3g}" if exact > LESS * sent else "no less"
+    return (
+        f"sent {'to other sites' if layout.local else what}: {in_bytes(sent / steps)} a step in the place of "
+        f"{in_bytes(exact / steps)} (comm={layout.comm}: {share})"
+    )

@@ -14,7 +14,9 @@ from phalanx.launch.local import Failure, HostOutcome
 from phalanx.launch.supervisor import Supervisor
 from phalanx.run import Run
 from phalanx.task import Task
+from phalanx.train.answering import answers_path
 from phalanx.train.certificate import NotDone, certified
+from phalanx.train.comm_work import less_sent
 from phalanx.train.summary import Summary
 from phalanx.train.utilisation import used
 from phalanx.verdict import Verdict
@@ -85,7 +87,9 @@ def trained(run: Run, manager: CheckpointManager, task: Task, summary: Summary, 
         evidence.append(
             f"{many(skipped, 'step')} {were} skipped: a number was bad, or nothing counted; the events say which"
         )
-    evidence += [*used(run), certainty, f"weights: {run.weights_path}"]
+    evidence += [*less_sent(run), *used(run), certainty, f"weights: {run.weights_path}"]
+    if (answers := answers_path(run, summary.steps)).is_file():
+        evidence.append(f"answers: {answers}")
     layout = manager.open(summary.steps).manifest.facts["layout"]
     of, why = (f" of the {task.steps} planned", f": {summary.ended.why}") if summary.ended else ("", "")
     told = f"trained {type(task).__name__} for {many(summary.steps, 'step')}{of} on {layout}{why}"

@@ -155,7 +155,7 @@ class Engine:
         undo.callback(self.callbacks.call, "close")
         self.callbacks.call("on_model", [name for name, trained in self.spread.trainable.items() if trained])
         first = frozen_first(described_weights)
-        self.turns = Turns(task, self.spread.trainable, [*self.callbacks.tasks, *first], self.layout)
+        self.turns = Turns(task, self.spread.trainable, [*self.callbacks.tasks, *first])
         self.clipping = Clipping.of(task, described_weights)
         self._in_turn = {name: weight.full for name, weight in self.spread.weights.items() if weight.trainable}
         if task.turns and self.guard.spike:

@@ -28,7 +28,7 @@ from phalanx.redact import redact
 from phalanx.references import find_task
 from phalanx.run import Run
 from phalanx.settings import make_task, over, parse_assignments
-from phalanx.train.answering import answered, write_answers
+from phalanx.train.answering import answered, answers_path, write_answers
 from phalanx.train.engine import Engine
 from phalanx.train.job import Job
 from phalanx.train.judging import Judge, judge_of, judged
@@ -155,7 +155,7 @@ class Evaluator:
         }  # fmt: skip
         with (self.run.path / "evaluations.jsonl").open("a") as file:
             file.write(json.dumps(event) + "\n")
-        return write_answers(self.run, f"evaluated-step-{found.step:08d}", found.answers) if found.answers else ""
+        return write_answers(answers_path(self.run, found.step, "evaluated-"), found.answers) if found.answers else ""
 
 
 def take_up(engine: Engine, manager: CheckpointManager, step: int) -> None:

@@ -28,6 +28,7 @@ from phalanx.train.answering import note_answers, rehearse_answers
 from phalanx.train.bad_samples import note_bad_samples
 from phalanx.train.checkpointing import FULL_ATTEMPTS, Checkpointer
 from phalanx.train.collecting import CannotSummarise
+from phalanx.train.comm_work import exact_bytes
 from phalanx.train.engine import Engine
 from phalanx.train.guard import BadNumbers
 from phalanx.train.not_finite import TIMES, located
@@ -168,6 +169,7 @@ class Loop:
             layout=str(engine.layout), step=engine.step_number, source=source, generation=self.checkpointer.generation,
             data=engine.order.size, seed=engine.task.seed, global_batch=engine.task.global_batch,
             changes=engine.changes, other_samples=engine.other_samples, order=engine.order.facts(),
+            exact_bytes=exact_bytes(engine),
         )  # fmt: skip
         if source is not None:
             self.listener.resumed(source, engine.step_number)

@@ -8,8 +8,10 @@ from typing import Any
 
 from phalanx.cluster import devices
 from phalanx.data.by_length import LengthOrder
+from phalanx.inventory import numbers
 from phalanx.kernels.fp8 import MULTIPLE
 from phalanx.layout_notes import layout_notes
+from phalanx.parallel.communication.mesh import SHARD
 from phalanx.task import Task
 from phalanx.train.engine import Engine
 from phalanx.train.memory import fullest
@@ -53,8 +55,8 @@ class Overview:
         device = self.engine.device.type
         stream = self.engine.dtypes.compute.itemsize
         mesh, micro_batches = self.engine.mesh, self.engine.loader.micro_batches
-        hosts = [mesh.hosts[rank] for rank in mesh.members(("dp",))] if mesh.hosts else []
-        settings = layout_notes(self.engine.layout, device, micro_batches, stream, hosts)
+        hosts, shards = ([mesh.hosts[r] for r in mesh.members(axes)] if mesh.hosts else [] for axes in (("dp",), SHARD))
+        settings = layout_notes(self.engine.layout, device, micro_batches, stream, hosts, shards)
         if not hosts:
             settings.append(
                 "ranks were told in different ways which of them share a host, so none sum inside of hosts first: set "
@@ -120,9 +122,10 @@ class Overview:
         return f"up to {many(order.batch_tokens, 'token')} over all ranks{few}"
 
     def _weights(self) -> str:
-        shapes, trainable = self.engine.spread.holding.shapes, self.engine.spread.trainable
-        weights = sum(shapes[name].numel() for name in trainable)
-        learned = sum(shapes[name].numel() for name, trained in trainable.items() if trained)
+        spread, trainable = self.engine.spread, self.engine.spread.trainable
+        counts = {name: spread.holding.shapes[name].numel() for name in trainable} | numbers(spread.model)
+        weights = sum(counts[name] for name in trainable)
+        learned = sum(counts[name] for name, trained in trainable.items() if trained)
         frozen = f", {learned:,} of them trainable" if learned < weights else ""
         return f"{many(weights, 'weight')}{frozen}"
 

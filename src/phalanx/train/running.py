@@ -121,7 +121,8 @@ class _Running:
         fastest()  # compiled here, if it has to be: once for all ranks
         self.run.certificate_path.unlink(missing_ok=True)  # of a shorter run, which goes on now
         job = self.job
-        proven = said(job.task, plain_settings(job.task), job.layout, self.run.path.parent, job.reference)
+        where = self.run.proof_folders(Path.cwd())
+        proven = said(job.task, plain_settings(job.task), job.layout, where, job.reference)
         if proven and not job.options.quiet:
             print(f"  proof  {proven}", flush=True)
         if job.options.meet is None or not self.run.settings_path.exists():

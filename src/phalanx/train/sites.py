@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -77,6 +78,13 @@ class Sites:
 
     def after_step(self, metrics: Metrics) -> SitesRound | None:
         """Have fragments leave and arrive; what all sites did since the last boundary, where this step is one."""
+        traffic = self.engine.traffic
+        before = traffic.sent.copy()
+        found = self._after_step(metrics)
+        metrics.sent = dict(Counter(metrics.sent) + Counter(traffic.sent_since(before)))
+        return found
+
+    def _after_step(self, metrics: Metrics) -> SitesRound | None:
         engine, local, step = self.engine, self.local, self.engine.step_number
         self._note(metrics)
         self.just_agreed = range(0)

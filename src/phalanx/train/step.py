@@ -97,6 +97,7 @@ def train_step(engine: Engine, batch: StepBatch, rounds: Rounds | None = None) -
     total, count = held.total, held.count
     named, logged = totals.by_name(held.named), totals.logged(held.named, held.signals.new_names)
     without = nobody_touched(engine) if held.missing else set()
+    held = held.leaving_out(engine, without) if without else held
 
     divisor = (count if count > 0 else 1.0) * scale.value
     norm = held.norm / divisor
@@ -113,7 +114,7 @@ def train_step(engine: Engine, batch: StepBatch, rounds: Rounds | None = None) -
         engine.update(clip_factor / divisor, without, {n: own / divisor for n, own in apart.items()}, divisor, count)
     else:
         engine.update.forget()
-    spread.end_step(counts, scale.update(finite))
+    spread.end_step(counts, scale.update(finite), without)
     return Metrics(
         step=batch.step,
         loss=mean,

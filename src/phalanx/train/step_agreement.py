@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from phalanx.comm import Comm
 from phalanx.errors import WrongUse
 from phalanx.kernels.transfer import sent
 from phalanx.parallel.communication.communicator import Communicator
@@ -40,6 +41,19 @@ class Agreed:
     signals: Signals
     alike: bool
     """Whether all ranks train the same weights."""
+
+    def leaving_out(self, engine: Engine, without: set[str]) -> Agreed:
+        """The norms without these weights, of which nobody has a gradient: what was owed of them may have been sent."""
+        method = Comm.parse(engine.layout.comm)
+        if method is None or not method.owes:
+            return self
+        gradients = engine.spread.gradients
+        for weight, own in gradients.each():
+            if weight.name in without:
+                own.zero_()
+        squares = [gradients.norm_squared()[None], gradients.norms_squared(engine.clipping.groups)]
+        norm, *norms = _roots(summed_over_ranks(engine, torch.cat(squares)).tolist())
+        return replace(self, norm=norm, norms=norms)
 
 
 class StepSum:
@@ -99,8 +113,12 @@ def _summed(engine: Engine, sums: Tensor, trained: int) -> Agreed:
     total, count, squared, missing, trained_by_all, *rest = engine.auto_comm.agreed(numbers.tolist())
     alike = trained_by_all == trained * engine.spread.mesh.world.size
     signals, named = Signals.unpacked(rest[: len(NAMES)]), rest[len(NAMES) : len(rest) - len(apart)]
-    norm, *norms = (math.sqrt(each) if each >= 0 else math.nan for each in (squared, *rest[len(rest) - len(apart) :]))
+    norm, *norms = _roots([squared, *rest[len(rest) - len(apart) :]])
     return Agreed(total, count, named, norm, norms, missing, signals, alike)
+
+
+def _roots(squares: list[float]) -> list[float]:
+    return [math.sqrt(each) if each >= 0 else math.nan for each in squares]
 
 
 def _exactly(engine: Engine, sums: Tensor, trained: int) -> Agreed:

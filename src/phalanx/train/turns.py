@@ -13,9 +13,7 @@ import torch
 from torch import nn
 
 from phalanx.callbacks import Callback, Freeze
-from phalanx.comm import Comm
 from phalanx.errors import WrongUse
-from phalanx.layout import Layout
 from phalanx.task import Task
 from phalanx.train.thawed import begins_frozen
 
@@ -23,21 +21,13 @@ from phalanx.train.thawed import begins_frozen
 class Turns:
     """Which weights a step trains."""
 
-    def __init__(
-        self,
-        task: Task,
-        trainable: Mapping[str, bool],
-        callbacks: Iterable[Callback] = (),
-        layout: Layout | None = None,
-    ) -> None:
+    def __init__(self, task: Task, trainable: Mapping[str, bool], callbacks: Iterable[Callback] = ()) -> None:
         """``trainable``: every weight of the model, and whether it is trained at all.
 
         ``callbacks``: those of the task, which may leave weights out of some steps.
         """
         self.task = task
         self._choosing = [each for each in callbacks if type(each).trains is not Callback.trains]
-        if layout is not None:
-            self._check_owing(layout)
         self._taken = "", -1
         self.fingerprint = 0
         """Says which weights callbacks let this step train: the same on all ranks, or they go apart."""
@@ -70,17 +60,6 @@ class Turns:
         if len(set(self.task.turns)) > 1:
             return "its turns leave"
         return f"{', '.join(stopping)} may leave" if stopping else ""
-
-    def _check_owing(self, layout: Layout) -> None:
-        """Refuse to owe gradients of weights that a later step may leave out: what is owed of them would be lost."""
-        method = Comm.parse(layout.comm)
-        if method is None or not method.owes or not layout.coded_axis:
-            return
-        if why := self.leaves_out:
-            raise WrongUse(
-                f"comm={layout.comm} owes what it did not send of a gradient, and of {type(self.task).__name__} {why} "
-                "weights out of later steps, where that would be lost. Use comm=int8 or comm=bf16, which owe nothing."
-            )
 
     def _trains(self, step: int, name: str) -> bool:
         """Whether a step trains a weight."""
@@ -127,5 +106,5 @@ class Turns:
 
 
 def _only_begins(callback: Callback) -> bool:
-    """Whether it leaves weights out of a run's first steps alone, or of all: so before anything is owed of them."""
+    """Whether it leaves weights out of a run's first steps alone, or of all: none that was trained before."""
     return isinstance(callback, Freeze) and type(callback).trains is Freeze.trains and callback.since == 0

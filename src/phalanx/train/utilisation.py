@@ -99,12 +99,16 @@ def _note(run: Run, device: str, peak: float | None, flops: ModelFlops) -> None:
 
 
 def used(run: Run) -> list[str]:
-    """How much of its devices a run has used, its first steps left out: a line for people, or none."""
+    """How much of its devices a run has used since its ranks last started, the first steps left out: a line, or none.
+
+    Ranks before may have been more or fewer, or on another machine.
+    """
     noted = _noted(run)
     if not noted:
         return []
     why = noted["why"] or unknown(noted["device"], noted["peak"])
-    steps = [event for event in run.ledger().values() if event.get("tflops")]
+    *_, began = 0, *(event.get("step", 0) for event in run.events(0, "start"))
+    steps = [event for step, event in run.ledger().items() if step >= began and event.get("tflops")]
     if not steps:
         return [f"no MFU: {why}"] if noted["why"] else []
     steps = steps[WARM:] or steps

@@ -39,6 +39,19 @@ def test_what_is_left_when_latency_is_all_there_is_stays_exact() -> None:
     assert chosen(20_000, latency=0.2) == "exact"
 
 
+def seconds(method: str, straight: float = 1.0, hosts_first: float | None = None) -> float:
+    """Of a step that computes nothing and has no codec, of 40 MB of gradients and 10 of weights."""
+    conditions = Conditions(0.0, 0.0, 40e6, 10e6, 0.0, 10e6, hosts_first, straight)
+    return conditions.predicted(next(each for each in CANDIDATES if each.name == method), 0.0)
+
+
+def test_what_goes_inside_of_hosts_first_is_predicted_by_its_own_rate() -> None:
+    assert seconds("exact") == pytest.approx(5)
+    assert seconds("exact", hosts_first=20e6) == pytest.approx(2.5)
+    assert seconds("bf16", hosts_first=20e6) == pytest.approx(2 + 0.5)
+    assert seconds("bf16", straight=1 / 2, hosts_first=20e6) == pytest.approx(1 + 0.5 + 0.5)
+
+
 @pytest.mark.parametrize(
     ("megabits", "latency", "megabytes"),
     [(100, 1e-4, 4), (100, 0.05, 4), (1_000, 1e-4, 4), (200, 0.05, 8), (1_000, 0.05, 25), (20_000, 1e-4, 25)],

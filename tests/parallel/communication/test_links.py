@@ -39,6 +39,25 @@ def test_a_group_measures_one_speed(ranks: Ranks) -> None:
     assert links.SMALLEST <= first.size <= links.LARGEST
 
 
+def speeds(hosts: list[int]) -> tuple[links.Speed, float, int]:
+    """Of the link, of collectives inside of hosts first, and how many of these there were to find it out."""
+    group = Communicator(dist.group.WORLD, Traffic(), "dp", hosts)
+    found = links.along(group, CPU)
+    before = group.traffic.calls.copy()
+    rate = links.hosts_first(group, CPU, found)
+    group._background.close()
+    return found, rate, (group.traffic.calls - before)["default_pg", "all-gather"]
+
+
+def test_what_goes_inside_of_hosts_first_is_measured_where_anything_does(ranks: Ranks) -> None:
+    first, *others = ranks(4, speeds, [0, 0, 1, 1])
+    assert all(other == first for other in others)
+    assert first[1] > 1e6
+    assert first[2] == 2
+    for link, rate, collectives in ranks(4, speeds, [0, 0, 0, 1]):
+        assert (rate, collectives) == (link.rate, 0)
+
+
 def test_each_pair_is_measured_once_and_nobody_twice_in_a_round() -> None:
     for number in range(2, 7):
         for all_pairs in (True, False):

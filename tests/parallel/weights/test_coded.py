@@ -7,8 +7,12 @@ import math
 import pytest
 
 import phalanx
+from phalanx import Layout
 from phalanx.checkpoint.hashing import hashed
 from phalanx.parallel.weights.boxes import Box
+from phalanx.prove.cases import defined
+from phalanx.prove.reference.switched import Switching, method_of
+from tests.parity import TOLERANCE, HostileLanguage, Summed, Trace, difference, reference
 from tests.ranks import Ranks
 from tests.tasks import Digits
 
@@ -51,3 +55,47 @@ def test_a_step_that_is_not_finite_spoils_nothing(ranks: Ranks) -> None:
         assert finite
         assert any(map(math.isnan, losses))
         assert not all(map(math.isnan, losses))
+
+
+class LeavingOut(phalanx.Callback):
+    """Some steps train no weight of the last block, and one no embedding."""
+
+    def trains(self, step: int, weight: str) -> bool:
+        return not (weight.startswith("blocks.1") and step in (2, 3)) and not ("embed" in weight and step == 3)
+
+
+class Leaving(HostileLanguage):
+    def callbacks(self) -> list[phalanx.Callback]:
+        return [LeavingOut()]
+
+
+def leaving_out(layout: str) -> Trace:
+    trace = Trace()
+    with phalanx.Engine(Leaving(steps=6), layout, device="cpu") as engine:
+        engine.callbacks.add(Summed(lambda whole: trace.gradients.append(dict(whole))))
+        for batch in engine.batches():
+            engine.auto_comm.follow(method_of(batch.step))
+            metrics = engine.step(batch)
+            trace.losses.append(metrics.loss)
+            trace.norms.append(metrics.grad_norm)
+        trace.weights.append(engine.whole_weights())
+    return trace
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "dp=2,comm=int4", "dp=2,fsdp=2,zero=2,comm=int4", "fsdp=2,zero=3,micro_batch=5,comm=int4", "dp=2,comm=topk:10",
+        "dp=2,comm=onebit:20", "dp=2,tp=2,comm=powersgd:2", "dp=2,comm=auto", "fsdp=2,zero=2,comm=auto",
+    ],
+)  # fmt: skip
+def test_what_is_owed_of_a_weight_that_steps_leave_out_waits_for_it(ranks: Ranks, layout: str) -> None:
+    """And counts in no norm. On one device such a weight has no gradient, and what is owed of it stays."""
+    task, spread = Leaving(steps=6), Layout.parse(layout)
+    coded = defined(task, spread)
+    assert isinstance(coded, Switching) == (spread.comm == "auto")
+    right = reference(task, coded=coded, trains=LeavingOut().trains)
+    assert any(gradient is None for gradient in right.gradients[2].values())
+    for found in ranks(spread.world, leaving_out, layout):
+        error, where = difference(found, right)
+        assert error < TOLERANCE, where

@@ -27,6 +27,11 @@ def test_the_definition_is_what_codecs_do(bits: int) -> None:
     )
 
 
+@pytest.mark.parametrize("method", ["int8", "int4", "weights", "bf16", "topk", "onebit"])
+def test_what_a_rank_owns_nothing_of_stays_so(method: str) -> None:
+    assert rounded(method, torch.zeros(0), 5.0).shape == (0,)
+
+
 def test_layouts_train_as_one_device_says_they_do() -> None:
     layouts = ["dp=2,comm=int4", "fsdp=2,comm=int8"]
     proof = prove(Digits(width=40), layouts, check=False)

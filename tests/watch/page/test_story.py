@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 from pathlib import Path
 
 import pytest
@@ -108,6 +109,12 @@ def test_its_proof_or_that_of_the_same_code_beside_it(table: RunTable, tmp_path:
     assert found is not None
     assert (found["from"], found["results"]) == ("proven", [{"layout": "fsdp=2", "verdict": "equal"}])
     (table.run.path / "proof.json").write_text("cut")
+    assert story.proof(table.run) == found
+    began = tmp_path / "began" / "runs"
+    began.mkdir(parents=True)
+    shutil.move(tmp_path / "proven", began / "proven")
+    assert story.proof(table.run) is None
+    table.run.write_settings({"run": {"folder": str(tmp_path / "began")}})
     assert story.proof(table.run) == found
     (table.run.path / "proof.json").write_text(json.dumps({"code": "own", "results": None}))
     assert story.proof(table.run) == {"from": "run", "class": None, "code": "own", "results": []}

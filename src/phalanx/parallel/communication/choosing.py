@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from phalanx.comm import EXACT
 from phalanx.comm_methods import Candidate
 
 CLOSE = 1.05
@@ -40,10 +41,17 @@ class Conditions:
     """Seconds that the smallest message takes."""
     beside: float = 0.0
     """Bytes that it sends of what travels as it is, whatever the method: weights that are gathered."""
+    hosts_first: float | None = None
+    """Bytes a second that it can send where collectives go inside of hosts first, if any do."""
+    straight: float = 1.0
+    """The part of what is encoded that goes from rank to rank all the same."""
 
     def predicted(self, method: Candidate, codec: float) -> float:
         """Seconds of a step; ``codec``: of these for encoding and decoding."""
-        travel = (self.sent * method.bytes + self.beside) / self.rate + 2 * self.latency
+        sent = self.sent * method.bytes
+        straight = 0.0 if method.name == EXACT else self.straight * sent
+        travel = straight / self.rate + (sent - straight + self.beside) / (self.hosts_first or self.rate)
+        travel += 2 * self.latency
         return self.compute + codec + max(0.0, travel - self.hides)
 
 

@@ -52,6 +52,8 @@ class Communicator:
         self._gloo, self._nccl = backend == "gloo", backend == "nccl"
         self._peers = Peers(group, hosts) if group is not None and self._gloo else None
         self._hosts = HostSums(self._peers, hosts) if self._peers is not None and in_two_ways(hosts) else None
+        self.hosts_first = self._hosts is not None
+        """Whether sums and gathers go inside of hosts and between them, but for small ones."""
         self._background = Background(self.name)
 
     @property
@@ -132,8 +134,7 @@ class Communicator:
         """The largest over the ranks, in place, element by element."""
         if self.alone:
             return
-        waiting = self._count("all-reduce", tensor, self._both_ways)
-        with waiting:
+        with self._count("all-reduce", tensor, self._both_ways):
             dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._group)
 
     def all_gather(self, output: Tensor, part: Tensor) -> Pending:
@@ -146,6 +147,8 @@ class Communicator:
             output[0].copy_(part)
             return Pending()
         waiting = self._count("all-gather", part, self.size - 1)
+        if (hosts := self._hosts_for(part)) is not None:
+            return self.in_background(hosts.all_gather(output, part), waiting)
         if not self._is_small(part):
             return Pending(self._start_all_gather(output, part), None, waiting)
         work, rows = self._start_all_to_all(part.expand(self.size, *part.shape))
@@ -177,6 +180,8 @@ class Communicator:
         if not self._gloo and not exactly:
             work = _reduce_scatter(output.view(-1), parts.view(-1), group=self._group, async_op=True)
             return Pending([work], None, waiting)
+        if (hosts := self._hosts_for(output)) is not None and (hosts.by_tree or not exactly):
+            return self.in_background(hosts.reduce_scatter(output, parts, buffers), waiting)
         rows = buffers.take(*parts.shape, dtype=parts.dtype) if buffers else torch.empty_like(parts)
 
         def finish() -> None:
@@ -190,8 +195,7 @@ class Communicator:
         """Row r goes to rank r; what comes back holds row r from rank r."""
         if self.alone:
             return rows
-        waiting = self._count("all-to-all", rows, (self.size - 1) / self.size)
-        with waiting:
+        with self._count("all-to-all", rows, (self.size - 1) / self.size):
             work, received = self._start_all_to_all(rows)
             work.wait()
         return received
@@ -211,6 +215,8 @@ class Communicator:
         peers = self._peers
         if peers is None:
             return lambda: Pending(self._start_all_gather(output, output[self.rank]), None, waiting), waiting
+        if (hosts := self._hosts_for(output[self.rank])) is not None:
+            return hosts.prepared_all_gather(output), waiting
         expected, own = peers.expect(output), output[self.rank].expand(self.size, -1)
         return lambda: Pending(expected.send(own)), waiting
 
@@ -220,6 +226,8 @@ class Communicator:
         Whatever else is launched before it is, ranks find each other. What else is returned is for `in_background`.
         """
         waiting = self._count("all-gather", part, self.size - 1)
+        if (hosts := self._hosts_for(part)) is not None:
+            return hosts.reserved_all_gather(), waiting
         number = None if self._peers is None else self._peers.number()
         return lambda output, part: Pending(self._start_all_gather(output, part, number)), waiting
 
@@ -234,24 +242,16 @@ class Communicator:
         """So many rows go ``out`` to each rank in turn, and so many come ``back`` from each."""
         if self.alone:
             return rows
-        waiting = self._count("all-to-all", rows, 1 - out[self.rank] / max(1, len(rows)))
         received = rows.new_empty(sum(back), *rows.shape[1:])
-        with waiting:
+        with self._count("all-to-all", rows, 1 - out[self.rank] / max(1, len(rows))):
             dist.all_to_all_single(received, rows.contiguous(), list(back), list(out), group=self._group)
         return received
-
-    def all_to_all_lists(self, lists: Sequence[Sequence[Tensor]], like: Tensor) -> list[Tensor]:
-        """The tensors of list r go to rank r, flat, and as much comes back from it."""
-        sizes = [sum(tensor.numel() for tensor in tensors) for tensors in lists]
-        flat = [like.new_empty(0), *(tensor.reshape(-1) for tensors in lists for tensor in tensors)]
-        return list(self.all_to_all_rows(torch.cat(flat), sizes, sizes).split(sizes))
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
         """What one rank has, in place."""
         if self.alone:
             return
-        waiting = self._count("broadcast", tensor, self.rank == source)
-        with waiting:
+        with self._count("broadcast", tensor, self.rank == source):
             dist.broadcast(tensor, group=self._group, group_src=source)
 
     def send(self, tensor: Tensor, to: int) -> Pending:
@@ -322,6 +322,10 @@ class Communicator:
 
     def _is_small(self, part: Tensor) -> bool:
         return self._gloo and part.numel() * part.element_size() * self.size <= self.small_bytes
+
+    def _hosts_for(self, part: Tensor) -> HostSums | None:
+        """Where parts like this one go inside of hosts and between them."""
+        return self._hosts if self.hosts_first and not self._is_small(part) else None
 
     def _start_all_gather(self, output: Tensor, part: Tensor, number: int | None = None) -> list[dist.Work]:
         if self._peers is None:

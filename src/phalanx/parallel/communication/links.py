@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from phalanx.parallel.communication.communicator import Communicator
+from phalanx.parallel.communication.pending import Pending
 
 MEGABYTES = 4
 SMALLEST, LARGEST = 1 << 16, 1 << 22
@@ -145,15 +146,33 @@ def along(group: Communicator, device: torch.device, size: int = SMALLEST, laten
         size = min(LARGEST, 4 * size)
 
 
+def hosts_first(group: Communicator, device: torch.device, speed: Speed) -> float:
+    """Bytes a second that a rank sends in an all-gather that goes inside of hosts, where they do; else the link's rate.
+
+    ``speed``: of the link. All of the group must call it, and find the same.
+    """
+    if not group.hosts_first:
+        return speed.rate
+    size = max(speed.size, group.small_bytes // group.size + 1)
+    rows = torch.zeros(group.size, size, dtype=torch.uint8, device=device)
+    taken = min(_slowest(group, device, lambda: group.all_gather(rows, rows[group.rank])) for _ in range(2))
+    return rows[1:].numel() / max(taken - speed.latency, taken / 2)
+
+
 def _exchanged(group: Communicator, size: int, device: torch.device) -> float:
     """Seconds until each rank had so many bytes from every other, of the rank that took longest."""
     rows = torch.zeros(group.size, size, dtype=torch.uint8, device=device)
     received = torch.empty_like(rows)
+    return _slowest(group, device, lambda: group.exchange(received, rows))
+
+
+def _slowest(group: Communicator, device: torch.device, launch: Callable[[], Pending]) -> float:
+    """Seconds that a collective took the rank that took longest."""
     seconds = torch.zeros(1, dtype=torch.float64, device=device)
     group.all_reduce_max(seconds)  # all begin now
     synchronize(device)
     began = time.perf_counter()
-    group.exchange(received, rows).wait()
+    launch().wait()
     synchronize(device)
     seconds += time.perf_counter() - began
     group.all_reduce_max(seconds)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from copy import copy
 from typing import Any
 
@@ -265,10 +265,10 @@ class Bucket:
 
         return Pending((), finish)
 
-    def end_step(self, counts: bool, factor: float) -> None:
+    def end_step(self, counts: bool, factor: float, without: Set[str]) -> None:
         """See `coded.CodedGradients.end_step`."""
         if self.coded is not None:
-            self.coded.end_step(counts, factor)
+            self.coded.end_step(counts, factor, without)
             if not counts and self.gradients is not None:
                 self.gradients.zero_()  # what is not finite is so in all of a block, between weights too
 

@@ -7,7 +7,7 @@ gradient other ranks add to as well, over ``tp`` or ``pp``, lie behind the other
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from functools import cached_property, partial
 
 import torch
@@ -121,11 +121,26 @@ class CodedGradients:
         coded = self.active and not self.method.plain and not self.over_shards and self.length
         return Counter(self.codec.sent(self.length, self.storage.reduce, ranks) if coded else {})
 
-    def end_step(self, counts: bool, factor: float) -> None:
-        """What is owed is so from now on, if the step counts; gradients will be ``factor`` times as large."""
+    def end_step(self, counts: bool, factor: float, without: Set[str]) -> None:
+        """What is owed is so from now on, if the step counts; gradients will be ``factor`` times as large.
+
+        Of weights in ``without``, which the step does not update, it stays what it was.
+        """
+        for weight in self.weights if without else ():
+            if weight.name in without:
+                self._keep(weight)
         for owed in self.all_owed():
             owed.end_step(counts, factor)
-        self.method.end_step(counts)
+        self.method.end_step(counts and not without)
+
+    def _keep(self, weight: Weight) -> None:
+        if self.owed is not None:
+            self.owed.keep(lambda room: [self.packing.place(weight, room)])
+        if self.owed_of_sums is not None:
+            replica = self.storage.replica
+            self.owed_of_sums.keep(lambda room: [run for own, _, run in self.runs(room, replica) if own is weight])
+        if weight.name in self.bases:
+            self.bases[weight.name].keep(lambda room: [room])
 
     def expect(self, replicas: Communicator) -> None:
         """Say to the replicas that this rank is ready for what they will send of this bucket, on all alike."""

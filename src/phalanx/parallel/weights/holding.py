@@ -122,7 +122,9 @@ def _sum_among(parts: Sequence[tuple[Tensor, list[int]]], like: Tensor, group: C
     shared = [(part, holders) for part, holders in parts if len(holders) > 1]
     others = [rank for rank in range(group.size) if rank != group.rank]
     lists = [[part for part, holders in shared if rank in holders and rank in others] for rank in range(group.size)]
-    received = group.all_to_all_lists(lists, like)
+    sizes = [sum(part.numel() for part in given) for given in lists]
+    flat = torch.cat([like.new_empty(0), *(part.reshape(-1) for given in lists for part in given)])
+    received = group.all_to_all_rows(flat, sizes, sizes).split(sizes)
     offsets = [0] * group.size
     for part, holders in shared:
         total = torch.zeros_like(part)

@@ -7,7 +7,7 @@ disorder when ranks differ in the parameters they used; here such a parameter ju
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from functools import partial
 from itertools import islice
 
@@ -183,10 +183,13 @@ class Reduction:
             if bucket.coded is not None:
                 bucket.coded.settle()
 
-    def end_step(self, counts: bool, factor: float) -> None:
-        """What is owed of gradients is so from now on, if the step counts; they will be ``factor`` times as large."""
+    def end_step(self, counts: bool, factor: float, without: Set[str]) -> None:
+        """What is owed of gradients is so from now on, if the step counts; they will be ``factor`` times as large.
+
+        ``without``: weights that it does not update.
+        """
         for bucket in self.buckets:
-            bucket.end_step(counts, factor)
+            bucket.end_step(counts, factor, without)
 
     def _expect(self, buckets: int = 1) -> None:
         """Say to replicas that this rank is ready for what they will send of the next buckets."""

@@ -42,6 +42,8 @@ class Storage:
     """A rank's own gradients stay whole until the last micro-batch (ZeRO 1), or are summed after each and let go."""
     replicas: int = 1
     """Ranks that hold the same rows."""
+    replica: int = 0
+    """Which of them this is."""
     coding: Coding | None = None
     """How what is sent is made small."""
     leaves: int = 0
@@ -67,6 +69,7 @@ class Storage:
             always_whole=policy.always_whole,
             whole_gradients=layout.zero < 2 or ranks == 1,
             replicas=mesh.size("dp"),
+            replica=mesh.index("dp"),
             coding=Coding.of(layout),
             leaves=layout.exact // layout.batch_ranks,
         )

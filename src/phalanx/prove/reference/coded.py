@@ -7,7 +7,7 @@ mean more are in files of their own, `onebit` and `low_rank`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from contextlib import contextmanager
 
 import numpy as np
@@ -100,9 +100,10 @@ class Coded(Plain):
             found.view(-1)[indices] = rounded(method, flat[indices], self.number)
         return found
 
-    def end_step(self, counts: bool) -> None:
-        """Owe what the step has left, if it counts."""
-        self.owed = self.owed | self.next_owed if counts else self.owed
+    def end_step(self, counts: bool, without: Set[str]) -> None:
+        """Owe what the step has left, if it counts; of weights that it does not update, what was owed before."""
+        left = {key: value for key, value in self.next_owed.items() if key[0] not in without}
+        self.owed = self.owed | left if counts else self.owed
         self.next_owed = {}
 
     def gathered(self, weights: State) -> State:
@@ -137,7 +138,7 @@ def rounded(method: str, numbers: Tensor, percent: float = 0.0) -> Tensor:
         return torch.cat([*(torch.where(block < 0, -mean, mean) for block, mean in means), numbers[:0]])
     size, most = BLOCKS[method]
     found = []
-    for block in numbers.split(size):
+    for block in numbers.split(size) if len(numbers) else ():  # a rank may own no row of a weight
         largest = block.abs().max()
         if not largest.isfinite():
             found.append(torch.full_like(block, torch.nan))

@@ -205,7 +205,7 @@ class Reference:
         for weight in self.trained.values():  # those in no group of the optimizer, too
             weight.grad = None
         if self.coded is not None:
-            self.coded.end_step(not step.skipped)
+            self.coded.end_step(not step.skipped, {name for name, own in step.gradients.items() if own is None})
         step.options = options(self.optimizer)
         step.moments = {name: self.moments(weight) for name, weight in self.trained.items()}
         step.weights, step.buffers = self.weights(), {n: b.clone() for n, b in self.model.named_buffers()}

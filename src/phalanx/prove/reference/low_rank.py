@@ -5,6 +5,8 @@ What senders owe is linear in what they have, so that one device owes what all o
 
 from __future__ import annotations
 
+from collections.abc import Set
+
 import torch
 from torch import Tensor, nn, optim
 
@@ -68,7 +70,7 @@ class Projected(Coded):
         self._turned[key] = matrix.T @ basis
         return basis @ self._turned[key].T
 
-    def end_step(self, counts: bool) -> None:
-        super().end_step(counts)
-        self.bases |= self._turned if counts else {}
+    def end_step(self, counts: bool, without: Set[str]) -> None:
+        super().end_step(counts, without)
+        self.bases |= {key: value for key, value in self._turned.items() if counts and key[0] not in without}
         self._turned = {}

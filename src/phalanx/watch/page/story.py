@@ -159,12 +159,14 @@ def _settings(run: Run) -> dict[str, dict[str, Any]]:
 
 
 def proof(run: Run) -> dict[str, Any] | None:
-    """The proof in its folder, or the newest beside it that is of the same code."""
+    """The proof in its folder, or the newest of the same code beside it, or where it began."""
     own = _json(run.path / "proof.json", run.path)
     if own is not None:
         return _proof(own, run.path)
     code = (_json(run.certificate_path, run.path) or {}).get("code")
-    found = [path for path in run.path.parent.glob("*/proof.json") if path.is_file()] if code else []
+    began = _settings(run).get("run", {}).get("folder", ".")
+    every = (path for folder in run.proof_folders(began) for path in folder.glob("*/proof.json"))
+    found = [path for path in every if path.is_file()] if code else []
     for path in sorted(found, key=lambda path: -path.stat().st_mtime):
         other = _json(path, path.parent)
         if other is not None and other.get("code") == code and not other.get("inject"):

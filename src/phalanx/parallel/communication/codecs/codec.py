@@ -46,7 +46,7 @@ class Method:
         """A saved state has been taken up, and what was owed with it."""
 
     def end_step(self, counts: bool) -> None:
-        """After a step, which counts unless it was left out."""
+        """After a step; ``counts``: of all that was owed what was sent is used."""
 
 
 class Codec(Method, ABC):

@@ -6,7 +6,7 @@ is saved meanwhile; a step that is left out changes nothing.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Self
 
 import torch
@@ -50,6 +50,12 @@ class Owed:
         before, after = self.begin()._rooms[self._turned].tensor.view(-1), self._rooms[1].tensor.view(-1)
         self._turned = True
         return before, after
+
+    def keep(self, places: Callable[[Tensor], Iterable[Tensor]]) -> None:
+        """Go on to owe what was owed before the step, at these places: of what was sent there nothing was used."""
+        if self._turned:
+            for before, after in zip(*(places(room.tensor) for room in self._rooms), strict=True):
+                after.copy_(before)
 
     def end_step(self, counts: bool, factor: float) -> None:
         """``factor``: how much larger gradients will be from now on, as a loss's scale has changed."""
