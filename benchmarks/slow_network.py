@@ -1,7 +1,8 @@
 """Hosts on this machine that are joined by a slow network: so many Mbit/s each way, and so long a round trip.
 
 The rate is a token bucket (``tc tbf``) on both ends of each host's link. Kernels often have nothing that delays
-packets, so a round trip is made by a relay: a process that hands frames from host to host, each when its time has come.
+packets, so a round trip is made by a relay: a process that hands frames from host to host, each when its time has come,
+and loses as many of them as it is told to.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import heapq
 import json
 import multiprocessing
 import os
+import random
 import select
 import struct
 import subprocess
@@ -47,9 +49,12 @@ def _tap(pid: int) -> int:
 class _Relay:
     """Frames on their way between hosts: each leaves after the delay, and when its receiver's link is free."""
 
-    def __init__(self, pids: list[int], delay: float, rate: Any) -> None:
-        """``rate``: bits a second of each host's link, a value shared with who changes it; 0: as fast as it goes."""
-        self.devices, self.delay, self.rate = [_tap(pid) for pid in pids], delay, rate
+    def __init__(self, pids: list[int], delay: float, rate: Any, loss: float) -> None:
+        """``rate``: bits a second of each host's link, a value shared with who changes it; 0: as fast as it goes.
+
+        ``loss``: the share of frames that do not arrive.
+        """
+        self.devices, self.delay, self.rate, self.loss = [_tap(pid) for pid in pids], delay, rate, loss
         self.known: dict[bytes, int] = {}
         """By hardware address, the device that leads to it."""
         self.free = dict.fromkeys(self.devices, 0.0)
@@ -74,6 +79,8 @@ class _Relay:
                 frame = os.read(device, MTU + 64)
             except BlockingIOError:
                 return
+            if self.loss and random.random() < self.loss:
+                continue
             to, self.known[frame[6:12]] = self.known.get(frame[:6]), device
             for receiver in [to] if to is not None else [other for other in self.devices if other != device]:
                 rate = self.rate.value
@@ -83,11 +90,11 @@ class _Relay:
                 heapq.heappush(self.waiting, (leaves, self.number, receiver, frame))
 
 
-def _relaying(pids: list[int], delay: float, rate: Any, ready: Any) -> None:
+def _relaying(pids: list[int], delay: float, rate: Any, loss: float, ready: Any) -> None:
     die_with_parent()
     with contextlib.suppress(PermissionError):
         os.nice(-10)  # a network does not wait for the processor of its hosts
-    relay = _Relay(pids, delay, rate)
+    relay = _Relay(pids, delay, rate, loss)
     ready.set()
     relay.run()
 
@@ -95,9 +102,22 @@ def _relaying(pids: list[int], delay: float, rate: Any, ready: Any) -> None:
 class SlowNetwork:
     """So many hosts, 10.77.0.1, 10.77.0.2 and so on, for as long as it is entered."""
 
-    def __init__(self, hosts: int, folder: Path, mbits: float = 0, round_trip: float = 0) -> None:
-        """``mbits``: a second, of each host's link, each way; 0: unshaped. ``round_trip``: seconds."""
-        self.number, self.mbits, self.round_trip = hosts, mbits, round_trip
+    def __init__(
+        self, hosts: int, folder: Path, mbits: float = 0, round_trip: float = 0, loss: float = 0, congestion: str = ""
+    ) -> None:
+        """``mbits``: a second, of each host's link, each way; 0: unshaped. ``round_trip``: seconds.
+
+        ``loss``: the share of frames that are lost on such a way. ``congestion``: the algorithm of TCP's, if not this
+        machine's own.
+        """
+        assert round_trip or not loss, "frames are lost on links with a round trip"
+        self.number, self.mbits, self.round_trip, self.loss, self.congestion = (
+            hosts,
+            mbits,
+            round_trip,
+            loss,
+            congestion,
+        )
         self._hosts = None if round_trip else Hosts(hosts, folder)
         self._relay: Any = None
         self._rate = multiprocessing.get_context("fork").Value("d", 0.0)
@@ -112,12 +132,17 @@ class SlowNetwork:
             self.holders = [Host(f"node{place + 1}") for place in range(self.number)]
             context = multiprocessing.get_context("fork")
             ready, pids = context.Event(), [host.process.pid for host in self.holders]
-            self._relay = context.Process(target=_relaying, args=(pids, self.round_trip / 2, self._rate, ready))
+            self._relay = context.Process(
+                target=_relaying, args=(pids, self.round_trip / 2, self._rate, self.loss, ready)
+            )
             self._relay.start()
             assert ready.wait(20), "the relay did not start"
             for place, host in enumerate(self.holders):
                 host.ip(f"addr add 10.77.0.{place + 1}/24 dev {INTERFACE}")
                 host.ip(f"link set {INTERFACE} mtu {MTU} txqueuelen 10000 up")
+        for place in range(self.number) if self.congestion else ():
+            setting = f"net.ipv4.tcp_congestion_control={self.congestion}"
+            subprocess.run([*self.enter(place), "sysctl", "-qw", setting], check=True)
         self.shape(self.mbits)
         return self
 

@@ -62,6 +62,11 @@ class Overview:
                 "ranks were told in different ways which of them share a host, so none sum inside of hosts first: set "
                 "LOCAL_WORLD_SIZE to the same on each"
             )
+        if mesh.connections > 1:
+            settings.append(
+                f"a round trip to other hosts takes {1e3 * mesh.round_trip:.0f} ms, so what is large goes to each of "
+                f"their ranks over {mesh.connections} connections at once"
+            )
         given = getattr(self.engine.loader.reader.data, "notes", ())
         return [*settings, *given, *self._of_task[1], *self.engine.dtypes.notes(device), *self._wide(), *self.news()]
 

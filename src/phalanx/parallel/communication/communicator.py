@@ -50,7 +50,7 @@ class Communicator:
         self.size: int = 1 if group is None else group.size()
         backend = "gloo" if group is None else dist.get_backend(group)
         self._gloo, self._nccl = backend == "gloo", backend == "nccl"
-        self._peers = Peers(group) if group is not None and self._gloo else None
+        self._peers = Peers(group, hosts) if group is not None and self._gloo else None
         self._hosts = HostSums(self._peers, hosts) if self._peers is not None and in_two_ways(hosts) else None
         self.hosts_first = self._hosts is not None
         """Whether sums and gathers go inside of hosts and between them, but for small ones."""
@@ -289,9 +289,17 @@ class Communicator:
             _all_gather(rows.view(-1), torch.cat([own, own.new_zeros(each - len(own))]), group=self._group)
         return [spelling.read(row[:size]) for row, size in zip(rows.cpu(), sizes.tolist(), strict=True)]
 
+    def connect(self, groups: Sequence[dist.ProcessGroup]) -> None:
+        """Further groups of these ranks, on gloo (`connections`). Sums of two ranks take them too, to the same bits."""
+        assert self._peers is not None
+        self._peers.connect(groups)
+        self._hosts = HostSums(self._peers, range(2)) if self.size == 2 else self._hosts
+
     def close(self) -> None:
         """Take the process group apart."""
         self._background.close()
+        if self._peers is not None:
+            self._peers.close()
         if self._group is not None:
             dist.destroy_process_group(self._group)
 

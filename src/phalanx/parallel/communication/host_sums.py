@@ -34,7 +34,7 @@ def in_two_ways(hosts: Sequence[int]) -> bool:
 
 
 class HostSums:
-    """Of a group whose ranks are on several hosts, as many on each."""
+    """Of a group whose ranks are on several hosts, as many on each; with one on each, no sum comes first."""
 
     def __init__(self, peers: Peers, hosts: Sequence[int]) -> None:
         self._every = every = on_hosts(hosts)
@@ -57,15 +57,17 @@ class HostSums:
         own = parts[near.rank]
         pieces = own.tensor_split(far.size)
         piece = pieces[far.rank]
-        rows = buffers.take(near.size, len(own), dtype=tensor.dtype)
+        alone = near.size == 1
+        rows = own if alone else buffers.take(near.size, len(own), dtype=tensor.dtype)
         sums = buffers.take(far.size, len(piece), dtype=tensor.dtype)
         give_parts, give_pieces = _expected(near, rows), _expected(far, sums)
         give_sum, give_all = _expected(far, pieces), _expected(near, parts)
 
         def across() -> Pending:
-            rows[near.rank].copy_(own)
-            fold(rows, own)
-            buffers.give(rows)
+            if not alone:
+                rows[near.rank].copy_(own)
+                fold(rows, own)
+                buffers.give(rows)
             return Pending(give_pieces(pieces), back)
 
         def back() -> Pending:

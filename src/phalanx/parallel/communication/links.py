@@ -122,9 +122,21 @@ class Speed:
     """Bytes to each rank with which this was measured."""
 
 
-def along(group: Communicator, device: torch.device, size: int = SMALLEST) -> Speed:
-    """Measure a group. All of its ranks must call it, with the same ``size`` to begin with, and find the same."""
-    latency = min(_exchanged(group, 1, device) for _ in range(3))
+def round_trip(group: Communicator, device: torch.device) -> float:
+    """Seconds until the smallest messages are there, and on gloo the words before them that their receivers are ready.
+
+    All ranks of the group must call it, and find the same.
+    """
+    return min(_exchanged(group, 1, device) for _ in range(3))
+
+
+def along(group: Communicator, device: torch.device, size: int = SMALLEST, latency: float | None = None) -> Speed:
+    """Measure a group. All of its ranks must call it, with the same ``size`` to begin with, and find the same.
+
+    ``latency``: where it was measured before.
+    """
+    if latency is None:
+        latency = round_trip(group, device)
     while True:
         taken = _exchanged(group, size, device)
         latency = min(latency, taken)  # the smallest may have been held up

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from phalanx.layout import Layout
+from phalanx.parallel.communication import connections, links
 from phalanx.parallel.communication.communicator import Communicator
 from phalanx.parallel.communication.operators import forget, known
 from phalanx.parallel.communication.traffic import Traffic
@@ -34,6 +35,8 @@ EXPERTS = ("ep",)
 EXPERT_SHARD = ("fsdp", "cp", "without ep")
 """Within ``fsdp x cp``, neighbours hold different experts, and those ``ep`` apart share one copy of the same."""
 GROUPS = (("dp",), SHARD, ("cp",), ("tp",), ("pp",), BATCH, AXES, EXPERTS, EXPERT_SHARD)
+SMALL = (("pp",), AXES, EXPERTS)
+"""Groups along which little is said, or by gloo's own collectives alone."""
 
 
 @dataclass(frozen=True)
@@ -176,14 +179,46 @@ class Mesh(Grid):
             axes: (self._made | shared)[wanted[axes]] if axes in wanted else self.alone(*axes) for axes in GROUPS
         }
         self._lanes = {lane: (self._made | shared)[group] for lane, group in lanes.items()}
+        large = {group for axes, group in wanted.items() if axes not in SMALL}
+        between = [group for group in self._made if group in large and self._connections(group) > 1]
+        self.round_trip: float = self._round_trip(between) if within is None else within.round_trip
+        """Seconds, the longest between hosts along any group that would take several connections; 0: there is none."""
+        self.connections = 1
+        """To each rank of another host, at most."""
+        if self.round_trip >= connections.FAR:
+            for group in between:
+                self._connect_more(group)
         if device is not None and within is None:
             self._connect(device)
 
     def _make(self, group: Members) -> Communicator:
-        name = f"mesh {self._number}, {group.name}"
-        made = new_group(group.ranks, self.rank, name, self._timeout, group.called, self._device)
-        hosts = [self.hosts[rank] for rank in group.ranks] if self.hosts else ()
-        return known(Communicator(made, self.traffic, hosts=hosts))
+        return known(Communicator(self._new_group(group), self.traffic, hosts=self._hosts_of(group)))
+
+    def _new_group(self, group: Members, more: str = "") -> dist.ProcessGroup:
+        name = f"mesh {self._number}, {group.name}{more}"
+        return new_group(group.ranks, self.rank, name, self._timeout, group.called, self._device)
+
+    def _hosts_of(self, group: Members) -> Sequence[int]:
+        return [self.hosts[rank] for rank in group.ranks] if self.hosts else ()
+
+    def _connections(self, group: Members) -> int:
+        """Between two of its ranks, were their hosts far."""
+        return connections.at_most(self._hosts_of(group), self.hosts) if self._made[group].expects else 1
+
+    def _round_trip(self, groups: Sequence[Members]) -> float:
+        """Measured along these: the same on all ranks."""
+        if len(set(self.hosts)) < 2 or not self.world.expects:
+            return 0.0
+        found = [links.round_trip(self._made[group], torch.device("cpu")) for group in groups]
+        longest = torch.tensor([max(found, default=0.0)], dtype=torch.float64)
+        self.world.all_reduce_max(longest)
+        return float(longest)
+
+    def _connect_more(self, group: Members) -> None:
+        """All of its members must do so."""
+        many = self._connections(group)
+        self.connections = max(self.connections, many)
+        self._made[group].connect([self._new_group(group, f", connection {n}") for n in range(2, many + 1)])
 
     def alone(self, *axes: str) -> Communicator:
         """As along axes that have one rank."""

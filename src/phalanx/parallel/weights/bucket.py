@@ -298,7 +298,7 @@ def together(placement: Placement, mesh: Mesh, device: torch.device) -> int:
     replicas, few = mesh.group("dp"), sum(one.shape.numel() for one in placement.weights.values()) <= LEAST_BYTES // 4
     if few or placement.layout.coded_axis != "dp" or not replicas.expects:
         return min(BUCKET_BYTES, GLOO_BYTES) if mesh.world.expects else BUCKET_BYTES
-    speed = links.along(replicas, device)
+    speed = links.along(replicas, device, latency=mesh.round_trip or None)
     slowest = torch.tensor([speed.latency, 1 / speed.rate], dtype=torch.float64, device=device)
     mesh.world.all_reduce_max(slowest)
     latency, slowness = slowest.tolist()
