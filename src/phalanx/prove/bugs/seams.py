@@ -259,10 +259,10 @@ def on_experts(replace: Replace, prepare: Callable[[Any], None]) -> None:
     """Have ``prepare(module)`` change each experts module before its experts are divided over ep."""
     plain = EXPERT_PARALLEL.plain
 
-    def made(model: nn.Module, anatomy: Any, group: Any) -> Any:
+    def made(model: nn.Module, anatomy: Any, *how: Any) -> Any:
         for name in anatomy.experts:
             prepare(model.get_submodule(name))
-        return plain(model, anatomy, group)
+        return plain(model, anatomy, *how)
 
     replace(EXPERT_PARALLEL, made)
 
