@@ -113,9 +113,13 @@ TORCHS_THREADS = "tqdm_monitor", "Dummy-"
 """Of the bar that torch's compiler may draw, and those of autograd that called Python: it never ends them."""
 
 
+SET_ONCE = ("PYTEST_CURRENT_TEST", "_TORCHINDUCTOR", "TRITON_", "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED")
+"""Variables, by how they begin: those that pytest sets, and on a GPU torch's compiler and an optional package's, once."""
+
+
 def variables() -> dict[str, str]:
-    """Of the environment, but for those that pytest and torch's compiler set."""
-    return {k: v for k, v in os.environ.items() if k != "PYTEST_CURRENT_TEST" and not k.startswith("_TORCHINDUCTOR")}
+    """Of the environment, but for those."""
+    return {name: value for name, value in os.environ.items() if not name.startswith(SET_ONCE)}
 
 
 def children() -> set[int]:

@@ -113,7 +113,7 @@ class _Containers:
         return forward(self.entered[len(self.inputs) - 1][self.rank], *rest)
 
     def _row(self, module: Any, spans: Sequence[tuple[Span, ...]], x: Tensor) -> Tensor:
-        own = torch.zeros(x.shape[-1], dtype=torch.bool)
+        own = torch.zeros(x.shape[-1], dtype=torch.bool, device=x.device)
         for start, stop in spans[self.rank]:
             own[start:stop] = True
         parts = self.parts[self.calls]
@@ -186,7 +186,8 @@ class _Attention(Attending):
 
         def picked(*every: Tensor) -> Tensor:
             shape = [length if dim == time % every[0].ndim else 1 for dim in range(every[0].ndim)]
-            own = [one.where(rank.view(shape) == number, 0) for number, one in enumerate(every)]
+            place = rank.to(every[0].device).view(shape)
+            own = [one.where(place == number, 0) for number, one in enumerate(every)]
             return torch.stack(own).sum(0)
 
         return picked
