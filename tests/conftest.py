@@ -114,7 +114,7 @@ TORCHS_THREADS = "tqdm_monitor", "Dummy-"
 
 
 SET_ONCE = ("PYTEST_CURRENT_TEST", "_TORCHINDUCTOR", "TRITON_", "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED")
-"""Variables, by how they begin: those that pytest sets, and on a GPU torch's compiler and an optional package's, once."""
+"""Variables, by how they begin: those that pytest, torch's compiler and an optional package set for a process."""
 
 
 def variables() -> dict[str, str]:

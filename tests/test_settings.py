@@ -82,7 +82,10 @@ def test_names_of_other_libraries_are_answered_with_ours(name: str, own: str) ->
 def test_what_belongs_to_a_layout_is_said_to(name: str, value: str, layout: str) -> None:
     with pytest.raises(WrongUse) as refusal:
         make_task(SFT, {name: value})
-    assert str(refusal.value) == f"SFT has no field '{name}'; it is part of a layout, as in --layout {layout}"
+    assert (
+        str(refusal.value)
+        == f"SFT has no field '{name}'; it is part of a layout, as in --layout {layout} (of prove: --layouts)"
+    )
     assert getattr(Layout.parse(layout), name) == type(getattr(Layout(), name))(value)
 
 

@@ -56,12 +56,13 @@ class TaskVerb(TyperCommand):
             if name not in known and name != "--":
                 unknown.append((name.removeprefix("--").replace("-", "_"), value))
         for name, value in unknown if len(words) > place else ():
-            if told := _meant(words[place], name, value):
+            layout = "--layout" if "--layout" in known else "--layouts"
+            if told := _meant(words[place], name, value, layout):
                 option = f"--{name.replace('_', '-')}"
                 raise WrongUse(f"{option} is no option of phalanx {self.name}, but {told}")
 
 
-def _meant(reference: str, name: str, value: str) -> str:
+def _meant(reference: str, name: str, value: str, layout: str) -> str:
     """What this option is here, and how to give it; "": that is not known, or the task cannot be asked."""
     from phalanx.references import find_task
     from phalanx.settings import given_as
@@ -70,4 +71,4 @@ def _meant(reference: str, name: str, value: str) -> str:
         kind = find_task(reference)
     except WrongUse:
         return ""
-    return given_as(kind, name, value or "true")
+    return given_as(kind, name, value or "true", layout)

@@ -121,21 +121,24 @@ def make_task(kind: type[Task], values: Mapping[str, Any]) -> Task:
 def _meant(name: str, value: Any, fields: Mapping[str, Any]) -> str:
     """A clause that points at the field that does what this name does elsewhere, at the layout, or at the nearest."""
     if with_it := _in_layout(name, value):
-        return f"it is part of a layout, as in --layout {with_it}"
+        return f"it is part of a layout, as in --layout {with_it} (of prove: --layouts)"
     own = ELSEWHERE.get(name, "")
     if own not in fields:
         return closest(name, fields)
     return f"here it is {own!r}{_counted(own)}: --set {own}=..."
 
 
-def given_as(kind: type[Task], name: str, value: str) -> str:
-    """How to give what somebody has taken for an option, as a clause; "": it is nothing that is known here."""
+def given_as(kind: type[Task], name: str, value: str, layout: str = "--layout") -> str:
+    """How to give what somebody has taken for an option, as a clause; "": it is nothing that is known here.
+
+    ``layout``: the option that takes layouts.
+    """
     fields = task_fields(kind)
     own = name if name in fields else ELSEWHERE.get(name, "")
     if own in fields:
         return f"a setting of {kind.__name__}{_counted(own)}: --set {own}={value}"
     with_it = _in_layout(name, value)
-    return f"part of a layout: --layout {with_it}" if with_it else ""
+    return f"part of a layout: {layout} {with_it}" if with_it else ""
 
 
 def _in_layout(name: str, value: Any) -> str:

@@ -20,23 +20,24 @@ class SumOfSquares:
     def __init__(self) -> None:
         self._tables = Tables()
 
-    def sum(self, tensors: Sequence[Tensor]) -> Tensor:
-        """In float64. Each of them `suits`, and all are on one device."""
+    def sum(self, tensors: Sequence[Tensor], which: int = 0) -> Tensor:
+        """In float64. Each of them `suits`, and all are on one device. ``which``: of several lots of tensors."""
         kinds: dict[tuple[torch.dtype, bool], list[tuple[int, int]]] = {}
         for tensor in tensors:
             place, size = tensor.data_ptr(), tensor.numel()
             kinds.setdefault((tensor.dtype, place % 16 == 0 and size % 16 == 0), []).append((place, size))
-        found = [self._of_kind(dtype, even, rows, tensors[0].device) for (dtype, even), rows in kinds.items()]
+        found = [self._of_kind((which, dtype, even), rows, tensors[0].device) for (dtype, even), rows in kinds.items()]
         return torch.cat(found).sum(dtype=torch.float64)
 
-    def _of_kind(self, dtype: torch.dtype, even: bool, rows: list[tuple[int, int]], device: torch.device) -> Tensor:
+    def _of_kind(
+        self, kind: tuple[int, torch.dtype, bool], rows: list[tuple[int, int]], device: torch.device
+    ) -> Tensor:
         from phalanx.kernels.squares_triton import SPAN, squares  # triton takes longer to import than all of us
 
-        key = dtype, even, len(rows)  # of all gradients, or of some
-        places, spans = self._tables.told(key, rows, [size for _, size in rows], SPAN, device)
+        places, spans = self._tables.told(kind, rows, [size for _, size in rows], SPAN, device)
         found = torch.empty(len(spans), dtype=torch.float32, device=device)
         if len(spans):
-            squares(places, spans, found, dtype, even)
+            squares(places, spans, found, *kind[1:])
         return found
 
 

@@ -112,7 +112,7 @@ def _settings(engine: Engine, facts: Mapping[str, Any]) -> list[Change]:
             found.append(Change(f"{what} was {before} and is {value}"))
     if "layout" in facts:
         before_now = Layout.parse(facts["layout"]), engine.layout
-        changed = _owed(*before_now), _begun_anew(*before_now, facts), _sites(*before_now)
+        changed = *_owed(*before_now), _begun_anew(*before_now, facts), _sites(*before_now)
         told = [change for change in changed if change is not None]
         found += told or _comm(*before_now)
     found += _callbacks(list(facts["callbacks"]), list(engine.callbacks.named)) if "callbacks" in facts else []
@@ -125,21 +125,25 @@ def _settings(engine: Engine, facts: Mapping[str, Any]) -> list[Change]:
     return found
 
 
-def _owed(then: Layout, now: Layout) -> Change | None:
+def _owed(then: Layout, now: Layout) -> list[Change]:
     """Where gradients are sent otherwise than they were, and something of them was still owed."""
     before, after = Comm.parse(then.comm), Comm.parse(now.comm)
     if before is None or not before.owes or not then.coded_axis:
-        return None
+        return []
     another = f"comm was {then.comm} and is {now.comm}: " if then.comm != now.comm else ""
     if after is None or not after.owes or not now.coded_axis:
-        return Change(f"{another or 'nothing is sent in few bits: '}what was still owed of gradients is left out")
+        return [Change(f"{another or 'nothing is sent in few bits: '}what was still owed of gradients is left out")]
+    found = []
     if then.coded_axis == "dp" and (then.tp, then.ep) != (now.tp, now.ep):
-        return Change(f"{another}weights are cut otherwise: what was still owed of sums over replicas is left out")
+        found.append(Change("weights are cut otherwise: what was still owed of sums over replicas is left out"))
     if another and after.name == AUTO:
-        return Change(f"{another}what was still owed of gradients is added to the next step's")
-    if another and before.name != after.name == "powersgd":
-        return Change(f"{another}what was still owed of matrices goes on to be, and of other gradients is left out")
-    return Change(f"{another}what was still owed of gradients goes on to be") if another else None
+        found.append(Change(f"{another}what was still owed of gradients is added to the next step's"))
+    elif another and before.name != after.name == "powersgd":
+        goes_on = "what was still owed of matrices goes on to be, and of other gradients is left out"
+        found.append(Change(f"{another}{goes_on}"))
+    elif another:
+        found.append(Change(f"{another}what was still owed of gradients goes on to be"))
+    return found
 
 
 def _comm(then: Layout, now: Layout) -> list[Change]:

@@ -60,7 +60,7 @@ def along(layout: str, hosts: list[int], far: float) -> tuple[dict[str, int], in
     [
         ("dp=2", [0, 1], {"dp": 4}),
         ("dp=3", [0, 1, 2], {"dp": 2}),
-        ("dp=2,fsdp=2", [0, 0, 1, 1], {"dp": 2, "fsdp": 1, "dpxfsdp": 2}),
+        ("dp=2,fsdp=2", [0, 0, 1, 1], {"dp": 2, "fsdp": 1, "dpxfsdp": 1}),
         ("dp=2,fsdp=2,tp=2", [0, 1, 2, 3, 4, 5, 6, 7],
          {"dp": 4, "fsdp": 4, "tp": 4, "dpxfsdp": 1, "world": 1, "fsdpxtp": 1}),
     ],

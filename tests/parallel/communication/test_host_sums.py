@@ -18,7 +18,7 @@ from torch import Tensor
 from phalanx.flight import BYTES, Flight
 from phalanx.launch import pool
 from phalanx.parallel.communication.communicator import Communicator
-from phalanx.parallel.communication.host_sums import in_two_ways, on_hosts
+from phalanx.parallel.communication.host_sums import AT_ONCE, in_two_ways, on_hosts
 from phalanx.parallel.communication.memory import Buffers
 from phalanx.parallel.communication.peers import Messages, Peers
 from phalanx.parallel.communication.recorder import FlightRecorder
@@ -100,6 +100,30 @@ def test_sums_are_right_at_any_size(ranks: Ranks, hosts: list[int]) -> None:
     for _, counted, _, calls in found:
         assert counted == {("default_pg", "all-reduce"): sum(round(8 * size * 2 * (many - 1) / many) for size in SIZES)}
         assert calls == len(SIZES), "one in the record for each sum"
+
+
+def many_at_once(hosts: list[int], size: int) -> tuple[bool, int]:
+    """Whether a dozen sums that are launched at once are right, and bytes that were taken for them."""
+    with on(hosts) as (group, _):
+        if len(hosts) == 2:
+            group.connect([])  # as between far hosts
+        every = [torch.full((size,), float(place + group.rank)) for place in range(12)]
+        for pending in [group.all_reduce(each) for each in every]:
+            pending.wait()
+        assert group._sums is not None
+        kept = group._sums._buffers
+        right = [len(hosts) * place + sum(range(len(hosts))) for place in range(12)]
+        taken = sum(room.bytes for rooms in kept._free.values() for room in rooms)
+    return all(bool((each == want).all()) for each, want in zip(every, right, strict=True)), taken
+
+
+@pytest.mark.parametrize(("hosts", "each"), [([0, 1], 1.0), ([0, 0, 1, 1], 1.5)])
+def test_however_many_are_launched_few_take_memory(ranks: Ranks, hosts: list[int], each: float) -> None:
+    """``each``: times what a sum is of."""
+    size = 1 << 18
+    for right, taken in ranks(len(hosts), many_at_once, hosts, size):
+        assert right
+        assert 0 < taken <= AT_ONCE * each * 4 * size
 
 
 @pytest.mark.parametrize("hosts", [[0, 0, 1, 1], [0, 0, 0, 0, 1, 1, 1, 1], [0, 0, 1, 1, 2, 2, 3, 3]])

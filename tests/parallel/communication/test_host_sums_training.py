@@ -63,6 +63,7 @@ def trained(layout: str, hosts: str) -> tuple[Trace, Counter[str]]:
 def test_training_is_that_of_one_device(ranks: Ranks, layout: str, hosts: str, ways: Sequence[str]) -> None:
     for trace, taken in ranks(Layout.parse(layout).world, trained, layout, hosts):
         assert all(taken[way] > STEPS for way in ways)
+        assert ways or not taken, "shards that lie inside of a host have no other way"
         error, where = difference(trace, one_device())
         assert error < TOLERANCE, where
 

@@ -26,6 +26,15 @@ def test_numbers_arrive_rounded(dtype: torch.dtype, kind: str, near: float, byte
     assert torch.equal(narrow.rounded(x[:1]), found[:1])  # whatever else is there
 
 
+def test_small_rows_of_16_bits_arrive_too() -> None:
+    """Their largest, by the largest code, is too small for 16 bits."""
+    x = torch.randn(6, 32, generator=torch.Generator().manual_seed(0)) * torch.logspace(-5, -1, 6).unsqueeze(1)
+    narrow = x.half()
+    found = Narrow("fp8").rounded(narrow)
+    assert found.dtype == torch.float16
+    assert ((found - narrow).float().abs() <= 2**-4 * narrow.float().abs().amax(-1, keepdim=True) + 2**-24).all()
+
+
 def test_what_is_narrow_already_is_sent_as_it_is() -> None:
     x = torch.randn(3, 4, dtype=torch.bfloat16)
     assert Narrow("bf16").encode(x).data_ptr() == x.data_ptr()

@@ -67,7 +67,7 @@ class Background:
         self._hops: Hops = SimpleQueue()
         self._end: weakref.finalize[[Hops, list[threading.Thread]], Background] | None = None
 
-    def take(self, pending: Pending, waiting: AbstractContextManager[None]) -> Pending:
+    def take(self, pending: Pending, waiting: AbstractContextManager[None]) -> InBackground:
         """``waiting`` is entered while the main thread waits for it."""
         if self._end is None:
             ends: Hops = SimpleQueue()

@@ -7,6 +7,7 @@ counted and watched, which algorithm is the best on a backend, and how what is s
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -53,6 +54,7 @@ class Communicator:
         self._peers = Peers(group, hosts) if group is not None and self._gloo else None
         self._hosts = HostSums(self._peers, hosts) if self._peers is not None and in_two_ways(hosts) else None
         self.hosts_first = self._hosts is not None
+        self._sums = self._hosts
         """Whether sums and gathers go inside of hosts and between them, but for small ones."""
         self._background = Background(self.name)
 
@@ -70,8 +72,8 @@ class Communicator:
             return Pending()
         waiting = self._count("all-reduce", tensor, self._both_ways)
         if expected is None and not self._is_small(tensor):
-            if self._hosts is not None and tensor.numel() >= self._hosts.least:
-                return self.in_background(self._hosts.all_reduce(tensor), waiting)
+            if self._sums is not None and tensor.numel() >= self._sums.least:
+                return self._sums.all_reduce(tensor, partial(self._background.take, waiting=waiting))
             return Pending([dist.all_reduce(tensor, group=self._group, async_op=True)], None, waiting)
         every = tensor.expand(self.size, *tensor.shape)
         if expected is not None:
@@ -108,8 +110,8 @@ class Communicator:
             return self.all_reduce(tensor)
         ranks, size = self.size, tensor.numel()
         waiting = self._count("all-reduce", tensor, self._both_ways)
-        if self._hosts is not None and self._hosts.by_tree and size >= self._hosts.least:
-            return self.in_background(self._hosts.all_reduce(tensor), waiting)
+        if self._sums is not None and self._sums.by_tree and size >= self._sums.least:
+            return self._sums.all_reduce(tensor, partial(self._background.take, waiting=waiting))
         each = -(-size // ranks)
         even = size == each * ranks
         parts = tensor.view(ranks, each) if even else buffers.take(ranks, each, dtype=tensor.dtype)
@@ -293,7 +295,7 @@ class Communicator:
         """Further groups of these ranks, on gloo (`connections`). Sums of two ranks take them too, to the same bits."""
         assert self._peers is not None
         self._peers.connect(groups)
-        self._hosts = HostSums(self._peers, range(2)) if self.size == 2 else self._hosts
+        self._sums = HostSums(self._peers, range(2)) if self.size == 2 else self._sums
 
     def close(self) -> None:
         """Take the process group apart."""
@@ -325,7 +327,7 @@ class Communicator:
 
     def _hosts_for(self, part: Tensor) -> HostSums | None:
         """Where parts like this one go inside of hosts and between them."""
-        return self._hosts if self.hosts_first and not self._is_small(part) else None
+        return None if self._is_small(part) else self._hosts
 
     def _start_all_gather(self, output: Tensor, part: Tensor, number: int | None = None) -> list[dist.Work]:
         if self._peers is None:

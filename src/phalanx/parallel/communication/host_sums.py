@@ -9,6 +9,7 @@ host where every rank speaks to every other, a k-th does. NCCL does so by itself
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -16,14 +17,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from phalanx.parallel.communication.background import InBackground
 from phalanx.parallel.communication.exact import fold
 from phalanx.parallel.communication.memory import Buffers
 from phalanx.parallel.communication.peers import Messages, Peers
 from phalanx.parallel.communication.pending import Pending
 
+AT_ONCE = 3
+"""Sums that take memory at the same time, each about as much as it sums."""
+
 
 def on_hosts(hosts: Sequence[int]) -> list[list[int]]:
-    """The ranks of each host, by place in a group; ``hosts``: of each of them, neighbours on the same."""
+    """The ranks of each host, by place in a group; ``hosts``: of each of them."""
     return [[place for place, own in enumerate(hosts) if own == host] for host in sorted(set(hosts))]
 
 
@@ -42,16 +47,32 @@ class HostSums:
         place = near.index(peers.rank)
         self._near, self._far = peers.among(near), peers.among([ranks[place] for ranks in every])
         self._buffers = Buffers(torch.device("cpu"))
+        self._under_way: deque[InBackground] = deque(maxlen=AT_ONCE)
         self.least = peers.size
         """Numbers, so that each rank has a part."""
         self.by_tree = len(near) & (len(near) - 1) == 0 and list(hosts) == sorted(hosts)
         """Whether sums have the bits of the tree over all ranks: those of a host are a node of it."""
 
-    def all_reduce(self, tensor: Tensor) -> Pending:
+    def all_reduce(self, tensor: Tensor, carried_on: Callable[[Pending], InBackground]) -> Pending:
         """Sum over the ranks, in place; every rank gets the same bits. Each hop is launched by the one before it.
 
-        All that will come is expected now: others write into parts of this rank's numbers once they have had these.
+        ``carried_on``: what has threads do so. A sum begins when the last but `AT_ONCE` is over: each takes memory.
         """
+        near, far = self._near, self._far
+        numbers = [peers.number() for peers in (near, far, far, near)]
+        before = self._under_way[0] if len(self._under_way) == AT_ONCE else None
+
+        def begin() -> Pending:
+            if before is not None:
+                before.ended()
+            return self._begun(tensor, numbers)
+
+        at_once = before is None or before.over
+        self._under_way.append(carried_on(begin() if at_once else Pending((), begin)))
+        return self._under_way[-1]
+
+    def _begun(self, tensor: Tensor, numbers: Sequence[int]) -> Pending:
+        """All that will come is expected now: others write into parts of this rank's numbers once they had these."""
         near, far, buffers = self._near, self._far, self._buffers
         parts = tensor.view(-1).tensor_split(near.size)
         own = parts[near.rank]
@@ -60,8 +81,8 @@ class HostSums:
         alone = near.size == 1
         rows = own if alone else buffers.take(near.size, len(own), dtype=tensor.dtype)
         sums = buffers.take(far.size, len(piece), dtype=tensor.dtype)
-        give_parts, give_pieces = _expected(near, rows), _expected(far, sums)
-        give_sum, give_all = _expected(far, pieces), _expected(near, parts)
+        give_parts, give_pieces = _expected(near, rows, numbers[0]), _expected(far, sums, numbers[1])
+        give_sum, give_all = _expected(far, pieces, numbers[2]), _expected(near, parts, numbers[3])
 
         def across() -> Pending:
             if not alone:

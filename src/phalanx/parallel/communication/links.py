@@ -130,13 +130,9 @@ def round_trip(group: Communicator, device: torch.device) -> float:
     return min(_exchanged(group, 1, device) for _ in range(3))
 
 
-def along(group: Communicator, device: torch.device, size: int = SMALLEST, latency: float | None = None) -> Speed:
-    """Measure a group. All of its ranks must call it, with the same ``size`` to begin with, and find the same.
-
-    ``latency``: where it was measured before.
-    """
-    if latency is None:
-        latency = round_trip(group, device)
+def along(group: Communicator, device: torch.device, size: int = SMALLEST) -> Speed:
+    """Measure a group. All of its ranks must call it, with the same ``size`` to begin with, and find the same."""
+    latency = round_trip(group, device)
     while True:
         taken = _exchanged(group, size, device)
         latency = min(latency, taken)  # the smallest may have been held up

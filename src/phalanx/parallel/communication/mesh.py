@@ -35,8 +35,8 @@ EXPERTS = ("ep",)
 EXPERT_SHARD = ("fsdp", "cp", "without ep")
 """Within ``fsdp x cp``, neighbours hold different experts, and those ``ep`` apart share one copy of the same."""
 GROUPS = (("dp",), SHARD, ("cp",), ("tp",), ("pp",), BATCH, AXES, EXPERTS, EXPERT_SHARD)
-SMALL = (("pp",), AXES, EXPERTS)
-"""Groups along which little is said, or by gloo's own collectives alone."""
+SMALL = (("pp",), BATCH, AXES, EXPERTS)
+"""Groups along which little is said (batches of losses that need them whole), or by gloo's own collectives alone."""
 
 
 @dataclass(frozen=True)

@@ -57,7 +57,8 @@ class Narrow:
         if not x.numel():
             return self.room(x.shape, x.dtype, x.device)
         rows = x.reshape(_matrix(x.shape))
-        scale = (rows.abs().amax(1, keepdim=True) / MOST).float()
+        largest = rows.abs().amax(1, keepdim=True)
+        scale = (largest.to(_wide(x.dtype)) / MOST).float()
         scale = torch.where(scale == 0, 1, scale)  # of nothing
         codes = (rows / scale).clamp(-MOST, MOST).to(FP8)
         return torch.cat([codes.view(torch.uint8), scale.contiguous().view(torch.uint8)], 1)
@@ -78,7 +79,8 @@ class Narrow:
         if not message.numel():
             return torch.empty(shape, dtype=dtype, device=message.device)
         codes, scale = message[..., :-4].contiguous().view(FP8), message[..., -4:].contiguous().view(torch.float32)
-        return (codes.to(dtype) * scale.to(dtype)).view(*shape)
+        wide = _wide(dtype)
+        return (codes.to(wide) * scale.to(wide)).to(dtype).view(*shape)
 
     def rounded(self, x: Tensor) -> Tensor:
         """Numbers as they arrive."""
@@ -86,6 +88,11 @@ class Narrow:
 
 
 EXACTLY = Narrow("exact")
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """What scales are computed in: a row's largest by the largest code may be too small a number for 16 bits."""
+    return torch.promote_types(dtype, torch.float32)
 
 
 def _matrix(shape: Sequence[int]) -> tuple[int, int]:

@@ -51,13 +51,14 @@ class Gradients:
                 for members, pieces in zip(groups, found, strict=True):
                     pieces += [own] if weight.name in members else []
         none = self.like.new_zeros(0, dtype=torch.float64)
-        return torch.cat([none, *(self._squared(pieces)[None] for pieces in found)])
+        return torch.cat([none, *(self._squared(pieces, which)[None] for which, pieces in enumerate(found, 1))])
 
-    def _squared(self, pieces: list[Tensor]) -> Tensor:
+    def _squared(self, pieces: list[Tensor], which: int = 0) -> Tensor:
+        """``which``: 0 of all gradients, or a group's number."""
         if not pieces:
             return self.like.new_zeros((), dtype=torch.float64)
         if all(map(suits, pieces)):
-            total = self._squares.sum(pieces)
+            total = self._squares.sum(pieces, which)
         else:
             total = norms(pieces, self.like.dtype).double().square().sum()
         return total / self.mesh.size("dp")
