@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 import phalanx
 from phalanx import Layout
+from phalanx.parallel.communication import connections
 from phalanx.parallel.communication.communicator import Communicator
 from phalanx.parallel.communication.host_sums import HostSums
 from phalanx.parallel.weights import bucket
@@ -63,7 +64,7 @@ def trained(layout: str, hosts: str) -> tuple[Trace, Counter[str]]:
 def test_training_is_that_of_one_device(ranks: Ranks, layout: str, hosts: str, ways: Sequence[str]) -> None:
     for trace, taken in ranks(Layout.parse(layout).world, trained, layout, hosts):
         assert all(taken[way] > STEPS for way in ways)
-        assert ways or not taken, "shards that lie inside of a host have no other way"
+        assert ways or not any(taken[way] for way in SHARDS), "they lie inside of a host"
         error, where = difference(trace, one_device())
         assert error < TOLERANCE, where
 
@@ -92,6 +93,7 @@ def told(hosts: Sequence[str], axis: str = "dp") -> list[str]:
     rank = dist.get_rank()
     with (
         mock.patch.dict("os.environ", {"PHALANX_HOSTS": hosts[rank]}),
+        mock.patch.object(connections, "FAR", 60.0),  # however busy the machine is
         phalanx.Engine(HostileLanguage(steps=1), f"{axis}={len(hosts)}", device="cpu") as engine,
     ):
         for batch in engine.batches():
