@@ -49,7 +49,7 @@ def test_a_layout_says_over_which_axis() -> None:
     assert Layout.parse("dp=2,fsdp=2,comm=int8").coded_axis == "dp"
     assert not Layout.parse("tp=2,comm=int8").coded_axis
     (note,) = layout_notes(Layout.parse("dp=2,fsdp=2,comm=int8"), "cuda")
-    assert note == "comm=int8 sums gradients over dp=2; fsdp=2 send what they sent"
+    assert note == "comm=int8 sums gradients over dp=2; what goes along fsdp=2 is as without it"
     (note,) = layout_notes(Layout.parse("dp=2,comm=auto"), "cuda")
     assert note == "comm=auto chooses how gradients travel over dp, by what is measured"
     (note,) = layout_notes(Layout.parse("fsdp=2,comm=auto"), "cuda")

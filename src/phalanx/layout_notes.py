@@ -63,11 +63,12 @@ def _of_comm(layout: Layout) -> list[str]:
     if layout.local is not None:
         return [layout.local.note(layout.comm, layout.dp)]
     if not layout.coded_axis:
-        return [f"comm={layout.comm} has no effect at dp=1,fsdp=1: no gradients travel"]
+        travel = f"those over cp={layout.cp} travel as they are" if layout.cp > 1 else "no gradients travel"
+        return [f"comm={layout.comm} has no effect at dp=1,fsdp=1: {travel}"]
     others = [
         f"{name}={degree}" for name in DEGREES if name != layout.coded_axis and (degree := getattr(layout, name)) > 1
     ]
-    kept = f"; {', '.join(others)} send what they sent" if others else ""
+    kept = f"; what goes along {', '.join(others)} is as without it" if others else ""
     if layout.comm == AUTO:
         also = "; weights are gathered as they are" if layout.coded_axis == "fsdp" else ""
         return [f"comm=auto chooses how gradients travel over {layout.coded_axis}, by what is measured{also}{kept}"]

@@ -127,6 +127,24 @@ def test_what_nobody_will_send_is_said(ranks: Ranks, tmp_path: Path) -> None:
     assert changes == ["comm was int4 and is exact: what was still owed of gradients is left out"]
 
 
+@pytest.mark.parametrize(("then", "now", "of"), [("int4", "onebit:20", "gradients"), ("onebit:20", "int4", "momentum")])
+def test_momentum_is_not_owed_as_gradients(ranks: Ranks, tmp_path: Path, then: str, now: str, of: str) -> None:
+    """Whose debts are ten times as large, or a tenth."""
+    _, at_half = ranks(2, through, f"dp=2,comm={then}", str(tmp_path))[0]
+    assert at_half.any()
+    _, taken_up, changes = ranks(2, onward, f"dp=2,comm={now}", str(tmp_path))[0]
+    assert not taken_up.any()
+    assert f"comm was {then} and is {now}: what was still owed of {of} is left out" in changes
+
+
+def test_momentum_that_is_owed_goes_on_to_be(ranks: Ranks, tmp_path: Path) -> None:
+    losses, at_half = ranks(2, through, "dp=2,comm=onebit:20", str(tmp_path))[0]
+    again, taken_up, _ = ranks(2, onward, "dp=2,comm=onebit:20", str(tmp_path))[0]
+    assert at_half.any()
+    assert torch.equal(taken_up, at_half)
+    assert again == losses
+
+
 def test_what_begins_anew_is_said(ranks: Ranks, tmp_path: Path) -> None:
     ranks(2, through, "dp=2,comm=powersgd:1", str(tmp_path))
     _, _, changes = ranks(4, onward, "dp=2,fsdp=2,comm=powersgd:1", str(tmp_path))[0]

@@ -4,6 +4,9 @@ comm/owed/<sender>/<weight>     of each sender's own gradients: a replica's, or 
 comm/sums/<part>/<weight>       of the sums over replicas, flat, of each part that ``tp`` or ``ep`` has cut
 comm/basis/<part>/<weight>      beside it, what a method of low rank multiplies each part with that is a rank's own
 
+Where momentum is what travels, it is what is owed too: of that ``owed_momentum`` and ``sums_momentum``, which nobody
+takes up who sends gradients.
+
 As many senders as there were take up each its own. Otherwise all that was owed is added up, and every sender takes an
 equal share: so does it with what was owed of sums, where there are none to owe of. Of parts that are cut otherwise what
 was owed of sums is left out, and what is kept beside begins anew, which `train.changes` says.
@@ -18,12 +21,14 @@ import torch
 from torch import Tensor
 
 from phalanx.checkpoint.manifest import Held, Manifest
+from phalanx.comm import Comm
 from phalanx.parallel.spread import Spread
 from phalanx.parallel.weights.boxes import Box, boxes
 from phalanx.parallel.weights.coded import CodedGradients
 from phalanx.parallel.weights.weight import Rows, Weight
 
 Wanted = dict[str, list[tuple[Box, Tensor]]]
+KINDS = ("owed", "sums"), ("owed_momentum", "sums_momentum")
 
 
 class OwedPart(NamedTuple):
@@ -44,6 +49,8 @@ class OwedState:
     def __init__(self, spread: Spread) -> None:
         self.spread, self.holding, self.mesh = spread, spread.holding, spread.mesh
         self.coded = [bucket.coded for bucket in spread.buckets if bucket.coded is not None]
+        method = Comm.parse(spread.layout.comm)
+        self._owed, self._sums = KINDS[method is not None and method.name == "onebit"]
 
     def parts(self) -> Iterator[OwedPart]:
         """What is to be saved."""
@@ -51,7 +58,7 @@ class OwedState:
             if coded.owed is not None and coded.owed.begun:
                 for weight, box, view in self._pieces(coded, coded.owed.now):
                     shape = tuple(self.holding.shapes[weight.name])
-                    name = f"comm/owed/{self._sender(coded)}/{weight.name}"
+                    name = f"comm/{self._owed}/{self._sender(coded)}/{weight.name}"
                     yield OwedPart(weight.name, self._holders(weight), name, box, shape, view)
             if coded.owed_of_sums is not None and coded.owed_of_sums.begun:
                 for weight, first, run in coded.runs(coded.owed_of_sums.now, self.mesh.index("dp")):
@@ -69,7 +76,7 @@ class OwedState:
     def wanted(self, manifest: Manifest) -> Wanted:
         """Where each saved tensor goes on this rank. What was owed here is not any more."""
         found: Wanted = {}
-        owners = {_owner(name, kind) for name in manifest.tensors for kind in ("owed", "sums")}
+        owners = {_owner(name, kind) for name in manifest.tensors for kind in (self._owed, self._sums)}
         for coded in self.coded:
             for owed in coded.all_owed():
                 if owed.begun:
@@ -85,7 +92,7 @@ class OwedState:
     def _want(self, coded: CodedGradients, owed: Tensor, saved: Mapping[str, Held], found: Wanted) -> None:
         now = self.mesh.size("dp") if not coded.over_shards else coded.storage.ranks
         names = {weight.name for weight in coded.weights}
-        then = max((1 + int(n.split("/", 3)[2]) for n in saved if _owner(n, "owed") in names), default=0)
+        then = max((1 + int(n.split("/", 3)[2]) for n in saved if _owner(n, self._owed) in names), default=0)
         for sender in range(then):
             whose, room = sender, owed
             if then == now:
@@ -94,7 +101,7 @@ class OwedState:
                 room = torch.zeros_like(owed)
                 coded.taken_up.append(room)
             for weight, box, view in self._pieces(coded, room):
-                name = f"comm/owed/{whose}/{weight.name}"
+                name = f"comm/{self._owed}/{whose}/{weight.name}"
                 if name in saved:
                     found.setdefault(name, []).append((box, view))
             if then == now:
@@ -136,7 +143,7 @@ class OwedState:
 
     def _sums_name(self, weight: Weight) -> str:
         cut = self.holding.cut(weight.name)
-        return f"comm/sums/{self.holding.index(weight.name) if cut else 0}/{weight.name}"
+        return f"comm/{self._sums}/{self.holding.index(weight.name) if cut else 0}/{weight.name}"
 
 
 def _owner(name: str, kind: str) -> str | None:
@@ -147,7 +154,10 @@ def _owner(name: str, kind: str) -> str | None:
 
 def fits(name: str, shape: tuple[int, ...], saved: Mapping[str, Held]) -> bool:
     """Whether a saved tensor has a shape in which something can be owed."""
-    owed, sums, basis = _owner(name, "owed"), _owner(name, "sums"), _owner(name, "basis")
+    owed, sums = (
+        next(filter(None, (_owner(name, kind) for kind in kinds)), None) for kinds in zip(*KINDS, strict=True)
+    )
+    basis = _owner(name, "basis")
     if owed:
         return owed in saved and saved[owed].shape == shape
     return (sums in saved and len(shape) == 1) if sums else (basis in saved and len(shape) == 2)

@@ -133,6 +133,9 @@ def _owed(then: Layout, now: Layout) -> list[Change]:
     another = f"comm was {then.comm} and is {now.comm}: " if then.comm != now.comm else ""
     if after is None or not after.owes or not now.coded_axis:
         return [Change(f"{another or 'nothing is sent in few bits: '}what was still owed of gradients is left out")]
+    if (before.name == "onebit") != (after.name == "onebit"):
+        of = "momentum" if before.name == "onebit" else "gradients"
+        return [Change(f"{another}what was still owed of {of} is left out")]
     found = []
     if then.coded_axis == "dp" and (then.tp, then.ep) != (now.tp, now.ep):
         found.append(Change("weights are cut otherwise: what was still owed of sums over replicas is left out"))
