@@ -35,6 +35,7 @@ def test_ranks_agree_on_every_kernel_that_a_run_has() -> None:
         "FlashAttention 4 of packed documents",
         "codes of few bits",
         "packed attention",
+        "sums of squares",
         "the cross-entropy",
         "transposing 8 bits",
         "weights in 4 bits",

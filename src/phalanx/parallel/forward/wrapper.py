@@ -93,11 +93,12 @@ class Wrapper:
         return " > ".join([*(layer.title for layer in self.layers), self._own])
 
 
-def wrap(module: nn.Module, *layers: Layer) -> None:
-    """Put layers around a module's forward, outermost first, and around those that it has already."""
+def wrap(module: nn.Module, *layers: Layer, inside: bool = False) -> None:
+    """Put layers around a module's forward, outermost first, around those that it has or inside of them."""
     around, forward = wrapper(module), module.forward
     if around is not None:
-        layers, forward = (*layers, *around.layers), around.forward
+        layers = (*around.layers, *layers) if inside else (*layers, *around.layers)
+        forward = around.forward
     module.forward = Wrapper(module, forward, layers).method()
 
 

@@ -28,7 +28,7 @@ from phalanx.parallel.axes.cuts import Plan
 from phalanx.parallel.axes.heads import Span
 from phalanx.parallel.forward.calls import TIME, first_tensor, with_stream
 from phalanx.parallel.forward.fp8 import product
-from phalanx.parallel.forward.wrapper import Around, Forward, Instead, Layer, Wrapper, wrap, wrapper
+from phalanx.parallel.forward.wrapper import Around, Forward, Instead, wrap
 from phalanx.parallel.randomness.answers import Answers
 from phalanx.parallel.randomness.draws import Randomness
 from phalanx.parallel.weights.blueprint import Blueprint
@@ -81,14 +81,14 @@ class _Containers:
         """By call of a row: what ranks have of its output."""
         divided = [name for name, container in plan.containers.items() if not container.gathered]
         for name in divided:
-            _wrap_inside(model.get_submodule(name), Around("each rank's part", self._container))
+            wrap(model.get_submodule(name), Around("each rank's part", self._container), inside=True)
         for row in plan.rows:
             if any(row.startswith(f"{name}.") for name in divided):
                 module = model.get_submodule(row)
-                _wrap_inside(module, Instead("a sum", self._row, module, plan.cuts[f"{row}.weight"].spans))
+                wrap(module, Instead("a sum", self._row, module, plan.cuts[f"{row}.weight"].spans), inside=True)
         for column, name in plan.columns.items():
             if name in divided and not self.by_time:
-                _wrap_inside(model.get_submodule(column), Around("a rank's input", self._column))
+                wrap(model.get_submodule(column), Around("a rank's input", self._column), inside=True)
 
     def _container(self, forward: Forward, *args: Any, **kwargs: Any) -> Any:
         whole, calls = first_tensor(args, kwargs), self.randomness.calls
@@ -211,13 +211,6 @@ def _first(join: Callable[..., Tensor], *every: Any) -> Any:
     if isinstance(every[0], tuple):
         return (join(*(one[0] for one in every)), *every[0][1:])
     return join(*every)
-
-
-def _wrap_inside(module: nn.Module, layer: Layer) -> None:
-    """Put a layer around a module's own forward, inside of all others."""
-    around = wrapper(module)
-    layers, forward = ((), module.forward) if around is None else (around.layers, around.forward)
-    module.forward = Wrapper(module, forward, (*layers, layer)).method()
 
 
 class _Rounded(Function):
