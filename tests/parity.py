@@ -355,13 +355,20 @@ class Summed(phalanx.Callback):
         self.tell(engine.whole_gradients(divisor, without))
 
 
-def spread_run(task: phalanx.Task, layout: phalanx.Layout, device: str = "cpu") -> Trace:
-    """The task under a layout, on the ranks of this process group."""
+def spread_run(
+    task: phalanx.Task, layout: phalanx.Layout, device: str = "cpu", method_of: Callable[[int], str] | None = None
+) -> Trace:
+    """The task under a layout, on the ranks of this process group.
+
+    ``method_of``: by step, what ``comm=auto`` chooses.
+    """
     trace, started = Trace(), time.monotonic()
     with phalanx.Engine(task, layout, device=device) as engine:
         trace.ready = time.monotonic() - started
         engine.callbacks.add(Summed(lambda whole: trace.gradients.append(_kept(whole))))
         for batch in engine.batches():
+            if method_of is not None:
+                engine.auto_comm.follow(method_of(batch.step))
             metrics = engine.step(batch)
             assert not metrics.skipped
             trace.losses.append(metrics.loss)
@@ -371,6 +378,16 @@ def spread_run(task: phalanx.Task, layout: phalanx.Layout, device: str = "cpu") 
             trained = [name for name, trainable in engine.spread.trainable.items() if trainable]
             trace.averages = _kept({n: t for n, t in engine.spread.whole.state(tensors) if n in trained})
     return trace
+
+
+def sent_along(axis: str, task: phalanx.Task, layout: str) -> int:
+    """Bytes that this rank sends in a step along an axis."""
+    with phalanx.Engine(task, phalanx.Layout.parse(layout), device="cpu") as engine:
+        batches = engine.batches()
+        engine.step(next(batches))  # and the probe
+        before = engine.traffic.start_step()
+        engine.step(next(batches))
+        return engine.traffic.sent_since(before)[axis]
 
 
 def difference(found: Trace, expected: Trace) -> tuple[float, str]:

@@ -23,6 +23,7 @@ from tests.parity import (
     Trace,
     difference,
     reference,
+    sent_along,
     spread_run,
 )
 from tests.ranks import RankFailed, Ranks
@@ -177,21 +178,12 @@ def test_in_fewer_bits_it_is_what_one_device_rounds(ranks: Ranks, task: HostileL
     assert difference(reference(task), expected)[0] > 1e-3
 
 
-def sent(task: phalanx.Task, layout: str) -> int:
-    """Bytes of activations in a step over cp."""
-    with phalanx.Engine(task, Layout.parse(layout), device="cpu") as engine:
-        batches = engine.batches()
-        engine.step(next(batches))  # and the probe
-        before = engine.traffic.start_step()
-        engine.step(next(batches))
-        return engine.traffic.sent_since(before)["cp"]
-
-
 @pytest.mark.parametrize("kind", ["gather", "ulysses"])
 def test_fewer_bytes(ranks: Ranks, kind: str) -> None:
     task = GPT(width=16, layers=2, heads=2, length=8, global_batch=4, megabytes=0.1, steps=2, precision="fp32")
     found = {
-        sends: ranks(2, sent, task, f"cp=2,cp_kind={kind},activations={sends}")[0] for sends in ("exact", "bf16", "fp8")
+        sends: ranks(2, sent_along, "cp", task, f"cp=2,cp_kind={kind},activations={sends}")[0]
+        for sends in ("exact", "bf16", "fp8")
     }
     heads = 2 + 2 if kind == "gather" else (2 + 2 + 2 + 2) // 2  # keys and values, or half of all and of the outputs
     rows = 2 * 2 * heads * 4 * 8 // 2  # by layer, forward and back, of a rank's tokens

@@ -10,7 +10,7 @@ import phalanx
 from phalanx import Layout
 from phalanx.prove.reference.activations import round_activations
 from phalanx.recipes.gpt import GPT
-from tests.parity import TOLERANCE, HostileLanguage, Mixture, Trace, difference, reference, spread_run
+from tests.parity import TOLERANCE, HostileLanguage, Mixture, Trace, difference, reference, sent_along, spread_run
 from tests.ranks import Ranks
 
 
@@ -52,23 +52,13 @@ def test_in_fewer_bits_it_is_what_one_device_rounds(ranks: Ranks, task: HostileL
     assert difference(reference(task), expected)[0] > 1e-3
 
 
-def sent(task: phalanx.Task, layout: str) -> int:
-    """Bytes of a step over tp."""
-    with phalanx.Engine(task, Layout.parse(layout), device="cpu") as engine:
-        batches = engine.batches()
-        engine.step(next(batches))  # and the probe
-        before = engine.traffic.start_step()
-        engine.step(next(batches))
-        return engine.traffic.sent_since(before)["tp"]
-
-
 @pytest.mark.parametrize("experts", [0, 2])
 def test_fewer_bytes(ranks: Ranks, experts: int) -> None:
     """In blocks of a feed-forward and attention; with experts of attention alone, whose sums go to all ranks."""
     task = GPT(
         width=16, layers=2, heads=2, length=8, global_batch=4, megabytes=0.1, steps=2, precision="fp32", experts=experts
     )
-    found = {kind: ranks(2, sent, task, f"tp=2,activations={kind}")[0] for kind in ("exact", "bf16", "fp8")}
+    found = {kind: ranks(2, sent_along, "tp", task, f"tp=2,activations={kind}")[0] for kind in ("exact", "bf16", "fp8")}
     containers, passes = 2 * (1 if experts else 2), 4  # in and out, forward and back; of a sum to all, both ways twice
     rows = containers * passes * 4 * 8 // 2  # a rank's tokens
     assert found["exact"] - found["bf16"] == rows * (4 * 16 - 2 * 16)

@@ -12,7 +12,7 @@ from phalanx.checkpoint.hashing import hashed
 from phalanx.parallel.weights.boxes import Box
 from phalanx.prove.cases import defined
 from phalanx.prove.reference.switched import Switching, method_of
-from tests.parity import TOLERANCE, HostileLanguage, Summed, Trace, difference, reference
+from tests.parity import TOLERANCE, HostileLanguage, Trace, difference, reference, spread_run
 from tests.ranks import Ranks
 from tests.tasks import Digits
 
@@ -70,16 +70,7 @@ class Leaving(HostileLanguage):
 
 
 def leaving_out(layout: str) -> Trace:
-    trace = Trace()
-    with phalanx.Engine(Leaving(steps=6), layout, device="cpu") as engine:
-        engine.callbacks.add(Summed(lambda whole: trace.gradients.append(dict(whole))))
-        for batch in engine.batches():
-            engine.auto_comm.follow(method_of(batch.step))
-            metrics = engine.step(batch)
-            trace.losses.append(metrics.loss)
-            trace.norms.append(metrics.grad_norm)
-        trace.weights.append(engine.whole_weights())
-    return trace
+    return spread_run(Leaving(steps=6), Layout.parse(layout), method_of=method_of)
 
 
 @pytest.mark.parametrize(

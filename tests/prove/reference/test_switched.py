@@ -7,12 +7,11 @@ from unittest import mock
 
 import pytest
 
-import phalanx
 from phalanx import Layout
 from phalanx.prove.cases import defined
 from phalanx.prove.reference import switched
 from phalanx.prove.reference.switched import TURNS, Switching, method_of
-from tests.parity import TOLERANCE, HostileLanguage, Summed, Trace, difference, reference
+from tests.parity import TOLERANCE, HostileLanguage, Trace, difference, reference, spread_run
 from tests.ranks import Ranks
 
 ORDERS = (("int4", "bf16", "int4", "exact", "bf16"), ("int4", "int8", "int4", "int4", "exact"))
@@ -24,16 +23,7 @@ def task() -> HostileLanguage:
 
 
 def run(layout: str, order: Sequence[str]) -> Trace:
-    trace = Trace()
-    with phalanx.Engine(task(), layout, device="cpu") as engine:
-        engine.callbacks.add(Summed(lambda whole: trace.gradients.append(dict(whole))))
-        for batch in engine.batches():
-            engine.auto_comm.follow(order[batch.step])
-            metrics = engine.step(batch)
-            trace.losses.append(metrics.loss)
-            trace.norms.append(metrics.grad_norm)
-        trace.weights.append(engine.whole_weights())
-    return trace
+    return spread_run(task(), Layout.parse(layout), method_of=order.__getitem__)
 
 
 @pytest.mark.parametrize(
