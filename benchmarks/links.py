@@ -1,15 +1,15 @@
 """Training over slow links, beside torch's DDP: seconds a step, bytes that leave a host, and the loss on held-out text.
 
     python benchmarks/links.py [--quick] [--mbits 100] [--round-trip 0.05] [--hosts 4] [--comm auto int8 ...]
-        [--layout dp|fsdp] [--steps 400] [--seeds 0 1 2] [--drop 50] [--out data.json]
+        [--layout dp|fsdp] [--length 128] [--steps 400] [--seeds 0 1 2] [--drop 50] [--out data.json]
 
 Hosts are network namespaces joined by a link of the given rate (needs root, ``ip`` and ``tc``; ``--mbits 0``: as fast
 as it goes), a rank on each, or several. A byte-level transformer of 10 million weights learns the source of Python's
-standard library, 2 sequences of 128 a rank and step. All contestants are in the same processes and take turns in
-segments of a few steps: the machine may be busy, but it is busy for all. ``exact`` as first contestant over ``fsdp``
-stands for what DDP is to ``dp``. ``exact@8`` has buckets of 8 MiB, however large those of others are. Of sites that
-train by themselves (``local:H``, ``diloco:H``) whole rounds are timed, and the mean of a step counts: the median would
-be of one in which nothing is sent.
+standard library, 2 sequences of 128 a rank and step (``--length``: of fewer, where more ranks than cores are here). All
+contestants are in the same processes and take turns in segments of a few steps: the machine may be busy, but it is busy
+for all. ``exact`` as first contestant over ``fsdp`` stands for what DDP is to ``dp``. ``exact@8`` has buckets of 8 MiB,
+however large those of others are. Of sites that train by themselves (``local:H``, ``diloco:H``) whole rounds are timed,
+and the mean of a step counts: the median would be of one in which nothing is sent.
 
 With ``--steps`` all are trained so far and their held-out losses compared. What a method learns does not depend on the
 link, unless it is chosen by it: all but ``auto`` go the rest of their way on one that is not shaped.
@@ -168,7 +168,8 @@ def on_rank(words: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     environment = Environment.detect()
     environment.join(torch.device("cpu"), timedelta(minutes=10))
-    task = GPT(**SHAPE, global_batch=A_RANK * environment.world, seed=words["seed"], steps=max(words["steps"], 400))
+    shape = SHAPE | {"length": words["length"]}
+    task = GPT(**shape, global_batch=A_RANK * environment.world, seed=words["seed"], steps=max(words["steps"], 400))
     ours = [Contestant(name, words["layout"], task) for name in words["comm"]]
     every = [*([DDPContestant(task, ours[0])] if words["ddp"] else []), *ours]
     for contestant in every:
@@ -221,7 +222,8 @@ def run_hosts(options: argparse.Namespace, seed: int) -> dict[str, Any]:
         words = {
             "seed": seed, "comm": options.comm, "layout": f"{options.layout}={options.hosts * options.ranks}",
             "ddp": options.layout == "dp", "rounds": options.rounds, "segment": options.segment,
-            "steps": options.steps, "drop": bool(options.drop), "after": options.after, "results": str(results),
+            "length": options.length, "steps": options.steps, "drop": bool(options.drop), "after": options.after,
+            "results": str(results),
         }  # fmt: skip
         with (
             SlowNetwork(options.hosts, Path(folder), options.mbits, options.round_trip) as network,
@@ -317,6 +319,7 @@ def main() -> None:
     parser.add_argument("--hosts", type=int, default=2)
     parser.add_argument("--ranks", type=int, default=1, help="on each host")
     parser.add_argument("--layout", choices=["dp", "fsdp"], default="dp")
+    parser.add_argument("--length", type=int, default=SHAPE["length"], help="bytes of a sequence")
     parser.add_argument("--comm", nargs="+", default=["exact", "int8", "int4"])
     parser.add_argument("--steps", type=int, default=0, help="train so far, and compare losses")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
