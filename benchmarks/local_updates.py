@@ -3,7 +3,8 @@
 A character model of the standard library (0.13 M weights), two sites of one rank, 16 sequences of 64 bytes a step,
 AdamW at 2e-3 with a cosine; what `docs/local_updates.md` says of losses comes from here. Neither bytes nor losses
 depend on what else the machine does. One seed may be a percent or two off; the means of three are held to bars.
-``--shape links``: the transformer of `links.py`, of 10 million weights, with its batch, rate and steps.
+``--shape links``: the transformer of `links.py`, of 10 million weights, with its batch of each rank, rate and steps.
+``--sites``: other than two, and ``--length``: of sequences.
 """
 
 from __future__ import annotations
@@ -30,14 +31,13 @@ METHODS = {
 """Each, and how large its loss may be to that of ``exact``, on the mean over seeds."""
 SHAPES = {
     "small": {"width": 64, "layers": 2, "heads": 4, "kv_heads": 4, "length": 64, "global_batch": 16, "megabytes": 1.0},
-    "links": {**SHAPE, "global_batch": 2 * A_RANK},
+    "links": SHAPE,
 }
 
 
-def train(shape: str, comm: str, seed: int, steps: int) -> tuple[float, float, int]:
-    """On a rank: the held-out loss, bytes that it sent to another site a step, and messages outside of outer steps."""
-    task = GPT(**SHAPES[shape], steps=steps, seed=seed)
-    with phalanx.Engine(task, f"dp=2,comm={comm}", device="cpu") as engine:
+def train(task: GPT, layout: str) -> tuple[float, float, int]:
+    """On a rank: the held-out loss, bytes that it sent to other sites a step, and messages outside of outer steps."""
+    with phalanx.Engine(task, layout, device="cpu") as engine:
         local, between = engine.layout.local, 0
         for batch in engine.batches():
             calls = sum(engine.traffic.calls.values())
@@ -47,7 +47,7 @@ def train(shape: str, comm: str, seed: int, steps: int) -> tuple[float, float, i
                 for ahead in (0, local.overlap // 2, local.overlap)
             )
             between += 0 if moves else sum(engine.traffic.calls.values()) - calls
-        sent = sum(engine.traffic.sent.values()) / steps
+        sent = sum(engine.traffic.sent.values()) / task.steps
         return engine.evaluate()["loss"], sent, between
 
 
@@ -57,14 +57,19 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--shape", choices=SHAPES, default="small")
+    parser.add_argument("--sites", type=int, default=2)
+    parser.add_argument("--length", type=int, help="bytes of a sequence, where other than the shape's")
     parser.add_argument("--methods", nargs="*", default=list(METHODS))
     given = parser.parse_args()
     steps, seeds = (64, 1) if given.quick else (given.steps, given.seeds)
+    shape = {"global_batch": A_RANK * given.sites, **SHAPES[given.shape]}
+    shape |= {"length": given.length} if given.length else {}
     losses: dict[str, list[float]] = {}
     figures = []
     for comm in given.methods:
         for seed in range(seeds):
-            outcome = run_ranks(partial(train, given.shape, comm, seed, steps), 2)
+            task = GPT(**shape, steps=steps, seed=seed)
+            outcome = run_ranks(partial(train, task, f"dp={given.sites},comm={comm}"), given.sites)
             assert outcome.result is not None, outcome.failures
             found = outcome.result
             losses.setdefault(comm, []).append(found[0])

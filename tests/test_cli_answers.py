@@ -20,6 +20,7 @@ from tests.test_cli import phalanx
         ("train sft --lr 1e-4 --quiet", "but a setting of SFT: --set learning_rate=1e-4"),
         ("train sft --batch-size=8", "which counts the samples of a step on all ranks together: --set global_batch=8"),
         ("prove gpt --tp 2", "--tp is no option of phalanx prove, but part of a layout: --layouts tp=2"),
+        ("train gpt --lora 4", "distil, which GPT does not have: phalanx train sft --set lora=4"),
         ("tune rate gpt --width 64", "but a setting of GPT: --set width=64"),
     ],
 )
@@ -31,7 +32,7 @@ def test_an_option_that_is_a_setting_is_answered_with_it(tmp_path: Path, words: 
 
 
 @pytest.mark.parametrize(
-    "words", ["train sft --loar 4", "train nothing.py --lora 4", "train --lora 4", "runs --lora", "train gpt --lora 4"]
+    "words", ["train sft --loar 4", "train nothing.py --lora 4", "train --lora 4", "runs --lora", "train gpt --loar 4"]
 )
 def test_what_is_not_known_is_refused_as_ever(tmp_path: Path, words: str) -> None:
     done = phalanx(*words.split(), cwd=tmp_path)

@@ -83,7 +83,8 @@ def test_layouts_say_what_sites_are() -> None:
     assert Layout(dp=3).site == Layout(dp=3)
     assert not layout.coded_axis
     assert layout_notes(layout, "cuda") == [
-        "comm=diloco:8:int8 has 3 sites train by themselves; they agree on all weights at once, in 8 steps"
+        "comm=diloco:8:int8 has 3 sites train by themselves; they agree on all weights at once, in 8 steps. "
+        "Loss and tokens/s are the first site's"
     ]
     with pytest.raises(WrongUse, match="dp=1 is one alone"):
         Layout.parse("fsdp=2,comm=local:2").check(8, 2)

@@ -64,11 +64,17 @@ class TaskVerb(TyperCommand):
 
 def _meant(reference: str, name: str, value: str, layout: str) -> str:
     """What this option is here, and how to give it; "": that is not known, or the task cannot be asked."""
-    from phalanx.references import find_task
-    from phalanx.settings import given_as
+    from phalanx.references import RECIPES, find_task
+    from phalanx.settings import given_as, task_fields
 
     try:
         kind = find_task(reference)
     except WrongUse:
         return ""
-    return given_as(kind, name, value or "true", layout)
+    if told := given_as(kind, name, value or "true", layout):
+        return told
+    others = [recipe for recipe in RECIPES if name in task_fields(find_task(recipe))]
+    if not others:
+        return ""
+    what = f"a setting of the recipe{'s' * (len(others) > 1)} {', '.join(others)}, which {kind.__name__} does not have"
+    return f"{what}: phalanx train {others[0]} --set {name}={value or 'true'}"

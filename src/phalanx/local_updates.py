@@ -111,7 +111,8 @@ class LocalUpdates:
         """What a run's first lines say of it."""
         how = f"a fragment of {self.fragments} at a time" if self.fragments > 1 else "on all weights at once"
         late = f", {self.overlap} steps late" if self.overlap else ""
-        return f"comm={text} has {sites} sites train by themselves; they agree {how}{late}, in {self.every} steps"
+        agree = f"they agree {how}{late}, in {self.every} steps"
+        return f"comm={text} has {sites} sites train by themselves; {agree}. Loss and tokens/s are the first site's"
 
     def arriving(self, step: int) -> int | None:
         """The fragment that is agreed on after so many steps, if one is."""

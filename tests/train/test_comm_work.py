@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 import phalanx
 from phalanx.layout import Layout
-from phalanx.run import Run
-from phalanx.train.comm_work import exact_bytes, less_sent
+from phalanx.train.comm_work import exact_bytes
 from tests.parity import HostileLanguage
 from tests.ranks import Ranks
-from tests.test_cli import phalanx as command
 
 
 def sent_in_a_step(layout: str) -> tuple[float, float, dict[str, int]]:
@@ -91,22 +87,3 @@ def test_what_exact_sums_would_send_is_what_they_do(ranks: Ranks, layout: str) -
 
 def test_nothing_is_told_of_exact_sums(ranks: Ranks) -> None:
     assert ranks(2, sent_exactly, "dp=2,comm=exact") == [({}, {})] * 2
-
-
-def test_a_run_says_how_much_less_it_has_sent(tmp_path: Path) -> None:
-    """Sites that agree in every second step: a message half as often, and not the steps that were done with int8."""
-    (tmp_path / "task.py").write_text(
-        "from dataclasses import dataclass\nfrom tests.tasks import Digits\n"
-        "@dataclass\nclass Mine(Digits):\n    width: int = 4096\n    steps: int = 4\n"
-    )
-    given = "task.py", "--on", "local:2", "--quiet", "--unchecked"
-    done = command("train", *given, "--layout", "dp=2,comm=int8", "--run", "run", "--steps", "2", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    int8 = "sent of gradients: 33.1 KiB a step in the place of 128 KiB (comm=int8: 1/3.87)"
-    assert int8 in done.stdout
-    more = "--resume", "--layout", "dp=2,comm=local:2", "--run", "run", "--steps", "4"
-    done = command("train", *given, *more, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert int8 in done.stdout
-    assert "sent to other sites: 64.1 KiB a step in the place of 128 KiB (comm=local:2: 1/2)" in done.stdout
-    assert less_sent(Run(tmp_path / "run"))[0] == int8

@@ -1,25 +1,18 @@
-"""What a step has to send and to encode on a rank: ``comm=auto`` predicts by it what methods would take, and what a
-run has sent is held against it."""
+"""What a step has to send and to encode on a rank: ``comm=auto`` predicts by it what methods would take."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from phalanx.layout import Layout
 from phalanx.parallel.communication.mesh import SHARD
 from phalanx.parallel.weights.bucket import Bucket
 from phalanx.parallel.weights.coded import CodedGradients
 from phalanx.parallel.weights.packing import Packing
-from phalanx.run import Run, counted
-from phalanx.words import in_bytes
 
 if TYPE_CHECKING:
     from phalanx.train.engine import Engine
-
-LESS = 1.05
-"""So many times as many bytes exact sums must send for a run to have sent less."""
 
 
 @dataclass(frozen=True)
@@ -96,34 +89,3 @@ def exact_bytes(engine: Engine) -> dict[str, float]:
     group = engine.mesh.group(*SHARD)
     weights = sum(n * Packing(b.weights).length * b.storage.compute.itemsize for b, n in _gathers(engine))
     return {group.name: (group.size - 1) * (_scatters(engine) * gradients + weights)}
-
-
-def less_sent(run: Run) -> list[str]:
-    """What the first rank of a run has sent in a step, beside what it would have with exact sums: a line for a method.
-
-    A mean over steps: a method may begin with exact ones, and sites speak in some steps alone.
-    """
-    totals: dict[str, list[float]] = {}
-    for event in counted(_with_start(run.events(0))).values():
-        for axis, exact in event["start"].get("exact_bytes", {}).items():
-            total = totals.setdefault(event["start"]["layout"], [0.0, 0.0, 0.0])
-            for place, number in enumerate((1, event.get("sent", {}).get(axis, 0), exact)):
-                total[place] += number
-    return [_less(Layout.parse(layout), *total) for layout, total in totals.items() if total[1]]
-
-
-def _with_start(events: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Events, each with that of the start of its ranks."""
-    start: dict[str, Any] = {}
-    for event in events:
-        start = event if event["kind"] == "start" else start
-        yield event | {"start": start}
-
-
-def _less(layout: Layout, steps: float, sent: float, exact: float) -> str:
-    what = "of gradients" if layout.coded_axis == "dp" else "of gradients and weights"
-    share = f"1/{exact / sent:.3g}" if exact > LESS * sent else "no less"
-    return (
-        f"sent {'to other sites' if layout.local else what}: {in_bytes(sent / steps)} a step in the place of "
-        f"{in_bytes(exact / steps)} (comm={layout.comm}: {share})"
-    )

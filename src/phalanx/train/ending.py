@@ -16,7 +16,7 @@ from phalanx.run import Run
 from phalanx.task import Task
 from phalanx.train.answering import answers_path
 from phalanx.train.certificate import NotDone, certified
-from phalanx.train.comm_work import less_sent
+from phalanx.train.less_sent import less_sent
 from phalanx.train.summary import Summary
 from phalanx.train.utilisation import used
 from phalanx.verdict import Verdict

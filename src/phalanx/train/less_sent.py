@@ -1,0 +1,62 @@
+"""How much less a run has sent with its ``comm`` than it would have with exact sums: the lines that it ends with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from phalanx.layout import Layout
+from phalanx.run import Run, counted
+from phalanx.words import in_bytes
+
+LESS = 1.05
+"""So many times as many bytes exact sums must send for a run to have sent less."""
+
+
+@dataclass
+class Sent:
+    """By the first rank, in all steps with one layout."""
+
+    layout: Layout
+    steps: list[int]
+    sent: float = 0.0
+    exact: float = 0.0
+    """What exact sums would have."""
+
+    def line(self, several: bool) -> str:
+        """``several``: which steps it is of, since there were others."""
+        what = "of gradients" if self.layout.coded_axis == "dp" else "of gradients and weights"
+        share = f"1/{self.exact / self.sent:.3g}" if self.exact > LESS * self.sent else "no less"
+        first, last, count = self.steps[0] + 1, self.steps[-1] + 1, len(self.steps)
+        those = f"steps {first} to {last}" if last - first + 1 == count else f"{count} of the steps {first} to {last}"
+        return (
+            f"sent {'to other sites' if self.layout.local else what}{f' in {those}' if several else ''}: "
+            f"{in_bytes(self.sent / count)} a step in the place of {in_bytes(self.exact / count)} "
+            f"(comm={self.layout.comm}: {share})"
+        )
+
+
+def less_sent(run: Run) -> list[str]:
+    """A line for each layout that sends less.
+
+    A mean over steps: a method may begin with exact ones, and sites speak in some steps alone.
+    """
+    found: dict[str, Sent] = {}
+    steps = counted(_with_start(run.events(0)))
+    for step, event in steps.items():
+        for axis, exact in event["start"].get("exact_bytes", {}).items():
+            layout = event["start"]["layout"]
+            total = found.setdefault(layout, Sent(Layout.parse(layout), []))
+            total.steps.append(step)
+            total.sent += event.get("sent", {}).get(axis, 0)
+            total.exact += exact
+    return [total.line(len(total.steps) < len(steps)) for total in found.values() if total.sent]
+
+
+def _with_start(events: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Events, each with that of the start of its ranks."""
+    start: dict[str, Any] = {}
+    for event in events:
+        start = event if event["kind"] == "start" else start
+        yield event | {"start": start}
