@@ -12,9 +12,12 @@ import torch
 
 import phalanx
 from phalanx.parallel.communication import links
+from phalanx.parallel.communication.choosing import Conditions
 from phalanx.parallel.communication.codecs import speed
 from phalanx.parallel.communication.codecs.blockwise import Blockwise
+from phalanx.parallel.communication.codecs.switched import Switched
 from phalanx.parallel.communication.communicator import Communicator
+from phalanx.parallel.communication.pending import Pending
 from phalanx.train import auto_comm
 from phalanx.train.checkpointing import save
 from phalanx.train.restoring import load
@@ -41,7 +44,7 @@ def on_a_link(rates: dict[int, float], layout: str = "dp=2", **options: Any) -> 
         patch.setattr(links, "along", along)
         patch.setattr(auto_comm, "LEAST_STEPS", 2)
         patch.setattr(auto_comm, "SHARE", 1e9)
-        patch.setattr(auto_comm, "WORSE", 1e9)  # the link that ranks have is not the one that they are told of
+        patch.setattr(auto_comm.AutoComm, "_judge", lambda *_: False)  # the link is not the one that they are told of
         found = []
         for batch in engine.batches():
             at[0] = batch.step
@@ -206,3 +209,37 @@ def test_what_makes_steps_longer_is_left_again(ranks: Ranks) -> None:
     assert "int4" not in methods[len(methods) - methods[::-1].index("int4") :]
     assert "ms with int4, and" in told
     assert memory.index(True) == methods.index("int4") + 1, "int4 takes memory when it is chosen"
+
+
+def held_to_what_it_takes(taken: dict[str, float], told: dict[str, float]) -> list[str]:
+    """Methods in turn, where each makes a step longer by what is ``taken``, and was ``told`` to by something else."""
+    all_reduce = Switched.all_reduce
+
+    def slow(self: Switched, *given: Any) -> Pending:
+        time.sleep(taken[self.name])
+        return all_reduce(self, *given)
+
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        phalanx.Engine(Digits(width=64, steps=STEPS), "dp=2,comm=auto", device="cpu") as engine,
+    ):
+        patch.setattr(Conditions, "predicted", lambda self, method, codec: told[method.name])
+        patch.setattr(Switched, "all_reduce", slow)
+        methods = [engine.auto_comm.method for batch in engine.batches() if engine.step(batch)]
+        return [method for method, _ in groupby(methods)]
+
+
+def test_what_does_not_hide_what_it_should_is_left_for_the_next(ranks: Ranks) -> None:
+    told = {"exact": 0.12, "bf16": 0.0395, "int8": 0.039, "int4": 0.038}
+    first, second = ranks(2, held_to_what_it_takes, {"exact": 0.12, "bf16": 0.08, "int8": 0, "int4": 0}, told)
+    assert first == second
+    assert first[:3] == ["exact", "bf16", "int8"]
+    assert first[-1] in ("int8", "int4")
+
+
+def test_where_none_hides_more_the_most_exact_is_kept(ranks: Ranks) -> None:
+    told = {"exact": 0.3, "bf16": 0.0395, "int8": 0.039, "int4": 0.038}
+    first, second = ranks(2, held_to_what_it_takes, {"exact": 0.3, "bf16": 0.1, "int8": 0.15, "int4": 0.15}, told)
+    assert first == second
+    assert first[:2] == ["exact", "bf16"]
+    assert first[-1] == "bf16"

@@ -1,6 +1,7 @@
 """``comm=auto``: how gradients travel, chosen by what a run measures, and chosen again when that changes.
 
-What was chosen is held to what steps then take: a method that makes them longer than they were is left again.
+What was chosen is held to what steps then take, and it is chosen again by that: a method that makes them longer than
+they were is left, and so is one that does not hide as much as was predicted, where another might.
 
 Every rank tells its seconds with a step's one small sum, so all of them decide alike and nothing more is sent. The link
 is measured before the first choice, when steps become longer, and otherwise so rarely that it takes a hundredth of the
@@ -37,8 +38,6 @@ TOLD = 4
 """Numbers that a rank tells of its last step: its seconds, and whether the link is to be measured again."""
 SLOWER, IN_A_ROW = 1.3, 3
 """So many steps in a row, each so many times as long as those before: the link is measured again."""
-WORSE = 1.1
-"""So many times as long as before a change: it is taken back."""
 OTHER_LINK = 2.0
 """By so much a link must be faster or slower for what was learned of predictions to be forgotten."""
 SHARE = 0.01
@@ -225,22 +224,22 @@ class AutoComm:
         self._longer = []
 
     def _judge(self, step: int, trial: MethodTrial, seconds: float) -> bool:
-        """The first steps with a new method took so many ``seconds``. Whether it is left again."""
-        self._trial = None
-        if seconds <= WORSE * trial.seconds:
-            return False
-        for name, found in ((self.method, seconds), (trial.before, trial.seconds)):
+        """The first steps with a new method took so many ``seconds``. Whether it is left again, for any other."""
+        own, self._trial = self.method, None
+        seen = {own: seconds, trial.before: trial.seconds}
+        for name, found in seen.items():
             self._learned[name] = self._learned.get(name, 1.0) * found / trial.predicted[name]
+        predicted = trial.predicted | seen
+        wanted = choose(predicted, self.methods, "")
+        if wanted == own:
+            return False
         assert self._speed is not None
-        why = (
-            f"a step took {1e3 * seconds:.0f} ms with {self.method}, and {1e3 * trial.seconds:.0f} ms with "
-            f"{trial.before} before it"
-        )
-        told = trial.predicted | {self.method: seconds, trial.before: trial.seconds}
-        self.news.append(
-            Chosen(step, trial.before, self.method, why, told, 8e-6 * self._speed.rate, self._speed.latency)
-        )
-        self._use(trial.before)
+        why = f"a step took {1e3 * seconds:.0f} ms with {own}, and {1e3 * trial.seconds:.0f} ms with {trial.before}"
+        why += " before it" if wanted in seen else f"; with {wanted} it takes about {1e3 * predicted[wanted]:.0f} ms"
+        self.news.append(Chosen(step, wanted, own, why, predicted, 8e-6 * self._speed.rate, self._speed.latency))
+        self._use(wanted)
+        if wanted not in seen:
+            self._trial = MethodTrial(own, seconds, predicted)
         self._since, self._measured_at = 0, time.monotonic()
         return True
 
