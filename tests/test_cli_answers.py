@@ -21,6 +21,7 @@ from tests.test_cli import phalanx
         ("train sft --batch-size=8", "which counts the samples of a step on all ranks together: --set global_batch=8"),
         ("prove gpt --tp 2", "--tp is no option of phalanx prove, but part of a layout: --layouts tp=2"),
         ("train gpt --lora 4", "distil, which GPT does not have: phalanx train sft --set lora=4"),
+        ("prove gpt --lora 4", "distil, which GPT does not have: phalanx prove sft --set lora=4"),
         ("tune rate gpt --width 64", "but a setting of GPT: --set width=64"),
     ],
 )

@@ -57,12 +57,12 @@ class TaskVerb(TyperCommand):
                 unknown.append((name.removeprefix("--").replace("-", "_"), value))
         for name, value in unknown if len(words) > place else ():
             layout = "--layout" if "--layout" in known else "--layouts"
-            if told := _meant(words[place], name, value, layout):
+            if told := _meant(self.name or "", words[place], name, value, layout):
                 option = f"--{name.replace('_', '-')}"
                 raise WrongUse(f"{option} is no option of phalanx {self.name}, but {told}")
 
 
-def _meant(reference: str, name: str, value: str, layout: str) -> str:
+def _meant(verb: str, reference: str, name: str, value: str, layout: str) -> str:
     """What this option is here, and how to give it; "": that is not known, or the task cannot be asked."""
     from phalanx.references import RECIPES, find_task
     from phalanx.settings import given_as, task_fields
@@ -74,7 +74,7 @@ def _meant(reference: str, name: str, value: str, layout: str) -> str:
     if told := given_as(kind, name, value or "true", layout):
         return told
     others = [recipe for recipe in RECIPES if name in task_fields(find_task(recipe))]
-    if not others:
+    if not others or reference not in RECIPES:
         return ""
     what = f"a setting of the recipe{'s' * (len(others) > 1)} {', '.join(others)}, which {kind.__name__} does not have"
-    return f"{what}: phalanx train {others[0]} --set {name}={value or 'true'}"
+    return f"{what}: phalanx {verb} {others[0]} --set {name}={value or 'true'}"

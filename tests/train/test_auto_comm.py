@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,12 @@ from phalanx.parallel.communication import links
 from phalanx.parallel.communication.choosing import Conditions
 from phalanx.parallel.communication.codecs import speed
 from phalanx.parallel.communication.codecs.blockwise import Blockwise
-from phalanx.parallel.communication.codecs.switched import Switched
 from phalanx.parallel.communication.communicator import Communicator
-from phalanx.parallel.communication.pending import Pending
 from phalanx.train import auto_comm
+from phalanx.train.auto_comm import StepSeconds
 from phalanx.train.checkpointing import save
 from phalanx.train.restoring import load
+from phalanx.train.step import Metrics
 from tests.parity import HostileLanguage
 from tests.ranks import Ranks
 from tests.tasks import Digits
@@ -206,40 +207,93 @@ def test_what_makes_steps_longer_is_left_again(ranks: Ranks) -> None:
     assert list(dict.fromkeys(methods)) == ["exact", "int4"], methods
     assert methods[-1] == "exact"
     assert methods[methods.index("int4") :].index("exact") <= 8, "it takes few steps to see it"
-    assert "int4" not in methods[len(methods) - methods[::-1].index("int4") :]
-    assert "ms with int4, and" in told
+    assert [method for method, _ in groupby(methods)].count("int4") <= 3, "it is tried again more and more rarely"
+    assert "a step took with exact" in told
     assert memory.index(True) == methods.index("int4") + 1, "int4 takes memory when it is chosen"
 
 
-def held_to_what_it_takes(taken: dict[str, float], told: dict[str, float]) -> list[str]:
-    """Methods in turn, where each makes a step longer by what is ``taken``, and was ``told`` to by something else."""
-    all_reduce = Switched.all_reduce
+Seconds = Callable[[str, int], float]
+"""Of a step, by its method and number."""
 
-    def slow(self: Switched, *given: Any) -> Pending:
-        time.sleep(taken[self.name])
-        return all_reduce(self, *given)
+
+def told(method: str, step: int) -> float:
+    return {"exact": 0.3, "bf16": 0.1, "int8": 0.099, "int4": 0.098}[method]
+
+
+def simulated(taken: Seconds, told: Seconds, steps: int, due: int) -> list[str]:
+    """Methods by step where steps take that, and are told to. The link is measured again after ``due`` steps."""
+
+    def seconds(metrics: Metrics, axis: str) -> StepSeconds:
+        return StepSeconds(taken(engine.auto_comm.method, metrics.step), 0.0, 0.0)
 
     with (
         pytest.MonkeyPatch.context() as patch,
-        phalanx.Engine(Digits(width=64, steps=STEPS), "dp=2,comm=auto", device="cpu") as engine,
+        phalanx.Engine(Digits(width=8, steps=steps), "dp=2,comm=auto", device="cpu") as engine,
     ):
-        patch.setattr(Conditions, "predicted", lambda self, method, codec: told[method.name])
-        patch.setattr(Switched, "all_reduce", slow)
-        methods = [engine.auto_comm.method for batch in engine.batches() if engine.step(batch)]
-        return [method for method, _ in groupby(methods)]
+        patch.setattr(StepSeconds, "of", seconds)
+        patch.setattr(Conditions, "predicted", lambda self, method, codec: told(method.name, engine.step_number))
+        patch.setattr(links, "along", lambda group, device, size=1: links.Speed(1e-4, FAST, size))
+        patch.setattr(auto_comm, "LEAST_STEPS", due)
+        patch.setattr(auto_comm, "SHARE", 1e9)
+        return [engine.auto_comm.method for batch in engine.batches() if engine.step(batch)]
+
+
+def turns(ranks: Ranks, taken: Seconds, steps: int = 60, due: int = 1000, told: Seconds = told) -> list[str]:
+    """The methods of `simulated`, each once for as long as it is used."""
+    first, second = ranks(2, simulated, taken, told, steps, due)
+    assert first == second
+    return [method for method, _ in groupby(first)]
+
+
+def bf16_hides_less(method: str, step: int) -> float:
+    return {"exact": 0.3, "bf16": 0.2, "int8": 0.1, "int4": 0.1}[method]
 
 
 def test_what_does_not_hide_what_it_should_is_left_for_the_next(ranks: Ranks) -> None:
-    told = {"exact": 0.12, "bf16": 0.0395, "int8": 0.039, "int4": 0.038}
-    first, second = ranks(2, held_to_what_it_takes, {"exact": 0.12, "bf16": 0.08, "int8": 0, "int4": 0}, told)
-    assert first == second
-    assert first[:3] == ["exact", "bf16", "int8"]
-    assert first[-1] in ("int8", "int4")
+    assert turns(ranks, bf16_hides_less) == ["exact", "bf16", "int8"]
+
+
+def none_hides_more(method: str, step: int) -> float:
+    return 0.3 if method == "exact" else 0.2
 
 
 def test_where_none_hides_more_the_most_exact_is_kept(ranks: Ranks) -> None:
-    told = {"exact": 0.3, "bf16": 0.0395, "int8": 0.039, "int4": 0.038}
-    first, second = ranks(2, held_to_what_it_takes, {"exact": 0.3, "bf16": 0.1, "int8": 0.15, "int4": 0.15}, told)
-    assert first == second
-    assert first[:2] == ["exact", "bf16"]
-    assert first[-1] == "bf16"
+    assert turns(ranks, none_hides_more) == ["exact", "bf16", "int8", "int4", "bf16"]
+
+
+def test_what_was_tried_is_tried_again_more_and_more_rarely(ranks: Ranks) -> None:
+    found = turns(ranks, none_hides_more, 400, 10)
+    assert found[:5] == ["exact", "bf16", "int8", "int4", "bf16"]
+    assert found[-1] == "bf16"
+    assert 2 <= found.count("int4") <= 7, found
+
+
+def stalled(method: str, step: int) -> float:
+    return 0.4 if method == "bf16" and step < 16 else {"exact": 0.3, "bf16": 0.1, "int8": 0.2, "int4": 0.2}[method]
+
+
+def test_a_stall_is_forgotten(ranks: Ranks) -> None:
+    found = turns(ranks, stalled, 100, 20)
+    assert found[:3] == ["exact", "bf16", "int8"]
+    assert found[-1] == "bf16"
+
+
+def slow_at_first(method: str, step: int) -> float:
+    return {"exact": 0.3, "bf16": 0.19, "int8": 0.15, "int4": 0.1}[method] * (2 if step < 10 else 1)
+
+
+def test_steps_that_are_slow_at_first_are_forgotten(ranks: Ranks) -> None:
+    assert turns(ranks, slow_at_first, 100, 20)[-1] == "int4"
+
+
+def ever_longer(method: str, step: int) -> float:
+    return 1.2 * longer_told(method, step)
+
+
+def longer_told(method: str, step: int) -> float:
+    return told(method, step) * 1.01**step
+
+
+def test_steps_that_become_longer_and_longer_are_not_the_methods_fault(ranks: Ranks) -> None:
+    found = turns(ranks, ever_longer, 200, 20, longer_told)
+    assert len(found) <= 16, f"40 if it went round and round: {found}"

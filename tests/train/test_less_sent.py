@@ -18,14 +18,14 @@ def test_a_run_says_how_much_less_it_has_sent(tmp_path: Path) -> None:
     given = "task.py", "--on", "local:2", "--quiet", "--unchecked"
     done = command("train", *given, "--layout", "dp=2,comm=int8", "--run", "run", "--steps", "2", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    int8 = "sent of gradients: 33.1 KiB a step in the place of 128 KiB (comm=int8: 1/3.87)"
+    int8 = "sent of gradients: 33.1 KiB a step instead of 128 KiB (comm=int8: 1/3.87)"
     assert int8 in done.stdout
     more = "--resume", "--layout", "dp=2,comm=local:2", "--run", "run", "--steps", "4"
     done = command("train", *given, *more, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     lines = [
-        "sent of gradients in steps 1 to 2: 33.1 KiB a step in the place of 128 KiB (comm=int8: 1/3.87)",
-        "sent to other sites in steps 3 to 4: 64.1 KiB a step in the place of 128 KiB (comm=local:2: 1/2)",
+        "sent of gradients in steps 1 to 2: 33.1 KiB a step instead of 128 KiB (comm=int8: 1/3.87)",
+        "sent to other sites in steps 3 to 4: 64.1 KiB a step instead of 128 KiB (comm=local:2: 1/2)",
     ]
     assert less_sent(Run(tmp_path / "run")) == lines
     assert all(line in done.stdout for line in lines)

@@ -22,7 +22,7 @@ import torch
 from phalanx.comm import AUTO, EXACT
 from phalanx.comm_methods import allowed
 from phalanx.parallel.communication import links
-from phalanx.parallel.communication.choosing import Conditions, choose
+from phalanx.parallel.communication.choosing import Conditions, Experience, MethodTrial, choose
 from phalanx.parallel.communication.codecs import speed
 from phalanx.parallel.communication.codecs.switched import Switched
 from phalanx.parallel.communication.mesh import SHARD
@@ -38,8 +38,6 @@ TOLD = 4
 """Numbers that a rank tells of its last step: its seconds, and whether the link is to be measured again."""
 SLOWER, IN_A_ROW = 1.3, 3
 """So many steps in a row, each so many times as long as those before: the link is measured again."""
-OTHER_LINK = 2.0
-"""By so much a link must be faster or slower for what was learned of predictions to be forgotten."""
 SHARE = 0.01
 """Of the time that measuring may take."""
 LEAST_STEPS = 20
@@ -82,16 +80,6 @@ class Chosen:
         return f"   comm  {self.method} from step {self.step + 1} on: {self.why}"
 
 
-@dataclass(frozen=True)
-class MethodTrial:
-    """A method that has just been chosen."""
-
-    before: str
-    seconds: float
-    """That a step took with the one before."""
-    predicted: dict[str, float]
-
-
 class AutoComm:
     """Of one rank; all of them do the same."""
 
@@ -116,10 +104,7 @@ class AutoComm:
         """Seconds of those that were longer."""
         self._due, self._follows = False, False
         self._trial: MethodTrial | None = None
-        self._learned: dict[str, float] = {}
-        """By method: how many times as long as predicted a step with it was."""
-        self._learned_at = 0.0
-        """The link's rate then."""
+        self._experience = Experience()
         self._speed: links.Speed | None = None
         self._measured_at, self._cost = time.monotonic(), 0.0
         self._codec_seconds: dict[str, float] = {}
@@ -150,10 +135,9 @@ class AutoComm:
         step, waited = StepSeconds.of(metrics, self.group.name), time.monotonic() - self._measured_at
         due = self._speed is None or (self._since >= LEAST_STEPS and waited > self._cost / SHARE)
         self.told = [step.whole, step.exposed, step.hides, float(due and self.engine.rank == 0)]
+        if len(self._steps) >= FIRST and self._trial is not None:
+            self._judge(metrics.step + 1, self._trial)
         longer = self._slow >= IN_A_ROW
-        if self._trial is not None and (longer or len(self._steps) >= FIRST):
-            taken = self._longer if longer else [each.whole for each in self._steps]
-            longer &= not self._judge(metrics.step + 1, self._trial, statistics.median(taken))
         if longer or (self._due and len(self._steps) >= FIRST):
             self._choose(metrics.step + 1, longer)
 
@@ -196,13 +180,12 @@ class AutoComm:
             self._compute, min(self._hides, self._compute), sent, link.rate, link.latency, beside, hosts_first,
             self.work.straight,
         )  # fmt: skip
-        if not link.rate / OTHER_LINK < self._learned_at < link.rate * OTHER_LINK:
-            self._learned.clear()
-        self._learned_at = self._learned_at if self._learned else link.rate
-        predicted = {
-            each.name: now.predicted(each, self._codec_seconds[each.name]) * self._learned.get(each.name, 1.0)
-            for each in self.methods
-        }
+        plain = {each.name: now.predicted(each, self._codec_seconds[each.name]) for each in self.methods}
+        usual = statistics.median(self._longer if longer else [each.whole for each in self._steps])
+        self._experience.measured(link.rate, self.method)
+        if self.method in self._experience and not longer:
+            self._experience.know(self.method, usual, plain[self.method])
+        predicted = self._experience.corrected(plain)
         found = choose(predicted, self.methods, "" if first else self.method)
         if first or found != self.method:
             told = ", ".join(f"{name} {1e3 * seconds:.0f} ms" for name, seconds in predicted.items())
@@ -214,8 +197,7 @@ class AutoComm:
             )
             self.news.append(Chosen(step, found, self.method, why, predicted, 8e-6 * link.rate, link.latency))
         if found != self.method:
-            seconds = statistics.median(self._longer if longer else [each.whole for each in self._steps])
-            trial = MethodTrial(self.method, seconds, predicted)
+            trial = MethodTrial(self.method, {self.method: usual}, plain)
             self._use(found)
             self._trial = trial
         if longer:
@@ -223,25 +205,24 @@ class AutoComm:
         self._since = self._slow = 0
         self._longer = []
 
-    def _judge(self, step: int, trial: MethodTrial, seconds: float) -> bool:
-        """The first steps with a new method took so many ``seconds``. Whether it is left again, for any other."""
-        own, self._trial = self.method, None
-        seen = {own: seconds, trial.before: trial.seconds}
-        for name, found in seen.items():
-            self._learned[name] = self._learned.get(name, 1.0) * found / trial.predicted[name]
-        predicted = trial.predicted | seen
-        wanted = choose(predicted, self.methods, "")
+    def _judge(self, step: int, trial: MethodTrial) -> None:
+        """Hold the method that is on trial to what its first steps took."""
+        own, seconds = self.method, statistics.median(each.whole for each in self._steps)
+        self._trial = None
+        wanted, following = trial.judged(own, seconds, self._experience, self.methods)
         if wanted == own:
-            return False
-        assert self._speed is not None
-        why = f"a step took {1e3 * seconds:.0f} ms with {own}, and {1e3 * trial.seconds:.0f} ms with {trial.before}"
-        why += " before it" if wanted in seen else f"; with {wanted} it takes about {1e3 * predicted[wanted]:.0f} ms"
-        self.news.append(Chosen(step, wanted, own, why, predicted, 8e-6 * self._speed.rate, self._speed.latency))
+            return
+        taken = {**trial.taken, own: seconds}
+        told = ", ".join(f"{name} {1e3 * each:.0f} ms" for name, each in taken.items())
+        why = f"a step took with {told}"
+        predicted = self._experience.corrected(trial.predicted) | taken
+        if following is not None:
+            why += f", and with {wanted} is predicted to take {1e3 * predicted[wanted]:.0f} ms"
+        why += ". The most exact is taken whose step is hardly longer than the shortest"
+        self.news.append(Chosen(step, wanted, own, why, predicted))
         self._use(wanted)
-        if wanted not in seen:
-            self._trial = MethodTrial(own, seconds, predicted)
+        self._trial = following
         self._since, self._measured_at = 0, time.monotonic()
-        return True
 
     def _use(self, method: str) -> None:
         self.method, self._trial, self._slow, self._longer = method, None, 0, []

@@ -32,25 +32,25 @@ class Sent:
         those = f"steps {first} to {last}" if last - first + 1 == count else f"{count} of the steps {first} to {last}"
         return (
             f"sent {'to other sites' if self.layout.local else what}{f' in {those}' if several else ''}: "
-            f"{in_bytes(self.sent / count)} a step in the place of {in_bytes(self.exact / count)} "
+            f"{in_bytes(self.sent / count)} a step instead of {in_bytes(self.exact / count)} "
             f"(comm={self.layout.comm}: {share})"
         )
 
 
 def less_sent(run: Run) -> list[str]:
-    """A line for each layout that sends less.
+    """A line for each layout whose ``comm`` is to send less.
 
     A mean over steps: a method may begin with exact ones, and sites speak in some steps alone.
     """
     found: dict[str, Sent] = {}
     steps = counted(_with_start(run.events(0)))
     for step, event in steps.items():
-        for axis, exact in event["start"].get("exact_bytes", {}).items():
-            layout = event["start"]["layout"]
+        layout, exact = event["start"].get("layout", ""), event["start"].get("exact_bytes", {})
+        if exact:
             total = found.setdefault(layout, Sent(Layout.parse(layout), []))
             total.steps.append(step)
-            total.sent += event.get("sent", {}).get(axis, 0)
-            total.exact += exact
+            total.sent += sum(event.get("sent", {}).get(axis, 0) for axis in exact)
+            total.exact += sum(exact.values())
     return [total.line(len(total.steps) < len(steps)) for total in found.values() if total.sent]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from phalanx.comm_methods import CANDIDATES, allowed
-from phalanx.parallel.communication.choosing import Conditions, bucket_bytes, choose
+from phalanx.parallel.communication.choosing import Conditions, Experience, MethodTrial, bucket_bytes, choose
 
 CODEC = {"exact": 0.0, "bf16": 0.03, "int8": 0.03, "int4": 0.03}
 
@@ -58,3 +58,40 @@ def test_what_goes_inside_of_hosts_first_is_predicted_by_its_own_rate() -> None:
 )
 def test_buckets_are_about_what_a_link_holds(megabits: float, latency: float, megabytes: int) -> None:
     assert bucket_bytes(latency, megabits * 1e6 / 8, 25 << 20) == megabytes << 20
+
+
+PREDICTED = {"exact": 0.3, "bf16": 0.1, "int8": 0.099, "int4": 0.098}
+
+
+def test_what_was_learned_is_forgotten_later_each_time() -> None:
+    experience = Experience()
+    experience.measured(1e8, "exact")
+    for waits in (1, 2, 4):
+        experience.learn("int8", 0.2, 0.1)
+        for _ in range(waits):
+            assert experience.corrected({"int8": 0.1}) == {"int8": pytest.approx(0.2)}
+            experience.measured(1e8, "bf16")
+        assert "int8" not in experience
+
+
+def test_of_the_method_in_use_it_is_kept_until_the_link_is_another() -> None:
+    experience = Experience()
+    experience.measured(1e8, "exact")
+    experience.learn("bf16", 0.2, 0.1)
+    for _ in range(5):
+        experience.measured(1.5e8, "bf16")
+    assert "bf16" in experience
+    experience.measured(2.1e8, "bf16")
+    assert "bf16" not in experience
+
+
+def test_each_is_tried_once_at_most_and_the_most_exact_kept_of_those_that_are_as_good() -> None:
+    methods, experience = allowed(0.5), Experience()
+    trial, own, order = MethodTrial("exact", {"exact": 0.3}, PREDICTED), "bf16", ["bf16"]
+    while True:
+        own, following = trial.judged(own, 0.2, experience, methods)
+        order.append(own)
+        if following is None:
+            break
+        trial = following
+    assert order == ["bf16", "int8", "int4", "bf16"]

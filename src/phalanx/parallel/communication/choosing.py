@@ -6,6 +6,7 @@ keeps up with exact gradients leaves nothing to gain, so then they stay exact.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -18,6 +19,8 @@ GAIN = 1.1
 """By so much a step must become shorter for a method to be left."""
 NO_LOSS = 0.98
 """Or, for one that is more exact, at least not longer."""
+OTHER_LINK = 2.0
+"""By so much a link must be faster or slower for what was learned on it to be forgotten."""
 FEWER = 8
 """Times fewer bytes that are sent of a bucket than its gradients have, about."""
 AWHILE = 0.005
@@ -65,6 +68,74 @@ def choose(predicted: Mapping[str, float], methods: Sequence[Candidate], current
     gain = predicted[current] / predicted[wanted]
     more_exact = names.index(wanted) < names.index(current)
     return wanted if gain >= GAIN or (more_exact and gain >= NO_LOSS) else current
+
+
+class Experience:
+    """How many times as long as predicted steps with methods that were tried took.
+
+    A stall, or a machine that was busy, may have been to blame: a method that was tried counts as it is predicted again
+    after the next measurement of the link, when it was tried twice after two, then after four and so on.
+    """
+
+    def __init__(self) -> None:
+        self._factors: dict[str, float] = {}
+        self._left, self._tries = Counter[str](), Counter[str]()
+        """By method: measurements of the link until its factor is forgotten, and how often it was learned."""
+        self._rate = 0.0
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._factors
+
+    def measured(self, rate: float, current: str) -> None:
+        """The link was, and is so fast. Of the method in use nothing is forgotten, unless the link is another one."""
+        if not rate / OTHER_LINK < self._rate < rate * OTHER_LINK:
+            self._factors.clear()
+            self._tries.clear()
+        for name in set(self._factors) - {current}:
+            self._left[name] -= 1
+            if self._left[name] <= 0:
+                del self._factors[name]
+        self._rate = self._rate if self._factors else rate
+
+    def learn(self, name: str, taken: float, predicted: float) -> None:
+        """Steps with a method took so many seconds that was on trial, or was left for one."""
+        self.know(name, taken, predicted)
+        self._left[name] = 1 << self._tries[name]
+        self._tries[name] += 1
+
+    def know(self, name: str, taken: float, predicted: float) -> None:
+        """The same of the method in use, as of now."""
+        self._factors[name] = taken / predicted
+
+    def corrected(self, predicted: Mapping[str, float]) -> dict[str, float]:
+        """Predictions, by what is known."""
+        return {name: seconds * self._factors.get(name, 1.0) for name, seconds in predicted.items()}
+
+
+@dataclass(frozen=True)
+class MethodTrial:
+    """Of a method that has just been chosen."""
+
+    before: str
+    taken: Mapping[str, float]
+    """Seconds of steps with the method before, and with those that were tried before it since the link was measured."""
+    predicted: Mapping[str, float]
+    """By the model alone, of all methods."""
+
+    def judged(
+        self, own: str, seconds: float, experience: Experience, methods: Sequence[Candidate]
+    ) -> tuple[str, MethodTrial | None]:
+        """The method to go on with, now that steps take so many ``seconds``; and its trial, unless it had one.
+
+        Of those that were tried the most exact is kept that is hardly longer than the shortest. It is left for one that
+        was not where that promises a gain: each is tried once at most.
+        """
+        taken = {**self.taken, own: seconds}
+        for name in (self.before, own):
+            experience.learn(name, taken[name], self.predicted[name])
+        best = choose(taken, [each for each in methods if each.name in taken], "")
+        wanted = choose(experience.corrected(self.predicted) | taken, methods, best)
+        return wanted, None if wanted in taken else MethodTrial(own, taken, self.predicted)
 
 
 def bucket_bytes(latency: float, rate: float, most: int) -> int:

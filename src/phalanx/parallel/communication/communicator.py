@@ -55,7 +55,7 @@ class Communicator:
         self._hosts = HostSums(self._peers, hosts) if self._peers is not None and in_two_ways(hosts) else None
         self.hosts_first = self._hosts is not None
         self._sums = self._hosts
-        """Whether sums and gathers go inside of hosts and between them, but for small ones."""
+        """For sums of all, the same or over several connections (`connect`)."""
         self._background = Background(self.name)
 
     @property

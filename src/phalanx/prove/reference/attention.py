@@ -29,7 +29,7 @@ class AttentionOfRanks(Attending):
 
     def __init__(self, placement: Placement, model: nn.Module, randomness: Randomness) -> None:
         layout = placement.layout
-        self.ranks, self.rank, self.randomness = layout.cp, 0, randomness
+        self.ranks, self.randomness = layout.cp, randomness
         self.exchanges, self.kind = layout.cp_kind == "ulysses", layout.activations
         self.over = layout.tp if any(one.heads for one in placement.plan.containers.values()) else 1
         """Ranks of ``tp`` that heads are divided between."""
