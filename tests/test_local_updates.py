@@ -83,8 +83,8 @@ def test_layouts_say_what_sites_are() -> None:
     assert Layout(dp=3).site == Layout(dp=3)
     assert not layout.coded_axis
     assert layout_notes(layout, "cuda") == [
-        "comm=diloco:8:int8 has 3 sites train by themselves; they agree on all weights at once, in 8 steps. "
-        "Loss and tokens/s are the first site's"
+        "comm=diloco:8:int8 has 3 sites train by themselves; they agree on all weights at once, every 8 steps. "
+        "A step's loss and tokens are the first one's"
     ]
     with pytest.raises(WrongUse, match="dp=1 is one alone"):
         Layout.parse("fsdp=2,comm=local:2").check(8, 2)
@@ -96,4 +96,6 @@ def test_a_site_stays_as_it_is_when_others_are_lost() -> None:
     layout = Layout.parse("dp=3,fsdp=2,comm=diloco:8")
     assert str(layout.fitted(24, 4)[0]) == "dp=2,fsdp=2,comm=diloco:8"
     assert str(layout.fitted(24, 2)[0]) == "fsdp=2"
+    assert str(Layout.parse("dp=2,comm=int4").fitted(24, 4)[0]) == "dp=4,comm=int4"
+    assert str(Layout.parse("fsdp=2,comm=int4").fitted(24, 4)[0]) == "fsdp=4,comm=int4"
     assert str(layout.fitted(24, 8)[0]) == "dp=4,fsdp=2,comm=diloco:8"

@@ -312,8 +312,9 @@ class Layout:
         kept = DEGREES[1 if self.local else 2 :]  # dp and fsdp stand in for each other, but a site stays as it is
         weights = dict.fromkeys(kept, 3)
         far = sum(weights.get(n, 1) * abs(math.log2(getattr(self, n) / getattr(other, n))) for n in DEGREES)
+        new = sum(getattr(self, n) == 1 < getattr(other, n) for n in DEGREES)
         names = "compile", "graphs", "comm", "micro_batch", "exact"
-        return far, *(getattr(self, name) != getattr(other, name) for name in names)
+        return far, new, *(getattr(self, name) != getattr(other, name) for name in names)
 
 
 def _near(degree: int, world: int) -> set[int]:

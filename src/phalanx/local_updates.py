@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from phalanx.errors import WrongUse, closest
+from phalanx.words import many
 
 METHODS = ("local", "diloco")
 CODECS = ("bf16", "int8", "int4")
@@ -110,9 +111,11 @@ class LocalUpdates:
     def note(self, text: str, sites: int) -> str:
         """What a run's first lines say of it."""
         how = f"a fragment of {self.fragments} at a time" if self.fragments > 1 else "on all weights at once"
-        late = f", {self.overlap} steps late" if self.overlap else ""
-        agree = f"they agree {how}{late}, in {self.every} steps"
-        return f"comm={text} has {sites} sites train by themselves; {agree}. Loss and tokens/s are the first site's"
+        late = f", {many(self.overlap, 'step')} late" if self.overlap else ""
+        agree = f"they agree {how}{late}, every {self.every} steps"
+        return (
+            f"comm={text} has {sites} sites train by themselves; {agree}. A step's loss and tokens are the first one's"
+        )
 
     def arriving(self, step: int) -> int | None:
         """The fragment that is agreed on after so many steps, if one is."""

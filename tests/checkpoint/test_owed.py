@@ -148,4 +148,4 @@ def test_momentum_that_is_owed_goes_on_to_be(ranks: Ranks, tmp_path: Path) -> No
 def test_what_begins_anew_is_said(ranks: Ranks, tmp_path: Path) -> None:
     ranks(2, through, "dp=2,comm=powersgd:1", str(tmp_path))
     _, _, changes = ranks(4, onward, "dp=2,fsdp=2,comm=powersgd:1", str(tmp_path))[0]
-    assert changes == ["weights are cut otherwise, or of another rank: what sums are projected on begins anew"]
+    assert changes == ["weights are cut otherwise, or comm has another R: what sums are projected on begins anew"]

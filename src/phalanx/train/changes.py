@@ -131,10 +131,10 @@ def _owed(then: Layout, now: Layout) -> list[Change]:
     if before is None or not before.owes or not then.coded_axis:
         return []
     another = f"comm was {then.comm} and is {now.comm}: " if then.comm != now.comm else ""
+    of = "momentum" if before.name == "onebit" else "gradients"
     if after is None or not after.owes or not now.coded_axis:
-        return [Change(f"{another or 'nothing is sent in few bits: '}what was still owed of gradients is left out")]
+        return [Change(f"{another or 'nothing is sent in few bits: '}what was still owed of {of} is left out")]
     if (before.name == "onebit") != (after.name == "onebit"):
-        of = "momentum" if before.name == "onebit" else "gradients"
         return [Change(f"{another}what was still owed of {of} is left out")]
     found = []
     if then.coded_axis == "dp" and (then.tp, then.ep) != (now.tp, now.ep):
@@ -151,7 +151,8 @@ def _owed(then: Layout, now: Layout) -> list[Change]:
 
 def _comm(then: Layout, now: Layout) -> list[Change]:
     """Where gradients travel otherwise, and nothing else follows from that."""
-    return [Change(f"comm was {then.comm} and is {now.comm}")] if then.comm != now.comm else []
+    travels = then.coded_axis or now.coded_axis or then.local or now.local
+    return [Change(f"comm was {then.comm} and is {now.comm}")] if then.comm != now.comm and travels else []
 
 
 def _sites(then: Layout, now: Layout) -> Change | None:
@@ -169,11 +170,12 @@ def _begun_anew(then: Layout, now: Layout, facts: Mapping[str, Any]) -> Change |
         return None
     stays = after is not None and after.name == before.name and now.coded_axis == then.coded_axis
     if before.name == "onebit" and not stays and any("frozen" in each for each in facts.get("options", {}).values()):
-        return Change(f"comm was {then.comm} and is {now.comm}: the variance of gradients is not frozen any more")
+        another = f"comm was {then.comm} and is {now.comm}" if then.comm != now.comm else "nothing is sent in few bits"
+        return Change(f"{another}: the variance of gradients is not frozen any more")
     if before.name == "powersgd" and stays:
         cuts = [(layout.fsdp, layout.cp, layout.tp, layout.ep) for layout in (then, now)]
         if before.number != (after and after.number) or cuts[0] != cuts[1]:
-            return Change("weights are cut otherwise, or of another rank: what sums are projected on begins anew")
+            return Change("weights are cut otherwise, or comm has another R: what sums are projected on begins anew")
     return None
 
 

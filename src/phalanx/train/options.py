@@ -89,7 +89,8 @@ class Options:
         for name, value in asdict(self).items():
             if isinstance(value, (int, float)) and not 0 <= value < math.inf:
                 wrong = "below 0" if value < 0 else "no number to count to"
-                raise WrongUse(f"--{name.replace('_', '-')} {value} is {wrong}. Give 0 for never, or more.")
+                least = "0 for never" if name != "loss_tolerance" else "0, which leaves out what changes the loss"
+                raise WrongUse(f"--{name.replace('_', '-')} {value} is {wrong}. Give {least}, or more.")
         if (self.checkpoints or "").startswith("memory:"):
             raise WrongUse(f"--checkpoints {self.checkpoints} would be gone with each process. Give a folder or a URL.")
         if self.grace > LONGEST_SECONDS:

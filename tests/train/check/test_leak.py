@@ -61,6 +61,12 @@ def test_a_few_of_many_are_said() -> None:
     )
 
 
+def test_what_is_often_the_same_is_not_taken_for_more_than_it_is() -> None:
+    """Empty lines of a text, of which few samples were looked at."""
+    text = [{"x": -1 if number % 150 == 0 else number} for number in range(60_000)]
+    assert check_leak(Digits(), text[:50_000], text[50_000:]) == []
+
+
 def test_nothing_held_out() -> None:
     assert check_leak(Digits(), arrays(10), None) == []
     assert check_leak(Digits(), arrays(10), Subset(arrays(10), [])) == []

@@ -42,14 +42,15 @@ def check_leak(task: Task, data: Any, held_out: Any) -> list[str]:
     both = [(index, first[hash]) for index, hash in kept if hash in first]
     if len(both) < min(FEWEST, len(kept)):
         return []
-    share = min(1.0, len(both) / len(kept) * (len(data) / len(trained)))
+    common = _common(trained, kept)  # what is there often is found by looking at few: these are not more in all of it
+    share = min(1.0, len(both) / len(kept) * (1 if common else len(data) / len(trained)))
     if share < NOTED:
         return []
     name = type(task).__name__
     found = f"sample {both[0][0]} of {name}.held_out is sample {both[0][1]} of {name}.data"
     where = lines.at(lines.first_of(type(task).held_out, type(task).data))
     about = f"about {share:.0%} of the held-out samples are also trained on"
-    if share < CERTAIN or _common(trained, kept):
+    if share < CERTAIN or common:
         return [f"{about}: {found}, for one{where}. Is the same twice in the data, or is its division wrong?"]
     raise WrongUse(
         f"{about}: {found}, for one{where}. What is measured there would be too good. A division that draws anew in "
