@@ -288,12 +288,12 @@ def figures(options: argparse.Namespace, runs: list[dict[str, Any]]) -> Iterator
 
 
 def adapted(options: argparse.Namespace, runs: list[dict[str, Any]]) -> Iterator[Figure]:
-    """After the link has dropped: steps until the last contestant sends at most half as much, of the slowest run."""
+    """After the link has dropped: steps until the last contestant sends a quarter less or more, of the slowest run."""
     name, took, seconds = list(runs[0])[-1], list[int](), list[float]()
     for run in runs:
         at, sent = run["dropped at"][name], run[name]["bytes"]
         usual = statistics.median(sent[at // 2 : at])
-        fewer = [step for step, each in enumerate(sent[at:]) if each <= usual / 2]
+        fewer = [step for step, each in enumerate(sent[at:]) if each <= 0.75 * usual]
         took.append(fewer[0] if fewer else len(sent) - at)
         seconds += [run[name]["seconds"][at], statistics.median(run[name]["seconds"][at:][-10:])]
     note = f"{1e3 * seconds[-2]:.0f} ms a step at first, {1e3 * seconds[-1]:.0f} in the end"

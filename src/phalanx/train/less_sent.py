@@ -27,7 +27,11 @@ class Sent:
     def line(self, several: bool) -> str:
         """``several``: which steps it is of, since there were others."""
         what = "of gradients" if self.layout.coded_axis == "dp" else "of gradients and weights"
-        share = f"1/{self.exact / self.sent:.3g}" if self.exact > LESS * self.sent else "no less"
+        share = "no less"
+        if self.exact > LESS * self.sent:
+            share = f"1/{self.exact / self.sent:.3g}"
+        elif self.layout.coded_axis and self.sent > self.exact:
+            share = "more, since each weight fills whole blocks"
         first, last, count = self.steps[0] + 1, self.steps[-1] + 1, len(self.steps)
         those = f"steps {first} to {last}" if last - first + 1 == count else f"{count} of the steps {first} to {last}"
         return (
