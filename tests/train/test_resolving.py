@@ -47,9 +47,13 @@ def test_words_go_before_a_runs_own(tmp_path: Path) -> None:
     assert (changed.layout, changed.cluster.world) == (Layout(), 1)
 
 
-def test_a_run_that_goes_on_elsewhere_keeps_its_layout_as_far_as_can_be(tmp_path: Path) -> None:
+def test_a_run_that_goes_on_elsewhere_keeps_its_layout_as_far_as_can_be(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     config = config_of(tmp_path, SETTINGS)
-    assert job_of(config=config, on="local:4", resume=True).layout.fsdp > 1
+    assert str(job_of(config=config, on="local:4", resume=True).layout) == "fsdp=4,zero=2"
+    assert "the layout was fsdp=2,zero=2 and is fsdp=4,zero=2 on 4 ranks; --layout chooses" in capsys.readouterr().out
+    assert "the layout was" not in str(job_of(config=config, on="local:2", resume=True)) + capsys.readouterr().out
     assert job_of(config=config, on="local:4").layout == Layout(dp=4)
 
 

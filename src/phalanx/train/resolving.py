@@ -22,6 +22,7 @@ from phalanx.task import Task
 from phalanx.train.job import Job
 from phalanx.train.options import Options
 from phalanx.train.placing import fitted, hosts_used, place, ranks_of
+from phalanx.words import many
 
 TEXTS = ("task", "layout", "on", "device", "folder")
 """What a ``run.toml`` says of a run beside its options."""
@@ -117,7 +118,11 @@ def _place(
 ) -> tuple[Layout, int]:
     """The layout, and the number of ranks on each host."""
     if resume and on and not layout and "layout" in ran:  # the same on another number of ranks: as close as can be
-        layout = str(fitted(Layout.parse(ran["layout"]), task.global_batch, ranks_of(on) * options.max_nodes))
+        world, before = ranks_of(on) * options.max_nodes, Layout.parse(ran["layout"])
+        layout = str(fitted(before, task.global_batch, world))
+        if layout != str(before):
+            on_them = f"is {layout} on {many(world, 'rank')}"
+            print(f"   note  the layout was {before} and {on_them}; --layout chooses another")
     return place(
         layout or (None if on else ran.get("layout")), on or (None if layout else ran.get("on")), options.max_nodes
     )
