@@ -27,7 +27,7 @@ from phalanx.parallel.randomness.draws import Randomness
 from phalanx.parallel.weights.blueprint import Blueprint
 from phalanx.parallel.weights.placement import Placement
 from phalanx.prove.reference.attention import AttentionOfRanks
-from phalanx.prove.reference.rounded import Rounded
+from phalanx.prove.reference.rounded import as_sent
 from phalanx.task import Task
 
 
@@ -49,16 +49,16 @@ def round_activations(task: Task, layout: Layout, model: nn.Module, randomness: 
 
 
 def _block(forward: Forward, kind: str, *args: Any, **kwargs: Any) -> Any:
-    args, kwargs = with_stream(args, kwargs, Rounded.apply(first_tensor(args, kwargs), kind))
+    args, kwargs = with_stream(args, kwargs, as_sent(first_tensor(args, kwargs), kind))
     return forward(*args, **kwargs)
 
 
 def _experts(forward: Forward, experts: int, kind: str, hidden: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
     """Each token's way to each of its experts, by itself."""
     token, choice = (chosen < experts).nonzero(as_tuple=True)
-    rows = Rounded.apply(hidden[token], kind)
+    rows = as_sent(hidden[token], kind)
     done = forward(rows, chosen[token, choice][:, None], rows.new_ones(len(rows), 1))
-    weighted = Rounded.apply(done, kind) * shares[token, choice][:, None].to(done.dtype)
+    weighted = as_sent(done, kind) * shares[token, choice][:, None].to(done.dtype)
     return torch.zeros_like(hidden).index_add(0, token, weighted)
 
 
@@ -92,7 +92,7 @@ class _Containers:
         for rank in range(self.ranks):  # what is made of the first ones' parts alone is used by nobody
             self.rank, self.calls = rank, 0
             self.inputs.clear()
-            own = Rounded.apply(whole, self.kind) if self.by_time else whole
+            own = as_sent(whole, self.kind) if self.by_time else whole
             given, also = with_stream(args, kwargs, own)
             with self.randomness.again(calls) if rank else nullcontext():
                 output = forward(*given, **also)
@@ -103,8 +103,8 @@ class _Containers:
         if not self.inputs or self.inputs[-1] is not x:
             self.inputs.append(x)
         if len(self.inputs) > len(self.entered):
-            whole = Rounded.apply(x, self.kind, False, True)
-            self.entered.append([Rounded.apply(whole, self.kind, False, True) for _ in range(self.ranks)])
+            whole = as_sent(x, self.kind, forward=False)
+            self.entered.append([as_sent(whole, self.kind, forward=False) for _ in range(self.ranks)])
         return forward(self.entered[len(self.inputs) - 1][self.rank], *rest)
 
     def _row(self, module: Any, spans: Sequence[tuple[Span, ...]], x: Tensor) -> Tensor:
@@ -113,10 +113,10 @@ class _Containers:
             own[start:stop] = True
         parts = self.parts[self.calls]
         self.calls += 1
-        parts.append(Rounded.apply(product(module, x.masked_fill(~own, 0)), self.kind, True, self.by_time))
+        parts.append(as_sent(product(module, x.masked_fill(~own, 0)), self.kind, backward=self.by_time))
         total = torch.stack(parts).sum(0)
         if not self.by_time:
-            total = Rounded.apply(total, self.kind, True, False)
+            total = as_sent(total, self.kind, backward=False)
         return total if module.bias is None else total + module.bias
 
 

@@ -21,7 +21,7 @@ from phalanx.parallel.forward.wrapper import Around, Forward, wrap
 from phalanx.parallel.randomness.answers import Answers
 from phalanx.parallel.randomness.draws import Randomness
 from phalanx.parallel.weights.placement import Placement
-from phalanx.prove.reference.rounded import Rounded
+from phalanx.prove.reference.rounded import as_sent
 
 
 class AttentionOfRanks(Attending):
@@ -74,8 +74,8 @@ class AttentionOfRanks(Attending):
     def _received(self, key: Tensor, value: Tensor) -> Sequence[Tensor]:
         """By a rank: of it come all gradients of what this gives."""
         if key.shape == value.shape:
-            return Rounded.apply(key, self.kind), Rounded.apply(value, self.kind)
-        both = Rounded.apply(torch.cat([key, value], -1), self.kind)
+            return as_sent(key, self.kind), as_sent(value, self.kind)
+        both = as_sent(torch.cat([key, value], -1), self.kind)
         return both.split([key.shape[-1], value.shape[-1]], -1)
 
     def _by_position(self, length: int, time: int) -> Callable[..., Tensor]:
@@ -99,10 +99,10 @@ class AttentionOfRanks(Attending):
         times = next(fitting, 1)  # so often a key-value head is sent
         width = math.gcd(query.shape[-1], key.shape[-1], value.shape[-1])
         came = (
-            Rounded.apply(x.unflatten(-1, (-1, width)), self.kind).flatten(-2)
+            as_sent(x.unflatten(-1, (-1, width)), self.kind).flatten(-2)
             for x in (query, key.repeat_interleave(times, -3), value.repeat_interleave(times, -3))
         )
-        return _first(lambda x: Rounded.apply(x, self.kind), attend(*came, mask, causal))
+        return _first(lambda x: as_sent(x, self.kind), attend(*came, mask, causal))
 
 
 def _first(join: Callable[..., Tensor], *every: Any) -> Any:

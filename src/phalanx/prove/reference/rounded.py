@@ -9,11 +9,17 @@ from torch import Tensor
 from torch.autograd import Function
 
 
+def as_sent(x: Tensor, kind: str, forward: bool = True, backward: bool = True) -> Tensor:
+    """Numbers that are sent and so rounded, and so are their gradients, or one of the two."""
+    found: Tensor = Rounded.apply(x, kind, forward, backward)
+    return found
+
+
 class Rounded(Function):
-    """Rounded, and its gradient too, or one of them."""
+    """The same, for autograd, which takes arguments by their place."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, kind: str, forward: bool = True, backward: bool = True) -> Tensor:
+    def forward(ctx: Any, x: Tensor, kind: str, forward: bool, backward: bool) -> Tensor:
         ctx.kind, ctx.rounds = kind, backward
         return rounded(kind, x) if forward else x.clone()
 
