@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import time
 from functools import partial
 from pathlib import Path
 
@@ -43,7 +45,31 @@ def test_several_processes_read_the_same(tmp_path: Path, monkeypatch: pytest.Mon
         for new in pool.imap(partial(read_on, run), helped.files()):
             assert helped.take([new])
     pool.join()
+    assert signal.SIGTERM not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
     assert helped.moments == alone.moments
     for phase in alone.phases:
         assert (helped.seconds[phase].values == alone.seconds[phase].values).all()
     assert not helped.refresh(), "it knows how far others have read"
+
+
+def test_a_process_that_is_ended_while_it_starts_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though whom it helps does something else when it is ended."""
+    run = write(tmp_path / "run", 2, 5)
+    table = RunTable(run)
+    monkeypatch.setattr(reading, "MUCH", 1)
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    plain = reading._heed_nobody
+
+    def slowly() -> None:
+        time.sleep(1)
+        plain()
+
+    monkeypatch.setattr(reading, "_heed_nobody", slowly)
+    before = signal.signal(signal.SIGTERM, lambda *_: None)
+    try:
+        pool = helpers(run, table.files())
+        assert pool is not None
+        pool.terminate()
+        pool.join()
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -30,6 +30,8 @@ class AttentionOfRanks(Attending):
     def __init__(self, placement: Placement, model: nn.Module, randomness: Randomness) -> None:
         layout = placement.layout
         self.ranks, self.randomness = layout.cp, randomness
+        self.rank = 0
+        """By which `hugging_face` takes what a model keeps for each head: here are all heads."""
         self.exchanges, self.kind = layout.cp_kind == "ulysses", layout.activations
         self.over = layout.tp if any(one.heads for one in placement.plan.containers.values()) else 1
         """Ranks of ``tp`` that heads are divided between."""

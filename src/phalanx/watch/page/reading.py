@@ -89,13 +89,18 @@ def helpers(run: Run, files: Sequence[EventFile]) -> Pool | None:
     processes = min(os.cpu_count() or 1, MOST_PROCESSES, len(files))
     if processes < 2 or _size(run, files) < MUCH:
         return None
-    return multiprocessing.get_context("fork").Pool(processes, _heed_nobody)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # one that is ended while it starts must end
+    try:
+        return multiprocessing.get_context("fork").Pool(processes, _heed_nobody)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _heed_nobody() -> None:
-    """Ctrl-C is for the process that they help, which ends them."""
+    """Ctrl-C is for the process that they help, which ends them; not by what that process does when it is ended."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
 
 
 def _size(run: Run, files: Sequence[EventFile]) -> int:
