@@ -117,11 +117,9 @@ def many_at_once(hosts: list[int], size: int) -> tuple[bool, int]:
     return all(bool((each == want).all()) for each, want in zip(every, right, strict=True)), taken
 
 
-@pytest.mark.parametrize(("hosts", "each"), [([0, 1], 1.0), ([0, 0, 1, 1], 2.0)])
+@pytest.mark.parametrize(("hosts", "each"), [([0, 1], 1.0), ([0, 0, 1, 1], 1.5)])
 def test_however_many_are_launched_few_take_memory(ranks: Ranks, hosts: list[int], each: float) -> None:
-    """``each``: times what a sum is of. With two ranks on a host as much comes from there, and half as much from others
-    in a room that may be twice as large (`Buffers`).
-    """
+    """``each``: times what a sum is of."""
     size = 1 << 18
     for right, taken in ranks(len(hosts), many_at_once, hosts, size):
         assert right

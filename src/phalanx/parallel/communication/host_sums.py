@@ -79,8 +79,10 @@ class HostSums:
         pieces = own.tensor_split(far.size)
         piece = pieces[far.rank]
         alone = near.size == 1
-        rows = own if alone else buffers.take(near.size, len(own), dtype=tensor.dtype)
-        sums = buffers.take(far.size, len(piece), dtype=tensor.dtype)
+        first = 0 if alone else near.size * len(own)
+        room = buffers.take(first + far.size * len(piece), dtype=tensor.dtype)  # one: sums would take another's rows
+        rows = own if alone else room[:first].view(near.size, -1)
+        sums = room[first:].view(far.size, -1)
         give_parts, give_pieces = _expected(near, rows, numbers[0]), _expected(far, sums, numbers[1])
         give_sum, give_all = _expected(far, pieces, numbers[2]), _expected(near, parts, numbers[3])
 
@@ -88,13 +90,12 @@ class HostSums:
             if not alone:
                 rows[near.rank].copy_(own)
                 fold(rows, own)
-                buffers.give(rows)
             return Pending(give_pieces(pieces), back)
 
         def back() -> Pending:
             sums[far.rank].copy_(piece)
             fold(sums, piece)
-            buffers.give(sums)
+            buffers.give(room)
             return Pending(give_sum([piece] * far.size), inside)
 
         def inside() -> Pending:
