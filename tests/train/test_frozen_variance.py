@@ -65,6 +65,25 @@ def test_the_variance_stays_from_some_step_on(ranks: Ranks, kind: str) -> None:
     assert losses[-1] < 0.9 * losses[0]
 
 
+def left_as_it_was() -> bool:
+    with phalanx.Engine(Chosen(), "dp=2,comm=onebit", device="cpu") as engine:
+        first, second, freezes = (batch for _, batch in zip(range(3), engine.batches(), strict=False))
+        engine.step(first)
+        engine.step(second)
+        kept = [state["exp_avg_sq"] for state in engine.optimizer.state.values()]
+        before = [variance.clone() for variance in kept]
+        engine.step(freezes)
+        assert "frozen" in engine.optimizer.param_groups[0]
+        assert not any(
+            state["exp_avg_sq"] is old for state, old in zip(engine.optimizer.state.values(), kept, strict=True)
+        )
+        return all(map(torch.equal, before, kept))
+
+
+def test_what_may_be_being_copied_is_left_as_it_is(ranks: Ranks) -> None:
+    assert ranks(2, left_as_it_was) == [True, True]
+
+
 def test_a_loss_that_is_scaled_makes_no_difference(ranks: Ranks) -> None:
     (_, scaled), (_, plain) = (ranks(2, variances, "AdamW", fp16)[0] for fp16 in (True, False))
     assert scaled == pytest.approx(plain, rel=0.1)

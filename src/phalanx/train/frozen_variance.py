@@ -93,15 +93,18 @@ class FrozenVariance:
 
     @torch.no_grad()
     def _freeze(self, step: int) -> None:
-        """All ranks must call it: what is least follows from whole weights."""
+        """All ranks must call it: what is least follows from whole weights.
+
+        A step begins with it, when a copy of the state may be under way: so what it copies is left as it is.
+        """
         means = self._means()
         for weight, group in self._each():
             state, stays = self.optimizer.state.get(weight.shard), group["betas"][1]
             if not state:
                 continue  # it had no gradient on any rank; if it ever has, that is said
             corrected = 1 - stays ** int(state["step"])
-            state["exp_avg_sq"].div_(corrected).clamp_(min=FLOOR * means[weight.name] / corrected)
-            state["exp_avg_sq"].mul_(1 - stays**step)
+            frozen = state["exp_avg_sq"] / corrected
+            state["exp_avg_sq"] = frozen.clamp_(min=FLOOR * means[weight.name] / corrected).mul_(1 - stays**step)
         for group in self.optimizer.param_groups:
             group["frozen"] = step
 
