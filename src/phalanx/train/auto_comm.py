@@ -197,7 +197,7 @@ class AutoComm:
             )
             self.news.append(Chosen(step, found, self.method, why, predicted, 8e-6 * link.rate, link.latency))
         if found != self.method:
-            trial = MethodTrial(self.method, {self.method: usual}, plain)
+            trial = MethodTrial({self.method: usual}, plain)
             self._use(found)
             self._trial = trial
         if longer:

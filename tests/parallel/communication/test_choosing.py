@@ -87,7 +87,7 @@ def test_of_the_method_in_use_it_is_kept_until_the_link_is_another() -> None:
 
 def test_each_is_tried_once_at_most_and_the_most_exact_kept_of_those_that_are_as_good() -> None:
     methods, experience = allowed(0.5), Experience()
-    trial, own, order = MethodTrial("exact", {"exact": 0.3}, PREDICTED), "bf16", ["bf16"]
+    trial, own, order = MethodTrial({"exact": 0.3}, PREDICTED), "bf16", ["bf16"]
     while True:
         own, following = trial.judged(own, 0.2, experience, methods)
         order.append(own)
@@ -95,3 +95,17 @@ def test_each_is_tried_once_at_most_and_the_most_exact_kept_of_those_that_are_as
             break
         trial = following
     assert order == ["bf16", "int8", "int4", "bf16"]
+
+
+def test_one_in_use_is_forgotten_soon_however_often_others_were_tried() -> None:
+    methods, experience = allowed(0.5), Experience()
+    experience.measured(1e8, "exact")
+    for _ in range(8):
+        for own in ("int8", "int4"):
+            assert MethodTrial({"bf16": 0.1}, PREDICTED).judged(own, 0.2, experience, methods)[0] == "bf16"
+    wanted, _ = MethodTrial({"bf16": 0.4}, PREDICTED).judged("int8", 0.2, experience, methods)
+    assert wanted == "int8"
+    assert "bf16" in experience
+    experience.measured(1e8, "int8")
+    assert "bf16" not in experience
+    assert "int4" in experience

@@ -74,7 +74,8 @@ class Experience:
     """How many times as long as predicted steps with methods that were tried took.
 
     A stall, or a machine that was busy, may have been to blame: a method that was tried counts as it is predicted again
-    after the next measurement of the link, when it was tried twice after two, then after four and so on.
+    after the next measurement of the link, when it was tried twice after two, then after four and so on. One that was
+    in use, and is left for another, has not been tried for that.
     """
 
     def __init__(self) -> None:
@@ -98,13 +99,13 @@ class Experience:
         self._rate = self._rate if self._factors else rate
 
     def learn(self, name: str, taken: float, predicted: float) -> None:
-        """Steps with a method took so many seconds that was on trial, or was left for one."""
+        """Steps with a method that was on trial took so many seconds."""
         self.know(name, taken, predicted)
         self._left[name] = 1 << self._tries[name]
         self._tries[name] += 1
 
     def know(self, name: str, taken: float, predicted: float) -> None:
-        """The same of the method in use, as of now."""
+        """The same of the method in use, or that has been until now."""
         self._factors[name] = taken / predicted
 
     def corrected(self, predicted: Mapping[str, float]) -> dict[str, float]:
@@ -116,9 +117,8 @@ class Experience:
 class MethodTrial:
     """Of a method that has just been chosen."""
 
-    before: str
     taken: Mapping[str, float]
-    """Seconds of steps with the method before, and with those that were tried before it since the link was measured."""
+    """Seconds of steps with the method that was in use, and then with those that were tried since."""
     predicted: Mapping[str, float]
     """By the model alone, of all methods."""
 
@@ -131,11 +131,12 @@ class MethodTrial:
         was not where that promises a gain: each is tried once at most.
         """
         taken = {**self.taken, own: seconds}
-        for name in (self.before, own):
-            experience.learn(name, taken[name], self.predicted[name])
+        in_use = next(iter(taken))
+        experience.know(in_use, taken[in_use], self.predicted[in_use])
+        experience.learn(own, seconds, self.predicted[own])
         best = choose(taken, [each for each in methods if each.name in taken], "")
         wanted = choose(experience.corrected(self.predicted) | taken, methods, best)
-        return wanted, None if wanted in taken else MethodTrial(own, taken, self.predicted)
+        return wanted, None if wanted in taken else MethodTrial(taken, self.predicted)
 
 
 def bucket_bytes(latency: float, rate: float, most: int) -> int:
