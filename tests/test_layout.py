@@ -89,6 +89,8 @@ def test_bad_text_is_refused(text: str, expected: str) -> None:
         ("dp=2,recompute=host,graphs=step", 32, 2, "is not offered with recompute=host", "dp=2,recompute=host"),
         ("dp=2,offload=params,graphs=step", 32, 2, "is not offered with offload=params", "dp=2,offload=params"),
         ("dp=2,graphs=step,comm=int4", 32, 2, "is not offered with comm=int4", "dp=2,graphs=step"),
+        ("fsdp=2,comm=onebit", 32, 2, "comm=onebit sums over replicas alone, and dp=1", "fsdp=2,comm=int4"),
+        ("fsdp=2,ep=2,comm=topk:1", 32, 2, "sums over replicas alone", "fsdp=2,ep=2"),
         ("dp=2,tp=2", 32, 8, "needs 4 ranks and there are 8", "dp=4,tp=2|dp=2,fsdp=2,tp=2"),
         ("dp=4,tp=2", 2, 8, "is less than the 4 ranks", "dp=2,tp=2 on 4 ranks|fsdp=2,tp=2 on 4 ranks"),
     ],

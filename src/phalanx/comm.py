@@ -17,6 +17,8 @@ NUMBERS = {"topk": "1", "onebit": "20", "powersgd": "4"}
 """Of those that have one after a colon, one to give."""
 SHARDING = ("bf16", "int8", "int4")
 """Those that also scatter gradients over ``fsdp`` and gather weights."""
+FEWEST = "int4"
+"""The one of them that sends the fewest bytes."""
 OWING = ("int4", "topk", "onebit", "powersgd")
 """Those that say so little of a gradient that the rest is owed: it is kept, and added to the next."""
 

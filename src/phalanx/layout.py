@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields, replace
 from itertools import product
 from typing import Any, get_type_hints
 
-from phalanx.comm import EXACT, Comm
+from phalanx.comm import EXACT, FEWEST, Comm
 from phalanx.errors import WrongUse, closest
 from phalanx.local_updates import LocalUpdates
 
@@ -246,11 +246,17 @@ class Layout:
         method = Comm.parse(self.comm)
         if method is None or self.coded_axis != "fsdp":
             return
-        if not method.sharding:
+        if self._codes_replicas_alone:
             yield f"comm={self.comm} sums over replicas alone, and dp=1"
         for name in ("cp", "ep"):
             if getattr(self, name) > 1:
                 yield f"comm={self.comm} over fsdp is not offered with {name}={getattr(self, name)}"
+
+    @property
+    def _codes_replicas_alone(self) -> bool:
+        """Whether ``comm`` is for replicas alone, and there are none."""
+        method = Comm.parse(self.comm)
+        return method is not None and not method.sharding and self.coded_axis == "fsdp"
 
     def _not_recorded(self) -> Iterator[str]:
         if self.graphs == "none":
@@ -298,8 +304,8 @@ class Layout:
 
     def _switches(self) -> list[dict[str, Any]]:
         """Ways to leave out what another layout may not be offered with."""
-        without = {"compile": "none", "graphs": "none", "comm": EXACT}
-        kinds = [dict.fromkeys([getattr(self, name), plain]) for name, plain in without.items()]
+        without = {"compile": ["none"], "graphs": ["none"], "comm": [FEWEST] * self._codes_replicas_alone + [EXACT]}
+        kinds = [dict.fromkeys([getattr(self, name), *others]) for name, others in without.items()]
         return [dict(zip(without, values, strict=True)) for values in product(*kinds)]
 
     def _fitting(self, global_batch: int, ranks: int) -> dict[str, Any]:
@@ -312,9 +318,10 @@ class Layout:
         kept = DEGREES[1 if self.local else 2 :]  # dp and fsdp stand in for each other, but a site stays as it is
         weights = dict.fromkeys(kept, 3)
         far = sum(weights.get(n, 1) * abs(math.log2(getattr(self, n) / getattr(other, n))) for n in DEGREES)
-        new = sum(getattr(self, n) == 1 < getattr(other, n) for n in DEGREES)
+        added = sum(getattr(self, n) == 1 < getattr(other, n) for n in DEGREES)
         names = "compile", "graphs", "comm", "micro_batch", "exact"
-        return far, new, *(getattr(self, name) != getattr(other, name) for name in names)
+        changed = (getattr(self, name) != getattr(other, name) for name in names)
+        return far, added, *changed, self.comm != EXACT and other.comm == EXACT
 
 
 def _near(degree: int, world: int) -> set[int]:
