@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
+from phalanx.layout import Layout
 from phalanx.run import Run
-from phalanx.train.less_sent import less_sent
+from phalanx.train.less_sent import Sent, less_sent
 from tests.test_cli import phalanx as command
 
 
@@ -29,3 +32,21 @@ def test_a_run_says_how_much_less_it_has_sent(tmp_path: Path) -> None:
     ]
     assert less_sent(Run(tmp_path / "run")) == lines
     assert all(line in done.stdout for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("layout", "sent", "says"),
+    [
+        ("dp=2,comm=int4", 100, "1/7.68"),
+        ("dp=2,comm=bf16", 750, "no less"),
+        ("fsdp=2,comm=int4", 1_000, "more, since each weight fills whole blocks"),
+        ("dp=16,comm=topk:20", 1_000, "more, since every rank sends to every other"),
+    ],
+)
+def test_how_much_less_or_why_more(layout: str, sent: float, says: str) -> None:
+    line = Sent(Layout.parse(layout), [0], sent, 768).line(several=False)
+    assert line.endswith(f"({layout.partition(',')[2]}: {says})")
+
+
+def test_steps_between_which_there_were_others_are_counted() -> None:
+    assert " in 2 of the steps 1 to 4: " in Sent(Layout.parse("dp=2,comm=int8"), [0, 3], 100, 768).line(several=True)

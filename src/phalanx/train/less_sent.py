@@ -12,6 +12,8 @@ from phalanx.words import in_bytes
 
 LESS = 1.05
 """So many times as many bytes exact sums must send for a run to have sent less."""
+WHY_MORE = {"topk": "every rank sends to every other"}
+"""By method, where it is not that weights are small."""
 
 
 @dataclass
@@ -31,7 +33,7 @@ class Sent:
         if self.exact > LESS * self.sent:
             share = f"1/{self.exact / self.sent:.3g}"
         elif self.layout.coded_axis and self.sent > self.exact:
-            share = "more, since each weight fills whole blocks"
+            share = f"more, since {WHY_MORE.get(self.layout.comm.partition(':')[0], 'each weight fills whole blocks')}"
         first, last, count = self.steps[0] + 1, self.steps[-1] + 1, len(self.steps)
         those = f"steps {first} to {last}" if last - first + 1 == count else f"{count} of the steps {first} to {last}"
         return (
