@@ -24,7 +24,7 @@ from phalanx.parallel.communication.peers import Messages, Peers
 from phalanx.parallel.communication.pending import Pending
 
 AT_ONCE = 3
-"""Sums that take memory at the same time, each about as much as it sums."""
+"""Sums that take memory at the same time: each `1 + 1/k` times what it sums, with `k` ranks a host."""
 
 
 def on_hosts(hosts: Sequence[int]) -> list[list[int]]:
@@ -80,7 +80,7 @@ class HostSums:
         piece = pieces[far.rank]
         alone = near.size == 1
         first = 0 if alone else near.size * len(own)
-        room = buffers.take(first + far.size * len(piece), dtype=tensor.dtype)  # one: sums would take another's rows
+        room = buffers.take(first + far.size * len(piece), dtype=tensor.dtype)  # one: two may be twice as large each
         rows = own if alone else room[:first].view(near.size, -1)
         sums = room[first:].view(far.size, -1)
         give_parts, give_pieces = _expected(near, rows, numbers[0]), _expected(far, sums, numbers[1])
