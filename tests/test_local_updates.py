@@ -10,7 +10,7 @@ from phalanx.local_updates import LocalUpdates
 
 @pytest.mark.parametrize(
     "text",
-    ["local:4", "diloco:16", "diloco:16:int4:fragments=4:overlap=2:mix=0.25:rate=1:momentum=0.3", "local:8:bf16"],
+    ["local:4", "diloco:16", "diloco:16:int4:fragments=4:overlap=2:rate=1:momentum=0.3", "local:8:bf16"],
 )
 def test_the_text_form_is_read_and_written(text: str) -> None:
     found = LocalUpdates.parse(text)
@@ -37,12 +37,21 @@ def test_others_are_not_meant() -> None:
         ("local:16:momentum=0.5", r"no rate or momentum\. Write e\.g\. diloco:16"),
         ("diloco:16:rate=3", "at most 2"),
         ("diloco:16:momentum=1", "below 1"),
-        ("diloco:16:mix=0.5", "has no overlap"),
     ],
 )
 def test_what_cannot_be_ends_in_what_to_write(text: str, words: str) -> None:
     with pytest.raises(WrongUse, match=words):
         Layout.parse(f"dp=2,comm={text}")
+
+
+def test_an_option_that_is_no_more_is_read_and_said() -> None:
+    before, now = LocalUpdates.parse("diloco:16:overlap=2:mix=0.25"), LocalUpdates.parse("diloco:16:overlap=2")
+    assert before == now
+    assert now is not None
+    assert "mix is no more: what a site changes" in now.note("diloco:16:overlap=2:mix=0.25", 2)
+    assert "no more" not in now.note(str(now), 2)
+    with pytest.raises(WrongUse, match="mix=banana, which is no number"):
+        LocalUpdates.parse("diloco:16:overlap=2:mix=banana")
 
 
 def test_fragments_leave_and_arrive_in_turn() -> None:

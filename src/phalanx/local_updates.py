@@ -15,10 +15,11 @@ from phalanx.words import many
 
 METHODS = ("local", "diloco")
 CODECS = ("bf16", "int8", "int4")
-OPTIONS = {"fragments": int, "overlap": int, "mix": float, "rate": float, "momentum": float}
+OPTIONS = {"fragments": int, "overlap": int, "rate": float, "momentum": float}
 USUAL, FEW, FOR_FEW = (0.7, 0.9), 200, (0.9, 0.2)
 """Rate and momentum; a run of fewer outer steps has a smaller momentum: what is carried on must also come to rest."""
-MIX = 0.5
+RETIRED = {"mix": "what a site changes while weights travel is added to what arrives, whole"}
+"""Options of saved runs that nothing is done with any more, and why."""
 EXAMPLE = "diloco:16:int4:fragments=4:overlap=2"
 
 
@@ -34,9 +35,8 @@ class LocalUpdates:
     fragments: int = 1
     """Parts of the model, which are agreed on in turn, evenly over these steps."""
     overlap: int = 0
-    """Steps that are trained while a fragment travels; what comes back is that much older."""
-    mix: float | None = None
-    """How much of a site's own weights stays when those that all agreed on arrive."""
+    """Steps that are trained while a fragment travels: what comes back is that much older, and what a site has changed
+    meanwhile is added to it."""
     rate: float | None = None
     momentum: float | None = None
     """Of the outer optimizer, Nesterov's; None: what the run's length asks for."""
@@ -61,12 +61,13 @@ class LocalUpdates:
                 known = ", ".join([*CODECS, *(f"{option}=..." for option in OPTIONS)])
                 raise _wrong(text, f"has {word!r}, which is none of {known}, or twice a codec", EXAMPLE)
             return replace(self, codec=name)
-        if name not in OPTIONS:
+        if name not in OPTIONS and name not in RETIRED:
             raise WrongUse(f"{name!r} is no part of comm={text}; {closest(name, OPTIONS)}")
         try:
-            return replace(self, **{name: OPTIONS[name](value)})
+            number = OPTIONS.get(name, float)(value)
         except ValueError:
             raise _wrong(text, f"has {word}, which is no number", EXAMPLE) from None
+        return self if name in RETIRED else replace(self, **{name: number})
 
     def _checked(self, text: str) -> LocalUpdates:
         if not 1 <= self.fragments <= self.every:
@@ -83,8 +84,6 @@ class LocalUpdates:
             raise _wrong(text, "has an outer rate that is not above 0 and at most 2", "rate=0.7")
         if self.momentum is not None and not 0 <= self.momentum < 1:
             raise _wrong(text, "has an outer momentum that is not from 0 to below 1", "momentum=0.6")
-        if self.mix is not None and (not self.overlap or not 0 <= self.mix < 1):
-            raise _wrong(text, "mixes weights by what is not from 0 to below 1, or has no overlap", "overlap=2:mix=0.5")
         return self
 
     def __str__(self) -> str:
@@ -95,11 +94,6 @@ class LocalUpdates:
     def apart(self) -> bool:
         """Whether sites always have weights of their own, since no two fragments agree at the same time."""
         return self.fragments > 1 or self.overlap > 0
-
-    @property
-    def kept(self) -> float:
-        """How much of a site's own weights stays."""
-        return 0.0 if not self.overlap else MIX if self.mix is None else self.mix
 
     def outer(self, steps: int) -> tuple[float, float]:
         """Rate and momentum of the outer optimizer in a run of so many steps."""
@@ -113,6 +107,7 @@ class LocalUpdates:
         how = f"a fragment of {self.fragments} at a time" if self.fragments > 1 else "on all weights at once"
         late = f", {many(self.overlap, 'step')} late" if self.overlap else ""
         agree = f"they agree {how}{late}, every {self.every} steps"
+        agree += "".join(f" ({why})" for why in retired(text))
         return (
             f"comm={text} has {sites} sites train by themselves; {agree}. A step's loss and tokens are the first one's"
         )
@@ -148,6 +143,11 @@ class LocalUpdates:
         return replace(
             self, every=min(self.every, max(2, fragments * (overlap + 1))), fragments=fragments, overlap=overlap
         )
+
+
+def retired(text: str) -> list[str]:
+    """What is said of options that nothing is done with any more."""
+    return [f"{name} is no more: {why}" for name, why in RETIRED.items() if f":{name}=" in text]
 
 
 def _wrong(text: str, why: str, instead: str) -> WrongUse:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import phalanx
 from phalanx.checkpoint.manifest import Held, Manifest
-from phalanx.checkpoint.sites import common, joined, kept_by, sources
+from phalanx.checkpoint.sites import common, joined, kept_by, sources, untold
 from phalanx.train.checkpointing import save
 from phalanx.train.restoring import load
 from tests.ranks import Ranks
@@ -75,6 +75,58 @@ def test_other_layouts_go_on_with_the_mean(ranks: Ranks, tmp_path: Path, after: 
                 assert torch.allclose(found[name], before[rank // 2][1][name] if sites else moment, atol=1e-7)
 
 
+APART = "dp=2,comm=diloco:4:fragments=2:overlap=1"
+Weights = dict[str, Tensor]
+
+
+def apart(folder: str) -> tuple[Weights, Weights]:
+    """Where sites agree, but each has trained on from what left before: its own weights, and those agreed on."""
+    with phalanx.Engine(Digits(width=64, steps=10), APART, device="cpu") as engine:
+        for batch in engine.batches():
+            if engine.step_number == HALF:
+                save(engine, folder)
+                break
+            engine.step(batch)
+        own = {name: tensor.clone() for name, tensor in engine.spread.whole.state()}
+        return own, {name: tensor.clone() for name, tensor in engine.whole_weights().items()}
+
+
+def taken_up(layout: str, folder: str) -> tuple[Weights, Weights, list[float]]:
+    """What a rank computes with and all have agreed on, and what its site has yet to tell; then it goes on."""
+    with phalanx.Engine(Digits(width=64, steps=10), layout, device="cpu") as engine:
+        load(engine, folder)
+        own = {name: tensor.clone() for name, tensor in engine.spread.whole.state()}
+        agreed = {name: tensor.clone() for name, tensor in engine.whole_weights().items()}
+        outer = engine.spread.outer
+        untold = [*outer.untold] if outer is not None else []
+        assert all(engine.step(batch).loss < 2.4 for batch in engine.batches())
+        return own, agreed, untold
+
+
+@pytest.mark.parametrize(
+    "after",
+    ["dp=3,comm=diloco:2", "dp=3,comm=diloco:4:fragments=2:overlap=1", "dp=1", "fsdp=2", "dp=2,comm=diloco:4",
+     "dp=2,fsdp=2,comm=local:4"],
+)  # fmt: skip
+def test_what_sites_trained_since_goes_on_in_the_mean(ranks: Ranks, tmp_path: Path, after: str) -> None:
+    (one, agreed), (other, _) = ranks(2, apart, str(tmp_path))
+    assert not torch.equal(one["0.weight"], other["0.weight"])
+    world = phalanx.Layout.parse(after).world
+    for own, found, _ in ranks(world, taken_up, after, str(tmp_path)):
+        for name, value in one.items():
+            mean = (value + other[name]) / 2
+            assert torch.allclose(own[name], mean, atol=1e-7), name
+            assert torch.allclose(found[name], mean, atol=1e-7), name
+        assert not torch.allclose(own["0.weight"], agreed["0.weight"], atol=1e-7)
+
+
+def test_as_many_sites_go_on_with_their_own(ranks: Ranks, tmp_path: Path) -> None:
+    before = ranks(2, apart, str(tmp_path))
+    for (own, agreed), (mine, found, _) in zip(before, ranks(2, taken_up, APART, str(tmp_path)), strict=True):
+        assert all(torch.equal(mine[name], value) for name, value in own.items())
+        assert all(torch.equal(found[name], value) for name, value in agreed.items())
+
+
 def early(folder: str) -> None:
     with phalanx.Engine(Digits(width=64), "dp=2,comm=local:4", device="cpu") as engine:
         engine.step(next(engine.batches()))
@@ -94,6 +146,21 @@ def test_whose_is_taken_up() -> None:
     assert kept_by(manifest, "sites/0/", 3) == {"w": {("optimizer", "exp_avg"): ["sites/0/optimizer/exp_avg/w"]}}
     assert sources(Manifest({}, {"optimizer/exp_avg/w": Held("float32", (2,))}), "sites/0/", 2) == [""]
     assert common("sites/0/optimizer/exp_avg/w") == common("optimizer/exp_avg/w") == "optimizer/exp_avg/w"
+
+
+@pytest.mark.parametrize(
+    ("there", "whose", "sites", "here", "want"),
+    [
+        ([0, 1, 2], "sites/1/", 3, 1, 10.0),  # its own
+        ([0, 1, 2], "sites/1/", 2, 1, 55.5),  # of files, in which all are: two take half each
+        ([2], "sites/1/", 2, 1, 100.0),  # of the memory of its host, where it was the third one
+        ([0, 1], "sites/1/", 3, 2, 5.5),  # of the memory of a host of two, another host having lost its own
+    ],
+)
+def test_what_is_untold_is_told_once(there: list[int], whose: str, sites: int, here: int, want: float) -> None:
+    numbers = {f"sites/{site}/untold": [10.0**site] for site in there}
+    saved = Manifest({"layout": "dp=4,comm=local:2" if len(there) == 2 else "dp=3,comm=local:2"}, {}, numbers)
+    assert untold(saved, sources(saved, whose, sites), sites, here) == [want]
 
 
 def test_counters_are_not_averaged() -> None:

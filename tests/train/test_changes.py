@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from phalanx import EMA, Callback, Freeze, WrongUse
+from phalanx import EMA, Callback, Freeze, Layout, WrongUse
 from phalanx.run import Run
 from phalanx.train.engine import Engine
 from phalanx.train.restoring import Restorer
@@ -94,6 +94,33 @@ def test_settings_schedule_and_optimizer_are_said_in_a_line_each(tmp_path: Path)
 def test_another_comm_is_said_in_one_line(ranks: Ranks, tmp_path: Path, then: str, now: str, words: list[str]) -> None:
     ranks(2, saved, Changing(), tmp_path, f"dp=2,comm={then}")
     assert ranks(2, taken_up, Changing(), tmp_path, False, f"dp=2,comm={now}") == [words, words]
+
+
+APART, TOGETHER = "dp=2,comm=diloco:3:overlap=1", "dp=2,comm=diloco:3"
+AVERAGED = "2 sites trained by themselves: what the optimizer of each kept is averaged"
+CARRIED = "what the outer optimizer carried on is left out"
+
+
+@pytest.mark.parametrize(
+    ("then", "now", "words"),
+    [
+        (TOGETHER, TOGETHER, []),
+        (TOGETHER, "dp=3,comm=diloco:3", [AVERAGED]),
+        (TOGETHER, "fsdp=2", [f"{AVERAGED}; {CARRIED}"]),
+        (APART, "dp=3,comm=diloco:3", [f"{AVERAGED}, and so are their weights"]),
+        (APART, "dp=1", [f"{AVERAGED}, and so are their weights; {CARRIED}"]),
+        (APART, TOGETHER, ["comm was diloco:3:overlap=1 and is diloco:3: the mean of what sites have of weights is "
+                           "what all go on with"]),
+        (TOGETHER, "dp=2,comm=local:3", [f"comm was diloco:3 and is local:3: {CARRIED}"]),
+        ("dp=2,comm=local:3", "fsdp=2", [AVERAGED]),
+        (f"{APART}:mix=0.5", APART, ["mix is no more: what a site changes while weights travel is added to what "
+                                     "arrives, whole"]),
+    ],
+)  # fmt: skip
+def test_other_sites_are_said(ranks: Ranks, tmp_path: Path, then: str, now: str, words: list[str]) -> None:
+    ranks(2, saved, Changing(), tmp_path, then)
+    world = Layout.parse(now).world
+    assert ranks(world, taken_up, Changing(), tmp_path, False, now) == [words] * world
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import phalanx
 from phalanx.train.held import EVERY, HeldMemory, counted, held_now
+from tests.ranks import Ranks
 from tests.tasks import Digits
 
 PARTS = ("weights", "gradients", "optimizer", "activations", "other")
@@ -25,6 +26,23 @@ def test_parts_are_those_of_the_engine_and_are_told_once() -> None:
             later = memory.changed()
             assert "memory_weights" not in later
             assert "memory_optimizer" not in later
+
+
+def of_sites() -> tuple[int, int]:
+    with phalanx.Engine(Digits(steps=8), "dp=2,comm=diloco:4:overlap=1", device="cpu") as engine:
+        memory = HeldMemory(engine)
+        batches = engine.batches()
+        for _ in range(3):
+            engine.step(next(batches))
+        told = memory.changed()
+        whole = sum(told[f"memory_{part}"] for part in (*PARTS, "sites"))
+        assert abs(whole - told["memory_peak"]) < 0.05 * told["memory_peak"]
+        return told["memory_sites"], told["memory_weights"]
+
+
+def test_what_sites_keep_is_a_part(ranks: Ranks) -> None:
+    for sites, weights in ranks(2, of_sites):
+        assert sites >= 4 * weights, "agreed on, momentum, and a fragment on its way: the message and what left"
 
 
 def test_what_a_process_holds() -> None:

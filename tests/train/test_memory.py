@@ -17,11 +17,13 @@ from phalanx.optim import SOAP, AdamW
 from phalanx.parallel.communication.mesh import Grid
 from phalanx.parallel.weights.blueprint import Blueprint
 from phalanx.parallel.weights.matrices import COPY
+from phalanx.parallel.weights.outer import OuterWeights
 from phalanx.parallel.weights.placement import Placement
 from phalanx.precision import DTYPES, Dtypes
 from phalanx.recipes.sft import SFT
 from phalanx.train.memory import Kept, Memory, fullest, held, owned_state
 from phalanx.trees import leaves
+from phalanx.words import in_bytes as written
 from tests.parity import HostileLanguage
 from tests.ranks import Ranks
 
@@ -67,8 +69,8 @@ def in_bytes(tensors: Any) -> int:
     return sum(tensor.numel() * tensor.itemsize for tensor in tensors if tensor.ndim)
 
 
-def found(task: Kinds, layout: str) -> tuple[Memory, int, int, int]:
-    """What arithmetic says of this rank; what its weights, its optimizer's state and its averages are."""
+def found(task: Kinds, layout: str) -> tuple[Memory, int, int, int, int]:
+    """What arithmetic says of this rank; what its weights, its optimizer's state, its averages and its sites' are."""
     with Engine(task, layout, device="cpu") as engine:
         engine.step(next(engine.batches()))
         spread, dtypes = engine.spread, engine.dtypes
@@ -82,23 +84,44 @@ def found(task: Kinds, layout: str) -> tuple[Memory, int, int, int]:
             kept += [weight.full] if whole and not weight.apart else [weight.shard, *([weight.full] if whole else [])]
         memory = {tensor.untyped_storage().data_ptr(): tensor for tensor in kept}.values()
         state = leaves([s for w, s in engine.optimizer.state.items() if w.logical_name != "unused"], Tensor)
-        averages = leaves([*engine.callbacks.tensors().values()], Tensor)
-        return told, sum(t.numel() * t.itemsize for t in memory), in_bytes(state), in_bytes(averages)
+        averages = [*leaves([*engine.callbacks.tensors().values()], Tensor)]
+        weights_bytes = sum(t.numel() * t.itemsize for t in memory)
+        return told, weights_bytes, in_bytes(state), in_bytes(averages), sites_bytes(spread.outer)
+
+
+def sites_bytes(outer: OuterWeights | None) -> int:
+    """What sites keep, and have on its way, of the fragment of which that is most."""
+    if outer is None:
+        return 0
+    outer.discard()
+    found = [in_bytes(outer.tensors())]
+    for number in range(len(outer.fragments)) if outer.local.overlap else ():
+        outer.leave(number)
+        found.append(in_bytes(outer.tensors()))
+        outer.discard()
+    return max(found)
 
 
 @pytest.mark.parametrize("layout", ["dp=2", "fsdp=2", "fsdp=2,zero=1", "tp=2", "pp=2", "cp=2"])
 def test_weights_state_and_averages_are_those_of_a_step(ranks: Ranks, layout: str) -> None:
-    for told, weights, state, averages in ranks(2, found, Kinds(averages=2), layout):
+    for told, weights, state, averages, _ in ranks(2, found, Kinds(averages=2), layout):
         assert told.weights == weights
         assert told.optimizer == state
         assert told.averages == averages
 
 
+@pytest.mark.parametrize("comm", ["local:4", "diloco:4", "diloco:4:overlap=1", "diloco:4:fragments=2:overlap=1"])
+def test_what_sites_keep_besides(ranks: Ranks, comm: str) -> None:
+    for told, weights, state, averages, sites in ranks(2, found, Kinds(), f"dp=2,comm={comm}"):
+        assert (told.weights, told.optimizer, told.averages, told.sites) == (weights, state, averages, sites)
+        assert f"sites {written(sites)}" in str(told)
+
+
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_what_optimizers_keep(ranks: Ranks, kind: str) -> None:
-    ((told, _, state, _),) = ranks(1, found, Kinds(kind=kind), "dp=1")
+    ((told, _, state, *_),) = ranks(1, found, Kinds(kind=kind), "dp=1")
     assert told.optimizer == state
-    for told, _, state, _ in ranks(2, found, Kinds(kind=kind), "fsdp=2"):
+    for told, _, state, *_ in ranks(2, found, Kinds(kind=kind), "fsdp=2"):
         assert told.optimizer == pytest.approx(state, abs=8)  # a row of three halves of a state is rounded
 
 

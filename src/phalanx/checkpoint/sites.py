@@ -1,7 +1,9 @@
 """What sites that train by themselves have of their own, in checkpoints: which of it a rank of any layout takes up.
 
-As many sites as there were take up each its own. Otherwise each takes the mean over all that are there, which is also
-what a layout without sites goes on with: of a lost site nothing is there, and a new one begins with what others have.
+As many sites as there were take up each its own, and so does one of which alone a host's memory has something: others
+were lost. Otherwise each takes the mean over all that are there, which is also what a layout without sites goes on
+with: of a lost site nothing is there, and a new one begins with what others have. That holds for weights, too, where
+those of sites are not what all have agreed on.
 """
 
 from __future__ import annotations
@@ -24,16 +26,23 @@ def common(name: str) -> str:
     return name.split("/", 2)[2] if name.startswith(SITES) and name.count("/") > 2 else name
 
 
-def sources(manifest: Manifest, own: str, sites: int) -> list[str]:
-    """Whose of it is taken up: how these names begin. ``own``: this site's do so, of as many ``sites``."""
+def those_there(manifest: Manifest) -> list[str]:
+    """The sites of which something is there: how the names of it begin."""
     names = [*manifest.tensors, *manifest.numbers]
     there = sorted({int(name.split("/", 2)[1]) for name in names if name.startswith(SITES)})
-    if not there:
-        return [""]
+    return [f"{SITES}{number}/" for number in there]
+
+
+def sites_then(manifest: Manifest) -> int:
+    """How many there were when it was saved."""
     layout = manifest.facts.get("layout")
-    then = len(there) if layout is None else Layout.parse(layout).dp
-    every = [f"{SITES}{number}/" for number in there]
-    return [own] if own in every and then == sites else every
+    return len(those_there(manifest)) if layout is None else Layout.parse(layout).dp
+
+
+def sources(manifest: Manifest, own: str, sites: int) -> list[str]:
+    """Whose of it is taken up: how these names begin. ``own``: this site's do so, of as many ``sites``."""
+    there = those_there(manifest)
+    return [own] if own in there and sites_then(manifest) == sites else there or [""]
 
 
 def kept_by(manifest: Manifest, own: str, sites: int) -> Kept:
@@ -57,7 +66,11 @@ def joined(rooms: Sequence[Tensor], counters: bool) -> None:
     rooms[0].copy_(total)
 
 
-def untold(manifest: Manifest, whose: Sequence[str], among: int) -> list[float]:
-    """What sites had yet to tell of their steps, added up, and a share of it ``among`` so many."""
+def untold(manifest: Manifest, whose: Sequence[str], sites: int, here: int) -> list[float]:
+    """What sites had yet to tell of their steps, added up: the share of one of those that take it up.
+
+    They are all ``sites``; of what the memory of one host alone has, those on this host, ``here``.
+    """
+    among = 1 if len(whose) == 1 else sites if len(whose) == sites_then(manifest) else here
     found = [numbers for each in whose if (numbers := manifest.numbers.get(f"{each}{UNTOLD}"))]
     return [sum(numbers) / among for numbers in zip(*found, strict=True)]

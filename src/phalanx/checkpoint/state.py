@@ -22,7 +22,7 @@ from torch import Tensor, optim
 
 from phalanx.checkpoint.manifest import Held, Manifest
 from phalanx.checkpoint.owed import OwedState
-from phalanx.checkpoint.sites import SITES, UNTOLD, VELOCITY, joined, kept_by, sources, untold
+from phalanx.checkpoint.sites import SITES, UNTOLD, VELOCITY, joined, kept_by, sources, those_there, untold
 from phalanx.errors import WrongUse, closest
 from phalanx.parallel.communication.mesh import AXES
 from phalanx.parallel.spread import Spread
@@ -149,7 +149,8 @@ class State:
         keys = kept_by(manifest, self.own, self.mesh.size("dp"))
         self.optimizer.state.clear()
         self.spread.reduction.unsettled.clear()
-        found = self._wanted_beside(manifest) | OwedState(self.spread).wanted(manifest) | self._wanted_agreed(manifest)
+        found = self._wanted_beside(manifest) | OwedState(self.spread).wanted(manifest)
+        found |= self._wanted_of_sites(manifest)
         for name, weight in self.spread.weights.items():
             if f"model/{name}" in manifest.tensors and f"model/{name}" not in found:
                 found[f"model/{name}"] = self._boxes(weight, weight.shard.data)
@@ -172,27 +173,38 @@ class State:
             found[f"model/{name}"] = [(Box.whole(tensor), tensor.detach())]
         return {name: parts for name, parts in found.items() if parts}
 
-    def _wanted_agreed(self, manifest: Manifest) -> dict[str, list[tuple[Box, Tensor]]]:
+    def _wanted_of_sites(self, manifest: Manifest) -> dict[str, list[tuple[Box, Tensor]]]:
         """Likewise, of what sites have agreed on, and of their own weights, where these are others."""
         found: dict[str, list[tuple[Box, Tensor]]] = {}
-        outer = self.outer
-        if outer is None:
-            return found
-        whose = sources(manifest, self.own, self.mesh.size("dp"))
-        alone = whose == [self.own]
-        outer.untold = untold(manifest, whose, 1 if alone else self.mesh.size("dp"))
-        for name, weight in outer.weights.items():
-            full = f"{VELOCITY}{name}"
-            if name in outer.velocity:
+        outer, there, sites = self.outer, those_there(manifest), self.mesh.size("dp")
+        whose, unsettled = sources(manifest, self.own, sites), self.spread.reduction.unsettled
+        if outer is not None:
+            outer.untold = untold(manifest, whose, sites, self._sites_here())
+        goes_on = outer is not None and outer.local.apart and len(whose) == 1
+        """This site with weights of its own."""
+        for name, weight in self.spread.weights.items():
+            full = f"model/{name}"
+            if outer is not None and name in outer.velocity:
                 outer.velocity[name].zero_()
-                if full in manifest.tensors:
-                    found[full] = self._boxes(weight, outer.velocity[name])
-            if alone and outer.local.apart and f"{self.own}model/{name}" in manifest.tensors:
-                found[f"{self.own}model/{name}"] = self._boxes(weight, weight.shard.data)
-                found[f"model/{name}"] = self._boxes(weight, outer.agreed[name])
-            else:
-                self.spread.reduction.unsettled.append(partial(outer.settle, name))
+                if f"{VELOCITY}{name}" in manifest.tensors:
+                    found[f"{VELOCITY}{name}"] = self._boxes(weight, outer.velocity[name])
+            own = [o for each in (whose if goes_on else there) if (o := f"{each}{full}") in manifest.tensors]
+            rooms = [weight.shard.data, *(torch.zeros_like(weight.shard.data) for _ in own[1:])]
+            found |= {one: self._boxes(weight, room) for one, room in zip(own, rooms, strict=False)}
+            if own and not goes_on:
+                found[full] = []  # their mean is what all agree on
+                unsettled.append(partial(joined, rooms, False))
+            if outer is not None and name in outer.agreed:
+                if own and goes_on:
+                    found[full] = self._boxes(weight, outer.agreed[name])
+                else:
+                    unsettled.append(partial(outer.settle, name))
         return found
+
+    def _sites_here(self) -> int:
+        """How many sites have ranks on this rank's host."""
+        each = self.mesh.size(*AXES) // self.mesh.size("dp")
+        return len({rank // each for rank, host in enumerate(self.hosts) if host == self.hosts[self.mesh.rank]})
 
     def _wanted_beside(self, manifest: Manifest) -> dict[str, list[tuple[Box, Tensor]]]:
         """Likewise, of what callbacks keep."""

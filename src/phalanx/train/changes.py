@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ from phalanx.data.loader import sample_at
 from phalanx.errors import WrongUse
 from phalanx.events import plain, say
 from phalanx.layout import Layout
+from phalanx.local_updates import retired
 from phalanx.settings import convert, plain_settings, task_fields
 from phalanx.task import rates
 from phalanx.train.numbers import plain_values
@@ -112,7 +113,7 @@ def _settings(engine: Engine, facts: Mapping[str, Any]) -> list[Change]:
             found.append(Change(f"{what} was {before} and is {value}"))
     if "layout" in facts:
         before_now = Layout.parse(facts["layout"]), engine.layout
-        changed = *_owed(*before_now), _begun_anew(*before_now, facts), _sites(*before_now)
+        changed = *_owed(*before_now), _begun_anew(*before_now, facts), *_sites(*before_now, facts)
         told = [change for change in changed if change is not None]
         found += told or _comm(*before_now)
     found += _callbacks(list(facts["callbacks"]), list(engine.callbacks.named)) if "callbacks" in facts else []
@@ -155,12 +156,26 @@ def _comm(then: Layout, now: Layout) -> list[Change]:
     return [Change(f"comm was {then.comm} and is {now.comm}")] if then.comm != now.comm and travels else []
 
 
-def _sites(then: Layout, now: Layout) -> Change | None:
-    """Where sites that trained by themselves are others, or none."""
-    if then.local is None or (now.local is not None and then.dp == now.dp):
-        return None
-    left = " and what their outer optimizer carried on is left out" if now.local is None else ""
-    return Change(f"{then.dp} sites trained by themselves: what the optimizer of each kept is averaged{left}")
+def _sites(then: Layout, now: Layout, facts: Mapping[str, Any]) -> Iterator[Change]:
+    """Where sites that trained by themselves are others, or none, or agree otherwise."""
+    before, after = then.local, now.local
+    if before is None:
+        return
+    another = f"comm was {then.comm} and is {now.comm}: " if then.comm != now.comm else ""
+    carried = "what the outer optimizer carried on is left out"
+    drops = before.method == "diloco" and (after is None or after.method == "local")
+    if after is not None and then.dp == now.dp:
+        if before.apart and not after.apart:
+            yield Change(f"{another}the mean of what sites have of weights is what all go on with")
+        if drops:
+            yield Change(f"{another}{carried}")
+    else:
+        what = "what the optimizer of each kept is averaged" + ", and so are their weights" * before.apart
+        if facts.get("from_memory"):  # each host has what its own sites kept
+            go_on = "1 goes on with what its host" if now.dp == 1 else f"{now.dp} go on with what their hosts"
+            what = f"{go_on} kept"
+        yield Change(f"{then.dp} sites trained by themselves: {what}{f'; {carried}' if drops else ''}")
+    yield from map(Change, retired(then.comm))
 
 
 def _begun_anew(then: Layout, now: Layout, facts: Mapping[str, Any]) -> Change | None:

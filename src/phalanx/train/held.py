@@ -35,6 +35,7 @@ def by_part(engine: Engine) -> Iterator[tuple[str, Iterable[Tensor]]]:
     yield "gradients", [tensor for tensor in gradients if tensor is not None]
     yield "optimizer", leaves(list(engine.optimizer.state.values()), Tensor)
     yield "callbacks", leaves(list(engine.callbacks.tensors().values()), Tensor)
+    yield "sites", [] if engine.spread.outer is None else engine.spread.outer.tensors()
 
 
 def counted(engine: Engine, device: torch.device) -> dict[str, int]:
@@ -90,12 +91,13 @@ class HeldMemory:
     def parts(self) -> dict[str, int]:
         """Of the peak; and the whole, at its peak and now."""
         now, peak = held_now(self.device), memory_bytes(self.device)
-        weights, optimizer = self._parts["weights"], self._parts["optimizer"]
-        known = weights + optimizer + self._gradients
+        weights, optimizer, sites = (self._parts[name] for name in ("weights", "optimizer", "sites"))
+        known = weights + optimizer + sites + self._gradients
         other = max(0, now - known) if self.device.type == "cuda" else self._before
         other += 0 if self.device.type == "cuda" else self._parts["callbacks"]
         return {
             "memory_weights": weights, "memory_gradients": self._gradients, "memory_optimizer": optimizer,
+            **({"memory_sites": sites} if sites else {}),
             "memory_activations": max(0, peak - known - other), "memory_other": other, "memory_now": now,
             "memory_peak": max(now, peak),
         }  # fmt: skip

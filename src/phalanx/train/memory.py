@@ -1,14 +1,15 @@
-"""What a rank holds between two steps, by arithmetic: weights, gradients, and what optimizer and averages keep of them.
+"""What a rank holds between two steps, by arithmetic: weights, gradients, and what optimizer, averages and sites keep.
 
 A `Placement` says where every weight lies; what an optimizer keeps of one is seen by having it update weights that have
-shapes and no memory. Activations are not in it, nor buffers of what is under way.
+shapes and no memory. Activations are not in it, nor buffers of what is under way within a step.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -41,15 +42,17 @@ class Memory:
     gradients: int
     optimizer: int
     averages: int = 0
+    sites: int = 0
+    """What sites that train by themselves have agreed on, what moves it, and what travels between them."""
 
     @property
     def total(self) -> int:
-        return self.weights + self.gradients + self.optimizer + self.averages
+        return self.weights + self.gradients + self.optimizer + self.averages + self.sites
 
     def __str__(self) -> str:
         found = f"weights {in_bytes(self.weights)}, gradients {in_bytes(self.gradients)}"
-        averages = f", averages {in_bytes(self.averages)}" if self.averages else ""
-        found += f", optimizer {in_bytes(self.optimizer)}{averages}"
+        found += f", optimizer {in_bytes(self.optimizer)}"
+        found += "".join(f", {name} {in_bytes(own)}" for name in ("averages", "sites") if (own := getattr(self, name)))
         return f"{in_bytes(self.total)} a rank without activations: {found}"
 
 
@@ -62,9 +65,13 @@ class Kept:
     whole: frozenset[str]
     """The weights that are updated whole, and whose state lies at their owners."""
     averages: int
-    """How often each weight is kept besides: callbacks' averages; of sites what they agreed on, and what moves it."""
+    """How often callbacks keep an average of each weight."""
     tried: bool = True
     """Whether this was found by an optimizer of weights without memory, of their whole shapes."""
+    sites: int = 0
+    """How often sites keep each weight: what they agreed on, and what moves it."""
+    travelling: Mapping[str, int] = field(default_factory=dict)
+    """The fragment that a weight travels in while steps are trained, if it does."""
 
     @classmethod
     def of(
@@ -74,7 +81,9 @@ class Kept:
         """``described``: the model's weights, with what its author noted on them, by which a task may choose."""
         shapes = {name: one.shape for name, one in placement.weights.items() if one.policy.trainable}
         averages = sum(isinstance(each, EMA) for each in callbacks)
-        averages += 0 if local is None else 1 + bool(local.outer(task.steps)[1])
+        sites = 0 if local is None else 1 + bool(local.outer(task.steps)[1])
+        sizes = {name: shape.numel() for name, shape in shapes.items()}
+        travelling = local.divided(sizes) if local is not None and local.overlap else {}
         for device in ("meta", "cpu"):  # some want memory: they get that of one number
             weights = [_stand_in(name, shape, device, dtypes.parameter) for name, shape in shapes.items()]
             for weight, name in zip(weights, shapes, strict=True):
@@ -84,9 +93,10 @@ class Kept:
             except Exception:  # to be seen when it is made of the weights themselves
                 continue
             whole = frozenset(wants_whole(made))
-            return cls(_state(made, shapes, dtypes.optimizer), whole, averages, device == "meta")
+            state = _state(made, shapes, dtypes.optimizer)
+            return cls(state, whole, averages, device == "meta", sites, travelling)
         each = 2 * dtypes.optimizer.itemsize
-        return cls({name: each * shape.numel() for name, shape in shapes.items()}, frozenset(), averages, False)
+        return cls({n: each * size for n, size in sizes.items()}, frozenset(), averages, False, sites, travelling)
 
 
 def _stand_in(name: str, shape: torch.Size, device: str, dtype: torch.dtype) -> Any:
@@ -164,7 +174,8 @@ def owned_state(placement: Placement, kept: Kept) -> list[list[float]]:
 
 def held(placement: Placement, grid: Grid, kept: Kept, dtypes: Dtypes, owned: float) -> Memory:
     """By one rank. ``owned``: bytes of the state of whole matrices that it owns."""
-    weights = gradients = averages = 0.0
+    weights = gradients = averages = sites = 0.0
+    travels = Counter[int]()
     for one, own in placement.owned(grid):
         part = one.part(grid).numel()
         weights += _lies(one, part, own, placement.layout.coded_axis == "fsdp")
@@ -172,9 +183,13 @@ def held(placement: Placement, grid: Grid, kept: Kept, dtypes: Dtypes, owned: fl
             gradients += dtypes.reduce.itemsize * (own if _scattered(placement.layout, grid, one) else part)
             gradients += dtypes.reduce.itemsize * _owed(placement.layout, part, own)
             averages += one.policy.dtype.itemsize * kept.averages * own
+            sites += one.policy.dtype.itemsize * kept.sites * own
+            if one.name in kept.travelling:  # the message, and the weight as it was when it left
+                travels[kept.travelling[one.name]] += (dtypes.reduce.itemsize + one.policy.dtype.itemsize) * own
             if one.name not in kept.whole:
                 owned += kept.state.get(one.name, 0) * own / max(1, one.shape.numel())
-    return Memory(math.ceil(weights), math.ceil(gradients), math.ceil(owned), math.ceil(averages))
+    sites += max(travels.values(), default=0)
+    return Memory(*map(math.ceil, (weights, gradients, owned, averages, sites)))
 
 
 def _scattered(layout: Layout, grid: Grid, one: Placed) -> bool:

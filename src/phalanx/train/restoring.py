@@ -172,7 +172,7 @@ class Restorer:
             held = tensors.setdefault(place.name, Held(place.dtype, place.shape))
             held.chunks.append(Chunk(place.name, place.box, "", 0, 0, 0))
             views[place.name, place.box] = view
-        manifest = Manifest({**found[0].facts, "options": options}, tensors, numbers)
+        manifest = Manifest({**found[0].facts, "options": options, "from_memory": True}, tensors, numbers)
         read(tensors, lambda chunk: views[chunk.tensor, chunk.box], self.state.wanted(manifest))
         self.engine.frozen.take_up_memory(self.state, manifest)
         self.engine.resume(manifest.facts)

@@ -92,7 +92,7 @@ class Sites:
             return self.finish()
         with engine.traffic.recorder.during("outer step"):
             if (arriving := local.arriving(step)) is not None:
-                self.outer.arrive(arriving, local.kept)
+                self.outer.arrive(arriving)
                 self._fresh.add(arriving)
                 engine.spread.updated()
             elif local.overlap and local.arriving(step + local.overlap // 2) is not None:
@@ -113,9 +113,12 @@ class Sites:
         ``heard``: what all have told of the steps up to it already.
         """
         with self.engine.traffic.recorder.during("outer step"):
-            every = set(range(len(self.outer.fragments)))
-            for number in sorted(every - self._fresh):
-                self.outer.arrive(number, 0.0)
+            every, travelling = set(range(len(self.outer.fragments))), self.outer.travelling
+            carried = self._fresh | travelling if self.local.overlap else set()
+            for number in [*sorted(travelling), *sorted(every - self._fresh - travelling)]:
+                self.outer.arrive(number)
+            for number in sorted(carried):  # what was trained while they travelled is not to be lost
+                self.outer.average(number)
             self.outer.rest()
             self.engine.spread.updated()
             self._fresh = every
@@ -202,6 +205,9 @@ class Sites:
 
     def settle(self) -> None:
         """A saved state has been taken up."""
+        self.outer.discard()
+        if self._told is not None:
+            self._told[0].wait()
         self.outer.untold = [*self.outer.untold, *[0.0] * NUMBERS][:NUMBERS]
         self._told, self.just_agreed = None, self.local.since(self.engine.step_number)
         every = range(len(self.outer.fragments))  # of which the last was agreed on, or at a run's end all

@@ -14,7 +14,7 @@ from phalanx.prove.reference.hostile import Trial, hostile
 from phalanx.prove.reference.sites import EverySite, boundary, divided
 from tests.prove.tasks import Plain
 
-LAYOUTS = ["dp=2,comm=diloco:2", "dp=2,fsdp=2,comm=local:16:int4", "dp=2,comm=diloco:16:fragments=4:overlap=3"]
+LAYOUTS = ["dp=2,comm=diloco:2", "dp=2,fsdp=2,comm=local:16:int4", "dp=2,comm=diloco:16:int4:fragments=4:overlap=3"]
 
 
 def sites(comm: str) -> EverySite:
@@ -31,7 +31,10 @@ def test_proofs_hold() -> None:
 
 
 def test_a_fragment_that_travels_arrives_at_the_last_step() -> None:
-    (result,) = prove(Plain(), LAYOUTS[-1:], steps=7).results
+    local = LocalUpdates("diloco", 16, fragments=4, overlap=3).shortened()
+    assert local.leaving(5) is not None
+    assert local.arriving(6) is not None, "what left after step 5 is on its way, or has just come, when a run of 6 ends"
+    (result,) = prove(Plain(), LAYOUTS[-1:], steps=6).results
     assert result.verdict == "equal", result
 
 

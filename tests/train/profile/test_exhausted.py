@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import re
 import resource
 from pathlib import Path
 
 import pytest
 import torch
 
+import phalanx
 from phalanx import Run
 from phalanx.train.profile.exhausted import is_exhausted, memory_told
-from tests.test_cli import GOOD, main, phalanx, run_forked
+from tests.ranks import Ranks
+from tests.tasks import Digits
+from tests.test_cli import GOOD, main, run_forked
+from tests.test_cli import phalanx as command
 
 GREEDY = GOOD.replace(
     "    def loss(self, output: Tensor, batch: dict[str, Any]) -> Any:\n",
@@ -25,7 +30,7 @@ GREEDY = GOOD.replace(
 
 def test_a_task_that_asks_for_too_much(tmp_path: Path) -> None:
     (tmp_path / "greedy.py").write_text(GREEDY.replace("BITS", "46"))
-    done = phalanx("train", "greedy.py", "--on", "local:2", "--unchecked", "--run", "run", cwd=tmp_path)
+    done = command("train", "greedy.py", "--on", "local:2", "--unchecked", "--run", "run", cwd=tmp_path)
     assert done.returncode == 1
     named = [line.strip() for line in done.stderr.splitlines() if "what held the memory" in line]
     rank = named[0].split()[6]
@@ -64,11 +69,31 @@ def test_data_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "greedy.py").write_text(
         GOOD.replace("        return self._points(self.samples, 0)", "        return torch.ones(1 << 46)")
     )
-    done = phalanx("train", "greedy.py", "--unchecked", "--run", "run", cwd=tmp_path)
+    done = command("train", "greedy.py", "--unchecked", "--run", "run", cwd=tmp_path)
     assert done.returncode == 1, done.stderr
     assert "what held the memory of rank 0 is in run/profile/memory-rank-0.txt" in done.stderr
     text = (tmp_path / "run" / "profile" / "memory-rank-0.txt").read_text()
     assert "while the model and its data were made" in text
+
+
+def of_sites(folder: Path) -> str:
+    with phalanx.Engine(Digits(steps=4), "dp=2,comm=diloco:2", device="cpu") as engine:
+        engine.step(next(engine.batches()))
+        with pytest.raises(MemoryError), memory_told(Run(folder), engine.rank, engine):
+            raise MemoryError
+        return (folder / "profile" / f"memory-rank-{engine.rank}.txt").read_text()
+
+
+def test_what_sites_keep_is_among_it(ranks: Ranks, tmp_path: Path) -> None:
+    for text in ranks(2, of_sites, tmp_path):
+        assert re.search(r"what sites have agreed on, and have on its way +[1-9]", text)
+
+
+def test_what_cannot_be_told_is_no_secret(tmp_path: Path) -> None:
+    (tmp_path / "profile").touch()
+    with pytest.raises(MemoryError) as caught, memory_told(Run(tmp_path), 0):
+        raise MemoryError
+    assert caught.value.__notes__[0].startswith("what held the memory of rank 0 could not be told: FileExistsError")
 
 
 def test_other_errors_leave_nothing(tmp_path: Path) -> None:

@@ -2,7 +2,8 @@
 
 Each site has weights of its own, which its steps update. What it has changed of a weight since all agreed on it, a
 pseudo-gradient, is averaged over the sites, and is a step of an outer optimizer from the value that was agreed on
-(Nesterov's momentum; a rate of 1 without momentum is the mean of the weights). That is done a fragment at a time.
+(Nesterov's momentum; a rate of 1 without momentum is the mean of the weights). That is done a fragment at a time. Where
+steps are trained while one travels, what a site has changed meanwhile is added to what all have agreed on.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ class OuterWeights:
         assert codec is None or isinstance(codec, Codec)
         where = local.divided(sizes)
         parts = [[weight for weight in weights if where[weight.name] == part] for part in range(local.fragments)]
-        self.fragments = [Fragment(part, sites, codec, Buffers(device), dtype) for part in parts]
+        buffers = {each: Buffers(each) for each in {device, *(weight.shard.device for weight in weights)}}
+        self.fragments = [Fragment(part, sites, codec, buffers, device, dtype, local.overlap > 0) for part in parts]
 
     @classmethod
     def of(cls, spread: Spread, local: LocalUpdates) -> OuterWeights:
@@ -73,25 +75,48 @@ class OuterWeights:
         self.fragments[number].leave(self.agreed)
 
     def advance(self) -> None:
-        """Have what is on its way go its second half."""
+        """Have codes that are on their way go their second half, where no thread does: for sums nobody waits yet."""
         for fragment in self.fragments:
-            if fragment.pending is not None:
+            if fragment.codec is not None and fragment.pending is not None and fragment.pending.follows:
                 fragment.pending.advance()
 
+    @property
+    def travelling(self) -> set[int]:
+        """Fragments that are on their way."""
+        return {number for number, fragment in enumerate(self.fragments) if fragment.pending is not None}
+
+    def arrive(self, number: int) -> None:
+        """A fragment is agreed on, by a step of the outer optimizer: it has come, or now leaves and comes."""
+        self._agree(number, self.rate, self.momentum)
+
+    def average(self, number: int) -> None:
+        """A fragment that is not on its way is agreed on: the mean of what sites have of it."""
+        self._agree(number, 1.0, 0.0)
+
+    def discard(self) -> None:
+        """Use nothing of what is on its way: weights and what was agreed on are others by now."""
+        for number in self.travelling:
+            for _ in self.fragments[number].arrive():
+                pass
+
     @torch.no_grad()
-    def arrive(self, number: int, kept: float) -> None:
-        """A fragment is agreed on: it has come, or now leaves and comes. ``kept``: of a site's own weights."""
+    def _agree(self, number: int, rate: float, momentum: float) -> None:
         fragment = self.fragments[number]
         if fragment.pending is None:
             self.leave(number)
-        for weight, change in fragment.arrive():
-            agreed, change = self.agreed[weight.name], change.to(weight.shard.device)
-            if self.momentum:
-                velocity = self.velocity[weight.name]
-                velocity.mul_(self.momentum).add_(change)
-                change = change.add(velocity, alpha=self.momentum)
-            agreed.sub_(change, alpha=self.rate)
-            weight.shard.data.lerp_(agreed, 1 - kept) if kept else weight.shard.data.copy_(agreed)
+        share = 1 / self.sites.size
+        for weight, change, departed in fragment.arrive():
+            agreed, own, change = self.agreed[weight.name], weight.shard.data, change.to(weight.shard.device)
+            agreed.sub_(change, alpha=rate * share)
+            if momentum:
+                velocity = self.velocity[weight.name].mul_(momentum).add_(change, alpha=share)
+                agreed.sub_(velocity, alpha=rate * momentum)
+            own.copy_(agreed) if departed is None else own.sub_(departed).add_(agreed)
+
+    def tensors(self) -> list[Tensor]:
+        """What is kept beside weights, and what is on its way."""
+        travelling = [x for each in self.fragments for x in (each.flat, *each.departed) if x is not None]
+        return [*self.agreed.values(), *self.velocity.values(), *travelling]
 
     def rest(self) -> None:
         """A site goes on with nothing but what all have agreed on."""
@@ -118,41 +143,57 @@ class Fragment:
     """Weights that sites agree on at the same time: one message, in which every weight begins a block of its own."""
 
     def __init__(
-        self, weights: Sequence[Weight], sites: Communicator, codec: Codec | None, buffers: Buffers, dtype: torch.dtype
-    ) -> None:
-        self.weights, self.sites, self.codec, self.buffers, self.dtype = weights, sites, codec, buffers, dtype
-        block, self.length, self.places = codec.block if codec else 1, 0, list[slice]()
+        self, weights: Sequence[Weight], sites: Communicator, codec: Codec | None,
+        buffers: Mapping[torch.device, Buffers], device: torch.device, dtype: torch.dtype, late: bool,
+    ) -> None:  # fmt: skip
+        """``buffers``: of all fragments, by device. ``late``: steps are trained while it travels."""
+        self.weights, self.sites, self.codec, self.dtype, self.late = weights, sites, codec, dtype, late
+        self.messages, self.buffers = buffers[device], buffers
+        block, self.length, self.places, self.gaps = codec.block if codec else 1, 0, list[slice](), list[slice]()
         for weight in weights:
-            size = weight.shard.numel()
-            self.places.append(slice(self.length, self.length + size))
-            self.length += -(-size // block) * block
+            end = self.length + weight.shard.numel()
+            self.places.append(slice(self.length, end))
+            self.length = -(-end // block) * block
+            self.gaps += [slice(end, self.length)] if end < self.length else []
         if codec is not None:
-            self.length = -(-self.length // (block * sites.size)) * block * sites.size
+            end, self.length = self.length, -(-self.length // (block * sites.size)) * block * sites.size
+            self.gaps.append(slice(end, self.length))
         self.pending: Pending | None = None
         """It is on its way."""
-        self._flat: Tensor | None = None
+        self.flat: Tensor | None = None
+        """The message."""
+        self.departed: list[Tensor | None] = []
+        """Weights as they were when it left, where steps are trained while it travels."""
 
     @torch.no_grad()
     def leave(self, agreed: Mapping[str, Tensor]) -> None:
         """Send what this site has changed."""
-        flat = self._flat = self.buffers.take(self.length, dtype=self.dtype)
-        if self.codec is not None:
-            flat.zero_()  # between the weights too
+        flat = self.flat = self.messages.take(self.length, dtype=self.dtype)
+        for gap in self.gaps:
+            flat[gap].zero_()  # or a block's scale would be of what lay there
         for weight, place in zip(self.weights, self.places, strict=True):
-            flat[place].copy_((agreed[weight.name] - weight.shard.data).view(-1))
+            was, now, change = agreed[weight.name], weight.shard.data, flat[place].view(weight.shard.shape)
+            torch.sub(was, now, out=change) if now.device == flat.device else change.copy_(was - now)
+        self.departed = [self._copy(weight.shard.data) if self.late else None for weight in self.weights]
         if not self.length:
             self.pending = Pending()
         elif self.codec is not None:
-            self.pending = self.codec.all_reduce(self.sites, flat, None, None, self.buffers)
+            self.pending = self.codec.all_reduce(self.sites, flat, None, None, self.messages)
         else:
             self.pending = self.sites.all_reduce(flat)
 
-    def arrive(self) -> Iterator[tuple[Weight, Tensor]]:
-        """Wait for it: of each weight the mean over the sites."""
+    def _copy(self, shard: Tensor) -> Tensor:
+        return self.buffers[shard.device].take(*shard.shape, dtype=shard.dtype).copy_(shard)
+
+    def arrive(self) -> Iterator[tuple[Weight, Tensor, Tensor | None]]:
+        """Wait for it: of each weight the sum over the sites, and what it was here when it left."""
         assert self.pending is not None
-        assert self._flat is not None
+        assert self.flat is not None
         self.pending.wait()
-        flat, self.pending, self._flat = self._flat.div_(self.sites.size), None, None
-        for weight, place in zip(self.weights, self.places, strict=True):
-            yield weight, flat[place].view(weight.shard.shape)
-        self.buffers.give(flat)
+        flat, self.pending, self.flat = self.flat, None, None
+        for weight, place, departed in zip(self.weights, self.places, self.departed, strict=True):
+            yield weight, flat[place].view(weight.shard.shape), departed
+            if departed is not None:
+                self.buffers[departed.device].give(departed)
+        self.messages.give(flat)
+        self.departed = []

@@ -177,8 +177,9 @@ class Reduction:
 
     def settle(self) -> None:
         """A saved state has been taken up."""
-        while self.unsettled:
-            self.unsettled.pop()()
+        for settle in self.unsettled:
+            settle()
+        self.unsettled.clear()
         for bucket in self.buckets:
             if bucket.coded is not None:
                 bucket.coded.settle()

@@ -121,16 +121,24 @@ class EverySite:
             if place == arrives or last:
                 for name in names:
                     self._outer(name)
-                    for site in self.sites:
-                        kept = 0.0 if last else local.kept
-                        site.trained[name].data.mul_(kept).add_((1 - kept) * self.agreed[name])
+                    for site, sent in zip(self.sites, self.sent[name], strict=True):
+                        site.trained[name].data.sub_(sent).add_(self.agreed[name])
+                    if last and local.overlap:
+                        late = self._change(name, [site.trained[name] for site in self.sites])
+                        self.agreed[name] = self.agreed[name] - late
+                    for site in self.sites if last else ():
+                        site.trained[name].data.copy_(self.agreed[name])
 
     def _outer(self, name: str) -> None:
         """A step of the outer optimizer: Nesterov's momentum."""
-        changes = [self._said(name, self.agreed[name] - own) for own in self.sent[name]]
-        change = self._said(name, torch.stack(changes).sum(0)) / len(changes)
+        change = self._change(name, self.sent[name])
         self.velocity[name] = self.momentum * self.velocity[name] + change
         self.agreed[name] = self.agreed[name] - self.rate * (change + self.momentum * self.velocity[name])
+
+    def _change(self, name: str, weights: Sequence[Tensor]) -> Tensor:
+        """From what was agreed on to a weight of each site: the mean of what bytes say of it, with its sign turned."""
+        changes = [self._said(name, self.agreed[name] - own) for own in weights]
+        return self._said(name, torch.stack(changes).sum(0)) / len(changes)
 
     def _said(self, name: str, numbers: Tensor) -> Tensor:
         """What bytes say of numbers."""

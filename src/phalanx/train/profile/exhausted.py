@@ -26,7 +26,7 @@ SHOWN = 20
 """Tensors."""
 TITLES = {
     "weights": "weights", "gradients": "gradients", "optimizer": "the optimizer's moments",
-    "callbacks": "what callbacks keep",
+    "callbacks": "what callbacks keep", "sites": "what sites have agreed on, and have on its way",
 }  # fmt: skip
 ADVICE = (
     "What helps: fewer samples at once (micro_batch in --layout), recompute=full for activations, fsdp with zero=3 or "
@@ -48,11 +48,14 @@ def memory_told(run: Run, rank: int, engine: Engine | None = None) -> Iterator[N
         yield
     except Exception as error:
         if is_exhausted(error):
-            with suppress(Exception):  # there may be none left for that either; the error itself is more important
-                path = run.path / "profile" / f"memory-rank-{rank}.txt"
+            path = run.path / "profile" / f"memory-rank-{rank}.txt"
+            try:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 write_whole(path, "\n".join(_words(error, rank, engine)) + "\n")
                 error.add_note(f"what held the memory of rank {rank} is in {path}")
+            except Exception as another:  # there may be none left for that either; the first error is more important
+                why = f"{type(another).__name__}: {another}"
+                error.add_note(f"what held the memory of rank {rank} could not be told: {why}")
         raise
 
 
