@@ -48,7 +48,7 @@ from phalanx.recipes.gpt import GPT
 from report import Figure, report
 from slow_network import SlowNetwork, bytes_sent, wait_for
 
-SHAPE = {"width": 384, "layers": 6, "heads": 6, "kv_heads": 6, "length": 128, "megabytes": 8.0, "learning_rate": 1e-3}
+SHAPE = {"width": 384, "layers": 6, "heads": 6, "kv_heads": 6, "length": 128, "megabytes": 8.0, "learning_rate": 3e-4}
 A_RANK = 2
 DDP = "ddp"
 ADAPTS = 20
@@ -106,6 +106,10 @@ class Contestant:
         """What `auto` sends by now."""
         return self.engine.auto_comm.method if self.name == "auto" else self.name
 
+    def why(self) -> list[str]:
+        """What `auto` said whenever it chose."""
+        return [str(each).strip() for each in self.engine.auto_comm.news]
+
     def close(self) -> None:
         self.engine.close()
 
@@ -144,18 +148,21 @@ class DDPContestant(Contestant):
     def chosen(self) -> str:
         return DDP
 
+    def why(self) -> list[str]:
+        return []
+
     def close(self) -> None:
         pass
 
 
 @torch.no_grad()
-def held_out_loss(task: GPT, weights: dict[str, torch.Tensor], samples: int = 128) -> float:
-    """Per byte, of as many samples of the text that was not trained on."""
+def held_out_loss(task: GPT, weights: dict[str, torch.Tensor]) -> float:
+    """Per byte, of all the text that was not trained on."""
     model, data = task.model(), task.held_out()
     model.load_state_dict(weights)
     model.eval()
     total = count = 0.0
-    for index in range(0, min(samples, len(data)), 8):
+    for index in range(0, len(data), 8):
         rows = [data[i] for i in range(index, min(index + 8, len(data)))]
         batch = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
         loss = phalanx.losses.cross_entropy(model(**task.inputs(batch)), batch["targets"])
@@ -194,7 +201,8 @@ def on_rank(words: dict[str, Any]) -> None:
         if environment.rank == 0:
             found[contestant.name] = {
                 "seconds": contestant.seconds, "bytes": contestant.bytes, "losses": contestant.losses,
-                "chosen": contestant.chosen(), "held out": held_out_loss(task, weights) if words["steps"] else None,
+                "chosen": contestant.chosen(), "why": contestant.why(),
+                "held out": held_out_loss(task, weights) if words["steps"] else None,
             }  # fmt: skip
     if environment.rank == 0:
         Path(words["results"]).write_text(json.dumps(found))
