@@ -14,6 +14,7 @@ import torch
 from phalanx.checkpoint.index import below, box_around, check_covers, check_sum, groups, needed, part_name, summed
 from phalanx.checkpoint.manager import Checkpoint, CheckpointManager
 from phalanx.checkpoint.manifest import MANIFEST, Chunk, Damaged, Held, Manifest
+from phalanx.checkpoint.read import Wanted
 from phalanx.checkpoint.store import Folder
 from phalanx.parallel.weights.boxes import Box
 from tests.checkpoint.test_manifest import part
@@ -86,7 +87,7 @@ def test_a_rank_reads_only_what_it_needs(manager: CheckpointManager, monkeypatch
 
     monkeypatch.setattr(Folder, "read", noted)
     found = torch.zeros(3, 3)
-    manager.open(5).read({"model/w": [(rows(127, 3), found)]})
+    manager.open(5).read(Wanted({"model/w": [(rows(127, 3), found)]}))
     assert torch.equal(found, VALUE[127:130])
     assert files[:1] == [MANIFEST]
     described = ["group-00000.json", "group-00001.json", "part-00063.json", "part-00064.json"]

@@ -12,6 +12,7 @@ import torch
 
 from phalanx.checkpoint.manager import CheckpointManager, Fenced
 from phalanx.checkpoint.manifest import Damaged
+from phalanx.checkpoint.read import Wanted
 from phalanx.checkpoint.store import open_store
 from phalanx.parallel.weights.boxes import Box
 
@@ -59,7 +60,7 @@ def test_a_checkpoint_appears_when_it_is_whole(manager: CheckpointManager) -> No
     assert torch.equal(found.tensor("model/w"), VALUE + 5)
     assert found.manifest.numbers == {"rank 0": 0, "rank 1": 1}
     rows = torch.zeros(3, 2)
-    found.read({"model/w": [(Box((2, 0), (3, 2)), rows)]})
+    found.read(Wanted({"model/w": [(Box((2, 0), (3, 2)), rows)]}))
     assert torch.equal(rows, VALUE[2:5] + 5)
     assert not list(found.verify())
 

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from phalanx.checkpoint.manifest import Chunk, Damaged, Held
-from phalanx.checkpoint.read import Chunks, read
+from phalanx.checkpoint.read import Chunks, Wanted, read
 from phalanx.parallel.weights.boxes import Box
 from tests.checkpoints import contents, newest, trained
 from tests.parity import HostileLanguage
@@ -40,14 +40,25 @@ def test_boxes_are_filled_from_the_chunks_that_they_meet() -> None:
 
     rows, corner, number = torch.zeros(3, 5), torch.zeros(2, 2), torch.zeros(())
     wanted = {"w": [(Box((2, 0), (3, 5)), rows), (Box((0, 0), (2, 2)), corner)], "n": [(Box((), ()), number)]}
-    read(tensors, fetch, wanted)
+    read(tensors, fetch, Wanted(wanted))
     assert torch.equal(rows, WHOLE[2:5])
     assert torch.equal(corner, WHOLE[:2, :2])
     assert number == 8
     assert len(fetched) == len(set(fetched)), "each chunk is fetched once"
     fetched.clear()
-    read(tensors, fetch, {"w": [(Box((4, 3), (1, 1)), torch.zeros(1, 1))]})
+    read(tensors, fetch, Wanted({"w": [(Box((4, 3), (1, 1)), torch.zeros(1, 1))]}))
     assert fetched == [(3, 2)], "and none that is not needed"
+
+
+def test_several_tensors_are_joined_in_one_place() -> None:
+    """Two of three rows each, in chunks of their own: what is read is added, part by part."""
+    tensors, values = held()
+    tensors["v"] = Held("float32", (7, 5), 0, [Chunk("v", chunk.box, "", 0, 0, 0) for chunk in tensors["w"].chunks])
+    room = torch.full((3, 5), 100.0)
+    wanted = Wanted({name: [(Box((2, 0), (3, 5)), room)] for name in ("w", "v")})
+    wanted.joins = {"w": Tensor.add_, "v": Tensor.sub_}
+    read(tensors, lambda chunk: values[chunk.box.offsets] * (1 if chunk.tensor == "w" else 3), wanted)
+    assert torch.equal(room, 100 - 2 * WHOLE[2:5])
 
 
 def test_damage_is_told_as_it_is() -> None:
@@ -55,7 +66,7 @@ def test_damage_is_told_as_it_is() -> None:
         raise Damaged("here", "is cut short")
 
     with pytest.raises(Damaged, match="here is cut short"):
-        read(held()[0], fetch, {"w": [(Box((0, 0), (7, 5)), torch.zeros(7, 5))]})
+        read(held()[0], fetch, Wanted({"w": [(Box((0, 0), (7, 5)), torch.zeros(7, 5))]}))
 
 
 def by_torch(folder: Path) -> bool:

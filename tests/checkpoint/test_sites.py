@@ -10,9 +10,11 @@ from torch import Tensor
 
 import phalanx
 from phalanx.checkpoint.manifest import Held, Manifest
-from phalanx.checkpoint.sites import common, joined, kept_by, sources, untold
+from phalanx.checkpoint.sites import MeanOfSites, Taken, common
+from phalanx.checkpoint.state import State
 from phalanx.train.checkpointing import save
 from phalanx.train.restoring import load
+from tests.checkpoints import manager_at
 from tests.ranks import Ranks
 from tests.tasks import Digits
 
@@ -120,6 +122,18 @@ def test_what_sites_trained_since_goes_on_in_the_mean(ranks: Ranks, tmp_path: Pa
         assert not torch.allclose(own["0.weight"], agreed["0.weight"], atol=1e-7)
 
 
+@pytest.mark.parametrize("before", ["dp=2", "fsdp=2", "dp=2,comm=int4", "dp=1"])
+@pytest.mark.parametrize("after", [APART, "dp=2,comm=local:4:overlap=1"])
+def test_what_no_sites_had_is_what_all_sites_go_on_with(ranks: Ranks, tmp_path: Path, before: str, after: str) -> None:
+    world = phalanx.Layout.parse(before).world
+    ranks(world, run, before, str(tmp_path), False)
+    (saved, _, _), *_ = ranks(1, taken_up, "dp=1", str(tmp_path))
+    for own, agreed, _ in ranks(2, taken_up, after, str(tmp_path)):
+        for name, value in saved.items():
+            assert torch.equal(own[name], value), name
+            assert torch.equal(agreed[name], value), name
+
+
 def test_as_many_sites_go_on_with_their_own(ranks: Ranks, tmp_path: Path) -> None:
     before = ranks(2, apart, str(tmp_path))
     for (own, agreed), (mine, found, _) in zip(before, ranks(2, taken_up, APART, str(tmp_path)), strict=True):
@@ -141,10 +155,27 @@ def test_no_state_is_taken_in_between(ranks: Ranks, tmp_path: Path) -> None:
 def test_whose_is_taken_up() -> None:
     names = ["model/w", "sites/0/optimizer/exp_avg/w", "sites/2/optimizer/exp_avg/w", "sites/2/counters/step/w"]
     manifest = Manifest({"layout": "dp=3,comm=local:2"}, dict.fromkeys(names, Held("float32", (2,))))
-    assert sources(manifest, "sites/2/", 3) == ["sites/2/"]
-    assert sources(manifest, "sites/1/", 3) == sources(manifest, "", 1) == ["sites/0/", "sites/2/"]
-    assert kept_by(manifest, "sites/0/", 3) == {"w": {("optimizer", "exp_avg"): ["sites/0/optimizer/exp_avg/w"]}}
-    assert sources(Manifest({}, {"optimizer/exp_avg/w": Held("float32", (2,))}), "sites/0/", 2) == [""]
+    assert Taken.of(manifest, "sites/2/", 3).whose == ("sites/2/",)
+    assert Taken.of(manifest, "sites/1/", 3).whose == Taken.of(manifest, "", 1).whose == ("sites/0/", "sites/2/")
+    kept = Taken.of(manifest, "sites/0/", 3).kept(manifest)
+    assert kept == {"w": {("optimizer", "exp_avg"): ["sites/0/optimizer/exp_avg/w"]}}
+    none = Taken.of(Manifest({}, {"optimizer/exp_avg/w": Held("float32", (2,))}), "sites/0/", 2)
+    assert (none.whose, none.weights(True), none.own) == (("",), (), "")
+
+
+@pytest.mark.parametrize(
+    ("layout", "own", "sites", "apart", "want"),
+    [
+        ("dp=2,comm=local:2", "sites/1/", 2, True, ("sites/1/",)),
+        ("dp=2,comm=local:2", "sites/1/", 2, False, ("sites/0/", "sites/1/")),
+        ("dp=2,comm=local:2", "sites/1/", 3, True, ("sites/0/", "sites/1/")),
+        ("dp=3,comm=local:2", "sites/1/", 2, True, ()),  # of some alone the mean is nothing that others have too
+        ("dp=3,comm=local:2", "", 1, False, ()),
+    ],
+)
+def test_whose_weights_are_taken_up(layout: str, own: str, sites: int, apart: bool, want: tuple[str, ...]) -> None:
+    saved = dict.fromkeys(["model/w", "sites/0/model/w", "sites/1/model/w"], Held("float32", (2,)))
+    assert Taken.of(Manifest({"layout": layout}, saved), own, sites).weights(apart) == want
     assert common("sites/0/optimizer/exp_avg/w") == common("optimizer/exp_avg/w") == "optimizer/exp_avg/w"
 
 
@@ -155,17 +186,31 @@ def test_whose_is_taken_up() -> None:
         ([0, 1, 2], "sites/1/", 2, 1, 55.5),  # of files, in which all are: two take half each
         ([2], "sites/1/", 2, 1, 100.0),  # of the memory of its host, where it was the third one
         ([0, 1], "sites/1/", 3, 2, 5.5),  # of the memory of a host of two, another host having lost its own
+        ([2], "sites/1/", 4, 2, 50.0),  # of one of three, where a host has two of four now
     ],
 )
 def test_what_is_untold_is_told_once(there: list[int], whose: str, sites: int, here: int, want: float) -> None:
     numbers = {f"sites/{site}/untold": [10.0**site] for site in there}
     saved = Manifest({"layout": "dp=4,comm=local:2" if len(there) == 2 else "dp=3,comm=local:2"}, {}, numbers)
-    assert untold(saved, sources(saved, whose, sites), sites, here) == [want]
+    assert Taken.of(saved, whose, sites).untold(saved, here) == [want]
 
 
-def test_counters_are_not_averaged() -> None:
-    steps, moments = [torch.tensor(3.0), torch.tensor(4.0)], [torch.zeros(2), torch.ones(2)]
-    joined(steps, counters=True)
-    joined(moments, counters=False)
-    assert steps[0] == 4
-    assert torch.equal(moments[0], torch.full((2,), 0.5))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_counters_are_not_averaged(dtype: torch.dtype) -> None:
+    steps, moments = torch.ones((), dtype=dtype), torch.ones(2, dtype=dtype)
+    for room, counters, values in ((steps, True, (3.0, 5.0, 4.0)), (moments, False, (0.0, 1.0, 1 / 128, 1.0))):
+        joined = MeanOfSites(room, len(values), counters)
+        for value in values:
+            joined.join(joined.total, torch.full_like(joined.total, value))
+        joined.settle()
+    assert steps == 5
+    assert torch.equal(moments, torch.full((2,), 2.0078125 / 4).to(dtype)), "added up in a wide type"
+
+
+def test_sites_are_read_into_the_memory_of_one(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(3, run, "dp=3,comm=local:4", str(tmp_path), False)
+    with phalanx.Engine(Digits(width=64, steps=10), "dp=1", device="cpu") as engine:
+        wanted = State(engine.spread, engine.optimizer).wanted(manager_at(tmp_path).open(HALF).manifest)
+    names = [name for name in wanted if name.endswith("optimizer/exp_avg/0.weight")]
+    assert len(names) == 3
+    assert len({wanted[name][0][1].data_ptr() for name in names}) == 1

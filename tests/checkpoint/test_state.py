@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn, optim
 
-from phalanx import Layout, WrongUse
+from phalanx import Layout
 from phalanx.checkpoint.state import State
 from phalanx.train.engine import Engine
 from tests.checkpoints import contents, manager_at, newest, trained
@@ -100,23 +100,6 @@ def test_every_optimizer_goes_on_where_it_was(ranks: Ranks, kind: str, tmp_path:
     if kind == "odd":
         assert {name.split("/")[1] for name in found.numbers} == {"times", "mean", "word"}
         assert {changed["noise"] for changed in found.facts["options"].values()} == {0.5**4, 0.6**4}
-
-
-def test_what_cannot_be_saved_is_named() -> None:
-    with Engine(Digits(), device="cpu") as engine:
-        state = State(engine.spread, engine.optimizer)
-        weight = engine.spread.weights["0.weight"].shard
-        for value, words in (
-            ([1, 2], "keeps 'strange' of 0.weight as a list, which cannot be saved"),
-            (torch.zeros(2), r"keeps 'strange' of 0.weight as a Tensor of shape \(2,\), which cannot be saved"),
-        ):
-            engine.optimizer.state[weight] = {"strange": value}
-            with pytest.raises(WrongUse, match=words):
-                list(state.entries())
-        engine.optimizer.state.clear()
-        engine.optimizer.state["all"] = {"k": 1}
-        with pytest.raises(WrongUse, match="keeps 'all' in its state, which belongs to no weight"):
-            list(state.entries())
 
 
 def shares(layout: str, hosts: list[int]) -> list[tuple[str, Any, int, bool, bool]]:

@@ -98,6 +98,7 @@ def test_another_comm_is_said_in_one_line(ranks: Ranks, tmp_path: Path, then: st
 
 APART, TOGETHER = "dp=2,comm=diloco:3:overlap=1", "dp=2,comm=diloco:3"
 AVERAGED = "2 sites trained by themselves: what the optimizer of each kept is averaged"
+NO_MIX = "mix is no more: what a site changes while weights travel is added to what arrives, whole"
 CARRIED = "what the outer optimizer carried on is left out"
 
 
@@ -113,8 +114,11 @@ CARRIED = "what the outer optimizer carried on is left out"
                            "what all go on with"]),
         (TOGETHER, "dp=2,comm=local:3", [f"comm was diloco:3 and is local:3: {CARRIED}"]),
         ("dp=2,comm=local:3", "fsdp=2", [AVERAGED]),
-        (f"{APART}:mix=0.5", APART, ["mix is no more: what a site changes while weights travel is added to what "
-                                     "arrives, whole"]),
+        (f"{TOGETHER}:momentum=0", "fsdp=2", [AVERAGED]),
+        (TOGETHER, f"{TOGETHER}:momentum=0", [f"comm was diloco:3 and is diloco:3:momentum=0: {CARRIED}"]),
+        (f"{APART}:mix=0.5", APART, [NO_MIX]),
+        (f"{APART}:mix=0.5", f"{APART}:int8", ["comm was diloco:3:overlap=1:mix=0.5 and is diloco:3:overlap=1:int8",
+                                               NO_MIX]),
     ],
 )  # fmt: skip
 def test_other_sites_are_said(ranks: Ranks, tmp_path: Path, then: str, now: str, words: list[str]) -> None:

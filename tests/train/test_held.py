@@ -29,7 +29,9 @@ def test_parts_are_those_of_the_engine_and_are_told_once() -> None:
 
 
 def of_sites() -> tuple[int, int]:
-    with phalanx.Engine(Digits(steps=8), "dp=2,comm=diloco:4:overlap=1", device="cpu") as engine:
+    """In memory that is not taken in pages of hundreds of kilobytes."""
+    task = Digits(width=1 << 16, steps=8)
+    with phalanx.Engine(task, "dp=2,comm=diloco:4:overlap=1", device="cpu") as engine:
         memory = HeldMemory(engine)
         batches = engine.batches()
         for _ in range(3):
@@ -42,7 +44,8 @@ def of_sites() -> tuple[int, int]:
 
 def test_what_sites_keep_is_a_part(ranks: Ranks) -> None:
     for sites, weights in ranks(2, of_sites):
-        assert sites >= 4 * weights, "agreed on, momentum, and a fragment on its way: the message and what left"
+        # agreed on, momentum, and a fragment on its way: the message and what left
+        assert 4 * weights <= sites <= 4.5 * weights
 
 
 def test_what_a_process_holds() -> None:

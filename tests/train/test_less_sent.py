@@ -41,6 +41,8 @@ def test_a_run_says_how_much_less_it_has_sent(tmp_path: Path) -> None:
         ("dp=2,comm=bf16", 750, "no less"),
         ("fsdp=2,comm=int4", 1_000, "more, since each weight fills whole blocks"),
         ("dp=16,comm=topk:20", 1_000, "more, since every rank sends to every other"),
+        ("dp=2,comm=topk:20", 1_000, "more, since each weight fills whole blocks"),
+        ("dp=2,comm=powersgd:4", 1_000, "more, since its two thin matrices are larger than small weights"),
     ],
 )
 def test_how_much_less_or_why_more(layout: str, sent: float, says: str) -> None:

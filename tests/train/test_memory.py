@@ -13,6 +13,7 @@ from torch import Tensor, optim
 import phalanx
 from phalanx import EMA, Engine, Layout
 from phalanx.anatomy import Anatomy
+from phalanx.local_updates import LocalUpdates
 from phalanx.optim import SOAP, AdamW
 from phalanx.parallel.communication.mesh import Grid
 from phalanx.parallel.weights.blueprint import Blueprint
@@ -21,7 +22,7 @@ from phalanx.parallel.weights.outer import OuterWeights
 from phalanx.parallel.weights.placement import Placement
 from phalanx.precision import DTYPES, Dtypes
 from phalanx.recipes.sft import SFT
-from phalanx.train.memory import Kept, Memory, fullest, held, owned_state
+from phalanx.train.memory import Kept, KeptBySites, Memory, fullest, held, owned_state
 from phalanx.trees import leaves
 from phalanx.words import in_bytes as written
 from tests.parity import HostileLanguage
@@ -115,6 +116,14 @@ def test_what_sites_keep_besides(ranks: Ranks, comm: str) -> None:
     for told, weights, state, averages, sites in ranks(2, found, Kinds(), f"dp=2,comm={comm}"):
         assert (told.weights, told.optimizer, told.averages, told.sites) == (weights, state, averages, sites)
         assert f"sites {written(sites)}" in str(told)
+
+
+@pytest.mark.parametrize(("codec", "bytes_each"), [("bf16", 2), ("int8", 260 / 256), ("int4", 68 / 128)])
+def test_codes_on_their_way_are_counted(codec: str, bytes_each: float) -> None:
+    local = LocalUpdates.parse(f"diloco:4:{codec}:overlap=2")
+    assert local is not None
+    found = KeptBySites.of(local, {"w": 1 << 20}, 400).message(1 << 20, torch.float32)
+    assert found == (4 + 3 * bytes_each) * (1 << 20)
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)

@@ -17,17 +17,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from phalanx.checkpoint.manifest import Held, Manifest
+from phalanx.checkpoint.read import Wanted
 from phalanx.comm import Comm
 from phalanx.parallel.spread import Spread
 from phalanx.parallel.weights.boxes import Box, boxes
 from phalanx.parallel.weights.coded import CodedGradients
 from phalanx.parallel.weights.weight import Rows, Weight
 
-Wanted = dict[str, list[tuple[Box, Tensor]]]
 KINDS = ("owed", "sums"), ("owed_momentum", "sums_momentum")
 
 
@@ -73,42 +72,33 @@ class OwedState:
     def _holders(self, weight: Weight) -> dict[str, list[int] | None]:
         return {"pp": self.holding.stage_ranks(weight.name), "tp": self.holding.alike(weight.name)}
 
-    def wanted(self, manifest: Manifest) -> Wanted:
+    def want(self, manifest: Manifest, found: Wanted) -> None:
         """Where each saved tensor goes on this rank. What was owed here is not any more."""
-        found: Wanted = {}
         owners = {_owner(name, kind) for name in manifest.tensors for kind in (self._owed, self._sums)}
         for coded in self.coded:
-            for owed in coded.all_owed():
-                if owed.begun:
-                    owed.now.zero_()
+            coded.forget()
             if coded.owed is not None and any(weight.name in owners for weight in coded.weights):
                 self._want(coded, coded.owed.now, manifest.tensors, found)
             for weight in coded.weights if coded.bases else ():
                 kept, name = coded.bases[weight.name].now, self._basis_name(coded, weight)
                 if name in manifest.tensors and manifest.tensors[name].shape == tuple(kept.shape):
                     found[name] = [(Box.whole(kept), kept)]
-        return found
 
     def _want(self, coded: CodedGradients, owed: Tensor, saved: Mapping[str, Held], found: Wanted) -> None:
         now = self.mesh.size("dp") if not coded.over_shards else coded.storage.ranks
         names = {weight.name for weight in coded.weights}
         then = max((1 + int(n.split("/", 3)[2]) for n in saved if _owner(n, self._owed) in names), default=0)
-        for sender in range(then):
-            whose, room = sender, owed
-            if then == now:
-                whose = self._sender(coded)
-            else:
-                room = torch.zeros_like(owed)
-                coded.taken_up.append(room)
-            for weight, box, view in self._pieces(coded, room):
-                name = f"comm/{self._owed}/{whose}/{weight.name}"
+        senders = [self._sender(coded)] if then == now else range(then)
+        for weight, box, view in self._pieces(coded, owed if then == now else coded.taken_up()):
+            for sender in senders:
+                name = f"comm/{self._owed}/{sender}/{weight.name}"
                 if name in saved:
                     found.setdefault(name, []).append((box, view))
-            if then == now:
-                break
-        self._want_sums(coded, owed, saved, found)
+                    if then != now:
+                        found.joins[name] = Tensor.add_
+        self._want_sums(coded, saved, found)
 
-    def _want_sums(self, coded: CodedGradients, owed: Tensor, saved: Mapping[str, Held], found: Wanted) -> None:
+    def _want_sums(self, coded: CodedGradients, saved: Mapping[str, Held], found: Wanted) -> None:
         """Of parts that this rank has too, where it makes sums; else of weights that are whole in both."""
         if coded.owed_of_sums is not None:
             for weight, first, run in coded.runs(coded.owed_of_sums.now, self.mesh.index("dp")):
@@ -116,14 +106,12 @@ class OwedState:
                 if name in saved and saved[name].shape == (weight.shape.numel(),):
                     found.setdefault(name, []).append((Box((first,), (len(run),)), run))
             return
-        room = torch.zeros_like(owed)
-        coded.taken_up.append(room)
-        for weight, rows, view in coded.pieces(room):
+        for weight, rows, view in coded.pieces(coded.taken_up()):
             name, size = self._sums_name(weight), weight.shape.numel()
             if name in saved and saved[name].shape == (size,) and view.numel():
-                found.setdefault(name, []).append(
-                    (Box((rows.first * weight.row_size,), (view.numel(),)), view.view(-1))
-                )
+                box = Box((rows.first * weight.row_size,), (view.numel(),))
+                found.setdefault(name, []).append((box, view.view(-1)))
+                found.joins[name] = Tensor.add_
 
     def _pieces(self, coded: CodedGradients, owed: Tensor) -> Iterator[tuple[Weight, Box, Tensor]]:
         for weight, rows, view in coded.pieces(owed):

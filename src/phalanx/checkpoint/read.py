@@ -28,10 +28,20 @@ from phalanx.checkpoint.manifest import Chunk, Damaged, Held
 from phalanx.parallel.weights.boxes import Box
 
 Fetch = Callable[[Chunk], Tensor]
-Wanted = Mapping[str, list[tuple[Box, Tensor]]]
+Join = Callable[[Tensor, Tensor], object]
+"""Puts what was read to what is there."""
 warnings.filterwarnings(
     "ignore", "torch.distributed is disabled, unavailable"
 )  # ranks save and load alone: it is meant
+
+
+class Wanted(dict[str, list[tuple[Box, Tensor]]]):
+    """By saved tensor, the boxes of it that a rank wants, and where each goes."""
+
+    def __init__(self, places: Mapping[str, list[tuple[Box, Tensor]]] | None = None) -> None:
+        super().__init__(places or {})
+        self.joins: dict[str, Join] = {}
+        """By name, how it is put to what is there, where it does not take its place: several may go to one place."""
 
 
 class Chunks(dcp.StorageReader):
@@ -93,6 +103,9 @@ class Chunks(dcp.StorageReader):
 class Boxes(dcp.LoadPlanner):
     """Into a rank's boxes of plain tensors. torch's own planner would want DTensors, which have no uneven spans."""
 
+    def __init__(self, joins: Mapping[str, Join]) -> None:
+        self.joins = joins
+
     def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
         assert metadata is not None
         self.wanted, self.metadata = state_dict, metadata.state_dict_metadata
@@ -113,12 +126,18 @@ class Boxes(dcp.LoadPlanner):
         return central_plan
 
     def resolve_tensor(self, read_item: Any) -> Tensor:
+        place = self._place(read_item)
+        return torch.empty_like(place) if read_item.dest_index.fqn in self.joins else place
+
+    def _place(self, read_item: Any) -> Tensor:
         view = self._views[read_item.dest_index.fqn, tuple(read_item.dest_index.offset)]
         for dim, (start, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
             view = view.narrow(dim, start, length)
         return view
 
-    def commit_tensor(self, read_item: Any, tensor: Tensor) -> None: ...
+    def commit_tensor(self, read_item: Any, tensor: Tensor) -> None:
+        if (join := self.joins.get(read_item.dest_index.fqn)) is not None:
+            join(self._place(read_item), tensor)
 
     def load_bytes(self, read_item: Any, value: Any) -> None:
         raise AssertionError("there is nothing here but tensors")
@@ -127,7 +146,7 @@ class Boxes(dcp.LoadPlanner):
 def read(tensors: Mapping[str, Held], fetch: Fetch, wanted: Wanted) -> None:
     """Fill this rank's boxes. No other rank is spoken to."""
     try:
-        dcp.load(dict(wanted), storage_reader=Chunks(tensors, fetch), planner=Boxes(), no_dist=True)
+        dcp.load(dict(wanted), storage_reader=Chunks(tensors, fetch), planner=Boxes(wanted.joins), no_dist=True)
     except dcp.CheckpointException as error:
         for cause, _ in error.failures.values():
             if isinstance(cause, (Damaged, OSError)):

@@ -1,14 +1,13 @@
 """What sites that train by themselves have of their own, in checkpoints: which of it a rank of any layout takes up.
 
-As many sites as there were take up each its own, and so does one of which alone a host's memory has something: others
-were lost. Otherwise each takes the mean over all that are there, which is also what a layout without sites goes on
-with: of a lost site nothing is there, and a new one begins with what others have. That holds for weights, too, where
-those of sites are not what all have agreed on.
+As many sites as there were take up each its own. Otherwise each takes the mean over all that are there, which is also
+what a layout without sites goes on with: of a lost site nothing is there, and a new one begins with what others have.
+That holds for weights, too, where those of sites are not what all have agreed on, and all of them are there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -39,38 +38,77 @@ def sites_then(manifest: Manifest) -> int:
     return len(those_there(manifest)) if layout is None else Layout.parse(layout).dp
 
 
-def sources(manifest: Manifest, own: str, sites: int) -> list[str]:
-    """Whose of it is taken up: how these names begin. ``own``: this site's do so, of as many ``sites``."""
-    there = those_there(manifest)
-    return [own] if own in there and sites_then(manifest) == sites else there or [""]
+def sites_missing(manifest: Manifest) -> bool:
+    """Whether something of some sites alone is there, as in the memory of a host that has its own."""
+    return 0 < len(those_there(manifest)) < sites_then(manifest)
 
 
-def kept_by(manifest: Manifest, own: str, sites: int) -> Kept:
-    """What optimizers keep of each weight, and where."""
-    found: Kept = {}
-    taken = sources(manifest, own, sites)
-    for name in [*manifest.tensors, *manifest.numbers]:
-        rest = common(name)
-        kind, key, owner = [*rest.split("/", 2), "", ""][:3]
-        if kind in ("optimizer", "counters") and name.removesuffix(rest) in taken:
-            found.setdefault(owner, {}).setdefault((kind, key), []).append(name)
-    return found
+@dataclass(frozen=True)
+class Taken:
+    """Whose of it a rank takes up. What it begins a name with stands for a site."""
+
+    there: tuple[str, ...]
+    """The sites of which something is there."""
+    complete: bool
+    """No site's is missing."""
+    own: str
+    """This site, where it goes on as itself; else nothing."""
+    sites: int
+    """How many there are now."""
+
+    @classmethod
+    def of(cls, manifest: Manifest, own: str, sites: int) -> Taken:
+        """``own``: this site, of so many ``sites``."""
+        there, goes_on = tuple(those_there(manifest)), sites_then(manifest) == sites
+        return cls(there, not sites_missing(manifest), own if own in there and goes_on else "", sites)
+
+    @property
+    def whose(self) -> tuple[str, ...]:
+        """Those whose optimizer's state is taken up: in the mean, if they are several."""
+        return (self.own,) if self.own else self.there or ("",)
+
+    def weights(self, apart: bool) -> tuple[str, ...]:
+        """Those whose own weights are, where they are there; ``apart``: sites go on with weights of their own.
+
+        The mean of some of them is not what all sites have agreed on, and the same on every host: then nobody's are.
+        """
+        return (self.own,) if self.own and apart else self.there if self.complete else ()
+
+    def kept(self, manifest: Manifest) -> Kept:
+        """What optimizers keep of each weight, and where."""
+        found: Kept = {}
+        for name in [*manifest.tensors, *manifest.numbers]:
+            rest = common(name)
+            kind, key, owner = [*rest.split("/", 2), "", ""][:3]
+            if kind in ("optimizer", "counters") and name.removesuffix(rest) in self.whose:
+                found.setdefault(owner, {}).setdefault((kind, key), []).append(name)
+        return found
+
+    def untold(self, manifest: Manifest, here: int) -> list[float]:
+        """What sites had yet to tell of their steps, added up: the share of one of those that take it up.
+
+        They are all sites; of what the memory of one host alone has, those on this host, ``here``.
+        """
+        among = 1 if self.own else self.sites if self.complete else here
+        found = [numbers for each in self.whose if (numbers := manifest.numbers.get(f"{each}{UNTOLD}"))]
+        return [sum(numbers) / among for numbers in zip(*found, strict=True)]
 
 
-@torch.no_grad()
-def joined(rooms: Sequence[Tensor], counters: bool) -> None:
-    """Have the first be the mean of all; of ``counters`` the largest."""
-    wide = torch.float64 if rooms[0].dtype == torch.float64 else torch.float32
-    every = [room.to(wide) for room in rooms]
-    total = torch.stack(every).amax(0) if counters else sum(every[1:], every[0].clone()) / len(every)
-    rooms[0].copy_(total)
+class MeanOfSites:
+    """What several sites have of one tensor, read into one room: their mean, or the largest of counters."""
 
+    def __init__(self, room: Tensor, sites: int, counters: bool = False) -> None:
+        self.room, self.sites, self.counters = room, sites, counters
+        wide = counters or room.dtype in (torch.float32, torch.float64)
+        self.total = room.zero_() if wide else torch.zeros_like(room, dtype=torch.float32)
 
-def untold(manifest: Manifest, whose: Sequence[str], sites: int, here: int) -> list[float]:
-    """What sites had yet to tell of their steps, added up: the share of one of those that take it up.
+    @torch.no_grad()
+    def join(self, there: Tensor, one: Tensor) -> None:
+        """Put one site's part to what is there."""
+        torch.maximum(there, one, out=there) if self.counters else there.add_(one)
 
-    They are all ``sites``; of what the memory of one host alone has, those on this host, ``here``.
-    """
-    among = 1 if len(whose) == 1 else sites if len(whose) == sites_then(manifest) else here
-    found = [numbers for each in whose if (numbers := manifest.numbers.get(f"{each}{UNTOLD}"))]
-    return [sum(numbers) / among for numbers in zip(*found, strict=True)]
+    @torch.no_grad()
+    def settle(self) -> None:
+        """All have been read."""
+        if not self.counters:
+            self.room.copy_(self.total.div_(self.sites))

@@ -12,7 +12,7 @@ sites/<number>/...              what each of them has of its own: the optimizer'
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -20,10 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor, optim
 
+from phalanx.checkpoint.keepable import check_keepable, check_names, check_owners, check_shape
 from phalanx.checkpoint.manifest import Held, Manifest
 from phalanx.checkpoint.owed import OwedState
-from phalanx.checkpoint.sites import SITES, UNTOLD, VELOCITY, joined, kept_by, sources, those_there, untold
-from phalanx.errors import WrongUse, closest
+from phalanx.checkpoint.read import Wanted
+from phalanx.checkpoint.sites import SITES, UNTOLD, VELOCITY, MeanOfSites, Taken
 from phalanx.parallel.communication.mesh import AXES
 from phalanx.parallel.spread import Spread
 from phalanx.parallel.weights.boxes import Box, boxes
@@ -79,7 +80,7 @@ class State:
         """All that this rank holds."""
         check_owners(self.optimizer, [weight.optimized for weight in self.spread.weights.values()])
         for label, tensors in self.beside.items():
-            _check_names(label, tensors, self.spread.weights)
+            check_names(label, tensors, self.spread.weights)
         for name, weight in self.spread.weights.items():
             if name not in self.left_out:
                 yield from self._values(name, weight)
@@ -90,7 +91,7 @@ class State:
                     check_keepable(self.optimizer, name, weight.shard, key, value)
             for label, tensors in self.beside.items():
                 if name in tensors and self.holding.shapes[name].numel():
-                    _check_shape(label, name, tensors[name], weight)
+                    check_shape(label, name, tensors[name], weight)
                     yield from self._parts(f"callbacks/{label}/{name}", weight, tensors[name])
         for part in OwedState(self.spread).parts():
             yield Entry(*part[2:], *self._kept_here(part.weight, part.holders))
@@ -144,71 +145,86 @@ class State:
             if not isinstance(value, Tensor)
         }
 
-    def wanted(self, manifest: Manifest) -> dict[str, list[tuple[Box, Tensor]]]:
+    def wanted(self, manifest: Manifest) -> Wanted:
         """Where each saved tensor goes on this rank; makes room for the optimizer's and the callbacks'."""
-        keys = kept_by(manifest, self.own, self.mesh.size("dp"))
+        taken, found = Taken.of(manifest, self.own, self.mesh.size("dp")), Wanted()
+        keys = taken.kept(manifest)
         self.optimizer.state.clear()
         self.spread.reduction.unsettled.clear()
-        found = self._wanted_beside(manifest) | OwedState(self.spread).wanted(manifest)
-        found |= self._wanted_of_sites(manifest)
+        self._want_beside(manifest, found)
+        OwedState(self.spread).want(manifest, found)
+        self._want_of_sites(manifest, taken, found)
         for name, weight in self.spread.weights.items():
-            if f"model/{name}" in manifest.tensors and f"model/{name}" not in found:
-                found[f"model/{name}"] = self._boxes(weight, weight.shard.data)
-            for (kind, key), places in keys.get(name, {}).items() if weight.trainable and weight.state_here else ():
-                state, rooms = self.optimizer.state[weight.optimized], list[Tensor]()
-                for full in places:
-                    if full in manifest.numbers:
-                        state[key] = manifest.numbers[full]
-                        continue
-                    if kind == "counters":
-                        rooms.append(self._number_room(weight, manifest.tensors[full]))
-                        found[full] = [(Box((), ()), rooms[-1])]
-                    else:
-                        rooms.append(self._room(weight, manifest.tensors[full]))
-                        found[full] = list(self._places(weight, rooms[-1]))
-                    state[key] = rooms[0]
-                if len(rooms) > 1:
-                    self.spread.reduction.unsettled.append(partial(joined, rooms, kind == "counters"))
+            if f"model/{name}" in manifest.tensors:
+                found.setdefault(f"model/{name}", self._boxes(weight, weight.shard.data))
+            for (kind, key), names in keys.get(name, {}).items() if weight.trainable and weight.state_here else ():
+                state = self.optimizer.state[weight.optimized]
+                state[key] = self._want_kept(manifest, weight, names, kind == "counters", found)
         for name, tensor in self._replicated():
             found[f"model/{name}"] = [(Box.whole(tensor), tensor.detach())]
-        return {name: parts for name, parts in found.items() if parts}
+        for name in [name for name, parts in found.items() if not parts]:
+            del found[name]
+        return found
 
-    def _wanted_of_sites(self, manifest: Manifest) -> dict[str, list[tuple[Box, Tensor]]]:
+    def _want_kept(
+        self, manifest: Manifest, weight: Weight, names: Sequence[str], counters: bool, found: Wanted
+    ) -> Any:
+        """What the optimizer is to keep of a weight: by several names, what several sites kept."""
+        if numbers := [manifest.numbers[name] for name in names if name in manifest.numbers]:
+            return numbers[-1]
+        held = manifest.tensors[names[0]]
+        if counters:
+            room = self._number_room(weight, held)
+            self._want_joined(names, room, lambda total: [(Box((), ()), total)], found, counters=True)
+            return room
+        room = self._room(weight, held)
+        if room.dtype == torch.uint8:  # codes have no mean: the first site's
+            names = names[:1]
+        self._want_joined(names, room, lambda total: list(self._places(weight, total)), found)
+        return room
+
+    def _want_joined(
+        self, names: Sequence[str], room: Tensor, places: Callable[[Tensor], list[tuple[Box, Tensor]]], found: Wanted,
+        counters: bool = False,
+    ) -> None:  # fmt: skip
+        """Have one saved tensor come into a room, or what becomes of several."""
+        if len(names) == 1:
+            found[names[0]] = places(room)
+            return
+        joined = MeanOfSites(room, len(names), counters)
+        self.spread.reduction.unsettled.append(joined.settle)
+        for name in names:
+            found[name], found.joins[name] = places(joined.total), joined.join
+
+    def _want_of_sites(self, manifest: Manifest, taken: Taken, found: Wanted) -> None:
         """Likewise, of what sites have agreed on, and of their own weights, where these are others."""
-        found: dict[str, list[tuple[Box, Tensor]]] = {}
-        outer, there, sites = self.outer, those_there(manifest), self.mesh.size("dp")
-        whose, unsettled = sources(manifest, self.own, sites), self.spread.reduction.unsettled
+        outer, unsettled = self.outer, self.spread.reduction.unsettled
         if outer is not None:
-            outer.untold = untold(manifest, whose, sites, self._sites_here())
-        goes_on = outer is not None and outer.local.apart and len(whose) == 1
-        """This site with weights of its own."""
+            outer.untold = taken.untold(manifest, self._sites_here())
+        apart = outer is not None and outer.local.apart
         for name, weight in self.spread.weights.items():
-            full = f"model/{name}"
+            full, goes_on = f"model/{name}", False
             if outer is not None and name in outer.velocity:
                 outer.velocity[name].zero_()
                 if f"{VELOCITY}{name}" in manifest.tensors:
                     found[f"{VELOCITY}{name}"] = self._boxes(weight, outer.velocity[name])
-            own = [o for each in (whose if goes_on else there) if (o := f"{each}{full}") in manifest.tensors]
-            rooms = [weight.shard.data, *(torch.zeros_like(weight.shard.data) for _ in own[1:])]
-            found |= {one: self._boxes(weight, room) for one, room in zip(own, rooms, strict=False)}
-            if own and not goes_on:
-                found[full] = []  # their mean is what all agree on
-                unsettled.append(partial(joined, rooms, False))
+            if names := [own for each in taken.weights(apart) if (own := f"{each}{full}") in manifest.tensors]:
+                self._want_joined(names, weight.shard.data, partial(self._boxes, weight), found)
+                goes_on = bool(taken.own) and apart
+                found[full] = []  # where sites do not go on as themselves, the mean of theirs is what all agree on
             if outer is not None and name in outer.agreed:
-                if own and goes_on:
+                if goes_on:
                     found[full] = self._boxes(weight, outer.agreed[name])
                 else:
                     unsettled.append(partial(outer.settle, name))
-        return found
 
     def _sites_here(self) -> int:
         """How many sites have ranks on this rank's host."""
         each = self.mesh.size(*AXES) // self.mesh.size("dp")
         return len({rank // each for rank, host in enumerate(self.hosts) if host == self.hosts[self.mesh.rank]})
 
-    def _wanted_beside(self, manifest: Manifest) -> dict[str, list[tuple[Box, Tensor]]]:
+    def _want_beside(self, manifest: Manifest, found: Wanted) -> None:
         """Likewise, of what callbacks keep."""
-        found = {}
         for label, tensors in self.beside.items():
             tensors.clear()
             for name, weight in self.spread.weights.items():
@@ -217,7 +233,6 @@ class State:
                     dtype = getattr(torch, manifest.tensors[full].dtype)
                     tensors[name] = torch.zeros_like(weight.shard.data, dtype=dtype)
                     found[full] = self._boxes(weight, tensors[name])
-        return found
 
     def _replicated(self) -> list[tuple[str, Tensor]]:
         """What this rank has whole: buffers, and parameters that are no weights."""
@@ -305,43 +320,3 @@ class State:
                 loads[turns[known]] += math.prod(shape) + 1
             self._turns[of] = turns
         return self._turns[of].get(name, 0)
-
-
-def _check_names(label: str, tensors: Mapping[str, Tensor], weights: Mapping[str, Weight]) -> None:
-    for name in sorted(tensors.keys() - weights.keys()):
-        raise WrongUse(
-            f"{label}.tensors() has {name!r}, which is no weight of this rank (engine.spread.weights has them; other "
-            f"things go into state_dict()); {closest(name, weights)}"
-        )
-
-
-def _check_shape(label: str, name: str, tensor: Tensor, weight: Weight) -> None:
-    if tensor.shape != weight.shard.shape:
-        raise WrongUse(
-            f"{label}.tensors() has for {name} the shape {tuple(tensor.shape)}, and this rank's part of it has "
-            f"{tuple(weight.shard.shape)}. Make it like engine.spread.weights[name].shard."
-        )
-
-
-def check_owners(optimizer: optim.Optimizer, weights: Sequence[Tensor]) -> None:
-    """Refuse an optimizer that keeps state of something else than weights."""
-    known = set(weights)
-    for owner in optimizer.state:
-        if owner not in known:
-            raise WrongUse(
-                f"{type(optimizer).__name__} keeps {str(owner)[:40]!r} in its state, which belongs to no "
-                "weight and cannot be saved. Keep it with a weight, or as a number in param_groups."
-            )
-
-
-def check_keepable(
-    optimizer: optim.Optimizer, name: str, weight: Tensor, key: str, value: Any, whole: bool = False
-) -> None:
-    """Refuse what an optimizer keeps of a weight where it cannot be saved; of a ``whole`` one, any tensor can be."""
-    shaped = isinstance(value, Tensor) and (whole or value.shape == weight.shape or value.numel() == 1)
-    if not shaped and not isinstance(value, (int, float, str, bool, type(None))):
-        raise WrongUse(
-            f"{type(optimizer).__name__} keeps {key!r} of {name} as a {type(value).__name__}"
-            f"{f' of shape {tuple(value.shape)}' if isinstance(value, Tensor) else ''}, which cannot be "
-            "saved. Keep a tensor of the weight's shape, or a number."
-        )

@@ -195,7 +195,7 @@ class Callbacks:
             yield
             return
         (beside,) = found.values()
-        self._settle(engine)
+        self.await_copy(engine)
         _exchange(engine, beside)
         engine.spread.updated()
         try:
@@ -223,11 +223,11 @@ class Callbacks:
     def evaluated(self, engine: Engine, measures: Mapping[str, float]) -> None:
         """All held-out data was: they may change what they keep."""
         if self.watches_evaluations:
-            self._settle(engine)
+            self.await_copy(engine)
         self.call("on_evaluation", engine, measures)
 
-    def _settle(self, engine: Engine) -> None:
-        """Wait for a copy of the state that may be under way."""
+    def await_copy(self, engine: Engine) -> None:
+        """Before anything that is saved is changed: wait for a copy of the state that may be under way."""
         for callback in self._ours:
             callback.before_update(engine)
 

@@ -113,9 +113,9 @@ def _settings(engine: Engine, facts: Mapping[str, Any]) -> list[Change]:
             found.append(Change(f"{what} was {before} and is {value}"))
     if "layout" in facts:
         before_now = Layout.parse(facts["layout"]), engine.layout
-        changed = *_owed(*before_now), _begun_anew(*before_now, facts), *_sites(*before_now, facts)
+        changed = *_owed(*before_now), _begun_anew(*before_now, facts), *_sites(*before_now, engine.task.steps, facts)
         told = [change for change in changed if change is not None]
-        found += told or _comm(*before_now)
+        found += [*(told or _comm(*before_now)), *map(Change, retired(before_now[0].comm))]
     found += _callbacks(list(facts["callbacks"]), list(engine.callbacks.named)) if "callbacks" in facts else []
     others = user_code.changed(facts.get("files", {}), user_code.home(type(engine.task)))
     if others:
@@ -153,17 +153,19 @@ def _owed(then: Layout, now: Layout) -> list[Change]:
 def _comm(then: Layout, now: Layout) -> list[Change]:
     """Where gradients travel otherwise, and nothing else follows from that."""
     travels = then.coded_axis or now.coded_axis or then.local or now.local
-    return [Change(f"comm was {then.comm} and is {now.comm}")] if then.comm != now.comm and travels else []
+    alike = then.comm == now.comm or (then.local is not None and then.local == now.local)
+    return [Change(f"comm was {then.comm} and is {now.comm}")] if travels and not alike else []
 
 
-def _sites(then: Layout, now: Layout, facts: Mapping[str, Any]) -> Iterator[Change]:
-    """Where sites that trained by themselves are others, or none, or agree otherwise."""
+def _sites(then: Layout, now: Layout, steps: int, facts: Mapping[str, Any]) -> Iterator[Change]:
+    """Where sites that trained by themselves are others, or none, or agree otherwise; in a run of so many ``steps``."""
     before, after = then.local, now.local
     if before is None:
         return
     another = f"comm was {then.comm} and is {now.comm}: " if then.comm != now.comm else ""
     carried = "what the outer optimizer carried on is left out"
-    drops = before.method == "diloco" and (after is None or after.method == "local")
+    had = before.outer(facts.get("settings", {}).get("steps", steps))[1]
+    drops = had and not (after and after.outer(steps)[1])
     if after is not None and then.dp == now.dp:
         if before.apart and not after.apart:
             yield Change(f"{another}the mean of what sites have of weights is what all go on with")
@@ -171,11 +173,9 @@ def _sites(then: Layout, now: Layout, facts: Mapping[str, Any]) -> Iterator[Chan
             yield Change(f"{another}{carried}")
     else:
         what = "what the optimizer of each kept is averaged" + ", and so are their weights" * before.apart
-        if facts.get("from_memory"):  # each host has what its own sites kept
-            go_on = "1 goes on with what its host" if now.dp == 1 else f"{now.dp} go on with what their hosts"
-            what = f"{go_on} kept"
+        if facts.get("sites_missing"):
+            what = "each rank goes on with what its host has of what their optimizers kept"
         yield Change(f"{then.dp} sites trained by themselves: {what}{f'; {carried}' if drops else ''}")
-    yield from map(Change, retired(then.comm))
 
 
 def _begun_anew(then: Layout, now: Layout, facts: Mapping[str, Any]) -> Change | None:

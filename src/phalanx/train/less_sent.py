@@ -12,8 +12,6 @@ from phalanx.words import in_bytes
 
 LESS = 1.05
 """So many times as many bytes exact sums must send for a run to have sent less."""
-WHY_MORE = {"topk": "every rank sends to every other"}
-"""By method, where it is not that weights are small."""
 
 
 @dataclass
@@ -33,7 +31,7 @@ class Sent:
         if self.exact > LESS * self.sent:
             share = f"1/{self.exact / self.sent:.3g}"
         elif self.layout.coded_axis and self.sent > self.exact:
-            share = f"more, since {WHY_MORE.get(self.layout.comm.partition(':')[0], 'each weight fills whole blocks')}"
+            share = f"more, since {self._why_more()}"
         first, last, count = self.steps[0] + 1, self.steps[-1] + 1, len(self.steps)
         those = f"steps {first} to {last}" if last - first + 1 == count else f"{count} of the steps {first} to {last}"
         return (
@@ -41,6 +39,14 @@ class Sent:
             f"{in_bytes(self.sent / count)} a step instead of {in_bytes(self.exact / count)} "
             f"(comm={self.layout.comm}: {share})"
         )
+
+    def _why_more(self) -> str:
+        method = self.layout.comm.partition(":")[0]
+        if method == "topk" and self.layout.dp > 2:  # two do so with exact sums, too
+            return "every rank sends to every other"
+        if method == "powersgd":
+            return "its two thin matrices are larger than small weights"
+        return "each weight fills whole blocks"
 
 
 def less_sent(run: Run) -> list[str]:

@@ -7,7 +7,7 @@ shapes and no memory. Activations are not in it, nor buffers of what is under wa
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +21,8 @@ from phalanx.comm import ONCE, Comm
 from phalanx.kernels.moments import DTYPES
 from phalanx.layout import Layout
 from phalanx.local_updates import LocalUpdates
+from phalanx.parallel.communication.codecs.chosen import codec_of
+from phalanx.parallel.communication.codecs.codec import Codec
 from phalanx.parallel.communication.mesh import Grid
 from phalanx.parallel.weights.matrices import COPY, owners
 from phalanx.parallel.weights.placement import Placed, Placement
@@ -68,10 +70,7 @@ class Kept:
     """How often callbacks keep an average of each weight."""
     tried: bool = True
     """Whether this was found by an optimizer of weights without memory, of their whole shapes."""
-    sites: int = 0
-    """How often sites keep each weight: what they agreed on, and what moves it."""
-    travelling: Mapping[str, int] = field(default_factory=dict)
-    """The fragment that a weight travels in while steps are trained, if it does."""
+    sites: KeptBySites = field(default_factory=lambda: KeptBySites())
 
     @classmethod
     def of(
@@ -81,9 +80,8 @@ class Kept:
         """``described``: the model's weights, with what its author noted on them, by which a task may choose."""
         shapes = {name: one.shape for name, one in placement.weights.items() if one.policy.trainable}
         averages = sum(isinstance(each, EMA) for each in callbacks)
-        sites = 0 if local is None else 1 + bool(local.outer(task.steps)[1])
         sizes = {name: shape.numel() for name, shape in shapes.items()}
-        travelling = local.divided(sizes) if local is not None and local.overlap else {}
+        sites = KeptBySites() if local is None else KeptBySites.of(local, sizes, task.steps)
         for device in ("meta", "cpu"):  # some want memory: they get that of one number
             weights = [_stand_in(name, shape, device, dtypes.parameter) for name, shape in shapes.items()]
             for weight, name in zip(weights, shapes, strict=True):
@@ -94,9 +92,35 @@ class Kept:
                 continue
             whole = frozenset(wants_whole(made))
             state = _state(made, shapes, dtypes.optimizer)
-            return cls(state, whole, averages, device == "meta", sites, travelling)
+            return cls(state, whole, averages, device == "meta", sites)
         each = 2 * dtypes.optimizer.itemsize
-        return cls({n: each * size for n, size in sizes.items()}, frozenset(), averages, False, sites, travelling)
+        return cls({n: each * size for n, size in sizes.items()}, frozenset(), averages, False, sites)
+
+
+@dataclass(frozen=True)
+class KeptBySites:
+    """What sites that train by themselves keep beside their weights."""
+
+    copies: int = 0
+    """Of each weight: what all have agreed on, and what moves it."""
+    travelling: Mapping[str, int] = field(default_factory=dict)
+    """The fragment that a weight travels in while steps are trained, if it does: as a message, beside a copy of it."""
+    codec: Codec | None = None
+    """By which it travels."""
+
+    @classmethod
+    def of(cls, local: LocalUpdates, sizes: Mapping[str, int], steps: int) -> KeptBySites:
+        """``sizes``: of all trained weights. In a run of so many ``steps``."""
+        codec = codec_of(Comm(local.codec)) if local.codec else None
+        assert codec is None or isinstance(codec, Codec)
+        return cls(1 + bool(local.outer(steps)[1]), local.divided(sizes) if local.overlap else {}, codec)
+
+    def message(self, numbers: int, dtype: torch.dtype) -> int:
+        """Bytes of a weight's part of a message; with a codec its codes, those that come, and their sum's too."""
+        if self.codec is None:
+            return dtype.itemsize * numbers
+        whole = -(-numbers // self.codec.block) * self.codec.block
+        return dtype.itemsize * whole + 3 * self.codec.size(whole, dtype)
 
 
 def _stand_in(name: str, shape: torch.Size, device: str, dtype: torch.dtype) -> Any:
@@ -175,7 +199,7 @@ def owned_state(placement: Placement, kept: Kept) -> list[list[float]]:
 def held(placement: Placement, grid: Grid, kept: Kept, dtypes: Dtypes, owned: float) -> Memory:
     """By one rank. ``owned``: bytes of the state of whole matrices that it owns."""
     weights = gradients = averages = sites = 0.0
-    travels = Counter[int]()
+    travels = defaultdict[int, float](float)
     for one, own in placement.owned(grid):
         part = one.part(grid).numel()
         weights += _lies(one, part, own, placement.layout.coded_axis == "fsdp")
@@ -183,12 +207,12 @@ def held(placement: Placement, grid: Grid, kept: Kept, dtypes: Dtypes, owned: fl
             gradients += dtypes.reduce.itemsize * (own if _scattered(placement.layout, grid, one) else part)
             gradients += dtypes.reduce.itemsize * _owed(placement.layout, part, own)
             averages += one.policy.dtype.itemsize * kept.averages * own
-            sites += one.policy.dtype.itemsize * kept.sites * own
-            if one.name in kept.travelling:  # the message, and the weight as it was when it left
-                travels[kept.travelling[one.name]] += (dtypes.reduce.itemsize + one.policy.dtype.itemsize) * own
+            sites += one.policy.dtype.itemsize * kept.sites.copies * own
+            if (fragment := kept.sites.travelling.get(one.name)) is not None:
+                travels[fragment] += one.policy.dtype.itemsize * own + kept.sites.message(math.ceil(own), dtypes.reduce)
             if one.name not in kept.whole:
                 owned += kept.state.get(one.name, 0) * own / max(1, one.shape.numel())
-    sites += max(travels.values(), default=0)
+    sites += max(travels.values(), default=0.0)
     return Memory(*map(math.ceil, (weights, gradients, owned, averages, sites)))
 
 

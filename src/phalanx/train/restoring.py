@@ -18,6 +18,7 @@ from phalanx.checkpoint.index import groups
 from phalanx.checkpoint.manager import CheckpointManager
 from phalanx.checkpoint.manifest import Chunk, Damaged, Held, Manifest
 from phalanx.checkpoint.read import read
+from phalanx.checkpoint.sites import sites_missing
 from phalanx.checkpoint.slot import Slot, Staged
 from phalanx.checkpoint.state import State
 from phalanx.checkpoint.store import open_store
@@ -172,7 +173,8 @@ class Restorer:
             held = tensors.setdefault(place.name, Held(place.dtype, place.shape))
             held.chunks.append(Chunk(place.name, place.box, "", 0, 0, 0))
             views[place.name, place.box] = view
-        manifest = Manifest({**found[0].facts, "options": options, "from_memory": True}, tensors, numbers)
+        manifest = Manifest({**found[0].facts, "options": options}, tensors, numbers)
+        manifest.facts["sites_missing"] = sites_missing(manifest)
         read(tensors, lambda chunk: views[chunk.tensor, chunk.box], self.state.wanted(manifest))
         self.engine.frozen.take_up_memory(self.state, manifest)
         self.engine.resume(manifest.facts)

@@ -223,9 +223,14 @@ def agreed_weights(engine: Engine) -> Iterator[None]:
     if sites is None or (sites.just_agreed and not sites.local.apart):
         yield
         return
-    with sites.outer.in_place():
-        engine.spread.updated()
-        yield
+    engine.callbacks.await_copy(engine)
+    try:
+        with sites.outer.in_place():
+            engine.spread.updated()
+            yield
+    except BaseException:
+        engine.spread.stale = True
+        raise
     engine.spread.updated()
 
 

@@ -109,3 +109,14 @@ def test_one_in_use_is_forgotten_soon_however_often_others_were_tried() -> None:
     experience.measured(1e8, "int8")
     assert "bf16" not in experience
     assert "int4" in experience
+
+
+def test_one_in_use_is_forgotten_soon_though_it_was_on_trial_before() -> None:
+    methods, experience = allowed(0.5), Experience()
+    experience.measured(1e8, "exact")
+    for _ in range(4):
+        assert MethodTrial({"exact": 0.3}, PREDICTED).judged("bf16", 0.4, experience, methods)[0] != "bf16"
+    MethodTrial({"bf16": 0.4}, PREDICTED).judged("int8", 0.2, experience, methods)
+    assert "bf16" in experience
+    experience.measured(1e8, "int8")
+    assert "bf16" not in experience

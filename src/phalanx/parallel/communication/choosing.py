@@ -90,8 +90,8 @@ class Experience:
     def measured(self, rate: float, current: str) -> None:
         """The link was, and is so fast. Of the method in use nothing is forgotten, unless the link is another one."""
         if not rate / OTHER_LINK < self._rate < rate * OTHER_LINK:
-            self._factors.clear()
-            self._tries.clear()
+            for known in (self._factors, self._left, self._tries):
+                known.clear()
         for name in set(self._factors) - {current}:
             self._left[name] -= 1
             if self._left[name] <= 0:
@@ -100,13 +100,15 @@ class Experience:
 
     def learn(self, name: str, taken: float, predicted: float) -> None:
         """Steps with a method that was on trial took so many seconds."""
-        self.know(name, taken, predicted)
+        self._factors[name] = taken / predicted
         self._left[name] = 1 << self._tries[name]
         self._tries[name] += 1
 
     def know(self, name: str, taken: float, predicted: float) -> None:
-        """The same of the method in use, or that has been until now."""
+        """Steps with the method that is in use, or has been until now, took so many. It may once have been on trial."""
         self._factors[name] = taken / predicted
+        self._left.pop(name, None)
+        self._tries.pop(name, None)
 
     def corrected(self, predicted: Mapping[str, float]) -> dict[str, float]:
         """Predictions, by what is known."""

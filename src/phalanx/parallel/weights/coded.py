@@ -54,16 +54,23 @@ class CodedGradients:
         """Of the part of the sums that it encodes for all replicas."""
         self.bases: dict[str, Owed] = {}
         """By weight, what a method of low rank keeps beside."""
-        self.taken_up: list[Tensor] = []
-        """What senders of a saved state owed, where they were more or fewer: this rank's rows of it, or all."""
+        self._taken_up: Tensor | None = None
 
     def settle(self) -> None:
         """Owe a share of all that was taken up."""
-        for room in self.taken_up:
+        if self._taken_up is not None:
             assert self.owed is not None
-            self.owed.now.add_(room, alpha=1 / (self.storage.ranks if self.over_shards else self.storage.replicas))
-        self.taken_up.clear()
+            share = 1 / (self.storage.ranks if self.over_shards else self.storage.replicas)
+            self.owed.now.add_(self._taken_up, alpha=share)
+        self._taken_up = None
         self.method.settle()
+
+    def taken_up(self) -> Tensor:
+        """Room for all that senders of a saved state owed, where they were more or fewer: this rank's rows, or all."""
+        if self._taken_up is None:
+            assert self.owed is not None
+            self._taken_up = torch.zeros_like(self.owed.now)
+        return self._taken_up
 
     def _owed(self, *shape: int) -> Owed | None:
         if not self.method.feedback or not self.length:
@@ -111,6 +118,13 @@ class CodedGradients:
             start, stop = max(begin, first), min(begin + weight.shard.numel(), first + len(owed))
             if start < stop:
                 yield weight, weight.first * weight.row_size + start - begin, owed[start - first : stop - first]
+
+    def forget(self) -> None:
+        """Nothing is owed any more, nor was taken up."""
+        self._taken_up = None
+        for owed in self.all_owed():
+            if owed.begun:
+                owed.now.zero_()
 
     def all_owed(self) -> list[Owed]:
         """What there is of both, and of what is kept beside."""

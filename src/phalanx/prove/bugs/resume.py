@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from phalanx.checkpoint.manifest import Manifest
+from phalanx.checkpoint.read import Wanted
 from phalanx.checkpoint.state import Entry, State
 from phalanx.parallel.weights.boxes import Box
 from phalanx.prove.bugs import seams
@@ -20,13 +21,13 @@ from phalanx.train.checkpointing import Checkpointer
 from phalanx.train.engine import Engine
 from phalanx.train.saves import Save
 
-Wanted = dict[str, list[tuple[Box, Tensor]]]
+Places = dict[str, list[tuple[Box, Tensor]]]
 
 
-def _reading(replace: Replace, change: Callable[[State, Wanted], Wanted]) -> None:
+def _reading(replace: Replace, change: Callable[[State, Wanted], Places]) -> None:
     """Have ``change`` spoil where saved tensors go."""
     plain = seams.WANTED.plain
-    replace(seams.WANTED, lambda self, manifest: change(self, plain(self, manifest)))
+    replace(seams.WANTED, lambda self, manifest: Wanted(change(self, plain(self, manifest))))
 
 
 def _writing(replace: Replace, change: Callable[[State, Entry], Entry]) -> None:
@@ -73,7 +74,7 @@ def counters_not_restored(replace: Replace) -> None:
 def moments_of_rank_0_alone_restored(replace: Replace) -> None:
     """Only rank 0 has its moments back."""
 
-    def change(state: State, found: Wanted) -> Wanted:
+    def change(state: State, found: Wanted) -> Places:
         return {n: p for n, p in found.items() if rank() == 0 or not n.startswith("optimizer/")}
 
     _reading(replace, change)
@@ -83,7 +84,7 @@ def moments_of_rank_0_alone_restored(replace: Replace) -> None:
 def rows_read_from_a_padded_place(replace: Replace) -> None:
     """Where rows were padded to divide by ranks, a rank's rows are looked for a row too early."""
 
-    def change(state: State, found: Wanted) -> Wanted:
+    def change(state: State, found: Wanted) -> Places:
         def shifted(box: Box) -> Box:
             return Box((box.offsets[0] - 1, *box.offsets[1:]), box.sizes) if box.offsets and box.offsets[0] else box
 

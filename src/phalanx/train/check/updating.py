@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import torch
 
-from phalanx.checkpoint.state import check_keepable, check_owners
+from phalanx.checkpoint.keepable import check_keepable, check_owners
 from phalanx.errors import WrongUse
 from phalanx.task import Task
 from phalanx.train.calling import made_callbacks
