@@ -6,17 +6,19 @@ import os
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from phalanx import Engine
+from phalanx import Engine, Layout
 from phalanx.checkpoint.manager import CheckpointManager
 from phalanx.checkpoint.slot import Slot
 from phalanx.checkpoint.store import open_store
+from phalanx.train import checkpointing
 from phalanx.train.checkpointing import Checkpointer
-from phalanx.train.neighbours import guests_of, holder_of, pairs
+from phalanx.train.neighbours import Neighbours, guests_of, has_all_on_every_host, holder_of, pairs
 from phalanx.train.policy import Policy
 from phalanx.train.restoring import Restorer
 from tests.ranks import Ranks
@@ -54,13 +56,31 @@ def test_links_are_made_in_a_few_turns(sizes: list[int]) -> None:
     assert turns <= 3 * max(sizes)
 
 
+@pytest.mark.parametrize(
+    ("layout", "hosts", "want"),
+    [
+        ("dp=2", [0, 1], True),
+        ("dp=4", [0, 0, 1, 2], True),
+        ("dp=2,fsdp=2", [0, 0, 1, 1], True),
+        ("dp=2,fsdp=2", [0, 1, 0, 1], False),
+        ("dp=2,fsdp=2", [0, 1, 2, 3], False),
+        ("fsdp=2", [0, 1], False),
+        ("dp=2,tp=2", [0, 0, 1, 1], True),
+        ("dp=2,pp=2", [0, 0, 1, 1], False),  # a stage a host
+        ("dp=2,pp=2", [0, 1, 0, 1], True),
+    ],
+)
+def test_hosts_that_have_all_need_no_copies(layout: str, hosts: list[int], want: bool) -> None:
+    assert has_all_on_every_host(Layout.parse(layout), hosts) is want
+
+
 def exchanged(layout: str, hosts: str, folder: str) -> list[tuple[int, int]]:
     """Copies at the neighbour that are not what their owner has, over some steps."""
     os.environ["PHALANX_HOSTS"] = hosts
     guests = [[Slot(), Slot()] for _ in range(2)]
     wrong = []
     try:
-        with Engine(Digits(), layout) as engine:
+        with mock.patch.object(checkpointing, "REST_OF_LINKS", 0), Engine(Digits(), layout) as engine:
             checkpointer = Checkpointer(
                 engine, CheckpointManager(open_store(folder)), Policy(minutes=0, memory_steps=1), guests=guests
             )
@@ -101,7 +121,7 @@ def lost_and_found(folder: str) -> tuple[str | None, int, bool]:
     manager = CheckpointManager(open_store(folder))
     try:
         os.environ["PHALANX_HOSTS"] = "1,1,1,1"
-        with Engine(Digits(), "fsdp=4") as engine:
+        with mock.patch.object(checkpointing, "REST_OF_LINKS", 0), Engine(Digits(), "fsdp=4") as engine:
             checkpointer = Checkpointer(
                 engine, manager, Policy(minutes=0, memory_steps=2), generation=1, slots=own, guests=guests
             )
@@ -133,3 +153,35 @@ def test_a_lost_hosts_state_is_found_at_its_neighbour(ranks: Ranks, tmp_path: Pa
         assert same
         assert source is not None
         assert source.endswith("step-00000006")
+
+
+def rests(folder: str) -> tuple[list[int], bool]:
+    """The steps of which this rank has copies, where each that goes to another host takes half a second there."""
+    os.environ["PHALANX_HOSTS"] = "1,1"
+    exchange, steps = Neighbours.exchange, set[int]()
+
+    def slow(self: Neighbours, slot: Slot) -> None:
+        time.sleep(0.5)
+        exchange(self, slot)
+
+    try:
+        with mock.patch.object(Neighbours, "exchange", slow), Engine(Digits(), "fsdp=2") as engine:
+            policy, guests = Policy(minutes=0, memory_steps=1, steps=4), [[Slot(), Slot()]]
+            checkpointer = Checkpointer(engine, CheckpointManager(open_store(folder)), policy, guests=guests)
+            for batch in engine.batches():
+                checkpointer.before_step()
+                checkpointer.after_step(engine.step(batch).signals, last=False)
+                checkpointer.drain()
+                steps |= {step for slot in checkpointer.slots if (step := slot.step()) is not None}
+            at_the_neighbour = {slot.step() for slot in guests[0]}
+            checkpointer.close()
+            return sorted(steps), at_the_neighbour == {1, None}
+    finally:
+        os.environ.pop("PHALANX_HOSTS")
+
+
+def test_a_link_rests_after_a_copy_that_took_its_time(ranks: Ranks, tmp_path: Path) -> None:
+    """What goes to a file does all the same, and not to the next host."""
+    for steps, alone in ranks(2, rests, str(tmp_path)):
+        assert steps == [1, 4]
+        assert alone

@@ -28,9 +28,9 @@ def slots(folder: Path, rank: int) -> list[Slot]:
     return [Slot(os.open(folder / f"{rank} {turn}", os.O_RDWR | os.O_CREAT)) for turn in range(2)]
 
 
-def kept(folder: Path) -> tuple[Weights, Weights]:
-    """Four sites on two hosts keep a state; what they have agreed on, and this one's own."""
-    with on_hosts("2,2"), phalanx.Engine(Digits(steps=20), BEFORE, device="cpu") as engine:
+def kept(folder: Path, layout: str = BEFORE, hosts: str = "2,2") -> tuple[Weights, Weights, Weights]:
+    """Sites on hosts keep a state; what they have agreed on, this one's own weights, and its own moments."""
+    with on_hosts(hosts), phalanx.Engine(Digits(steps=20), layout, device="cpu") as engine:
         memory = {"slots": slots(folder, engine.rank), "generation": 1}
         with checkpointing(engine, folder / "files", Policy(minutes=0, memory_steps=1), **memory) as checkpointer:
             for batch in islice(engine.batches(), 4):
@@ -40,7 +40,12 @@ def kept(folder: Path) -> tuple[Weights, Weights]:
             checkpointer.after_step(found.signals, last=False)
             checkpointer.drain()
         agreed = {name: value.clone() for name, value in engine.whole_weights().items()}
-        return agreed, {name: value.clone() for name, value in engine.spread.whole.state()}
+        return agreed, {name: value.clone() for name, value in engine.spread.whole.state()}, moments(engine)
+
+
+def moments(engine: phalanx.Engine) -> Weights:
+    state = engine.optimizer.state
+    return {name: state[weight.shard]["exp_avg"].clone() for name, weight in engine.spread.weights.items()}
 
 
 def taken_up(
@@ -83,11 +88,11 @@ def test_hosts_that_have_some_sites_each_go_on_alike(
         assert all(torch.equal(agreed[name], value) for name, value in before[0][0].items())
         assert all(torch.equal(ended[name], value) for name, value in first[2].items())
     if world < 4:
-        assert [words for words in first[3] if "each rank goes on with what its host has" in words]
+        assert [words for words in first[3] if "each rank goes on with what it finds" in words]
 
 
 def test_a_host_that_has_them_all_takes_the_mean(ranks: Ranks, tmp_path: Path) -> None:
-    before = [own for _, own in ranks(4, kept, tmp_path)]
+    before = [own for _, own, _ in ranks(4, kept, tmp_path)]
     source, found, _, changes = ranks(1, taken_up, "dp=1", "1", [[0, 1, 2, 3]], tmp_path)[0]
     assert source == "memory"
     for name, value in found.items():

@@ -54,12 +54,13 @@ class Frozen:
             self.keep(name for said in self.spread.mesh.everybody.world.all_gather_words(own) for name in said)
 
     def facts(self, state: State) -> dict[str, Any]:
-        """What a checkpoint says of them; the first rank names each. All ranks must ask."""
+        """What a checkpoint says of them; the first rank of a host names each. All ranks must ask."""
         if not self.names:
             return {}
         held = self._held(state, self.names)
         found: dict[str, Any] = {"from": self.begun, "hash": _joined(held)}
-        if self.spread.mesh.rank == 0:
+        rank = self.spread.mesh.everybody.rank
+        if state.hosts.index(state.hosts[rank]) == rank:
             found["tensors"] = {n: [one.dtype, list(one.shape), f"{one.hash:016x}"] for n, one in sorted(held.items())}
         return {"frozen": found}
 

@@ -43,7 +43,7 @@ def summed(children: Sequence[tuple[str, Manifest]]) -> Manifest:
     options = {n: changed for _, child in children for n, changed in child.facts.get("options", {}).items()}
     shared = {"options": options, "rank": 0}  # a stage knows the options of its own weights
     if "frozen" in first.facts:
-        shared["frozen"] = first.facts["frozen"]  # rank 0 names what is left out, for all
+        shared["frozen"] = first.facts["frozen"]  # the first names what is left out, for all
     whole = Manifest({**first.facts, **shared}, {}, children=[name for name, _ in children])
     for number, (_, child) in enumerate(children):
         if {**child.facts, **shared} != whole.facts:

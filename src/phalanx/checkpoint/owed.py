@@ -27,6 +27,8 @@ from phalanx.parallel.weights.boxes import Box, boxes
 from phalanx.parallel.weights.coded import CodedGradients
 from phalanx.parallel.weights.weight import Rows, Weight
 
+COMM = "comm/"
+"""How all of it begins."""
 KINDS = ("owed", "sums"), ("owed_momentum", "sums_momentum")
 
 

@@ -20,7 +20,7 @@ from torch.futures import Future
 
 from phalanx.checkpoint.hashing import hashed
 from phalanx.checkpoint.manifest import Chunk, Damaged, Held, Manifest, unreadable
-from phalanx.checkpoint.slot import Staged
+from phalanx.checkpoint.slot import Staged, StagedEntry
 from phalanx.checkpoint.store import Store
 from phalanx.checkpoint.weights import header, raw_bytes
 from phalanx.parallel.weights.boxes import Box
@@ -36,10 +36,14 @@ Piece = tuple[str, Box, tuple[int, ...], Tensor]
 
 def shards(staged: Staged) -> Iterator[Piece]:
     """What a rank writes of its staged copy, in chunks."""
-    for place, tensor in staged.tensors:
-        if place.written:
-            for box, view in _chunks(place.box, tensor):
-                yield place.name, box, place.shape, view
+    return pieces((place, tensor) for place, tensor in staged.tensors if place.written)
+
+
+def pieces(found: Iterable[tuple[StagedEntry, Tensor]]) -> Iterator[Piece]:
+    """Staged entries, in chunks."""
+    for place, tensor in found:
+        for box, view in _chunks(place.box, tensor):
+            yield place.name, box, place.shape, view
 
 
 def _chunks(box: Box, tensor: Tensor) -> Iterator[tuple[Box, Tensor]]:

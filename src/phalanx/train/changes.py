@@ -174,7 +174,7 @@ def _sites(then: Layout, now: Layout, steps: int, facts: Mapping[str, Any]) -> I
     else:
         what = "what the optimizer of each kept is averaged" + ", and so are their weights" * before.apart
         if facts.get("sites_missing"):
-            what = "each rank goes on with what its host has of what their optimizers kept"
+            what = "not all of them are there, and each rank goes on with what it finds of what their optimizers kept"
         yield Change(f"{then.dp} sites trained by themselves: {what}{f'; {carried}' if drops else ''}")
 
 

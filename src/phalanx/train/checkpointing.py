@@ -40,6 +40,8 @@ from phalanx.train.writing import Writer
 Note = Callable[..., None]
 REST = 20
 """After a copy that a step had to wait for, the next one in memory comes no sooner than so many times that wait."""
+REST_OF_LINKS = 10
+"""Likewise after one that went to another host, since steps need the same link: so many times as long as that took."""
 FULL_ATTEMPTS = 125
 """So often, for about an hour, the last save is tried on a disk that is full."""
 
@@ -268,7 +270,11 @@ class Checkpointer(Callback):
             began = time.monotonic()
             with engine.traffic.recorder.during("checkpoint"):
                 self._last.wait(Stage.STAGED)
-            self._rest_until = time.monotonic() + REST * (time.monotonic() - began)
+            self._rests(REST * (time.monotonic() - began))
+
+    def _rests(self, seconds: float) -> None:
+        """Copy nothing that goes to no file for so long."""
+        self._rest_until = max(self._rest_until, time.monotonic() + seconds)
 
     def drain(self) -> None:
         """Wait until nothing is under way here."""
@@ -310,8 +316,10 @@ class Checkpointer(Callback):
         """From the device to where it goes."""
         self.copy(save)
         save.advance(Stage.STAGED)
-        if self.neighbours is not None:
+        if self.neighbours is not None and not save.to_file:  # a file is seen by other hosts as it is
+            began = time.monotonic()
             self.neighbours.hand_on(save.slot)
+            self._rests(REST_OF_LINKS * (time.monotonic() - began))
         if save.to_file:
             written, given_up = partial(save.advance, Stage.WRITTEN), lambda: save.given_up
             self._files.submit(self.writer.write, save.slot.staged(), written, given_up).result()

@@ -1,4 +1,8 @@
-"""Copies at the neighbour: each host's states are also kept in the memory of the next host, in a ring."""
+"""Copies at the neighbour: each host's states are also kept in the memory of the next host, in a ring.
+
+Not where each host has the whole state anyway: replicas have nothing to learn from each other, and a link that is too
+slow for gradients would carry states.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +13,20 @@ import torch.distributed as dist
 
 from phalanx.checkpoint.slot import Slot
 from phalanx.events import say
+from phalanx.layout import Layout
 from phalanx.parallel.communication.communicator import Communicator
+from phalanx.parallel.communication.mesh import AXES, Grid
 from phalanx.parallel.communication.traffic import Traffic
 from phalanx.train.engine import Engine
+
+
+def has_all_on_every_host(layout: Layout, hosts: Sequence[int]) -> bool:
+    """Whether the ranks of any one host have all weights and moments: each other host is a replica, or several."""
+    there: dict[int, set[tuple[int, ...]]] = {}
+    for rank, host in enumerate(hosts):
+        at = Grid(layout, rank).coordinates
+        there.setdefault(host, set()).add(tuple(at[axis] for axis in AXES if axis != "dp"))
+    return all(len(found) == layout.world // layout.dp for found in there.values())
 
 
 def guests_of(hosts: Sequence[int], rank: int) -> list[int]:

@@ -29,6 +29,7 @@ from phalanx.train.engine import Engine
 from phalanx.train.guard import Guard
 from phalanx.train.job import Job
 from phalanx.train.loop import Listener, Loop
+from phalanx.train.neighbours import has_all_on_every_host
 from phalanx.train.overview import Overview
 from phalanx.train.placing import fitted
 from phalanx.train.profile.attached import profiled
@@ -159,7 +160,8 @@ class Rank:
     @property
     def _exchanges(self) -> bool:
         """Whether hosts keep copies of each other's state. Sites do not: each has what all have agreed on."""
-        return len(set(self.environment.hosts)) > 1 and self.layout.local is None
+        hosts = self.environment.hosts
+        return len(set(hosts)) > 1 and self.layout.local is None and not has_all_on_every_host(self.layout, hosts)
 
     def _listener(self, engine: Engine, notes: list[str]) -> Listener:
         """Rank 0's screen, begun with what there is to note."""

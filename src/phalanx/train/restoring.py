@@ -1,20 +1,17 @@
 """Finding a run's newest whole state again: in this host's memory, in a neighbour's, or in files.
 
-Memory is newer than files, and fast. Where a host was lost, its ranks' last copies lie in its neighbour's memory; they
-are written to a file together with everybody's, from which any layout reads. A damaged file is named and passed over.
+Memory is newer than files, and fast. Where a host was lost, what others still have of its state goes to a file first
+(`rescue`). A damaged file is named and passed over.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
-import torch
 from torch import Tensor
 
 from phalanx.checkpoint.fitting import check_fits
-from phalanx.checkpoint.index import groups
 from phalanx.checkpoint.manager import CheckpointManager
 from phalanx.checkpoint.manifest import Chunk, Damaged, Held, Manifest
 from phalanx.checkpoint.read import read
@@ -22,14 +19,11 @@ from phalanx.checkpoint.sites import sites_missing
 from phalanx.checkpoint.slot import Slot, Staged
 from phalanx.checkpoint.state import State
 from phalanx.checkpoint.store import open_store
-from phalanx.checkpoint.write import shards
 from phalanx.errors import CannotHere, WrongUse
 from phalanx.events import say
 from phalanx.parallel.weights.boxes import Box
 from phalanx.train.engine import Engine
-
-Moment = tuple[int, int]
-"""A copy's generation and step: only copies of one moment belong together."""
+from phalanx.train.rescue import Moment, Rescue, coverage, joined, moment_of, once
 
 
 def load(engine: Engine, folder: str | Path) -> int:
@@ -90,7 +84,11 @@ class Restorer:
             self._from_memory(held[moment])
             self._void_all_but(moment)
             return "memory"
-        rescued = self._rescue(held, newest_file) if len(set(self.engine.environment.hosts)) > 1 else None
+        rescued = None
+        if len(set(self.engine.environment.hosts)) > 1:
+            rescued = Rescue(self.engine, self.manager, self.generation, held).write(newest_file, self._needed)
+            if rescued is not None:
+                self.note("checkpoint", step=rescued, rescued=True)
         if rescued is not None:
             steps = [*steps, rescued]
         damaged: list[str] = []
@@ -126,7 +124,7 @@ class Restorer:
         """Copies of other moments lead nowhere: the run goes on from this one, and must not lose it to make room."""
         self._everybodys([])  # nobody looks into them any more
         for slot in self.own:
-            if slot.step() is not None and _moment(slot.staged()) != moment:
+            if slot.step() is not None and moment_of(slot.staged()) != moment:
                 slot.void()
 
     def _everybodys(self, words: list[str]) -> list[list[str]]:
@@ -140,7 +138,7 @@ class Restorer:
         for slot in self.slots:
             if slot.step() is not None:
                 staged = slot.staged()
-                held.setdefault(_moment(staged), []).append(staged)
+                held.setdefault(moment_of(staged), []).append(staged)
         return held
 
     def _newest_on_every_host(self, held: Mapping[Moment, list[Staged]]) -> Moment | None:
@@ -152,65 +150,30 @@ class Restorer:
 
     def _enough(self, found: list[Staged]) -> bool:
         """Whether these copies together hold all tensors whole."""
-        held: dict[str, int] = {}
-        shapes: dict[str, int] = {}
-        for place, tensor in _once(found):
-            held[place.name] = held.get(place.name, 0) + tensor.numel()
-            shapes[place.name] = torch.Size(place.shape).numel()
+        whole, parts = coverage(found)
+        return not parts and self._needed() <= whole
+
+    def _needed(self) -> set[str]:
+        """What no state is without."""
         weights, left_out = self.engine.spread.weights.items(), self.engine.frozen.names
-        needed = {f"model/{name}" for name, weight in weights if weight.shard.numel() and name not in left_out}
-        return needed <= held.keys() and all(held[name] == shapes[name] for name in held)
+        return {f"model/{name}" for name, weight in weights if weight.shard.numel() and name not in left_out}
 
     def _from_memory(self, found: list[Staged]) -> None:
         tensors: dict[str, Held] = {}
         views: dict[tuple[str, Box], Tensor] = {}
-        numbers: dict[str, Any] = {}
-        options: dict[str, Any] = {}
-        for staged in found:
-            numbers |= staged.numbers
-            options |= staged.facts["options"]
-        for place, view in _once(found):
+        facts, numbers = joined(found)
+        for place, view in once(found):
             held = tensors.setdefault(place.name, Held(place.dtype, place.shape))
             held.chunks.append(Chunk(place.name, place.box, "", 0, 0, 0))
             views[place.name, place.box] = view
-        manifest = Manifest({**found[0].facts, "options": options}, tensors, numbers)
-        manifest.facts["sites_missing"] = sites_missing(manifest)
+        manifest = Manifest(facts, tensors, numbers)
         read(tensors, lambda chunk: views[chunk.tensor, chunk.box], self.state.wanted(manifest))
         self.engine.frozen.take_up_memory(self.state, manifest)
-        self.engine.resume(manifest.facts)
+        self._resume(manifest)
 
-    # Memory of all hosts.
-
-    def _rescue(self, held: Mapping[Moment, list[Staged]], newest_file: int) -> int | None:
-        """Write the newest moment that all hosts together still hold to a file; its step, if it beats the files."""
-        hosts, here = self.engine.environment.hosts, self.engine.environment.rank
-        speaks = hosts.index(hosts[here]) == here
-        own = {(*moment, s.facts["rank"]): s for moment, found in held.items() if speaks for s in found}
-        said = self._everybodys([f"{generation} {step} {rank}" for generation, step, rank in own])
-        holders: dict[tuple[int, int, int], int] = {}
-        for speaker, words in enumerate(said):
-            for word in words:
-                generation, step, rank = map(int, word.split())
-                holders.setdefault((generation, step, rank), speaker)
-        worlds = {_moment(s): s.facts["world"] for s in own.values()}
-        known = self._everybodys([f"{g} {s} {world}" for (g, s), world in worlds.items()])
-        sizes = {(int(g), int(s)): int(w) for words in known for g, s, w in map(str.split, words)}
-        whole = [m for m, world in sizes.items() if all((*m, rank) in holders for rank in range(world))]
-        moment = max((m for m in whole if m[1] > newest_file), default=None)
-        if moment is None:
-            return None
-        for rank in range(sizes[moment]):
-            if holders[*moment, rank] == here:
-                staged = own[*moment, rank]
-                self.manager.write(self.generation, moment[1], rank, shards(staged), staged.facts, staged.numbers)
-        if here == 0:
-            patience = self.engine.timeout.total_seconds()
-            for ranks in groups(sizes[moment]):
-                self.manager.gather(self.generation, moment[1], ranks, patience)
-            self.manager.commit(self.generation, moment[1], sizes[moment], patience, lambda: False)
-            self.note("checkpoint", step=moment[1], rescued=True)
-        self._everybodys([])  # it is there when all go on
-        return moment[1]
+    def _resume(self, manifest: Manifest) -> None:
+        """Its tensors are in place."""
+        self.engine.resume(manifest.facts | {"sites_missing": sites_missing(manifest)})
 
     # Files.
 
@@ -227,19 +190,5 @@ class Restorer:
         found = next((words[0] for words in self._everybodys([damage]) if words[0]), None)
         if found is None:
             self.engine.frozen.take_up(self.state, checkpoint.manifest)
-            self.engine.resume(checkpoint.manifest.facts)
+            self._resume(checkpoint.manifest)
         return found
-
-
-def _moment(staged: Staged) -> Moment:
-    return staged.facts["generation"], staged.step
-
-
-def _once(found: list[Staged]) -> Iterator[tuple[Any, Tensor]]:
-    """Everything in these copies, what several hold alike only once."""
-    seen = set()
-    for staged in found:
-        for place, tensor in staged.tensors:
-            if (place.name, place.box) not in seen:
-                seen.add((place.name, place.box))
-                yield place, tensor
