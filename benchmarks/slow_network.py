@@ -160,6 +160,15 @@ class SlowNetwork:
                 with contextlib.suppress(AssertionError):  # there is none
                     host.tc(f"qdisc del dev {device} root")
 
+    def cut(self, place: int) -> None:
+        """No packet comes to this host or goes from it any more, and nobody is told: on links without a round trip."""
+        assert self._hosts is not None
+        self._hosts.cut(self.holders[place].name)
+
+    def mend(self, place: int) -> None:
+        assert self._hosts is not None
+        self._hosts.mend(self.holders[place].name)
+
     def enter(self, place: int) -> list[str]:
         """What a command is to begin with, to run on a host."""
         return ["nsenter", f"--net=/proc/{self.holders[place].process.pid}/ns/net"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import socket
 import sys
 import time
@@ -17,7 +18,7 @@ from safetensors.torch import load_file
 from phalanx import Run, cli
 from phalanx.launch import network, shared
 from phalanx.launch.forkserver import Forked
-from tests.hosts import Hosts, needs_namespaces
+from tests.hosts import Hosts, descendants, needs_namespaces
 from tests.test_cli import phalanx
 from tests.test_recovery import TASK, certificate, started, until_step
 
@@ -253,4 +254,24 @@ def test_the_first_host_is_lost(folder: Path, blow: str) -> None:
             codes = trained.ended()
         assert set(codes.values()) == {0}, "\n".join(map(trained.said, trained.hosts.names))
         assert trained.worlds()[-1] == 2
+    same(trained.run, alone(folder, *words))
+
+
+@needs_namespaces
+def test_a_host_that_stood_still_until_the_others_had_ended(folder: Path) -> None:
+    """It was lost, they went on without it, and when it looks for them again there is nothing left to do."""
+    words = ("slow.py", "--set", "precision=float64", "--steps", "40", "--layout", "dp=2", "--set", "pause=0.05")
+    with spread(folder, 2, *words) as trained:
+        trained.start_in_turn("node1", "node2")
+        trained.until(10)
+        pids = descendants(trained.processes["node2"].pid or 0)
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
+        assert ended(trained.processes.pop("node1")) == 0
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
+        assert trained.ended() == {"node2": 0}
+        assert "the others have come to the end of the run meanwhile" in trained.said("node2")
+        assert "done: the first host says what came of it" in trained.said("node2")
+        assert trained.worlds() == [2, 1]
     same(trained.run, alone(folder, *words))

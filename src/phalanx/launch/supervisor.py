@@ -130,7 +130,7 @@ class Supervisor:
             self._leaving = ""
             gathered = self._gather()
             if gathered is None:
-                return HostOutcome(interrupted=True)
+                return HostOutcome(interrupted=self.stop.asked)
             world, generation = gathered
             host = Host(
                 generation, world.size or self.ranks, self.heartbeats, self.black_box, self.events, self.memory,
@@ -171,13 +171,16 @@ class Supervisor:
         return replace(failure, file=str(path))
 
     def _gather(self) -> tuple[World, int] | None:
-        """Where this host's ranks stand, and which generation they are; None if somebody wants it to end."""
+        """Where this host's ranks stand, and which generation they are; None if it is to end, or has without it."""
         if self.rendezvous is None:
             return World(self.ranks), self.run.next_generation(self.begun() + 1)
         self._say(f"   host  meets others at {self.rendezvous.address}, {self.rendezvous.min_nodes} of them at least")
         met = self.rendezvous.next(after=max(self.run.generation(), self.begun()), asked=self._waiting())
         if met is None:
-            self.rendezvous.leave("was asked to stop")
+            if not self.stop.asked:
+                self._say("   host  the others have come to the end of the run meanwhile")
+                self.leads = False
+            self.rendezvous.leave("was asked to stop" if self.stop.asked else "came back when it was done")
             return None
         used = max(1, self.takes_part(met.ranks))  # what fits nowhere is refused by its ranks, in words
         if self.shared is not None and met.nodes > 1:
@@ -205,16 +208,22 @@ class Supervisor:
         return world, met.generation
 
     def _waiting(self) -> Callable[[], bool]:
-        """Whether somebody wants it to end, asked while it waits; for whom it does is said when that changes."""
+        """Whether to wait no longer: somebody wants it to end, or others have ended it while this host was cut off.
+
+        For whom it waits is said when that changes.
+        """
         assert self.rendezvous is not None
-        rendezvous, said, since = self.rendezvous, "", time.monotonic()
+        rendezvous, said, looked = self.rendezvous, "", time.monotonic()
 
         def asked() -> bool:
-            nonlocal said, since
-            now = time.monotonic()
-            if now - since > WAITING_SECONDS and (awaited := rendezvous.awaited()) and awaited != said:
-                said, since = awaited, now
-                self._say(f"   host  {awaited}")
+            nonlocal said, looked
+            if time.monotonic() - looked > WAITING_SECONDS:
+                looked = time.monotonic()
+                if (awaited := rendezvous.awaited()) and awaited != said:
+                    said = awaited
+                    self._say(f"   host  {awaited}")
+                if self.recoveries and self.run.certificate_path.exists():
+                    return True
             return self.stop.asked
 
         return asked
