@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from types import TracebackType
 from typing import Self
 
@@ -107,6 +107,18 @@ class BlackBox:
             _begun(self._account, failures, steps).join(LAST_SECONDS)
         if asked:
             _begun(flight.note_stop, self.run, self.generation).join(LAST_SECONDS)
+
+    def filed(self, failure: Failure, generation: int) -> Failure:
+        """With its whole traceback in the run's folder."""
+        if not failure.whole or failure.final:
+            return failure
+        path = self.run.path / "failures" / f"generation-{generation:05d}-rank-{failure.rank:05d}.txt"
+        try:
+            path.parent.mkdir(exist_ok=True)
+            write_whole(path, redact(failure.whole))
+        except OSError:  # a full disk: what is on the screen must do
+            return failure
+        return replace(failure, file=str(path))
 
     def _account(self, failures: Sequence[Failure], steps: int) -> None:
         for failure in failures:

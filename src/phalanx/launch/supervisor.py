@@ -21,7 +21,6 @@ from typing import Any
 
 from phalanx.errors import CannotHere
 from phalanx.events import EventLog
-from phalanx.files import write_whole
 from phalanx.launch import network
 from phalanx.launch.black_box import BlackBox
 from phalanx.launch.event_writer import EventWriter
@@ -144,7 +143,7 @@ class Supervisor:
             outcome = run_ranks(partial(program, host), *given) if world.ranks else self._stand_by()
             self.events.end()
             failures = [self._drilled(failure, world) for failure in outcome.failures or ()]
-            outcome.failures = [self._filed(failure, generation) for failure in failures] or None
+            outcome.failures = [self.black_box.filed(failure, generation) for failure in failures] or None
             self.black_box.over(outcome.failures or (), self.heartbeats.steps(), bool(outcome.interrupted))
             if self._over(outcome, generation, host.stopping):
                 return outcome
@@ -157,18 +156,6 @@ class Supervisor:
         if self.heartbeats.row(failure.rank - world.first)[STEPS] != self.drill[1]:
             return failure
         return replace(failure, reason=f"was ended by SIGKILL, the drill of --kill {self.drill[0]}@{self.drill[1]}")
-
-    def _filed(self, failure: Failure, generation: int) -> Failure:
-        """With its whole traceback in the run's folder."""
-        if not failure.whole or failure.final:
-            return failure
-        path = self.run.path / "failures" / f"generation-{generation:05d}-rank-{failure.rank:05d}.txt"
-        try:
-            path.parent.mkdir(exist_ok=True)
-            write_whole(path, redact(failure.whole))
-        except OSError:  # a full disk: what is on the screen must do
-            return failure
-        return replace(failure, file=str(path))
 
     def _gather(self) -> tuple[World, int] | None:
         """Where this host's ranks stand, and which generation they are; None if it is to end, or has without it."""
