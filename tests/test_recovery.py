@@ -324,6 +324,34 @@ def test_hosts_come_and_go(folder: Path) -> None:
     assert max(abs(one[step]["loss"] - other[step]["loss"]) for step in range(150)) < 1e-9
 
 
+@pytest.mark.parametrize("comm", ["exact", "int4", "diloco:4:overlap=1"])
+def test_a_host_that_is_replaced_at_once(folder: Path, comm: str) -> None:
+    """Replicas and sites send each other no copies: what is left has all that is needed, and nothing is in files."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    settings = ("slow.py", "--layout", f"dp=2,comm={comm}", "--steps", "60", "--set", "pause=0.05")
+    run = Run(folder / "rough")
+
+    def host(name: str) -> Forked:
+        return started(
+            folder, *settings, "--on", "local:1", "--run", "rough", "--max-nodes", "2", "--min-nodes", "2",
+            "--meet", address, "--host", name, "--memory-steps", "2",
+        )  # fmt: skip
+
+    hosts = {name: host(name) for name in "ab"}
+    until_step(run, 20, hosts["a"])
+    os.kill(hosts["b"].pid or 0, signal.SIGKILL)
+    assert ended(hosts.pop("b")) == -9
+    hosts["c"] = host("c")
+    assert [ended(process) for process in hosts.values()] == [0, 0], (folder / "out").read_text()
+    starts = [event for event in run.events(0) if event["kind"] == "start"]
+    assert [start["world"] for start in starts] == [2, 2]
+    assert starts[1]["step"] >= 16
+    assert starts[1]["source"].endswith(f"step-{starts[1]['step']:08d}"), "what others have in memory, in a file"
+    assert certificate(run)["steps"] == 60
+    assert ("owed of gradients is left out" in (folder / "out").read_text()) == (comm == "int4")
+
+
 @pytest.mark.every
 @pytest.mark.parametrize("comm", ["diloco:4", "diloco:8:int8:fragments=2:overlap=2"])
 def test_sites_come_and_go(folder: Path, comm: str) -> None:
