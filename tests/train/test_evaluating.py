@@ -20,6 +20,8 @@ from tests.test_cli import GOOD, Done
 from tests.test_cli import phalanx as command
 from tests.train.test_beforehand import FromWhereItBegan, Points
 
+OF_SITES = "dp=2,comm=diloco:4:fragments=2:overlap=1"
+
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -56,6 +58,29 @@ def test_measures_are_those_that_training_found(run: Path) -> None:
     events = [json.loads(line) for line in (run / "evaluations.jsonl").read_text().splitlines()]
     assert [event["step"] for event in events[-2:]] == [3, 6]
     assert events[0]["held_out"] == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("layout", ["dp=2,comm=diloco:2", "dp=2,comm=diloco:2:overlap=1", "dp=2,comm=local:4:fragments=2"])
+def test_a_layout_whose_sites_train_by_themselves_measures_what_was_saved(run: Path, layout: str) -> None:
+    assert told(run, "--layout", layout)["measures"] == pytest.approx(ended(run), rel=1e-5)
+
+
+@pytest.fixture(scope="module")
+def of_sites(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run whose sites have weights of their own, also at the step of its first checkpoint."""
+    folder = tmp_path_factory.mktemp("sites")
+    (folder / "task.py").write_text(GOOD)
+    words = ["train", "task.py", "--run", "run", "--steps", "6", "--save-steps", "3", "--device", "cpu", "--layout"]
+    done = command(*words, OF_SITES, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    return folder / "run"
+
+
+def test_what_sites_agreed_on_is_measured_under_any_layout(of_sites: Path) -> None:
+    assert told(of_sites)["measures"] == pytest.approx(ended(of_sites), rel=1e-5)
+    for step in ("4", "6"):  # what is asked for at 3 is saved when all have agreed
+        found = [told(of_sites, "--checkpoint", step, "--layout", layout)["measures"] for layout in ("dp=1", OF_SITES)]
+        assert found[0] == pytest.approx(found[1], rel=1e-5)
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:

@@ -179,6 +179,7 @@ def take_up(engine: Engine, manager: CheckpointManager, step: int) -> None:
     engine.step_number = manifest.facts["step"]
     engine.callbacks.restore(manifest.facts.get("callbacks", {}))
     engine.spread.restore_scales(manifest.facts.get("fp8"))
+    engine.spread.reduction.settle()
     engine.spread.updated()
 
 
