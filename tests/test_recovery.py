@@ -342,8 +342,9 @@ def test_a_host_that_is_replaced_at_once(folder: Path, comm: str) -> None:
     until_step(run, 20, hosts["a"])
     os.kill(hosts["b"].pid or 0, signal.SIGKILL)
     assert ended(hosts.pop("b")) == -9
-    hosts["c"] = host("c")
-    assert [ended(process) for process in hosts.values()] == [0, 0], (folder / "out").read_text()
+    hosts |= {name: host(name) for name in "cd"}  # for one of them there is no place
+    assert [ended(process) for process in hosts.values()] == [0, 0, 0], (folder / "out").read_text()
+    assert (folder / "out").read_text().count("the others have come to the end of the run meanwhile") == 1
     starts = [event for event in run.events(0) if event["kind"] == "start"]
     assert [start["world"] for start in starts] == [2, 2]
     assert starts[1]["step"] >= 16

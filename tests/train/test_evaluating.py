@@ -60,7 +60,9 @@ def test_measures_are_those_that_training_found(run: Path) -> None:
     assert events[0]["held_out"] == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.parametrize("layout", ["dp=2,comm=diloco:2", "dp=2,comm=diloco:2:overlap=1", "dp=2,comm=local:4:fragments=2"])
+@pytest.mark.parametrize(
+    "layout", ["dp=2,comm=diloco:2", "dp=2,comm=diloco:2:overlap=1", "dp=2,comm=local:4:fragments=2"]
+)
 def test_a_layout_whose_sites_train_by_themselves_measures_what_was_saved(run: Path, layout: str) -> None:
     assert told(run, "--layout", layout)["measures"] == pytest.approx(ended(run), rel=1e-5)
 

@@ -42,6 +42,10 @@ TURNED_AWAY = 1.0
 """Seconds without once being let in, after which it was no accident."""
 
 
+class RunIsFinished(CannotHere):
+    """All hosts of the run have come to its end: who comes, or has waited for a place, is not needed."""
+
+
 class Rendezvous(Seat):
     """A host's seat, taken: ``next()`` awaits a round, ``changed()`` says when it is over, ``leave()`` ends it all."""
 
@@ -74,7 +78,7 @@ class Rendezvous(Seat):
         Those of the last round who are still there are waited for; others are not, but can join later.
         """
         if self.finished is not None:
-            raise CannotHere(f"run {self.name!r} is finished: {self.finished}. There is nothing left to do.")
+            raise self._run_is_finished(self.finished)
         began = time.monotonic()
         door = self.new_door(asked)
         if door is None:
@@ -118,7 +122,10 @@ class Rendezvous(Seat):
             return self._server_here.awaited()
         if not self._welcomed:
             return f"waits for the host that opens the rendezvous at {self.address}: nobody answers there yet"
-        return f"waits at host {self._server}, which says for whom, until {self.min_nodes} or more are there"
+        return (
+            f"waits at host {self._server}, which says for whom, until {self.min_nodes} or more are there, and this "
+            f"one has a place among at most {self.max_nodes}"
+        )
 
     def changed(self) -> RoundChange | None:
         """Whether this round is over; cheap, to be asked often."""
@@ -307,8 +314,12 @@ class Rendezvous(Seat):
                 return
         if kind == "finished":
             self._finished = why
-            why = f"run {self.name!r} is finished: {why}. There is nothing left to do."
-        self._refuse(WrongUse(why) if kind in ("use", "taken") else CannotHere(why))
+            self._refuse(self._run_is_finished(why))
+        else:
+            self._refuse(WrongUse(why) if kind in ("use", "taken") else CannotHere(why))
+
+    def _run_is_finished(self, outcome: str) -> RunIsFinished:
+        return RunIsFinished(f"run {self.name!r} is finished: {outcome}. There is nothing left to do.")
 
     def _refuse(self, error: Exception) -> None:
         """The caller's ``next()`` raises this, and nobody is called again until the one after."""

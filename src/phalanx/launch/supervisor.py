@@ -26,7 +26,7 @@ from phalanx.launch.black_box import BlackBox
 from phalanx.launch.event_writer import EventWriter
 from phalanx.launch.heartbeats import STEPS, Heartbeats, Watch
 from phalanx.launch.local import Failure, HostOutcome, World, run_ranks
-from phalanx.launch.rendezvous import Rendezvous
+from phalanx.launch.rendezvous import Rendezvous, RunIsFinished
 from phalanx.launch.shared import Shared
 from phalanx.launch.stopping import ENDING, GRACE, Stop, handled
 from phalanx.redact import redact
@@ -162,7 +162,10 @@ class Supervisor:
         if self.rendezvous is None:
             return World(self.ranks), self.run.next_generation(self.begun() + 1)
         self._say(f"   host  meets others at {self.rendezvous.address}, {self.rendezvous.min_nodes} of them at least")
-        met = self.rendezvous.next(after=max(self.run.generation(), self.begun()), asked=self._waiting())
+        try:
+            met = self.rendezvous.next(after=max(self.run.generation(), self.begun()), asked=self._waiting())
+        except RunIsFinished:
+            met = None
         if met is None:
             if not self.stop.asked:
                 self._say("   host  the others have come to the end of the run meanwhile")
