@@ -65,7 +65,7 @@ def test_other_code_must_have_trained_on_the_same_samples(tmp_path: Path) -> Non
         log.write("step", step=0, loss=1.0, samples="s")
         log.write("start", step=0, changes=["code: task.py is not what it was"], other_samples=False)
         log.write("step", step=0, loss=2.0, samples="s")
-        assert list(_again(run)) == []
+        assert list(_again(run)) == [None]
         log.write("step", step=0, loss=2.0, samples="others")
         with pytest.raises(NotDone, match="step 1 trained on other samples"):
             list(_again(run))
@@ -79,10 +79,10 @@ def test_another_number_of_sites_has_other_losses_of_the_same_samples(tmp_path: 
         for sites in (3, 2):
             log.write("start", step=0, layout=f"dp={sites},comm=local:2")
             log.write("step", step=0, loss=float(sites), samples="s")
-        assert list(_again(run)) == []
+        assert list(_again(run)) == [None]
         log.write("start", step=0, layout="dp=2,comm=local:2")
         log.write("step", step=0, loss=2.5, samples="s")
-        assert list(_again(run)) == [0.5]
+        assert list(_again(run)) == [None, 0.5]
         log.write("start", step=0, layout="dp=2,comm=local:2")
         log.write("step", step=0, loss=2.5, samples="others")
         with pytest.raises(NotDone, match="step 1 trained on other samples"):
@@ -127,6 +127,10 @@ def test_losses_that_were_no_numbers_are_not_the_same() -> None:
     }
     assert "2 done again after failures, with the same loss to the last bit; weights" in in_words(found)
     assert "the same loss but for some that was not finite" in in_words(found | {"difference": None})
+    assert "2 done again after failures, 1 of them with the same loss to the last bit;" in in_words(
+        found | {"compared": 1}
+    )
+    assert "2 done again after failures; weights" in in_words(found | {"compared": 0})
     assert "the same loss up to 2.0e-16" in in_words(found | {"difference": 2e-16})
     change = {"step": 3, "changes": [f"setting {n} was 1 and is 2" for n in range(9)], "other_samples": False}
     many = in_words(found | {"changes": [change] * 5})

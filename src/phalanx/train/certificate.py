@@ -82,8 +82,11 @@ def _sites(start: Mapping[str, Any]) -> str | None:
     return None if layout is None or layout.local is None else f"dp={layout.dp},comm={layout.comm}"
 
 
-def _again(run: Run) -> Iterator[float]:
-    """By how much the loss differed each time a step was done again, which must be on the same samples."""
+def _again(run: Run) -> Iterator[float | None]:
+    """By how much the loss differed each time a step was done again, which must be on the same samples.
+
+    None: that says nothing, as other code, or other sites, have other losses of the same samples.
+    """
     before: Ledger = {}
     sites: str | None = None
     for event in run.events(0, "start", "step"):
@@ -91,7 +94,7 @@ def _again(run: Run) -> Iterator[float]:
             were, sites = sites, _sites(event)
             if event.get("other_samples"):  # another run from there on, which was allowed
                 before = {}
-            elif event.get("changes") or sites != were:  # other code, or sites, have other losses of the same samples
+            elif event.get("changes") or sites != were:
                 before = {step: {"samples": known["samples"]} for step, known in before.items()}
             continue
         known = before.get(event["step"])
@@ -100,6 +103,8 @@ def _again(run: Run) -> Iterator[float]:
         if known is not None and "loss" in known:
             off = 0.0 if known["loss"] == event["loss"] else abs(float(known["loss"]) - float(event["loss"]))
             yield off if math.isfinite(off) else math.inf  # once it was no number
+        elif known is not None:
+            yield None
         before[event["step"]] = event
 
 
@@ -147,7 +152,8 @@ def certify(run: Run, task: Task, manager: CheckpointManager) -> dict[str, Any]:
     if last not in manager.steps():
         raise NotDone(f"the state after step {last} was not saved")
     manifest = manager.open(last).manifest
-    differences = list(_again(run))
+    again = list(_again(run))
+    differences = [off for off in again if off is not None]
     found = {
         "task": type(task).__name__,
         "finished": _when(ledger[steps[-1]]) if steps else None,
@@ -164,7 +170,8 @@ def certify(run: Run, task: Task, manager: CheckpointManager) -> dict[str, Any]:
         "layout": manifest.facts["layout"],
         "code": manifest.facts["code"],
         "generations": len(starts),
-        "repeated": len(differences),
+        "repeated": len(again),
+        "compared": len(differences),
         "difference": None if math.inf in differences else max(differences, default=0.0),
         "bad_samples": sorted(_bad_samples(run)),
         "skipped": [event["step"] for event in judged if event["kind"] == "step" and event["skipped"]],
@@ -222,9 +229,11 @@ def in_words(found: Mapping[str, Any]) -> str:
     """A certificate in one line."""
     again = ""
     if found["repeated"]:
-        off = found["difference"]
+        again = f"; {found['repeated']} done again after failures"
+        off, compared = found["difference"], found.get("compared", found["repeated"])
         same = "but for some that was not finite" if off is None else f"up to {off:.1e}" if off else "to the last bit"
-        again = f"; {found['repeated']} done again after failures, with the same loss {same}"
+        if compared:
+            again += f",{f' {compared} of them' * (compared < found['repeated'])} with the same loss {same}"
     if found["taken_up"]:
         again += f"; of the first {found['taken_up']} steps the checkpoint alone is known"
     changes = found.get("changes", ())

@@ -113,7 +113,11 @@ def _settings(engine: Engine, facts: Mapping[str, Any]) -> list[Change]:
             found.append(Change(f"{what} was {before} and is {value}"))
     if "layout" in facts:
         before_now = Layout.parse(facts["layout"]), engine.layout
-        changed = *_owed(*before_now), _begun_anew(*before_now, facts), *_sites(*before_now, engine.task.steps, facts)
+        changed = (
+            *_owed(*before_now, facts),
+            _begun_anew(*before_now, facts),
+            *_sites(*before_now, engine.task.steps, facts),
+        )
         told = [change for change in changed if change is not None]
         found += [*(told or _comm(*before_now)), *map(Change, retired(before_now[0].comm))]
     found += _callbacks(list(facts["callbacks"]), list(engine.callbacks.named)) if "callbacks" in facts else []
@@ -126,7 +130,7 @@ def _settings(engine: Engine, facts: Mapping[str, Any]) -> list[Change]:
     return found
 
 
-def _owed(then: Layout, now: Layout) -> list[Change]:
+def _owed(then: Layout, now: Layout, facts: Mapping[str, Any]) -> list[Change]:
     """Where gradients are sent otherwise than they were, and something of them was still owed."""
     before, after = Comm.parse(then.comm), Comm.parse(now.comm)
     if before is None or not before.owes or not then.coded_axis:
@@ -138,6 +142,8 @@ def _owed(then: Layout, now: Layout) -> list[Change]:
     if (before.name == "onebit") != (after.name == "onebit"):
         return [Change(f"{another}what was still owed of {of} is left out")]
     found = []
+    if facts.get("owed_missing"):
+        found.append(Change(f"what the hosts that are lost owed of {of} is left out"))
     if then.coded_axis == "dp" and (then.tp, then.ep) != (now.tp, now.ep):
         found.append(Change("weights are cut otherwise: what was still owed of sums over replicas is left out"))
     if another and after.name == AUTO:

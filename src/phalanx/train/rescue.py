@@ -19,7 +19,6 @@ from phalanx.checkpoint.owed import COMM
 from phalanx.checkpoint.sites import SITES
 from phalanx.checkpoint.slot import Staged, StagedEntry
 from phalanx.checkpoint.write import pieces, shards
-from phalanx.events import say
 from phalanx.train.engine import Engine
 
 Moment = tuple[int, int]
@@ -58,19 +57,18 @@ class Rescue:
             speakers = sorted({speaker for (*of, _), speaker in holders.items() if tuple(of) == moment} - {writer})
             parts = 1 + len(speakers)
             if self.here in (writer, *speakers):
-                self._write_part(moment, [writer, *speakers].index(self.here), here)
-            if owes and self.rank_0:
-                say("   note  what the hosts that are lost owed of gradients is left out")
+                self._write_part(moment, [writer, *speakers].index(self.here), here, owes)
         self._commit(moment[1], parts)
         return moment[1]
 
-    def _write_part(self, moment: Moment, part: int, found: Sequence[Staged]) -> None:
-        """All that this host has whole; beside another that does so, its sites' own."""
+    def _write_part(self, moment: Moment, part: int, found: Sequence[Staged], owed: bool) -> None:
+        """All that this host has whole; beside another that does so, its sites' own. ``owed``: others' is missing."""
         whole, _ = coverage(found)
         whole = {name for name in whole if not part or name.startswith(SITES)}
         facts, numbers = joined(found)
         numbers = {name: number for name, number in numbers.items() if not part or name.startswith(SITES)}
         entries = ((place, tensor) for place, tensor in once(found) if place.name in whole)
+        facts = {**facts, "owed_missing": owed}
         self.manager.write(self.generation, moment[1], part, pieces(entries), facts, numbers)
 
     def _copies(self) -> tuple[dict[tuple[int, int, int], int], dict[Moment, int]]:
