@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from shutil import copytree
 from typing import Any
 
 import pytest
@@ -58,6 +59,17 @@ def test_measures_are_those_that_training_found(run: Path) -> None:
     events = [json.loads(line) for line in (run / "evaluations.jsonl").read_text().splitlines()]
     assert [event["step"] for event in events[-2:]] == [3, 6]
     assert events[0]["held_out"] == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_run_of_several_hosts_is_evaluated_by_as_many_ranks_here(run: Path, tmp_path: Path) -> None:
+    copytree(run, tmp_path / "run")
+    words = (run / "run.toml").read_text()
+    on_two = words.replace('on = "local:2"', 'on = "local:1"\nmax_nodes = 2\nmin_nodes = 2\nmeet = "localhost:1"')
+    assert on_two != words
+    (tmp_path / "run" / "run.toml").write_text(on_two)
+    found = Evaluator.of(tmp_path / "run")
+    assert (found.job.cluster.world, str(found.job.layout)) == (2, "dp=2")
+    assert found.evaluate(6).measures == pytest.approx(ended(run), rel=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -83,6 +83,8 @@ class Evaluator:
         torch.set_num_threads(1)  # a task file may compute while it is imported, and no thread may survive into a fork
         saved = run.settings()
         ran: Mapping[str, Any] = saved["run"]
+        if on is None and ran.get("max_nodes", 1) > 1:  # the ranks of all its hosts, here
+            ran = {name: value for name, value in ran.items() if name != "on"}
         task = make_task(
             find_task(run.task(), ran.get("folder")), over(saved.get("settings", {}), parse_assignments(assignments))
         )
