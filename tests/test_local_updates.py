@@ -34,6 +34,7 @@ def test_others_are_not_meant() -> None:
         ("diloco:16:rate=fast", "rate=fast, which is no number"),
         ("diloco:4:fragments=5", "5 fragments in 4 steps"),
         ("diloco:16:fragments=4:overlap=4", r"the next leaves before that\. Write e\.g\. overlap=3"),
+        ("diloco:4:fragments=4:overlap=2", r"Write e\.g\. diloco:12:fragments=4:overlap=2\."),
         ("local:16:momentum=0.5", r"no rate or momentum\. Write e\.g\. diloco:16"),
         ("diloco:16:rate=3", "at most 2"),
         ("diloco:16:momentum=1", "below 1"),
@@ -69,15 +70,18 @@ def test_fragments_leave_and_arrive_in_turn() -> None:
     assert found.since(20) == range(17, 21)
 
 
-def test_the_outer_optimizer_follows_from_the_length_of_the_run() -> None:
-    found = LocalUpdates.parse("diloco:16")
-    assert found is not None
-    assert found.outer(steps=400) == (0.9, 0.2)
-    assert found.outer(steps=200 * 16) == (0.7, 0.9)
-    for text, outer in (("local:16", (1.0, 0.0)), ("diloco:16:rate=1:momentum=0.3", (1.0, 0.3))):
-        other = LocalUpdates.parse(text)
-        assert other is not None
-        assert other.outer(steps=10_000) == outer
+def test_the_outer_optimizer_follows_from_how_seldom_sites_agree() -> None:
+    for text, steps, outer in (
+        ("diloco:4", 10_000, (0.9, 0.2)),
+        ("diloco:64", 200 * 64 - 1, (0.9, 0.2)),
+        ("diloco:64", 200 * 64, (0.7, 0.9)),
+        ("diloco:64:momentum=0.3", 200 * 64, (0.7, 0.3)),
+        ("local:64", 200 * 64, (1.0, 0.0)),
+        ("diloco:16:rate=1:momentum=0.3", 10_000, (1.0, 0.3)),
+    ):
+        found = LocalUpdates.parse(text)
+        assert found is not None
+        assert found.outer(steps) == outer
 
 
 def test_fragments_are_runs_of_about_the_same_size() -> None:

@@ -16,8 +16,10 @@ from phalanx.words import many
 METHODS = ("local", "diloco")
 CODECS = ("bf16", "int8", "int4")
 OPTIONS = {"fragments": int, "overlap": int, "rate": float, "momentum": float}
-USUAL, FEW, FOR_FEW = (0.7, 0.9), 200, (0.9, 0.2)
-"""Rate and momentum; a run of fewer outer steps has a smaller momentum: what is carried on must also come to rest."""
+USUAL, SELDOM = (0.9, 0.2), (0.7, 0.9)
+"""Rate and momentum; where sites agree seldom, and long enough for what is carried on to come to rest, a larger one."""
+FAR_APART, LONG = 64, 200
+"""Steps between two agreements that are seldom, and so many of those that a run is long."""
 RETIRED = {"mix": "what a site changes while weights travel is added to what arrives, whole"}
 """Options of saved runs that nothing is done with any more, and why."""
 EXAMPLE = "diloco:16:int4:fragments=4:overlap=2"
@@ -39,7 +41,7 @@ class LocalUpdates:
     meanwhile is added to it."""
     rate: float | None = None
     momentum: float | None = None
-    """Of the outer optimizer, Nesterov's; None: what the run's length asks for."""
+    """Of the outer optimizer, Nesterov's; None: what these steps and the run's length ask for."""
 
     @classmethod
     def parse(cls, text: str) -> LocalUpdates | None:
@@ -76,7 +78,7 @@ class LocalUpdates:
             most = self.every // self.fragments - 1
             raise _wrong(
                 text, f"has a fragment come back after {self.overlap} steps, and the next leaves before that",
-                f"overlap={most}" if most else f"{self.method}:{2 * self.every}",
+                f"overlap={most}" if most else str(replace(self, every=self.fragments * (self.overlap + 1))),
             )  # fmt: skip
         if self.method == "local" and (self.rate is not None or self.momentum is not None):
             raise _wrong(text, "takes the mean of weights, which has no rate or momentum", f"diloco:{self.every}")
@@ -99,7 +101,8 @@ class LocalUpdates:
         """Rate and momentum of the outer optimizer in a run of so many steps."""
         if self.method == "local":
             return 1.0, 0.0
-        rate, momentum = FOR_FEW if steps < FEW * self.every else USUAL
+        seldom = self.every >= FAR_APART and steps >= LONG * self.every
+        rate, momentum = SELDOM if seldom else USUAL
         return rate if self.rate is None else self.rate, momentum if self.momentum is None else self.momentum
 
     def note(self, text: str, sites: int) -> str:

@@ -46,6 +46,14 @@ def test_a_layout_that_the_model_cannot_have_is_refused() -> None:
         described(Layout(pp=8))
 
 
+def test_sites_sum_no_gradients_and_have_no_scales_of_their_own() -> None:
+    assert described(Layout(dp=2))[".*.bias"].endswith(" dp")
+    assert described(Layout(dp=2, comm="diloco:4"))[".*.bias"].endswith(" none")
+    for precision in ("fp16", "fp8"):
+        with pytest.raises(WrongUse, match=r"keeps scales .* Use precision=bf16"):
+            described(Layout(dp=2, comm="local:4"), Digits(precision=precision))
+
+
 class Spoken(Digits):
     def overview(self) -> tuple[dict[str, str], list[str]]:
         return {"rows": "7: 2 held out"}, ["left out: one"]

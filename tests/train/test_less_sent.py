@@ -39,6 +39,7 @@ def test_a_run_says_how_much_less_it_has_sent(tmp_path: Path) -> None:
     [
         ("dp=2,comm=int4", 100, "1/7.68"),
         ("dp=2,comm=bf16", 750, "no less"),
+        ("dp=2,comm=auto", 768, "no less; it stayed exact in most steps"),
         ("fsdp=2,comm=int4", 1_000, "more, since each weight fills whole blocks"),
         ("dp=16,comm=topk:20", 1_000, "more, since every rank sends to every other"),
         ("dp=2,comm=topk:20", 1_000, "more, since each weight fills whole blocks"),

@@ -16,12 +16,14 @@ from phalanx.train.calling import made_callbacks
 from phalanx.train.job import Job
 from phalanx.train.listing import listed
 from phalanx.train.memory import Kept, fullest
+from phalanx.train.sites import check_scales
 from phalanx.words import many
 
 
 def describe(job: Job, every_weight: bool = False) -> str:
     """What would run; weights of blocks that are alike in one line, or each in its own."""
     task, layout = job.task, job.layout
+    check_scales(task, layout)
     model = Blueprint(building(task), task.seed).model
     anatomy = task.anatomy(model)
     placement = Placement.of(model, anatomy, layout, DTYPES[task.precision])

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from phalanx.comm import AUTO
 from phalanx.layout import Layout
 from phalanx.run import Run, counted
 from phalanx.words import in_bytes
@@ -32,6 +33,8 @@ class Sent:
             share = f"1/{self.exact / self.sent:.3g}"
         elif self.layout.coded_axis and self.sent > self.exact:
             share = f"more, since {self._why_more()}"
+        if self.layout.comm == AUTO and self.exact <= LESS * self.sent:
+            share += "; it stayed exact in most steps"
         first, last, count = self.steps[0] + 1, self.steps[-1] + 1, len(self.steps)
         those = f"steps {first} to {last}" if last - first + 1 == count else f"{count} of the steps {first} to {last}"
         return (

@@ -18,9 +18,12 @@ import torch
 from torch import Tensor
 
 from phalanx.errors import WrongUse
+from phalanx.layout import Layout
 from phalanx.local_updates import LocalUpdates
 from phalanx.parallel.communication.pending import Pending
 from phalanx.parallel.weights.outer import OuterWeights
+from phalanx.precision import DTYPES
+from phalanx.task import Task
 from phalanx.train.signals import NAMES, Signals
 from phalanx.words import many
 
@@ -234,14 +237,19 @@ def agreed_weights(engine: Engine) -> Iterator[None]:
     engine.spread.updated()
 
 
+def check_scales(task: Task, layout: Layout) -> None:
+    """Refuse sites that would have scales of their own."""
+    if layout.local is not None and (task.precision == "fp16" or DTYPES[task.precision].fp8):
+        raise WrongUse(
+            f"comm={layout.comm} has sites train by themselves, and {task.precision} keeps scales that would not be "
+            "the same in all of them. Use precision=bf16."
+        )
+
+
 def _check(engine: Engine, local: LocalUpdates) -> None:
     """Refuse what every step of all ranks would have to agree on."""
     task = engine.task
-    if engine.loss_scale.dynamic or engine.dtypes.fp8:
-        raise WrongUse(
-            f"comm={engine.layout.comm} has sites train by themselves, and {task.precision} keeps scales that would "
-            "not be the same in all of them. Use precision=bf16."
-        )
+    check_scales(task, engine.layout)
     if keeping := sorted(engine.callbacks.tensors()):
         raise WrongUse(
             f"{', '.join(keeping)} keeps tensors of weights after every step, and with comm={engine.layout.comm} each "

@@ -129,7 +129,7 @@ class Placement:
         one, layout = self.weights[name], self.layout
         shared = one.cut is not None and one.cut.axis == "tp" and len(one.cut.sharers(0)) > 1
         found = {
-            "dp": layout.dp > 1,
+            "dp": layout.dp > 1 and layout.local is None,
             "fsdp": layout.fsdp > 1,
             "cp": layout.cp > 1,
             "tp": layout.tp > 1 and (shared or name in self.plan.partial),
