@@ -97,7 +97,9 @@ def test_another_comm_is_said_in_one_line(ranks: Ranks, tmp_path: Path, then: st
 
 
 APART, TOGETHER = "dp=2,comm=diloco:3:overlap=1", "dp=2,comm=diloco:3"
-AVERAGED = "2 sites trained by themselves: what the optimizer of each kept is averaged"
+AVERAGED = "what the optimizers of 2 sites kept is averaged"
+THREE = "there were 2 sites and are 3: "
+NO_SITES = "comm was diloco:3 and is exact: "
 NO_MIX = "mix is no more: what a site changes while weights travel is added to what arrives, whole"
 CARRIED = "what the outer optimizer carried on is left out"
 
@@ -106,15 +108,17 @@ CARRIED = "what the outer optimizer carried on is left out"
     ("then", "now", "words"),
     [
         (TOGETHER, TOGETHER, []),
-        (TOGETHER, "dp=3,comm=diloco:3", [AVERAGED]),
-        (TOGETHER, "fsdp=2", [f"{AVERAGED}; {CARRIED}"]),
-        (APART, "dp=3,comm=diloco:3", [f"{AVERAGED}, and so are their weights"]),
-        (APART, "dp=1", [f"{AVERAGED}, and so are their weights; {CARRIED}"]),
+        (TOGETHER, "dp=3,comm=diloco:3", [f"{THREE}{AVERAGED}"]),
+        (TOGETHER, "fsdp=2", [f"{NO_SITES}{AVERAGED}; {CARRIED}"]),
+        (APART, "dp=3,comm=diloco:3", [f"comm was diloco:3:overlap=1 and is diloco:3: {THREE}{AVERAGED}, and so are "
+                                       "their weights"]),
+        (APART, "dp=1", ["comm was diloco:3:overlap=1 and is exact: "
+                         f"{AVERAGED}, and so are their weights; {CARRIED}"]),
         (APART, TOGETHER, ["comm was diloco:3:overlap=1 and is diloco:3: the mean of what sites have of weights is "
                            "what all go on with"]),
         (TOGETHER, "dp=2,comm=local:3", [f"comm was diloco:3 and is local:3: {CARRIED}"]),
-        ("dp=2,comm=local:3", "fsdp=2", [AVERAGED]),
-        (f"{TOGETHER}:momentum=0", "fsdp=2", [AVERAGED]),
+        ("dp=2,comm=local:3", "fsdp=2", [f"comm was local:3 and is exact: {AVERAGED}"]),
+        (f"{TOGETHER}:momentum=0", "fsdp=2", [f"comm was diloco:3:momentum=0 and is exact: {AVERAGED}"]),
         (TOGETHER, f"{TOGETHER}:momentum=0", [f"comm was diloco:3 and is diloco:3:momentum=0: {CARRIED}"]),
         (f"{APART}:mix=0.5", APART, [NO_MIX]),
         (f"{APART}:mix=0.5", f"{APART}:int8", ["comm was diloco:3:overlap=1:mix=0.5 and is diloco:3:overlap=1:int8",

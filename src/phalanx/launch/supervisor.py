@@ -194,7 +194,9 @@ class Supervisor:
             self.rendezvous.key,
             network.variables(met.interface, insist=self.rendezvous.interface is not None),
         )  # fmt: skip
-        self._say(f"   host  {met.node + 1} of {met.nodes}, generation {met.generation}, {world.size} ranks in all")
+        self._say(
+            f"   host  {met.node + 1} of {met.nodes}, generation {met.generation}, {many(world.size, 'rank')} in all"
+        )
         return world, met.generation
 
     def _waiting(self) -> Callable[[], bool]:

@@ -138,7 +138,7 @@ def _owed(then: Layout, now: Layout, facts: Mapping[str, Any]) -> list[Change]:
     another = f"comm was {then.comm} and is {now.comm}: " if then.comm != now.comm else ""
     of = "momentum" if before.name == "onebit" else "gradients"
     if after is None or not after.owes or not now.coded_axis:
-        return [Change(f"{another or 'nothing is sent in few bits: '}what was still owed of {of} is left out")]
+        return [Change(f"{another or _no_effect(now)}what was still owed of {of} is left out")]
     if (before.name == "onebit") != (after.name == "onebit"):
         return [Change(f"{another}what was still owed of {of} is left out")]
     found = []
@@ -154,6 +154,10 @@ def _owed(then: Layout, now: Layout, facts: Mapping[str, Any]) -> list[Change]:
     elif another:
         found.append(Change(f"{another}what was still owed of gradients goes on to be"))
     return found
+
+
+def _no_effect(now: Layout) -> str:
+    return f"comm={now.comm} has no effect at dp=1,fsdp=1: "
 
 
 def _comm(then: Layout, now: Layout) -> list[Change]:
@@ -178,10 +182,12 @@ def _sites(then: Layout, now: Layout, steps: int, facts: Mapping[str, Any]) -> I
         if drops:
             yield Change(f"{another}{carried}")
     else:
-        what = "what the optimizer of each kept is averaged" + ", and so are their weights" * before.apart
+        if after is not None:
+            another += f"there were {then.dp} sites and are {now.dp}: "
+        what = f"what the optimizers of {then.dp} sites kept is averaged" + ", and so are their weights" * before.apart
         if facts.get("sites_missing"):
-            what = "not all of them are there, and each rank goes on with what it finds of what their optimizers kept"
-        yield Change(f"{then.dp} sites trained by themselves: {what}{f'; {carried}' if drops else ''}")
+            what = "each host goes on with the mean of what the optimizers of its own sites kept"
+        yield Change(f"{another}{what}{f'; {carried}' if drops else ''}")
 
 
 def _begun_anew(then: Layout, now: Layout, facts: Mapping[str, Any]) -> Change | None:
@@ -191,8 +197,8 @@ def _begun_anew(then: Layout, now: Layout, facts: Mapping[str, Any]) -> Change |
         return None
     stays = after is not None and after.name == before.name and now.coded_axis == then.coded_axis
     if before.name == "onebit" and not stays and any("frozen" in each for each in facts.get("options", {}).values()):
-        another = f"comm was {then.comm} and is {now.comm}" if then.comm != now.comm else "nothing is sent in few bits"
-        return Change(f"{another}: the variance of gradients is not frozen any more")
+        another = f"comm was {then.comm} and is {now.comm}: " if then.comm != now.comm else _no_effect(now)
+        return Change(f"{another}the variance of gradients is not frozen any more")
     if before.name == "powersgd" and stays:
         cuts = [(layout.fsdp, layout.cp, layout.tp, layout.ep) for layout in (then, now)]
         if before.number != (after and after.number) or cuts[0] != cuts[1]:
