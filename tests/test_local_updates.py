@@ -35,6 +35,7 @@ def test_others_are_not_meant() -> None:
         ("diloco:4:fragments=5", "5 fragments in 4 steps"),
         ("diloco:16:fragments=4:overlap=4", r"the next leaves before that\. Write e\.g\. overlap=3"),
         ("diloco:4:fragments=4:overlap=2", r"Write e\.g\. diloco:12:fragments=4:overlap=2\."),
+        ("diloco:1:overlap=-1", r"has -1 steps for a fragment to come back\. Write e\.g\. diloco:16:int4"),
         ("local:16:momentum=0.5", r"no rate or momentum\. Write e\.g\. diloco:16"),
         ("diloco:16:rate=3", "at most 2"),
         ("diloco:16:momentum=1", "below 1"),

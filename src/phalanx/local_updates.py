@@ -74,7 +74,9 @@ class LocalUpdates:
     def _checked(self, text: str) -> LocalUpdates:
         if not 1 <= self.fragments <= self.every:
             raise _wrong(text, f"cannot agree on {self.fragments} fragments in {self.every} steps", EXAMPLE)
-        if not 0 <= self.overlap < self.every // self.fragments:
+        if self.overlap < 0:
+            raise _wrong(text, f"has {self.overlap} steps for a fragment to come back", EXAMPLE)
+        if self.overlap >= self.every // self.fragments:
             most = self.every // self.fragments - 1
             raise _wrong(
                 text, f"has a fragment come back after {self.overlap} steps, and the next leaves before that",

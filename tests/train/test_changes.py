@@ -6,6 +6,7 @@ import itertools
 import json
 import re
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +130,20 @@ def test_other_sites_are_said(ranks: Ranks, tmp_path: Path, then: str, now: str,
     ranks(2, saved, Changing(), tmp_path, then)
     world = Layout.parse(now).world
     assert ranks(world, taken_up, Changing(), tmp_path, False, now) == [words] * world
+
+
+def resumed(task: Digits, folder: Path, layout: str, **facts: Any) -> list[str]:
+    with Engine(task, layout, device="cpu") as engine:
+        engine.resume({**manager_at(folder).open(3).manifest.facts, **facts})
+        return engine.changes
+
+
+def test_another_outer_optimizer_of_the_same_sites_is_said(ranks: Ranks, tmp_path: Path) -> None:
+    """As a longer run has it, in which sites agree seldom."""
+    ranks(2, saved, Changing(), tmp_path, TOGETHER)
+    assert ranks(2, resumed, Changing(), tmp_path, TOGETHER) == [[], []]
+    said = ["rate and momentum of the outer optimizer were 0.7 and 0.9 and are 0.9 and 0.2"]
+    assert ranks(2, partial(resumed, outer=[0.7, 0.9]), Changing(), tmp_path, TOGETHER) == [said, said]
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from phalanx.events import EventLog
 from phalanx.layout import Layout
 from phalanx.run import Run
 from phalanx.train.less_sent import Sent, less_sent
@@ -39,7 +40,6 @@ def test_a_run_says_how_much_less_it_has_sent(tmp_path: Path) -> None:
     [
         ("dp=2,comm=int4", 100, "1/7.68"),
         ("dp=2,comm=bf16", 750, "no less"),
-        ("dp=2,comm=auto", 768, "no less; it stayed exact in most steps"),
         ("fsdp=2,comm=int4", 1_000, "more, since each weight fills whole blocks"),
         ("dp=16,comm=topk:20", 1_000, "more, since every rank sends to every other"),
         ("dp=2,comm=topk:20", 1_000, "more, since each weight fills whole blocks"),
@@ -49,6 +49,18 @@ def test_a_run_says_how_much_less_it_has_sent(tmp_path: Path) -> None:
 def test_how_much_less_or_why_more(layout: str, sent: float, says: str) -> None:
     line = Sent(Layout.parse(layout), [0], sent, 768).line(several=False)
     assert line.endswith(f"({layout.partition(',')[2]}: {says})")
+
+
+def test_a_run_says_how_often_auto_was_exact(tmp_path: Path) -> None:
+    run = Run.create(tmp_path / "run", "x")
+    with EventLog(run, 0) as log:
+        log.write("start", step=0, layout="dp=2,comm=auto", exact_bytes={"dp": 1000})
+        for step in range(4):
+            if step == 3:
+                log.write("comm", step=3, method="int4", before="exact", why="a step is shorter with it")
+            log.write("step", step=step, samples="s", sent={"dp": 1100})
+    (line,) = less_sent(run)
+    assert line.endswith("(comm=auto: more, since each weight fills whole blocks; exact in 3 of 4)")
 
 
 def test_steps_between_which_there_were_others_are_counted() -> None:

@@ -22,6 +22,7 @@ from torch import Tensor
 from phalanx.checkpoint.manifest import Held, Manifest
 from phalanx.checkpoint.read import Wanted
 from phalanx.comm import Comm
+from phalanx.layout import Layout
 from phalanx.parallel.spread import Spread
 from phalanx.parallel.weights.boxes import Box, boxes
 from phalanx.parallel.weights.coded import CodedGradients
@@ -80,16 +81,15 @@ class OwedState:
         for coded in self.coded:
             coded.forget()
             if coded.owed is not None and any(weight.name in owners for weight in coded.weights):
-                self._want(coded, coded.owed.now, manifest.tensors, found)
+                self._want(coded, coded.owed.now, manifest, found)
             for weight in coded.weights if coded.bases else ():
                 kept, name = coded.bases[weight.name].now, self._basis_name(coded, weight)
                 if name in manifest.tensors and manifest.tensors[name].shape == tuple(kept.shape):
                     found[name] = [(Box.whole(kept), kept)]
 
-    def _want(self, coded: CodedGradients, owed: Tensor, saved: Mapping[str, Held], found: Wanted) -> None:
+    def _want(self, coded: CodedGradients, owed: Tensor, manifest: Manifest, found: Wanted) -> None:
         now = self.mesh.size("dp") if not coded.over_shards else coded.storage.ranks
-        names = {weight.name for weight in coded.weights}
-        then = max((1 + int(n.split("/", 3)[2]) for n in saved if _owner(n, self._owed) in names), default=0)
+        saved, then = manifest.tensors, senders_then(manifest)
         senders = [self._sender(coded)] if then == now else range(then)
         for weight, box, view in self._pieces(coded, owed if then == now else coded.taken_up()):
             for sender in senders:
@@ -134,6 +134,16 @@ class OwedState:
     def _sums_name(self, weight: Weight) -> str:
         cut = self.holding.cut(weight.name)
         return f"comm/{self._sums}/{self.holding.index(weight.name) if cut else 0}/{weight.name}"
+
+
+def senders_then(manifest: Manifest) -> int:
+    """How many ranks owed when it was saved, also where not all that they owed is there, as in one host's memory."""
+    layout = manifest.facts.get("layout")
+    if layout is not None:
+        then = Layout.parse(layout)
+        return int(getattr(then, then.coded_axis)) if then.coded_axis else 0
+    senders = (name.split("/", 3)[2] for name in manifest.tensors if any(_owner(name, kinds[0]) for kinds in KINDS))
+    return max((1 + int(sender) for sender in senders), default=0)
 
 
 def _owner(name: str, kind: str) -> str | None:

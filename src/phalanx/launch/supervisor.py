@@ -99,6 +99,8 @@ class Supervisor:
         self._leaving = ""
         self.leads = self.rendezvous is None
         """Whether this is the first host, which has rank 0 and speaks for all."""
+        self.spare = False
+        """Whether the run came to its end without this host."""
         self._held = ExitStack()
         self.stop = Stop(self.grace, lambda: self.done() > 0)
 
@@ -165,7 +167,7 @@ class Supervisor:
         try:
             met = self.rendezvous.next(after=max(self.run.generation(), self.begun()), asked=self._waiting())
         except RunIsFinished:
-            met = None
+            met, self.spare = None, not self.recoveries
         if met is None:
             if not self.stop.asked:
                 self._say("   host  the others have come to the end of the run meanwhile")

@@ -174,8 +174,13 @@ def _sites(then: Layout, now: Layout, steps: int, facts: Mapping[str, Any]) -> I
         return
     another = f"comm was {then.comm} and is {now.comm}: " if then.comm != now.comm else ""
     carried = "what the outer optimizer carried on is left out"
-    had = before.outer(facts.get("settings", {}).get("steps", steps))[1]
-    drops = had and not (after and after.outer(steps)[1])
+    had = tuple(facts.get("outer") or before.outer(facts.get("settings", {}).get("steps", steps)))
+    has = after.outer(steps) if after is not None else (1.0, 0.0)
+    drops = had[1] and not has[1]
+    if before == after and had != has:
+        yield Change(
+            f"rate and momentum of the outer optimizer were {had[0]:g} and {had[1]:g} and are {has[0]:g} and {has[1]:g}"
+        )
     if after is not None and then.dp == now.dp:
         if before.apart and not after.apart:
             yield Change(f"{another}the mean of what sites have of weights is what all go on with")
@@ -186,7 +191,7 @@ def _sites(then: Layout, now: Layout, steps: int, facts: Mapping[str, Any]) -> I
             another += f"there were {then.dp} sites and are {now.dp}: "
         what = f"what the optimizers of {then.dp} sites kept is averaged" + ", and so are their weights" * before.apart
         if facts.get("sites_missing"):
-            what = "each host goes on with the mean of what the optimizers of its own sites kept"
+            what = "some are lost, and each rank takes the mean of what it finds of what the optimizers of others kept"
         yield Change(f"{another}{what}{f'; {carried}' if drops else ''}")
 
 

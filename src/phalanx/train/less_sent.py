@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from phalanx.comm import AUTO
+from phalanx.comm import AUTO, EXACT
 from phalanx.layout import Layout
 from phalanx.run import Run, counted
 from phalanx.words import in_bytes
@@ -24,18 +24,20 @@ class Sent:
     sent: float = 0.0
     exact: float = 0.0
     """What exact sums would have."""
+    exactly: int = 0
+    """Steps in which ``auto`` had them."""
 
     def line(self, several: bool) -> str:
         """``several``: which steps it is of, since there were others."""
+        first, last, count = self.steps[0] + 1, self.steps[-1] + 1, len(self.steps)
         what = "of gradients" if self.layout.coded_axis == "dp" else "of gradients and weights"
         share = "no less"
         if self.exact > LESS * self.sent:
             share = f"1/{self.exact / self.sent:.3g}"
         elif self.layout.coded_axis and self.sent > self.exact:
             share = f"more, since {self._why_more()}"
-        if self.layout.comm == AUTO and self.exact <= LESS * self.sent:
-            share += "; it stayed exact in most steps"
-        first, last, count = self.steps[0] + 1, self.steps[-1] + 1, len(self.steps)
+        if self.exactly:
+            share += f"; exact in {self.exactly} of {count}"
         those = f"steps {first} to {last}" if last - first + 1 == count else f"{count} of the steps {first} to {last}"
         return (
             f"sent {'to other sites' if self.layout.local else what}{f' in {those}' if several else ''}: "
@@ -66,12 +68,18 @@ def less_sent(run: Run) -> list[str]:
             total.steps.append(step)
             total.sent += sum(event.get("sent", {}).get(axis, 0) for axis in exact)
             total.exact += sum(exact.values())
+            total.exactly += event["auto"] == EXACT
     return [total.line(len(total.steps) < len(steps)) for total in found.values() if total.sent]
 
 
 def _with_start(events: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Events, each with that of the start of its ranks."""
+    """Events, each with that of the start of its ranks, and with what ``auto`` does there."""
     start: dict[str, Any] = {}
+    auto = ""
     for event in events:
-        start = event if event["kind"] == "start" else start
-        yield event | {"start": start}
+        if event["kind"] == "start":
+            start = event
+            auto = EXACT if start.get("layout") and Layout.parse(start["layout"]).comm == AUTO else ""
+        elif event["kind"] == "comm":
+            auto = event["method"]
+        yield event | {"start": start, "auto": auto}

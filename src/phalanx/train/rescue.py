@@ -1,8 +1,8 @@
 """The newest state that hosts hold in memory, written to a file, from which any layout reads: where a host was lost.
 
 Its ranks' last copies lie in its neighbour's memory; they are written together with everybody's. Hosts that are
-replicas or sites keep no copies of each other's: one writes what it has, and others what they have as sites. What is
-lost then is what the lost host owed of gradients, or its site's own.
+replicas or sites keep no copies of each other's: one writes what it has, and others what they have of their own. What
+is lost then is what the lost host owed of gradients, or its site's own.
 """
 
 from __future__ import annotations
@@ -62,9 +62,12 @@ class Rescue:
         return moment[1]
 
     def _write_part(self, moment: Moment, part: int, found: Sequence[Staged], owed: bool) -> None:
-        """All that this host has whole; beside another that does so, its sites' own. ``owed``: others' is missing."""
+        """All that this host has whole; beside another that does so, what its ranks owe, and its sites' own.
+
+        ``owed``: anything was, and so by those who are not here.
+        """
         whole, _ = coverage(found)
-        whole = {name for name in whole if not part or name.startswith(SITES)}
+        whole = {name for name in whole if not part or name.startswith((SITES, COMM))}
         facts, numbers = joined(found)
         numbers = {name: number for name, number in numbers.items() if not part or name.startswith(SITES)}
         entries = ((place, tensor) for place, tensor in once(found) if place.name in whole)

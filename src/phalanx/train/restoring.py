@@ -14,6 +14,7 @@ from torch import Tensor
 from phalanx.checkpoint.fitting import check_fits
 from phalanx.checkpoint.manager import CheckpointManager
 from phalanx.checkpoint.manifest import Chunk, Damaged, Held, Manifest
+from phalanx.checkpoint.owed import COMM
 from phalanx.checkpoint.read import read
 from phalanx.checkpoint.sites import sites_missing
 from phalanx.checkpoint.slot import Slot, Staged
@@ -149,9 +150,19 @@ class Restorer:
         return max(moments, default=None)
 
     def _enough(self, found: list[Staged]) -> bool:
-        """Whether these copies together hold all tensors whole."""
+        """Whether these copies together hold all tensors whole; what is owed of gradients is each rank's own.
+
+        Under the same layout a rank that finds its own copy has what it owes. Under another all that is owed is shared
+        out: then all of it must be on one host.
+        """
         whole, parts = coverage(found)
-        return not parts and self._needed() <= whole
+        if not self._needed() <= whole:
+            return False
+        engine, owed = self.engine, {name for name in whole | parts if name.startswith(COMM)}
+        if not owed or len({*engine.environment.hosts}) == 1:
+            return not parts
+        own = [staged for staged in found if staged.facts["rank"] == engine.environment.rank]
+        return parts <= owed and any(staged.facts["layout"] == str(engine.layout) for staged in own)
 
     def _needed(self) -> set[str]:
         """What no state is without."""

@@ -28,6 +28,7 @@ def facts_of(engine: Engine) -> dict[str, Any]:
         "precision": task.precision, **engine.described, "versions": engine.versions, "tied": dict(anatomy.tied),
         **engine.numbers.facts(), "callbacks": engine.callbacks.state(), "ended": engine.ended and asdict(engine.ended),
         "comm": engine.auto_comm.state(),
+        "outer": engine.sites and [engine.sites.outer.rate, engine.sites.outer.momentum],
     }  # fmt: skip
 
 
