@@ -324,6 +324,29 @@ def test_hosts_come_and_go(folder: Path) -> None:
     assert max(abs(one[step]["loss"] - other[step]["loss"]) for step in range(150)) < 1e-9
 
 
+@pytest.mark.parametrize("layout", ["dp=2,comm=int4", "dp=2,comm=onebit", "dp=2,comm=diloco:4:overlap=1"])
+def test_a_rank_of_one_host_killed_where_each_host_has_what_is_its_own(folder: Path, layout: str) -> None:
+    """What it owes of gradients, or has as a site: all go on to the bits of a run that was left alone."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    settings = ("slow.py", "--layout", layout, "--steps", "40", "--set", "pause=0.05")
+    assert ended(started(folder, *settings, "--run", "calm")) == 0
+    run = Run(folder / "rough")
+    hosts = [
+        started(
+            folder, *settings, "--on", "local:1", "--run", "rough", "--max-nodes", "2", "--min-nodes", "2",
+            "--meet", address, "--host", name, "--memory-steps", "2",
+        )
+        for name in "ab"
+    ]  # fmt: skip
+    until_step(run, 20, hosts[0])
+    (rank,) = ranks_of(hosts[1])
+    os.kill(rank, signal.SIGKILL)
+    assert [ended(host) for host in hosts] == [0, 0], (folder / "out").read_text()
+    assert [start.get("source") for start in run.events(0, "start")] == [None, "memory"]
+    same(run, Run(folder / "calm"))
+
+
 @pytest.mark.parametrize("comm", ["exact", "int4", "diloco:4:overlap=1"])
 def test_a_host_that_is_replaced_at_once(folder: Path, comm: str) -> None:
     """Replicas and sites send each other no copies: what is left has all that is needed, and nothing is in files."""
