@@ -71,18 +71,16 @@ def test_fragments_leave_and_arrive_in_turn() -> None:
     assert found.since(20) == range(17, 21)
 
 
-def test_the_outer_optimizer_follows_from_how_seldom_sites_agree() -> None:
-    for text, steps, outer in (
-        ("diloco:4", 10_000, (0.9, 0.2)),
-        ("diloco:64", 200 * 64 - 1, (0.9, 0.2)),
-        ("diloco:64", 200 * 64, (0.7, 0.9)),
-        ("diloco:64:momentum=0.3", 200 * 64, (0.7, 0.3)),
-        ("local:64", 200 * 64, (1.0, 0.0)),
-        ("diloco:16:rate=1:momentum=0.3", 10_000, (1.0, 0.3)),
+def test_the_outer_optimizer() -> None:
+    for text, outer in (
+        ("diloco:64", (0.9, 0.2)),
+        ("diloco:64:momentum=0.3", (0.9, 0.3)),
+        ("diloco:16:rate=1:momentum=0.3", (1.0, 0.3)),
+        ("local:16", (1.0, 0.0)),
     ):
         found = LocalUpdates.parse(text)
         assert found is not None
-        assert found.outer(steps) == outer
+        assert found.outer == outer
 
 
 def test_fragments_are_runs_of_about_the_same_size() -> None:

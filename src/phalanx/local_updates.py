@@ -16,10 +16,8 @@ from phalanx.words import many
 METHODS = ("local", "diloco")
 CODECS = ("bf16", "int8", "int4")
 OPTIONS = {"fragments": int, "overlap": int, "rate": float, "momentum": float}
-USUAL, SELDOM = (0.9, 0.2), (0.7, 0.9)
-"""Rate and momentum; where sites agree seldom, and long enough for what is carried on to come to rest, a larger one."""
-FAR_APART, LONG = 64, 200
-"""Steps between two agreements that are seldom, and so many of those that a run is long."""
+RATE, MOMENTUM = 0.9, 0.2
+"""Of the outer optimizer. The literature's 0.7 and 0.9 are for sites that agree every few hundred steps."""
 RETIRED = {"mix": "what a site changes while weights travel is added to what arrives, whole"}
 """Options of saved runs that nothing is done with any more, and why."""
 EXAMPLE = "diloco:16:int4:fragments=4:overlap=2"
@@ -41,7 +39,7 @@ class LocalUpdates:
     meanwhile is added to it."""
     rate: float | None = None
     momentum: float | None = None
-    """Of the outer optimizer, Nesterov's; None: what these steps and the run's length ask for."""
+    """Of the outer optimizer, Nesterov's, if not the usual."""
 
     @classmethod
     def parse(cls, text: str) -> LocalUpdates | None:
@@ -99,13 +97,12 @@ class LocalUpdates:
         """Whether sites always have weights of their own, since no two fragments agree at the same time."""
         return self.fragments > 1 or self.overlap > 0
 
-    def outer(self, steps: int) -> tuple[float, float]:
-        """Rate and momentum of the outer optimizer in a run of so many steps."""
+    @property
+    def outer(self) -> tuple[float, float]:
+        """Rate and momentum of the outer optimizer."""
         if self.method == "local":
             return 1.0, 0.0
-        seldom = self.every >= FAR_APART and steps >= LONG * self.every
-        rate, momentum = SELDOM if seldom else USUAL
-        return rate if self.rate is None else self.rate, momentum if self.momentum is None else self.momentum
+        return RATE if self.rate is None else self.rate, MOMENTUM if self.momentum is None else self.momentum
 
     def note(self, text: str, sites: int) -> str:
         """What a run's first lines say of it."""

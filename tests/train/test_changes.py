@@ -139,7 +139,6 @@ def resumed(task: Digits, folder: Path, layout: str, **facts: Any) -> list[str]:
 
 
 def test_another_outer_optimizer_of_the_same_sites_is_said(ranks: Ranks, tmp_path: Path) -> None:
-    """As a longer run has it, in which sites agree seldom."""
     ranks(2, saved, Changing(), tmp_path, TOGETHER)
     assert ranks(2, resumed, Changing(), tmp_path, TOGETHER) == [[], []]
     said = ["rate and momentum of the outer optimizer were 0.7 and 0.9 and are 0.9 and 0.2"]

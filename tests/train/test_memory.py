@@ -122,7 +122,7 @@ def test_what_sites_keep_besides(ranks: Ranks, comm: str) -> None:
 def test_codes_on_their_way_are_counted(codec: str, bytes_each: float) -> None:
     local = LocalUpdates.parse(f"diloco:4:{codec}:overlap=2")
     assert local is not None
-    found = KeptBySites.of(local, {"w": 1 << 20}, 400).message(1 << 20, torch.float32)
+    found = KeptBySites.of(local, {"w": 1 << 20}).message(1 << 20, torch.float32)
     assert found == (4 + 3 * bytes_each) * (1 << 20)
 
 

@@ -116,7 +116,7 @@ def _settings(engine: Engine, facts: Mapping[str, Any]) -> list[Change]:
         changed = (
             *_owed(*before_now, facts),
             _begun_anew(*before_now, facts),
-            *_sites(*before_now, engine.task.steps, facts),
+            *_sites(*before_now, facts),
         )
         told = [change for change in changed if change is not None]
         found += [*(told or _comm(*before_now)), *map(Change, retired(before_now[0].comm))]
@@ -167,15 +167,15 @@ def _comm(then: Layout, now: Layout) -> list[Change]:
     return [Change(f"comm was {then.comm} and is {now.comm}")] if travels and not alike else []
 
 
-def _sites(then: Layout, now: Layout, steps: int, facts: Mapping[str, Any]) -> Iterator[Change]:
-    """Where sites that trained by themselves are others, or none, or agree otherwise; in a run of so many ``steps``."""
+def _sites(then: Layout, now: Layout, facts: Mapping[str, Any]) -> Iterator[Change]:
+    """Where sites that trained by themselves are others, or none, or agree otherwise."""
     before, after = then.local, now.local
     if before is None:
         return
     another = f"comm was {then.comm} and is {now.comm}: " if then.comm != now.comm else ""
     carried = "what the outer optimizer carried on is left out"
-    had = tuple(facts.get("outer") or before.outer(facts.get("settings", {}).get("steps", steps)))
-    has = after.outer(steps) if after is not None else (1.0, 0.0)
+    had = tuple(facts.get("outer") or before.outer)
+    has = after.outer if after is not None else (1.0, 0.0)
     drops = had[1] and not has[1]
     if before == after and had != has:
         yield Change(

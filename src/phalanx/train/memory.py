@@ -81,7 +81,7 @@ class Kept:
         shapes = {name: one.shape for name, one in placement.weights.items() if one.policy.trainable}
         averages = sum(isinstance(each, EMA) for each in callbacks)
         sizes = {name: shape.numel() for name, shape in shapes.items()}
-        sites = KeptBySites() if local is None else KeptBySites.of(local, sizes, task.steps)
+        sites = KeptBySites() if local is None else KeptBySites.of(local, sizes)
         for device in ("meta", "cpu"):  # some want memory: they get that of one number
             weights = [_stand_in(name, shape, device, dtypes.parameter) for name, shape in shapes.items()]
             for weight, name in zip(weights, shapes, strict=True):
@@ -109,11 +109,11 @@ class KeptBySites:
     """By which it travels."""
 
     @classmethod
-    def of(cls, local: LocalUpdates, sizes: Mapping[str, int], steps: int) -> KeptBySites:
-        """``sizes``: of all trained weights. In a run of so many ``steps``."""
+    def of(cls, local: LocalUpdates, sizes: Mapping[str, int]) -> KeptBySites:
+        """``sizes``: of all trained weights."""
         codec = codec_of(Comm(local.codec)) if local.codec else None
         assert codec is None or isinstance(codec, Codec)
-        return cls(1 + bool(local.outer(steps)[1]), local.divided(sizes) if local.overlap else {}, codec)
+        return cls(1 + bool(local.outer[1]), local.divided(sizes) if local.overlap else {}, codec)
 
     def message(self, numbers: int, dtype: torch.dtype) -> int:
         """Bytes of a weight's part of a message; with a codec its codes, those that come, and their sum's too."""

@@ -62,7 +62,7 @@ class Sites:
         _check(engine, local)
         self.engine, self.local = engine, local
         self.outer = engine.spread.outer = OuterWeights.of(engine.spread, local)
-        self.outer.begin(*local.outer(engine.task.steps))
+        self.outer.begin(*local.outer)
         self._speaks = engine.spread.mesh.world.rank == 0
         """Each site counts once."""
         self.outer.untold = [0.0] * NUMBERS
@@ -255,7 +255,7 @@ def _check(engine: Engine, local: LocalUpdates) -> None:
             f"{', '.join(keeping)} keeps tensors of weights after every step, and with comm={engine.layout.comm} each "
             "site has weights of its own then. Leave it out: what sites agree on is a mean already."
         )
-    if local.outer(task.steps)[1] and engine.turns.leaves_out:
+    if local.outer[1] and engine.turns.leaves_out:
         raise WrongUse(
             f"comm={engine.layout.comm} carries on what weights last changed, also of those that later steps of "
             f"{type(task).__name__} leave out. Use momentum=0, or comm=local:{local.every}."

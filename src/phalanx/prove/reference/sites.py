@@ -49,7 +49,7 @@ class EverySite:
             )
             for site in range(layout.dp)
         ]
-        self.rate, self.momentum = self.local.outer(task.steps)
+        self.rate, self.momentum = self.local.outer
         self.agreed = {name: weight.detach().clone() for name, weight in self.sites[0].trained.items()}
         self.velocity = {name: torch.zeros_like(weight) for name, weight in self.agreed.items()}
         self.sent: dict[str, list[Tensor]] = {}
