@@ -77,19 +77,20 @@ class OwedState:
 
     def want(self, manifest: Manifest, found: Wanted) -> None:
         """Where each saved tensor goes on this rank. What was owed here is not any more."""
-        owners = {_owner(name, kind) for name in manifest.tensors for kind in (self._owed, self._sums)}
+        owners = {_owner(name, kind) for name in manifest.tensors for kind in (self._owed, self._sums)} - {None}
+        then = _senders_then(manifest) if owners else 0
         for coded in self.coded:
             coded.forget()
             if coded.owed is not None and any(weight.name in owners for weight in coded.weights):
-                self._want(coded, coded.owed.now, manifest, found)
+                self._want(coded, coded.owed.now, then, manifest.tensors, found)
             for weight in coded.weights if coded.bases else ():
                 kept, name = coded.bases[weight.name].now, self._basis_name(coded, weight)
                 if name in manifest.tensors and manifest.tensors[name].shape == tuple(kept.shape):
                     found[name] = [(Box.whole(kept), kept)]
 
-    def _want(self, coded: CodedGradients, owed: Tensor, manifest: Manifest, found: Wanted) -> None:
+    def _want(self, coded: CodedGradients, owed: Tensor, then: int, saved: Mapping[str, Held], found: Wanted) -> None:
+        """``then``: so many ranks owed."""
         now = self.mesh.size("dp") if not coded.over_shards else coded.storage.ranks
-        saved, then = manifest.tensors, senders_then(manifest)
         senders = [self._sender(coded)] if then == now else range(then)
         for weight, box, view in self._pieces(coded, owed if then == now else coded.taken_up()):
             for sender in senders:
@@ -136,14 +137,10 @@ class OwedState:
         return f"comm/{self._sums}/{self.holding.index(weight.name) if cut else 0}/{weight.name}"
 
 
-def senders_then(manifest: Manifest) -> int:
+def _senders_then(manifest: Manifest) -> int:
     """How many ranks owed when it was saved, also where not all that they owed is there, as in one host's memory."""
-    layout = manifest.facts.get("layout")
-    if layout is not None:
-        then = Layout.parse(layout)
-        return int(getattr(then, then.coded_axis)) if then.coded_axis else 0
-    senders = (name.split("/", 3)[2] for name in manifest.tensors if any(_owner(name, kinds[0]) for kinds in KINDS))
-    return max((1 + int(sender) for sender in senders), default=0)
+    then = Layout.parse(manifest.facts["layout"])
+    return int(getattr(then, then.coded_axis))
 
 
 def _owner(name: str, kind: str) -> str | None:
