@@ -10,6 +10,7 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -79,6 +80,19 @@ def _at_a_terminal(words: list[str], cwd: Path) -> None:
 def started(cwd: Path, *words: str) -> Forked:
     """The command in a process of its own, its words in ``out``."""
     return fork(_main, list(words), cwd)
+
+
+def meeting(folder: Path, *words: str, nodes: tuple[int, int]) -> Callable[[str], Forked]:
+    """How a host of the run ``rough`` is started, by its name; all meet at one address. ``nodes``: least, most."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    least, most = map(str, nodes)
+
+    def host(name: str) -> Forked:
+        where = ("--run", "rough", "--min-nodes", least, "--max-nodes", most, "--meet", address, "--host", name)
+        return started(folder, *words, *where)
+
+    return host
 
 
 def ended(process: Forked) -> int | None:
@@ -282,8 +296,6 @@ LATE = """    def held_out(self):
 
 def test_hosts_come_and_go(folder: Path) -> None:
     """8 -> 6 -> 4 -> 8 ranks in one run, the first host and the rendezvous's among those that are lost."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        address = f"127.0.0.1:{free.getsockname()[1]}"
     settings = (
         "slow.py",
         "--layout",
@@ -298,12 +310,7 @@ def test_hosts_come_and_go(folder: Path) -> None:
     assert ended(started(folder, *settings, "--set", "pause=0", "--run", "calm")) == 0
     run = Run(folder / "rough")
 
-    def host(name: str) -> Forked:
-        return started(
-            folder, *settings, "--on", "local:2", "--run", "rough", "--max-nodes", "4", "--min-nodes", "2",
-            "--meet", address, "--host", name, "--memory-steps", "2",
-        )  # fmt: skip
-
+    host = meeting(folder, *settings, "--on", "local:2", "--memory-steps", "2", nodes=(2, 4))
     hosts = {name: host(name) for name in "abcd"}
     until_step(run, 15, hosts["a"])
     os.kill(hosts["a"].pid or 0, signal.SIGKILL)
@@ -327,18 +334,11 @@ def test_hosts_come_and_go(folder: Path) -> None:
 @pytest.mark.parametrize("layout", ["dp=2,comm=int4", "dp=2,comm=onebit", "dp=2,comm=diloco:4:overlap=1"])
 def test_a_rank_of_one_host_killed_where_each_host_has_what_is_its_own(folder: Path, layout: str) -> None:
     """What it owes of gradients, or has as a site: all go on to the bits of a run that was left alone."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        address = f"127.0.0.1:{free.getsockname()[1]}"
     settings = ("slow.py", "--layout", layout, "--steps", "40", "--set", "pause=0.05")
     assert ended(started(folder, *settings, "--run", "calm")) == 0
     run = Run(folder / "rough")
-    hosts = [
-        started(
-            folder, *settings, "--on", "local:1", "--run", "rough", "--max-nodes", "2", "--min-nodes", "2",
-            "--meet", address, "--host", name, "--memory-steps", "2",
-        )
-        for name in "ab"
-    ]  # fmt: skip
+    host = meeting(folder, *settings, "--on", "local:1", "--memory-steps", "2", nodes=(2, 2))
+    hosts = [host(name) for name in "ab"]
     until_step(run, 20, hosts[0])
     (rank,) = ranks_of(hosts[1])
     os.kill(rank, signal.SIGKILL)
@@ -350,17 +350,10 @@ def test_a_rank_of_one_host_killed_where_each_host_has_what_is_its_own(folder: P
 @pytest.mark.parametrize("comm", ["exact", "int4", "diloco:4:overlap=1"])
 def test_a_host_that_is_replaced_at_once(folder: Path, comm: str) -> None:
     """Replicas and sites send each other no copies: what is left has all that is needed, and nothing is in files."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        address = f"127.0.0.1:{free.getsockname()[1]}"
     settings = ("slow.py", "--layout", f"dp=2,comm={comm}", "--steps", "60", "--set", "pause=0.05")
     run = Run(folder / "rough")
 
-    def host(name: str) -> Forked:
-        return started(
-            folder, *settings, "--on", "local:1", "--run", "rough", "--max-nodes", "2", "--min-nodes", "2",
-            "--meet", address, "--host", name, "--memory-steps", "2",
-        )  # fmt: skip
-
+    host = meeting(folder, *settings, "--on", "local:1", "--memory-steps", "2", nodes=(2, 2))
     hosts = {name: host(name) for name in "ab"}
     until_step(run, 20, hosts["a"])
     os.kill(hosts["b"].pid or 0, signal.SIGKILL)
@@ -384,17 +377,10 @@ def test_a_host_that_is_replaced_at_once(folder: Path, comm: str) -> None:
 @pytest.mark.parametrize("comm", ["diloco:4", "diloco:8:int8:fragments=2:overlap=2"])
 def test_sites_come_and_go(folder: Path, comm: str) -> None:
     """3 -> 2 -> 3 sites, each a host: those that are left go on from where all had agreed, and take one in again."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        address = f"127.0.0.1:{free.getsockname()[1]}"
     settings = ("slow.py", "--layout", f"dp=3,comm={comm}", "--steps", "240", "--set", "pause=0.05")
     run = Run(folder / "rough")
 
-    def host(name: str) -> Forked:
-        return started(
-            folder, *settings, "--on", "local:1", "--run", "rough", "--max-nodes", "3", "--min-nodes", "1",
-            "--meet", address, "--host", name, "--memory-steps", "1",
-        )  # fmt: skip
-
+    host = meeting(folder, *settings, "--on", "local:1", "--memory-steps", "1", nodes=(1, 3))
     hosts = {name: host(name) for name in "abc"}
     until_step(run, 18, hosts["a"])
     os.kill(hosts["b"].pid or 0, signal.SIGKILL)
