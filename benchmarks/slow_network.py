@@ -184,6 +184,7 @@ class SlowNetwork:
                     "LOCAL_WORLD_SIZE": str(each), "MASTER_ADDR": "10.77.0.1", "MASTER_PORT": str(PORT),
                     "GLOO_SOCKET_IFNAME": INTERFACE, "OMP_NUM_THREADS": "1",
                 },
+                preexec_fn=die_with_parent,
             )
             for rank in range(each * self.number)
         ]  # fmt: skip
