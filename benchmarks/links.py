@@ -181,35 +181,54 @@ def on_rank(words: dict[str, Any]) -> None:
     every = [*([DDPContestant(task, ours[0])] if words["ddp"] else []), *ours]
     for contestant in every:
         contestant.run(contestant.whole(2), timed=False)  # connections, buffers, and what is measured in first steps
-    for _ in range(words["rounds"]):
+    for number in range(words["rounds"]):
         for contestant in every:
             contestant.run(contestant.whole(words["segment"]))
+        took = (f"{each.name} {1e3 * usual(each.name, each.seconds):.0f} ms" for each in every)
+        _say(f"{number + 1} of {words['rounds']} rounds, a step: {', '.join(took)}")
     found: dict[str, Any] = {}
     if words["drop"]:
         _asked(words, "drop")
         found["dropped at"] = {each.name: len(each.seconds) for each in every}
         for contestant in every[-1:]:
             contestant.run(words["after"])
+    held_out: dict[str, float | None] = {}
     if words["steps"]:
         for shaped in (False, True):
             _asked(words, "shaped" if shaped else "free")
             for contestant in every:
                 if shaped == (contestant.name == "auto"):
-                    contestant.run(words["steps"] - len(contestant.losses), timed=False)
+                    held_out[contestant.name] = _learned(contestant, words["steps"], task)
     for contestant in every:
-        weights = contestant.weights()
-        if environment.rank == 0:
-            found[contestant.name] = {
-                "seconds": contestant.seconds, "bytes": contestant.bytes, "losses": contestant.losses,
-                "chosen": contestant.chosen(), "why": contestant.why(),
-                "held out": held_out_loss(task, weights) if words["steps"] else None,
-            }  # fmt: skip
+        found[contestant.name] = {
+            "seconds": contestant.seconds, "bytes": contestant.bytes, "losses": contestant.losses,
+            "chosen": contestant.chosen(), "why": contestant.why(), "held out": held_out.get(contestant.name),
+        }  # fmt: skip
     if environment.rank == 0:
         Path(words["results"]).write_text(json.dumps(found))
     dist.barrier()
     for contestant in every:
         contestant.close()
     environment.leave()
+
+
+def _learned(contestant: Contestant, steps: int, task: GPT) -> float | None:
+    """The rest of the way: the held-out loss at its end, on the first rank."""
+    while (done := len(contestant.losses)) < steps:
+        contestant.run(min(100, steps - done), timed=False)
+        _say(f"{contestant.name}: step {len(contestant.losses)} of {steps}, loss {contestant.losses[-1]:.4f}")
+    weights = contestant.weights()
+    if dist.get_rank():
+        return None
+    loss = held_out_loss(task, weights)
+    _say(f"{contestant.name}: held-out loss {loss:.4f}")
+    return loss
+
+
+def _say(words: str) -> None:
+    """Of a long run, how far it is."""
+    if dist.get_rank() == 0:
+        print(words, file=sys.stderr, flush=True)
 
 
 def _asked(words: dict[str, Any], what: str) -> None:
@@ -260,10 +279,14 @@ def _attend(
     wait_for(ranks)
 
 
+def usual(name: str, values: list[float]) -> float:
+    """What counts of a contestant's steps."""
+    return statistics.mean(values) if LocalUpdates.parse(name) else statistics.median(values)
+
+
 def usual_of(runs: list[dict[str, Any]], name: str, what: str) -> float:
     """Seconds or bytes of a contestant's step, before the link drops."""
-    values = [value for run in runs for value in run[name][what][: run.get("dropped at", {}).get(name)]]
-    return statistics.mean(values) if LocalUpdates.parse(name) else statistics.median(values)
+    return usual(name, [value for run in runs for value in run[name][what][: run.get("dropped at", {}).get(name)]])
 
 
 def figures(options: argparse.Namespace, runs: list[dict[str, Any]]) -> Iterator[Figure]:
@@ -272,18 +295,18 @@ def figures(options: argparse.Namespace, runs: list[dict[str, Any]]) -> Iterator
     first = names[0]
     link = f"{options.mbits:g} Mbit/s" if options.mbits else "an unshaped link"
     link += f", {1e3 * options.round_trip:g} ms" if options.round_trip else ""
-    usual = partial(usual_of, runs)
+    of_step = partial(usual_of, runs)
 
     for name in names:
-        seconds, sent = usual(name, "seconds"), usual(name, "bytes")
+        seconds, sent = of_step(name, "seconds"), of_step(name, "bytes")
         chosen = sorted({run[name]["chosen"] for run in runs} - {name})
         note = f"{1e3 * seconds:.0f} ms a step, {sent / 1e6:.3g} MB" + (
             f", chose {', '.join(chosen)}" if chosen else ""
         )
-        faster = seconds / usual(first, "seconds")
+        faster = seconds / of_step(first, "seconds")
         yield Figure(f"{name}: step to {first}'s, {link}", faster, bar(options, name), f"{note}, {1 / faster:.2f}x")
         if name != first:
-            fewer = sent / usual(first, "bytes")
+            fewer = sent / of_step(first, "bytes")
             note = f"1/{1 / fewer:.2f}"
             yield Figure(f"{name}: bytes to {first}'s", fewer, 1 / 7 if (name, first) == ("int4", DDP) else None, note)
         if options.steps and name != first:
