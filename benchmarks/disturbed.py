@@ -72,8 +72,8 @@ class Trained:
         for place in places:
             where = ["--on", "local:1", *(["--host", f"node{place + 1}", *several] if several else [])]
             with (self.folder / f"{self.run.path.name} on node{place + 1}").open("ab") as out:
-                self.processes[place] = subprocess.Popen(
-                    [*self.network.enter(place), sys.executable, "-m", "phalanx", "train", *own, *self.always, *where],
+                self.processes[place] = self.network.start(
+                    place, [sys.executable, "-m", "phalanx", "train", *own, *self.always, *where],
                     cwd=self.folder, stdout=out, stderr=subprocess.STDOUT,
                     env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
                 )  # fmt: skip

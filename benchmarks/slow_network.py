@@ -142,7 +142,7 @@ class SlowNetwork:
                 host.ip(f"link set {INTERFACE} mtu {MTU} txqueuelen 10000 up")
         for place in range(self.number) if self.congestion else ():
             setting = f"net.ipv4.tcp_congestion_control={self.congestion}"
-            subprocess.run([*self.enter(place), "sysctl", "-qw", setting], check=True)
+            subprocess.run([*self._enter(place), "sysctl", "-qw", setting], check=True)
         self.shape(self.mbits)
         return self
 
@@ -169,22 +169,25 @@ class SlowNetwork:
         assert self._hosts is not None
         self._hosts.mend(self.holders[place].name)
 
-    def enter(self, place: int) -> list[str]:
+    def _enter(self, place: int) -> list[str]:
         """What a command is to begin with, to run on a host."""
         return ["nsenter", f"--net=/proc/{self.holders[place].process.pid}/ns/net"]
+
+    def start(self, place: int, words: Sequence[str], **how: Any) -> subprocess.Popen[bytes]:
+        """A command on a host, which ends with this process at the latest."""
+        return subprocess.Popen([*self._enter(place), *words], preexec_fn=die_with_parent, **how)
 
     @contextlib.contextmanager
     def ranks(self, file: str, words: Any, each: int = 1) -> Iterator[list[subprocess.Popen[bytes]]]:
         """So many ranks on each host that run a benchmark with these words for ``--rank-of``; ended on leaving."""
         made = [
-            subprocess.Popen(
-                [*self.enter(rank // each), sys.executable, file, "--rank-of", json.dumps(words)],
+            self.start(
+                rank // each, [sys.executable, file, "--rank-of", json.dumps(words)],
                 env=os.environ | {
                     "RANK": str(rank), "WORLD_SIZE": str(each * self.number), "LOCAL_RANK": str(rank % each),
                     "LOCAL_WORLD_SIZE": str(each), "MASTER_ADDR": "10.77.0.1", "MASTER_PORT": str(PORT),
                     "GLOO_SOCKET_IFNAME": INTERFACE, "OMP_NUM_THREADS": "1",
                 },
-                preexec_fn=die_with_parent,
             )
             for rank in range(each * self.number)
         ]  # fmt: skip
