@@ -199,12 +199,12 @@ def on_rank(words: dict[str, Any]) -> None:
             for contestant in every:
                 if shaped == (contestant.name == "auto"):
                     held_out[contestant.name] = _learned(contestant, words["steps"], task)
-    for contestant in every:
-        found[contestant.name] = {
-            "seconds": contestant.seconds, "bytes": contestant.bytes, "losses": contestant.losses,
-            "chosen": contestant.chosen(), "why": contestant.why(), "held out": held_out.get(contestant.name),
-        }  # fmt: skip
     if environment.rank == 0:
+        for contestant in every:
+            found[contestant.name] = {
+                "seconds": contestant.seconds, "bytes": contestant.bytes, "losses": contestant.losses,
+                "chosen": contestant.chosen(), "why": contestant.why(), "held out": held_out.get(contestant.name),
+            }  # fmt: skip
         Path(words["results"]).write_text(json.dumps(found))
     dist.barrier()
     for contestant in every:
