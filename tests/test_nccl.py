@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import sys
 from collections.abc import Callable
 from functools import cache
@@ -18,6 +17,7 @@ from phalanx.launch.forkserver import Forked
 from phalanx.watch.why import why
 from tests.forking import fork, printing_into
 from tests.nccl import as_host
+from tests.ports import free_port
 from tests.test_recovery import TASK, ended, ranks_of, same, until_step
 from tests.watch import faults
 
@@ -70,8 +70,7 @@ def _main(words: list[str], cwd: Path, host: str) -> None:
 
 def started(folder: Path, run: str, layout: str, *more: str, task: str = "slow.py:Slow") -> dict[str, Forked]:
     """One rank a host, all on the one GPU."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        address = f"127.0.0.1:{free.getsockname()[1]}"
+    address = f"127.0.0.1:{free_port()}"
     words = [
         task, "--layout", layout, "--device", DEVICE, "--on", "local:1", "--run", run, "--meet", address,
         "--max-nodes", str(len(HOSTS)), "--min-nodes", str(len(HOSTS)), "--memory-steps", "2", "--save-steps", "5",

@@ -7,7 +7,6 @@ import os
 import random
 import shutil
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable
@@ -26,6 +25,7 @@ from phalanx.local_updates import LocalUpdates
 from phalanx.words import many
 from tests.conftest import children
 from tests.forking import fork, printing_into
+from tests.ports import free_port
 from tests.test_cli import phalanx
 
 TASK = """
@@ -84,8 +84,7 @@ def started(cwd: Path, *words: str) -> Forked:
 
 def meeting(folder: Path, *words: str, nodes: tuple[int, int]) -> Callable[[str], Forked]:
     """How a host of the run ``rough`` is started, by its name; all meet at one address. ``nodes``: least, most."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        address = f"127.0.0.1:{free.getsockname()[1]}"
+    address = f"127.0.0.1:{free_port()}"
     least, most = map(str, nodes)
 
     def host(name: str) -> Forked:

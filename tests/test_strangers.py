@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from phalanx import Run
+from tests.ports import free_port
 from tests.test_recovery import TASK
 
 ROOT = Path(__file__).parents[1]
@@ -21,8 +22,7 @@ ROOT = Path(__file__).parents[1]
 @pytest.mark.every
 def test_a_rank_dies_while_strangers_hold_connections_and_descriptors_are_few(tmp_path: Path) -> None:
     (tmp_path / "slow.py").write_text(TASK)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        address = free.getsockname()
+    address = ("127.0.0.1", free_port())
     words = [
         "train", "slow.py", "--on", "local:2", "--steps", "120", "--set", "pause=0.05", "--run", "run",
         "--layout", "dp=4", "--max-nodes", "2", "--min-nodes", "1", "--meet", f"127.0.0.1:{address[1]}", "--host", "a",

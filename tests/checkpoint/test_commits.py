@@ -24,6 +24,7 @@ from phalanx.checkpoint.manager import CheckpointManager
 from phalanx.checkpoint.store import Remote, open_store
 from tests.checkpoint.test_manager import commit, save, write
 from tests.checkpoints import newest, trained
+from tests.ports import free_port
 from tests.tasks import Digits
 from tests.test_cli import TASK, phalanx
 
@@ -44,8 +45,7 @@ def server() -> Iterator[str]:
     if missing:
         yield f"there is no {missing[0]}: pip install s3fs 'moto[server]'"
         return
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     words = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
     process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     known = {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b", "AWS_DEFAULT_REGION": "us-east-1"}

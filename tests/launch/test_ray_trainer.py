@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import sys
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import pytest
 from phalanx.errors import CannotHere, WrongUse
 from phalanx.launch.ray_trainer import QUIET, connected, imported, line, torch_trainer
 from phalanx.launch.ray_worker import HostJob
+from tests.ports import free_port
 from tests.ray_nodes import needs_ray
 
 
@@ -27,8 +27,7 @@ def test_what_is_no_address_is_refused(address: str) -> None:
 
 
 def test_nobody_at_an_address_is_told_at_once() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
+    port = free_port()
     told = f"nobody answers at address=127.0.0.1:{port}"
     with pytest.raises(CannotHere, match=told), connected(f"127.0.0.1:{port}", 1):
         pass

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from phalanx import WrongUse
 from phalanx.recipes.gpt import GPT
 from phalanx.train.graphs import WARM
 from tests.nccl import as_host
+from tests.ports import free_port
 
 STEPS = WARM + 5
 SHAPE: dict[str, Any] = {"width": 32, "layers": 2, "heads": 2, "kv_heads": 1, "length": 32, "megabytes": 0.1}
@@ -101,8 +101,7 @@ def _rank() -> None:
 
 @pytest.mark.gpu
 def test_collectives_are_replayed_over_nccl() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     ranks = [
         subprocess.Popen(
             [sys.executable, "-c", "from tests.train import test_graphs; test_graphs._rank()"],

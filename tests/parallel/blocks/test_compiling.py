@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from phalanx import Layout
+from tests.ports import free_port
 
 RUN = """
 import sys
@@ -77,12 +78,7 @@ MORE = 6
 
 def run(layout: str, programs: int, backend: str) -> None:
     """In processes of their own: the compiler leaves threads behind."""
-    import socket
-
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, "-c", RUN, str(port), layout, str(programs), backend]
+    command = [sys.executable, "-c", RUN, str(free_port()), layout, str(programs), backend]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 

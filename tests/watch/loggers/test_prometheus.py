@@ -15,13 +15,8 @@ from phalanx import CannotHere, WrongUse
 from phalanx.watch.loggers import Prometheus, prometheus
 from phalanx.watch.loggers.base import LoggedRun
 from phalanx.watch.loggers.prometheus import address_of, exposition
+from tests.ports import free_port
 from tests.test_cli import phalanx
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
 
 
 def parsed(text: str) -> dict[tuple[str, str], float]:
