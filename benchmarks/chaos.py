@@ -1,6 +1,6 @@
 """Blows at random moments: does a run that is hit end with the bits and samples of one that is not?
 
-python benchmarks/chaos.py [--quick] [--only kills|signals] [--kills N] [--bursts N] [--seed S] [--layout L]
+python benchmarks/chaos.py [--quick] [--only kills|signals|saves] [--kills N] [--bursts N] [--seed S] [--layout L]
 
 Ranks of one run are killed with -9 at random moments, also while checkpoints are written and let go (every second step
 here); other runs have their supervisor killed, get SIGTERM, or have a rank stopped. Each is held against a run that was
@@ -9,6 +9,10 @@ left alone: hash of the whole state, and the samples and losses of every step fr
 Bursts of one to five signals (SIGTERM, SIGINT, SIGHUP, SIGUSR1, 0 to 50 ms apart), to the supervisor or to all its
 processes, come at random moments of start-up, training and saving. What a run that was stopped says is saved and lost
 is held against its checkpoints and events; it is resumed, and stopped again, until it is done.
+
+Supervisors are killed with -9 while a checkpoint is written, at a random moment from its first file to the one when
+older checkpoints have been let go. After each kill the newest checkpoint must be whole and none may be older than what
+was committed before; then the run goes on from it, and is killed again, until it is done.
 """
 
 from __future__ import annotations
@@ -23,15 +27,17 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
 from phalanx import cli
 from phalanx.checkpoint.manager import CheckpointManager
+from phalanx.checkpoint.manifest import Damaged
 from phalanx.checkpoint.store import open_store
 from phalanx.launch.forkserver import Forked, ForkServer
 from phalanx.run import Run
@@ -50,11 +56,11 @@ def ranks_of(pid: int) -> list[int]:
 class Chaos:
     """Runs of one task in one layout."""
 
-    def __init__(self, folder: Path, layout: str, steps: int) -> None:
+    def __init__(self, folder: Path, layout: str, steps: int, *more: str) -> None:
         self.folder = folder
         self.words = [
             str(EXAMPLE), "--layout", layout, "--steps", str(steps), "--save-steps", "2", "--keep", "1",
-            "--memory-steps", "3", "--restarts", "50",
+            "--memory-steps", "3", "--restarts", "50", *more,
         ]  # fmt: skip
 
     def start(self, name: str, *words: str) -> subprocess.Popen[bytes]:
@@ -229,10 +235,111 @@ def bursts(chaos: Chaos, server: ForkServer, wanted: int, seed: int) -> list[Fig
     ]
 
 
+@dataclass
+class KilledSaves:
+    """Runs whose supervisors are killed while they save, one after the other, each until it is done."""
+
+    chaos: Chaos
+    server: ForkServer
+    chosen: random.Random
+    seconds: float = 0.2
+    """That a save takes, as the last ones did."""
+    kills: int = 0
+    runs: int = 0
+    different: int = 0
+    lost: int = 0
+    """Kills after which the newest checkpoint was older than before."""
+    torn: int = 0
+    """Kills after which it was not whole."""
+    moments: Counter[str] = field(default_factory=Counter)
+    """How far the save was that each kill came into."""
+
+    def strike(self, kills: int) -> None:
+        """Go on until there were so many."""
+        while self.kills < kills:
+            name = f"saves-{self.runs}"
+            run, words = Run(self.chaos.folder / name), self.chaos.words
+            while not run.certificate_path.exists():
+                out = self.chaos.folder / f"{name}.out"
+                process = self.server.fork(command, [*words, "--run", str(run.path)], str(out))
+                if self.kills < kills:
+                    self._kill_in_a_save(process, run)
+                process.join()
+                if process.exitcode not in (0, -signal.SIGKILL):
+                    raise SystemExit(f"{name} ended with {process.exitcode}: {out.read_text()}")
+                words = ["--resume"] if run.settings_path.exists() else words
+            self.runs += 1
+            self.different += not self.chaos.same(name)
+
+    def _kill_in_a_save(self, process: Forked, run: Run) -> None:
+        """After a few saves, at a random moment of the next one; not if the run is over before."""
+        manager, few = CheckpointManager(open_store(run.checkpoints_path)), self.chosen.randint(0, 3)
+        seen = set(self._unfinished(manager))
+        while process.is_alive():
+            new = set(self._unfinished(manager)) - seen
+            if not new:
+                time.sleep(0.001)
+                continue
+            seen |= new
+            began, few = time.monotonic(), few - 1
+            if few >= 0:
+                while new & set(self._unfinished(manager)) and process.is_alive():
+                    time.sleep(0.001)
+                self.seconds = (self.seconds + time.monotonic() - began) / 2
+                continue
+            time.sleep(self.chosen.uniform(0, 1.3 * self.seconds))
+            before = max(manager.steps(), default=0)
+            with suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGKILL)
+            self.moments[self._moment(run.checkpoints_path)] += 1
+            process.join()
+            self.kills += 1
+            self._judge(manager, before)
+            return
+
+    def _unfinished(self, manager: CheckpointManager) -> list[str]:
+        with suppress(FileNotFoundError):  # it was committed between two looks
+            return manager.leftovers()
+        return []
+
+    def _moment(self, folder: Path) -> str:
+        """By what lies there."""
+        files = {path.name for path in folder.glob(".writing-*/step-*/*")}
+        parts = sum(name.startswith("part-") and name.endswith(".json") for name in files)
+        if any(folder.glob(".removed-*")):
+            return "while older ones went"
+        if not files:
+            return "before the first file or after the commit"
+        return "in the manifest" if any("manifest" in name for name in files) else f"after {parts} parts"
+
+    def _judge(self, manager: CheckpointManager, before: int) -> None:
+        time.sleep(0.3)  # for ranks to have ended with their supervisor
+        newest = max(manager.steps(), default=0)
+        self.lost += newest < before
+        try:
+            self.torn += bool(newest and list(manager.open(newest).verify()))
+        except Damaged as damage:
+            print(damage)
+            self.torn += 1
+
+
+def saves(chaos: Chaos, server: ForkServer, wanted: int, seed: int) -> list[Figure]:
+    assert chaos.start("calm").wait() == 0, (chaos.folder / "calm.out").read_text()
+    found = KilledSaves(chaos, server, random.Random(seed))
+    found.strike(wanted)
+    moments = ", ".join(f"{count} {moment}" for moment, count in sorted(found.moments.items()))
+    note = f"{found.kills} kills in {found.runs} runs: {moments}"
+    return [
+        Figure("supervisor killed in a save: runs that did not end the same", found.different, 0, note),
+        Figure("supervisor killed in a save: checkpoints lost", found.lost, 0),
+        Figure("supervisor killed in a save: newest checkpoint not whole", found.torn, 0),
+    ]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--only", choices=["kills", "signals"])
+    parser.add_argument("--only", choices=["kills", "signals", "saves"])
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--bursts", type=int, default=200)
     parser.add_argument("--seed", type=int, default=1)
@@ -240,12 +347,17 @@ def main() -> None:
     given = parser.parse_args()
     figures: list[Figure] = []
     with tempfile.TemporaryDirectory() as folder, ForkServer() as server:
-        chaos = Chaos(Path(folder), given.layout, 300 if given.quick else 2500)
-        assert chaos.start("calm").wait() == 0, (Path(folder) / "calm.out").read_text()
-        if given.only != "signals":
+        if given.only != "saves":
+            chaos = Chaos(Path(folder), given.layout, 300 if given.quick else 2500)
+            assert chaos.start("calm").wait() == 0, (Path(folder) / "calm.out").read_text()
+        if given.only in (None, "kills"):
             figures += blows(chaos, 6 if given.quick else given.kills, given.seed)
-        if given.only != "kills":
+        if given.only in (None, "signals"):
             figures += bursts(chaos, server, 10 if given.quick else given.bursts, given.seed)
+        if given.only in (None, "saves"):
+            (Path(folder) / "saves").mkdir()
+            large = Chaos(Path(folder) / "saves", given.layout, 60 if given.quick else 150, "--set", "width=512")
+            figures += saves(large, server, 5 if given.quick else given.kills, given.seed)
     report(figures)
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+import shutil
+import zlib
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
@@ -60,3 +63,23 @@ def contents(folder: Path | str) -> dict[str, Tensor]:
     """All tensors of the newest checkpoint, whole."""
     checkpoint = newest(folder)
     return {name: checkpoint.tensor(name) for name in checkpoint.manifest.tensors}
+
+
+def rewritten(file: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Change what a description says, with a checksum that is right again."""
+    found = json.loads(file.read_bytes())
+    del found["crc32"]
+    change(found)
+    text = json.dumps(found, separators=(",", ":"))
+    file.write_text(f'{text[:-1]},"crc32":"{zlib.crc32(text.encode()):08x}"}}\n')
+
+
+def as_older(step: Path) -> None:
+    """Make a checkpoint one of format 2, which older versions wrote: without hashes of its parts."""
+    rewritten(step / "manifest.json", lambda found: found.update(format=2, children=list(found["children"])))
+
+
+def exchange_part(step: Path, other: Path, rank: int = 1) -> None:
+    """Put a rank's part of another checkpoint into the place of this one's."""
+    for ending in ("json", "safetensors"):
+        shutil.copyfile(other / f"part-{rank:05d}.{ending}", step / f"part-{rank:05d}.{ending}")

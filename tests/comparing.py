@@ -77,8 +77,8 @@ class Named(HostileLanguage):
     def terms(self, output: Tensor, batch: dict[str, Tensor]) -> dict[str, phalanx.Loss]:
         first = phalanx.losses.mean_squared_error(output[:, 0, :3], batch["tokens"][:, :1].expand(-1, 3) / 10)
         rare = batch["targets"].where((batch["tokens"][:, :1] % 11 == 3) & (batch["targets"] > 9), -100)
-        found = {"token": phalanx.losses.cross_entropy(output, batch["targets"]), "first": first}
-        found["rare"] = phalanx.losses.cross_entropy(output, rare)
+        found = {"token": phalanx.losses.cross_entropy(output, batch["targets"], dim=-1), "first": first}
+        found["rare"] = phalanx.losses.cross_entropy(output, rare, dim=-1)
         if self.even:
             found = {name: phalanx.Loss(loss.total, len(output)) for name, loss in found.items()}
         return found

@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from phalanx import redact
 from phalanx.launch import forkserver
 from phalanx.parallel.communication.compiled_notes import compiled
 from phalanx.parallel.torch_private import preload
@@ -136,6 +137,13 @@ def children() -> set[int]:
     while parents:
         found |= (parents := {pid for pid, parent in stats if parent in parents} - found)
     return found
+
+
+@pytest.fixture(autouse=True)
+def no_secret_known() -> Iterator[None]:
+    """A secret of one test's is none of another's."""
+    yield
+    redact.forget()
 
 
 @pytest.fixture(autouse=True)

@@ -65,7 +65,7 @@ class CausalLanguageModel(HostileLanguage):
         return {"input_ids": batch["tokens"]}
 
     def loss(self, output: Any, batch: dict[str, Tensor]) -> phalanx.Loss:
-        return phalanx.losses.cross_entropy(output.logits, batch["targets"], label_smoothing=0.1)
+        return phalanx.losses.cross_entropy(output.logits, batch["targets"], label_smoothing=0.1, dim=-1)
 
 
 def _normed(module: Any, x: Tensor) -> Tensor:

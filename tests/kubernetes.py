@@ -414,9 +414,12 @@ def _of_trainjob(job: Object) -> Iterator[Process]:
 
 
 def _expanded(word: str, variables: dict[str, str]) -> str:
-    """As the kubelet does: $(NAME) is a variable, $$ is a dollar."""
-    known = re.sub(r"(?<!\$)\$\((\w+)\)", lambda found: variables.get(found[1], found[0]), word)
-    return known.replace("$$", "$")
+    """As the kubelet does, from left to right: $$ is a dollar, $(NAME) a variable, any other dollar itself."""
+
+    def meant(found: re.Match[str]) -> str:
+        return "$" if found[0] == "$$" else variables.get(found[1], found[0])
+
+    return re.sub(r"\$\$|\$\(([^)]*)\)", meant, word)
 
 
 def _refused(code: int, reason: str, message: str) -> tuple[int, Object]:

@@ -223,6 +223,19 @@ class SigmoidTwice(Points):
         return phalanx.losses.binary_cross_entropy(output.sigmoid(), wanted)  # here
 
 
+@mistake("cross_entropy is given targets that add up to 1 over dim -1, and not over dim 1", likely=True)
+class ProbabilitiesInTheLastDim(Points):
+    def loss(self, output: Tensor, batch: dict[str, Any]) -> Any:
+        wanted = F.one_hot(batch["y"], 3).to(output).unsqueeze(1)
+        return phalanx.losses.cross_entropy(output.unsqueeze(1).expand(-1, 2, -1), wanted.expand(-1, 2, -1))  # here
+
+
+@mistake("kl_div is given numbers above 0", likely=True)
+class NoLogSoftmaxInKL(Points):
+    def loss(self, output: Tensor, batch: dict[str, Any]) -> Any:
+        return phalanx.losses.kl_div(output, F.one_hot(batch["y"], 3).to(output))  # here
+
+
 @mistake("nll_loss is given numbers above 0", likely=True)
 class NoLogSoftmax(Points):
     def loss(self, output: Tensor, batch: dict[str, Any]) -> Any:
@@ -473,7 +486,7 @@ class DrawsInCollate(Points):
 class Samples:
     """Points by number; ``kind`` is what is wrong with them."""
 
-    def __init__(self, kind: str, points: Arrays) -> None:
+    def __init__(self, kind: str, points: Any) -> None:
         self.kind, self.points = kind, points
         self.buffer = torch.zeros(4)
         self.source = np.random.default_rng(0)
@@ -481,7 +494,7 @@ class Samples:
     def __len__(self) -> int:
         return len(self.points) + (self.kind == "too long")
 
-    def __getitem__(self, index: int) -> Any:  # here: SharedBuffer OwnAugmentation ChangesWhatIsStored
+    def __getitem__(self, index: int) -> Any:  # here: SharedBuffer OwnAugmentation OwnLibrary ChangesWhatIsStored
         if self.kind == "raises" and index % 2:
             raise OSError("the image is truncated")  # here: SampleRaises
         if self.kind == "too long" and index >= len(self.points):
@@ -492,6 +505,8 @@ class Samples:
             return {**sample, "x": self.buffer}
         if self.kind == "generator":
             return {**sample, "x": sample["x"] + float(self.source.normal())}
+        if self.kind == "library":
+            return {**sample, "x": self.points.library(sample["x"])}
         if self.kind == "in place":
             sample["x"].mul_(0.5)
         if self.kind == "tuple":
@@ -505,13 +520,35 @@ class SharedBuffer(Points):
         return Samples("buffer", self.points(64, 0))
 
 
-@mistake("is another when it is read again: 'x' differs")
+@mistake("before each sample is read: def reseed(self, seed): self.source = np.random.default_rng(seed).")
 class OwnAugmentation(Points):
     def data(self) -> Any:
         return Samples("generator", self.points(64, 0))
 
 
-@mistake("is another when it is read again: 'x' differs")
+class Library:
+    """Draws from generators of its own, as libraries of augmentations do."""
+
+    def __init__(self) -> None:
+        self.inner = {"source": np.random.default_rng(0)}
+        self.generators = [np.random.default_rng(0)]
+
+    def set_random_seed(self, seed: int) -> None:
+        self.generators[0] = np.random.default_rng(seed)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return x + float(self.generators[0].normal())
+
+
+@mistake("def reseed(self, seed): self.points.library.set_random_seed(seed).")
+class OwnLibrary(Points):
+    def data(self) -> Any:
+        samples: Any = Samples("library", self.points(64, 0))
+        samples.points.library = Library()
+        return samples
+
+
+@mistake("and change a copy, not what is stored")
 class ChangesWhatIsStored(Points):
     def data(self) -> Any:
         return Samples("in place", self.points(64, 0))
@@ -691,7 +728,7 @@ class NotShifted(Points):
         return batch["ids"]
 
     def loss(self, output: Any, batch: dict[str, Any]) -> Any:
-        return phalanx.losses.cross_entropy(output, batch["ids"])  # here
+        return phalanx.losses.cross_entropy(output, batch["ids"], dim=-1)  # here
 
 
 class TwoLayers(nn.Module):
@@ -908,3 +945,25 @@ class NothingSummarised(WithHeldOut):
 class Newton(Points):
     def optimizer(self, params: Any) -> torch.optim.Optimizer:  # here
         return torch.optim.LBFGS(params)
+
+
+@mistake("others each time: last_batch=drop; or add them to the step before: last_batch=merge.")
+class NormedAlone(Points):
+    steps: int = 5
+
+    def data(self) -> Any:
+        return self.points(65, 0)
+
+    def model(self) -> nn.Module:  # here
+        return nn.Sequential(nn.Linear(4, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3))
+
+
+@mistake("That is where the last step of an epoch has 1 sample (65 samples in batches of 16)")
+class Squeezed(Points):
+    steps: int = 5
+
+    def data(self) -> Any:
+        return self.points(65, 0)
+
+    def loss(self, output: Any, batch: dict[str, Any]) -> Any:
+        return phalanx.losses.cross_entropy(output.squeeze(), batch["y"])  # here

@@ -24,6 +24,7 @@ from phalanx.models.transformer import Transformer, TransformerConfig
 from phalanx.parallel.forward.wrapper import wrap
 from phalanx.parallel.randomness.answers import Answers
 from phalanx.parallel.randomness.draws import Moment, RandomKeys, Randomness
+from phalanx.parallel.randomness.torch_checkpoint import RunOnce
 from phalanx.parallel.weights.blueprint import Blueprint
 from phalanx.prove.reference.coded import Coded
 
@@ -108,7 +109,7 @@ class HostileLanguage(phalanx.Task):
         return {"tokens": batch["tokens"]}
 
     def loss(self, output: Any, batch: dict[str, Tensor]) -> phalanx.Loss:
-        return phalanx.losses.cross_entropy(output, batch["targets"], label_smoothing=0.1)
+        return phalanx.losses.cross_entropy(output, batch["targets"], label_smoothing=0.1, dim=-1)
 
 
 @dataclass
@@ -247,8 +248,8 @@ def reference(
     for name, weight in model.named_parameters():
         weight.data.copy_(values[name])
     moment = Moment()
-    randomness = Randomness(task.seed, moment, torch.device(device))
-    randomness.answers = Answers(randomness)
+    randomness = Randomness(task.seed, moment, torch.device(device), model=model)
+    randomness.answers, randomness.checkpointing = Answers(randomness), RunOnce()
     for name in task.anatomy(model).blocks:
         wrap(model.get_submodule(name), RandomKeys(name, randomness))
     if observe is not None:
@@ -267,7 +268,7 @@ def reference(
     named = {n: p for n, p in model.named_parameters() if p.requires_grad}
     trace.averages = {name: weight.detach().clone() for name, weight in named.items()}
 
-    def backward(step: int, start: int, stop: int) -> tuple[float, int]:
+    def backward(step: int, start: int, stop: int) -> tuple[float, float]:
         """Of some slots; what their loss is, and how many terms it has."""
         ids = order.ids(step, start, stop)
         batch = task.collate([data[int(i)] for i in ids])
@@ -278,7 +279,7 @@ def reference(
             output = model(**inputs) if isinstance(inputs, dict) else model(inputs)
             loss = task.loss(output, batch)
         loss.total.backward()
-        return loss.total.item(), int(loss.count)
+        return loss.total.item(), float(loss.count)
 
     for step in range(task.steps):
         for name, weight in named.items():
@@ -288,7 +289,7 @@ def reference(
         else:
             coded.begin(step, optimizers[0], named)
             with coded.computing(dict(model.named_parameters())):
-                parts = _summed(coded, named, order.slots(step), partial(backward, step))
+                parts = _summed(coded, named, order, step, partial(backward, step))
         total, count = sum(part[0] for part in parts), sum(part[1] for part in parts)
         for weight in trainable:
             if weight.grad is not None:
@@ -320,13 +321,17 @@ def reference(
 
 
 def _summed(
-    coded: Coded, named: dict[str, nn.Parameter], slots: int, backward: Callable[[int, int], tuple[float, int]]
-) -> list[tuple[float, int]]:
+    coded: Coded,
+    named: dict[str, nn.Parameter],
+    order: Order,
+    step: int,
+    backward: Callable[[int, int], tuple[float, float]],
+) -> list[tuple[float, float]]:
     """Have the gradients that all senders' sums are, and what their losses are."""
-    losses: list[tuple[float, int]] = []
+    losses: list[tuple[float, float]] = []
     sums: dict[str, Tensor] = {}
     touched: set[str] = set()
-    for turn in coded.turns(slots):
+    for turn in coded.turns(order, order.ids(step)):
         every = []
         for ranges in turn:
             losses += [backward(start, stop) for start, stop in ranges if start < stop]

@@ -84,6 +84,26 @@ def test_rules_of_the_task_come_first() -> None:
         Anatomy.of(model, blocks="layers.*")
 
 
+class Recommender(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.user, self.item = nn.Embedding(10, 4), nn.Embedding(12, 4)
+        self.norm, self.top = nn.LayerNorm(4), nn.Linear(4, 1)
+
+
+def test_splits_that_have_no_effect_are_known_or_refused() -> None:
+    anatomy = Anatomy.of(Recommender(), splits={"user": "vocabulary", "top": "column"})
+    assert anatomy.idle_splits == {"user": "vocabulary", "top": "column"}
+    with pytest.raises(WrongUse, match=r"matches no module with a matrix to split \(LayerNorm\). Name a linear"):
+        Anatomy.of(Recommender(), splits={"norm": "column"})
+    model = EncoderDecoder()
+    halves = Anatomy.of(model, blocks="encoder.*", splits={"*.linear1": "column"})
+    assert set(halves.idle_splits) == set(halves.splits)
+    pairs = Anatomy.of(model, blocks="encoder.*", splits={"encoder.*.linear1": "column", "encoder.*.linear2": "row"})
+    assert pairs.idle_splits == {}
+    assert Anatomy.of(Transformer(TransformerConfig(vocabulary=31))).idle_splits == {}
+
+
 def test_hugging_face_plans_come_before_detection() -> None:
     config = LlamaConfig(
         hidden_size=16, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, intermediate_size=24,
@@ -100,3 +120,19 @@ def test_hugging_face_plans_come_before_detection() -> None:
     assert "lm_head" in anatomy.after
     assert anatomy.tied == {"lm_head.weight": "model.embed_tokens.weight"}
     every_weight_once(model, anatomy)
+
+
+class Placed(nn.Module):
+    """Words and positions, and a layer that is as wide as there are positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token_embedding, self.position_embedding = nn.Embedding(20, 8), nn.Embedding(12, 8)
+        self.layers = nn.ModuleList(nn.ModuleDict({"fc1": nn.Linear(8, 16), "fc2": nn.Linear(16, 8)}) for _ in range(2))
+        self.pool, self.head = nn.Linear(8, 12), nn.Linear(8, 20)
+
+
+def test_positions_are_no_vocabulary() -> None:
+    """Models ask the weight how many positions there are."""
+    splits = Anatomy.of(Placed()).splits
+    assert [name for name, way in splits.items() if way == "vocabulary"] == ["token_embedding", "head"]

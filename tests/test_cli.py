@@ -176,7 +176,7 @@ def test_a_dry_run_says_what_would_run_and_leaves_nothing(tmp_path: Path) -> Non
         "compute float32",
         "4 blocks by structure",
         "4 x Block",
-        "6.13 MiB a rank without activations",
+        "9.25 MiB a rank without activations",
     ):
         assert part in done.stdout
     assert not list(tmp_path.iterdir())
@@ -370,10 +370,10 @@ REFUSED: list[tuple[list[str], str]] = [
     (["train", "mine.py", "--grace", "1e30"], "Give at most"),
     (["train", "mine.py", "--spike", "nan"], "--spike"),
     (["train", "mine.py", "--run", "x" * 300], "Give another folder with --run"),
-    (["train", "mine.py", "--run", "/proc/self"], "cannot be written to"),
-    (["train", "mine.py", "--config", "."], "is not a file"),
+    (["train", "mine.py", "--run", "/proc/self"], "is a link, which is not followed"),
+    (["train", "mine.py", "--config", "."], "is a folder and not a file"),
     (["train", "mine.py", "--config", sys.executable], "is not valid TOML"),
-    (["train", "mine.py", "--config", "pipe"], "is not a file"),
+    (["train", "mine.py", "--config", "pipe"], "is a pipe and not a file"),
     (["train", "mine.py", "--config", "odd.toml"], "timeout='x' is not a number"),
     (["train", "mine.py", "--config", "number.toml"], "layout = 3 in number.toml is not text"),
     (["train", "mine.py", "--config", "x" * 300], "cannot be read"),
@@ -566,9 +566,10 @@ def test_help_is_there_and_quick() -> None:
     assert done.returncode == 0
     for option in ("--layout", "--on", "--set", "--steps", "--run", "--config", "--dry-run"):
         assert option in done.stdout
-    check = "import phalanx.cli, sys; print('torch' in sys.modules)"
-    loaded = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True)
-    assert loaded.stdout.strip() == "False", "help waits for torch"
+    for module in ("cli", "watch.page.server", "launch.standing"):
+        check = f"import phalanx.{module}, sys; print('torch' in sys.modules)"
+        loaded = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True)
+        assert loaded.stdout.strip() == "False", f"{module}: help, or a list of runs, waits for torch"
 
 
 def test_prove_tells_and_train_knows_of_it(tmp_path: Path) -> None:

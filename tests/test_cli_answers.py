@@ -19,6 +19,7 @@ from tests.test_cli import phalanx
         ("train --steps 3 sft --four-bit --lora=4", "but a setting of SFT: --set four_bit=true"),
         ("train sft --lr 1e-4 --quiet", "but a setting of SFT: --set learning_rate=1e-4"),
         ("train sft --batch-size=8", "which counts the samples of a step on all ranks together: --set global_batch=8"),
+        ("train gpt --drop-last", "but a setting of GPT: --set last_batch=drop"),
         ("prove gpt --tp 2", "--tp is no option of phalanx prove, but part of a layout: --layouts tp=2"),
         ("train gpt --lora 4", "distil, which GPT does not have: phalanx train sft --set lora=4"),
         ("prove gpt --lora 4", "distil, which GPT does not have: phalanx prove sft --set lora=4"),

@@ -59,7 +59,14 @@ def test_what_is_there_is_not_touched(tmp_path: Path, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(
     ("kind", "name", "words"),
     [
-        ("stf", "mine", "did you mean 'sft'"),
+        ("stf", "mine", "Did you mean sft[?]"),
+        (
+            "segmentation",
+            "mine",
+            "no recipe 'segmentation' .* Write a task of your own, .*: phalanx new task mine",
+        ),
+        ("detection", "mine", "Write a task of your own"),
+        ("gpt", "mine", "Did you mean pretrain[?] Or write a task of your own"),
         ("task", "my-task", "is no name of a Python file"),
         ("task", "class", "is no name of a Python file"),
         ("task", "torch", "is the name of a module"),

@@ -84,8 +84,19 @@ def test_the_readmes_task_is_the_example() -> None:
     assert len([line for line in blocks(ROOT / "README.md", "python")[0].splitlines() if line.strip()]) <= 25
 
 
+def test_every_claim_on_security_names_tests_that_are_there() -> None:
+    page = (ROOT / "SECURITY.md").read_text()
+    rows = re.findall(r"^\| (?!claim|---)(.+?) \| (.+?) \|$", page, re.MULTILINE)
+    assert len(rows) > 20
+    for claim, held_by in rows:
+        named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", held_by)
+        assert named or claim.startswith("**Not defended**"), claim
+        for file, name in named:
+            assert re.search(rf"^def {name}\(", (ROOT / file).read_text(), re.MULTILINE), f"{file} has no {name}"
+
+
 def test_links_lead_somewhere() -> None:
-    for page in [*PAGES, ROOT / "ARCHITECTURE.md", ROOT / "CONTRIBUTING.md"]:
+    for page in [*PAGES, ROOT / "ARCHITECTURE.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md"]:
         for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
             assert target.startswith("http") or (page.parent / target).exists(), f"{page.name}: {target}"
 

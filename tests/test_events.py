@@ -18,7 +18,7 @@ from tests.forking import fork
 def test_events_are_json_lines_and_a_cut_line_is_left_out(tmp_path: Path) -> None:
     run = Run.create(tmp_path / "one", "x")
     with EventLog(run, 3) as log:
-        log.write("step", step=0, loss=math.nan, seconds={"forward": math.inf})
+        log.write("step", step=0, loss=math.nan, logged={"scale": math.inf})
         log.write("step", step=1, loss=0.1)
     with run.events_path(3).open("a") as file:
         file.write('{"kind": "st')
@@ -81,23 +81,25 @@ def test_a_failure_is_an_event(tmp_path: Path) -> None:
     assert next(run.events(0))["reason"].startswith("ZeroDivisionError")
 
 
+def leads_to(log: EventLog, path: str | Path) -> None:
+    """From now on its file is another, as where a disk is full."""
+    assert log._file is not None
+    other = os.open(path, os.O_WRONLY)
+    os.dup2(other, log._file._open())
+    os.close(other)
+
+
 def test_events_wait_in_memory_while_the_disk_is_full(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = Run.create(tmp_path / "one", "x")
-    run.events_path(0).parent.mkdir()
-    run.events_path(0).symlink_to("/dev/full")
     with EventLog(run, 0) as log:
+        leads_to(log, "/dev/full")
         for step in range(3):
             log.write("step", step=step)
         log.write("checkpoint", step=3)
         assert capsys.readouterr().err.count("No space left on device; going on, events wait in memory") == 1
-        real = os.open(tmp_path / "real", os.O_WRONLY | os.O_CREAT)
-        assert log._file is not None
-        os.dup2(real, log._file._file or -1)
-        os.close(real)
+        leads_to(log, run.events_path(0))
         log.write("step", step=3)
         assert "can be written again" in capsys.readouterr().err
-    run.events_path(0).unlink()
-    (tmp_path / "real").rename(run.events_path(0))
     assert [event["step"] for event in run.events(0)] == [0, 1, 2, 3, 3]
 
 
@@ -106,9 +108,8 @@ def test_not_more_events_wait_than_memory_may_hold(
 ) -> None:
     monkeypatch.setattr(events, "BACKLOG_BYTES", 200)
     run = Run.create(tmp_path / "one", "x")
-    run.events_path(0).parent.mkdir()
-    run.events_path(0).symlink_to("/dev/full")
     log = EventLog(run, 0)
+    leads_to(log, "/dev/full")
     for step in range(20):
         log.write("step", step=step)
     log.close()

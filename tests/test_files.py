@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from phalanx import Run
-from phalanx.files import no_room, pauses, when_there_is_room, write_whole
+from phalanx.files import json_object, no_room, pauses, when_there_is_room, write_whole
+from tests.damage import ODD, written
 from tests.forking import fork
 
 
@@ -19,14 +20,14 @@ def test_a_small_file_is_on_disk_before_it_has_its_name(tmp_path: Path, monkeypa
 
     def noted(name: str, real: Any) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
-            which = os.readlink(f"/proc/self/fd/{args[0]}") if isinstance(args[0], int) else str(args[0])
+            which = os.readlink(f"/proc/self/fd/{args[0]}") if isinstance(args[0], int) else args[0]
             done.append((name, Path(which).name))
             return real(*args, **kwargs)
 
         return call
 
     monkeypatch.setattr(os, "fsync", noted("fsync", os.fsync))
-    monkeypatch.setattr(Path, "replace", noted("rename", Path.replace))
+    monkeypatch.setattr(os, "replace", noted("rename", os.replace))
     for write, name in (
         (lambda: write_whole(run.path / "a", "text"), "a"),
         (lambda: run.next_generation(), "generation"),
@@ -43,6 +44,15 @@ def test_a_small_file_is_on_disk_before_it_has_its_name(tmp_path: Path, monkeypa
 def _write_often(path: Path, text: str) -> None:
     for _ in range(100):
         write_whole(path, text)
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_what_is_no_object_is_a_value_error(name: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(written(name))
+    with pytest.raises(ValueError, match=r"^.{1,200}$"):
+        json_object(tmp_path / "file")
+    (tmp_path / "file").write_text('{"a": [1]}')
+    assert json_object(tmp_path / "file") == {"a": [1]}
 
 
 def test_several_may_write_at_once(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -10,7 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from phalanx import Logits
+import phalanx
+from phalanx import Layout, Logits
+from phalanx.train.widened import Float64
+from tests.parity import TOLERANCE, HostileLanguage, Trace, difference, reference, spread_run
+from tests.ranks import Ranks
 from tests.test_losses import hostile
 
 
@@ -105,6 +110,16 @@ def test_wide_of_narrow_is_bent_wide() -> None:
     assert torch.allclose(lazy.tensor(), plain, rtol=1e-6)
 
 
+def test_a_cast_that_a_proof_leaves_out_is_left_out() -> None:
+    """As of a tensor: what a proof computes stays in float64, whatever the loss casts to."""
+    hidden, weight, _, targets = hostile()
+    lazy = Unmakable(hidden.double(), weight.double())
+    with Float64():
+        assert lazy.float().dtype == lazy.to(torch.float32).dtype == torch.float64
+        assert padded(lazy, targets).dtype == torch.float64
+    assert lazy.float().dtype == torch.float32
+
+
 def test_views_share_what_is_made_and_changed() -> None:
     hidden, weight, _, targets = hostile()
     for logits in (lazy := Logits(hidden, weight), plain := hidden @ weight.T):
@@ -162,3 +177,31 @@ def test_what_is_not_rows_is_the_tensors() -> None:
 
 def _tensor(value: Any) -> torch.Tensor:
     return value.tensor() if isinstance(value, Logits) else value
+
+
+@dataclass
+class Sliced(HostileLanguage):
+    """Shifted in the loss, as people write it, without a word of where the classes are."""
+
+    def loss(self, output: Any, batch: dict[str, Tensor]) -> phalanx.Loss:
+        assert isinstance(output[:, :-1].contiguous(), Logits)
+        return phalanx.losses.cross_entropy((output / 2)[:, :-1].contiguous(), batch["targets"][:, 1:])
+
+
+def run(task: phalanx.Task, layouts: list[str]) -> list[Trace]:
+    return [spread_run(task, Layout.parse(layout)) for layout in layouts]
+
+
+def test_they_are_logits_under_every_layout(ranks: Ranks) -> None:
+    layouts = ["dp=2", "cp=2", "tp=2", "fsdp=2,micro_batch=8"]
+    expected = reference(Sliced())
+    for layout, found in zip(layouts, ranks(2, run, Sliced(), layouts)[0], strict=True):
+        error, where = difference(found, expected)
+        assert error < TOLERANCE, (layout, where)
+
+
+def test_they_are_logits_in_every_precision() -> None:
+    """Those in float16 are made before the loss, since it needs its scale first."""
+    for precision in ("fp16", "bf16", "fp32"):
+        with phalanx.Engine(Sliced(precision=precision, steps=1), Layout(), device="cpu") as engine:
+            assert engine.step(next(engine.batches())).loss > 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from phalanx import Run, WrongUse
 from phalanx.events import EventLog
 from phalanx.run import FolderHeld, read_settings
+from tests.test_cli import main, run_forked
 
 
 def test_settings_read_back(tmp_path: Path) -> None:
@@ -91,3 +93,49 @@ def test_the_newest_step_is_found_at_the_end_of_the_events(tmp_path: Path) -> No
     found = run.last_step()
     assert found is not None
     assert found["step"] == 1999
+
+
+LOGGED = """
+from dataclasses import dataclass
+import phalanx
+from tests.tasks import Digits
+
+@dataclass
+class Mine(Digits):
+    evaluate_every: int = 2
+
+    def loss(self, output, batch):
+        phalanx.log("accuracy", (output.argmax(1) == batch["y"]).float().mean())
+        return phalanx.losses.cross_entropy(output, batch["y"])
+"""
+
+
+def _main(umask: int, *words: str) -> None:
+    os.umask(umask)
+    main(*words)
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o000, 0o077])
+def test_all_that_a_run_leaves_is_for_its_owner_and_their_group(umask: int, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(LOGGED)
+    (tmp_path / "bad.py").write_text(LOGGED.replace('phalanx.log("accuracy", ', "raise ValueError("))
+    logs = ["--log", "csv", "--log", "tensorboard", "--profile", "2:3", "--save-steps", "2"]
+
+    def phalanx(*words: str, code: int = 0) -> None:
+        done = run_forked(_main, umask, *words, cwd=tmp_path)
+        assert done.returncode == code, done.stdout + done.stderr
+
+    words = ["--on", "local:2", "--steps", "5", "--kill", "1@4", "--memory-steps", "1", *logs, "--run", "r"]
+    phalanx("train", "mine.py", *words)
+    phalanx("evaluate", "r")
+    phalanx("report", "r")
+    phalanx("train", "bad.py", "--unchecked", "--run", "s", code=1)
+    phalanx("prove", "mine.py", "--layouts", "dp=2", "--run", "t")
+    found = [tmp_path / name for name in "rst"] + [path for name in "rst" for path in (tmp_path / name).rglob("*")]
+    most = {True: 0o750 & ~umask, False: 0o640 & ~umask}
+    wrong = {str(path): oct(mode) for path in found if (mode := path.stat().st_mode & 0o777) != most[path.is_dir()]}
+    assert not wrong
+    names = {path.name for path in found}
+    assert {"report.html", "proof.json", "junit.xml", "manifest.json", "certificate.json", "verdict.json"} <= names
+    assert {"metrics.csv", "evaluations.jsonl", "origin.json", "rank-00001", "flops.json", "lock"} <= names
+    assert {path.suffix for path in found} >= {".gz", ".safetensors", ".jsonl", ".txt", ".0"}

@@ -75,6 +75,15 @@ def test_names_of_other_libraries_are_answered_with_ours(name: str, own: str) ->
     assert own in task_fields(SFT)
 
 
+@pytest.mark.parametrize(("value", "own"), [("true", "drop"), ("True", "drop"), ("false", "keep")])
+def test_drop_last_is_answered_with_what_it_is_here(value: str, own: str) -> None:
+    with pytest.raises(WrongUse, match=f"no field 'drop_last'; here it is 'last_batch': --set last_batch={own}$"):
+        make_task(GPT, {"drop_last": value})
+    assert make_task(GPT, {"last_batch": own}).last_batch == own
+    with pytest.raises(WrongUse, match="is not one of: keep, drop, merge"):
+        make_task(GPT, {"last_batch": "cut"})
+
+
 @pytest.mark.parametrize(
     ("name", "value", "layout"),
     [("comm", "int8", "dp=2,comm=int8"), ("tp", "2", "tp=2"), ("recompute", "full", "dp=2,recompute=full")],

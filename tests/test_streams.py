@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
+
+import pytest
 
 from phalanx import streams
+from phalanx.redact import learn
 from tests.forking import fork
 
 
@@ -35,3 +39,16 @@ def test_without_that_they_are_the_ordinary_ones() -> None:
 
     assert streams.stdout() is sys.stdout
     assert streams.stderr() is sys.stderr
+
+
+def test_a_secret_that_its_reader_asked_for_is_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    learn({"token": "a-long-token"})
+    with (tmp_path / "out").open("wb") as out:
+        monkeypatch.setattr("sys.stdout", streams.RedactedStream(out, encoding="utf-8"))
+        print("first a-long-token", flush=True)
+        streams.print_whole("then a-long-token")
+        assert (tmp_path / "out").read_text() == "first ***\nthen a-long-token\n"
+    with (tmp_path / "out").open("w") as plain:
+        monkeypatch.setattr("sys.stdout", plain)
+        streams.print_whole("a-long-token")
+    assert (tmp_path / "out").read_text() == "a-long-token\n"

@@ -56,6 +56,26 @@ class Sealed:
     value: Any
 
 
+@dataclass
+class Guarded:
+    """Whose field raises where it is read, and not because it is missing."""
+
+    shown: Any
+    guarded: Any = None
+
+    def __getattribute__(self, name: str) -> Any:
+        if name == "guarded":
+            raise RuntimeError("which of them?")
+        return super().__getattribute__(name)
+
+
+def test_a_field_that_raises_is_left_alone() -> None:
+    tree = Guarded(torch.ones(2))
+    assert [*leaves(tree)] == [tree.shown]
+    assert len(reachable(tree)) == 1
+    assert torch.equal(mapped(lambda x: x + 1, tree).shown, torch.full((2,), 2.0))
+
+
 END = st.integers() | st.text(max_size=2) | st.none() | st.floats(allow_nan=False)
 KINDS = (
     lambda items: list(items),

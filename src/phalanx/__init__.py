@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from phalanx import data, losses, optim, prove, train
     from phalanx.anatomy import Anatomy
-    from phalanx.callbacks import EMA, Callback, EarlyStopping, Freeze
+    from phalanx.callbacks import EMA, Callback, EarlyStopping, Freeze, KeepBest, ReduceLROnPlateau
     from phalanx.cluster import Cluster
     from phalanx.errors import CannotHere, WrongUse
+    from phalanx.gathering import gather, rows
     from phalanx.layout import Layout
     from phalanx.logits import Logits
     from phalanx.losses import Loss
     from phalanx.metrics import log
-    from phalanx.parallel.axes.samples import gather, rows
     from phalanx.parameters import ParameterGroup
     from phalanx.run import Run
     from phalanx.task import Task
@@ -27,19 +27,20 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
-    "EMA", "Anatomy", "Callback", "CannotHere", "Cluster", "EarlyStopping", "Engine", "Freeze", "Layout", "Logits",
-    "Loss", "ParameterGroup", "Run", "RunFailed", "Task", "Verdict", "WrongUse",
+    "EMA", "Anatomy", "Callback", "CannotHere", "Cluster", "EarlyStopping", "Engine", "Freeze", "KeepBest", "Layout",
+    "Logits", "Loss", "ParameterGroup", "ReduceLROnPlateau", "Run", "RunFailed", "Task", "Verdict", "WrongUse",
     "check", "data", "gather", "load", "log", "loggers", "losses", "optim", "prove", "rows", "save", "train",
 ]  # fmt: skip
 
 _HOMES = {
     "Anatomy": "anatomy", "Callback": "callbacks", "CannotHere": "errors", "Cluster": "cluster", "EMA": "callbacks",
-    "EarlyStopping": "callbacks", "Engine": "train.engine", "Freeze": "callbacks", "Layout": "layout",
+    "EarlyStopping": "callbacks", "Engine": "train.engine", "Freeze": "callbacks", "KeepBest": "callbacks",
+    "Layout": "layout", "ReduceLROnPlateau": "callbacks",
     "Logits": "logits", "Loss": "losses", "ParameterGroup": "parameters", "Run": "run",
     "RunFailed": "train.from_python", "Task": "task", "Verdict": "verdict", "WrongUse": "errors",
-    "check": "train.check.checking", "gather": "parallel.axes.samples", "load": "train.restoring",
+    "check": "train.check.checking", "gather": "gathering", "load": "train.restoring",
     "log": "metrics",
-    "rows": "parallel.axes.samples", "save": "train.checkpointing",
+    "rows": "gathering", "save": "train.checkpointing",
 }  # fmt: skip
 
 

@@ -74,7 +74,7 @@ class Anatomy:
             ("detection", _repeated(model)),
         )
         split, sources["splits"] = _first(
-            ("task", {} if splits is None else _split_rules(names, splits)),
+            ("task", {} if splits is None else _split_rules(model, names, splits)),
             ("hugging face", _hugging_face_splits(model, names, found)),
             ("detection", _detected_splits(model, found)),
         )
@@ -105,6 +105,24 @@ class Anatomy:
             return next((module for module in self.apart if _inside(name, module)), "")
 
         return tuple(name for name in self.blocks if home(name) == home(block))
+
+    @property
+    def idle_splits(self) -> dict[str, Split]:
+        """Splits that no layout makes use of.
+
+        ``tp`` cuts columns and rows inside of blocks that have both, and vocabularies beside such blocks; the last
+        linear of a language model gives lazy logits at any layout.
+        """
+        homes = {name: next((block for block in self.blocks if _inside(name, block)), "") for name in self.splits}
+        ways = {block: {way for name, way in self.splits.items() if homes[name] == block} for block in self.blocks}
+        paired = {block for block, own in ways.items() if {"column", "row"} <= own}
+
+        def used(name: str, way: Split) -> bool:
+            if way != "vocabulary":
+                return homes[name] in paired
+            return not homes[name] and (bool(paired) or name in self.after)
+
+        return {name: way for name, way in self.splits.items() if not used(name, way)}
 
     def describe(self) -> str:
         """One line for people."""
@@ -150,12 +168,25 @@ def _matching(names: list[str], patterns: str | Iterable[str], what: str) -> tup
     return _outermost(name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns))
 
 
-def _split_rules(names: list[str], rules: Mapping[str, Split]) -> dict[str, Split]:
+def _split_rules(model: nn.Module, names: list[str], rules: Mapping[str, Split]) -> dict[str, Split]:
     for pattern, way in rules.items():
         _matching(names, pattern, "splits")
+        matched = [model.get_submodule(name) for name in names if fnmatchcase(name, pattern)]
+        if not any(map(_has_matrix, matched)):
+            kinds = ", ".join(sorted({type(module).__name__ for module in matched}))
+            raise WrongUse(
+                f"splits={{{pattern!r}: {way!r}}} matches no module with a matrix to split ({kinds}). Name a linear or "
+                "an embedding."
+            )
         if way not in get_args(Split):
             raise WrongUse(f"splits={{{pattern!r}: {way!r}}} is no way to split; {closest(str(way), get_args(Split))}")
     return {name: way for pattern, way in rules.items() for name in names if fnmatchcase(name, pattern)}
+
+
+def _has_matrix(module: nn.Module) -> bool:
+    """Whether its weight is a matrix; a linear may keep it as something else."""
+    weight = getattr(module, "weight", None)
+    return (isinstance(weight, Tensor) and weight.ndim == 2) or isinstance(module, nn.Linear)
 
 
 def _repeated(model: nn.Module) -> tuple[str, ...]:
@@ -232,23 +263,27 @@ ROW = frozenset([
 ])  # fmt: skip
 
 
+def _of_positions(name: str) -> bool:
+    """Whether a module looks up positions: it is small, and models such as CLIP ask its weight how many there are."""
+    return "position" in name.rpartition(".")[2]
+
+
 def _detected_splits(model: nn.Module, blocks: tuple[str, ...]) -> dict[str, Split]:
     """Linears inside blocks by their customary names; an embedding and the layer as wide as its vocabulary."""
     found: dict[str, Split] = {}
     for name, module in model.named_modules():
         last = name.rpartition(".")[2]
-        weight = getattr(module, "weight", None)
-        matrix = isinstance(weight, Tensor) and weight.ndim == 2
-        if not matrix and not isinstance(module, nn.Linear):  # which may keep its weight as something else
+        if not _has_matrix(module):
             continue
         if any(_inside(name, block) for block in blocks):
             if last in COLUMN:
                 found[name] = "column"
             elif last in ROW:
                 found[name] = "row"
-    sizes = {m.num_embeddings for _, m in model.named_modules() if isinstance(m, nn.Embedding)}
+    embeddings = {name: m for name, m in model.named_modules() if isinstance(m, nn.Embedding)}
+    sizes = {m.num_embeddings for name, m in embeddings.items() if not _of_positions(name)}
     for name, module in model.named_modules():
-        outside = found and not any(_inside(name, block) for block in blocks)
+        outside = found and not any(_inside(name, block) for block in blocks) and not _of_positions(name)
         size = getattr(module, "num_embeddings", getattr(module, "out_features", None))
         if outside and isinstance(module, (nn.Embedding, nn.Linear)) and size in sizes:
             found[name] = "vocabulary"

@@ -25,8 +25,9 @@ from phalanx.cli_doctor import conclude
 from phalanx.errors import CannotHere, WrongUse
 from phalanx.launch import verbs
 from phalanx.launch.stopping import ENDING
-from phalanx.redact import redact
+from phalanx.redact import learn_words, redact
 from phalanx.watch.page import watching
+from phalanx.words import printable
 
 app = typer.Typer(
     cls=Verbs, add_completion=False, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False
@@ -88,6 +89,7 @@ def train(
     init_from: option.InitFrom = None,
     resume: option.Resume = False,
     allow: option.Allow = None,
+    trust: option.Trust = False,
     save_steps: option.SaveSteps = None,
     save_minutes: option.SaveMinutes = None,
     keep: option.Keep = None,
@@ -129,7 +131,7 @@ def train(
         evaluate_on=evaluate_on, bad=bad, spike=spike, loss_tolerance=loss_tolerance, compare_steps=compare_steps,
         min_nodes=min_nodes, max_nodes=max_nodes, meet=meet, host=host, interface=interface, kill=kill, allow=allow,
         resume=resume, exact=exact, unchecked=unchecked or None, run=run, log=log or None, metrics_port=metrics_port,
-        log_every=log_every, quiet=quiet or None, profile=profile,
+        log_every=log_every, quiet=quiet or None, profile=profile, trust=trust or None,
     )  # fmt: skip
     with led(Started.unless_placed(on), device) as started:
         from phalanx.train import starting
@@ -196,19 +198,29 @@ def export(
     run: Annotated[Path, typer.Argument(help="a run's folder")],
     to: Annotated[Path, typer.Option(help="the folder to write; it must not be there, or be empty")],
     format: Annotated[
-        str | None, typer.Option(help="safetensors, or hf; by default hf where the model is one of Hugging Face's")
+        str | None, typer.Option(help="safetensors, pt, or hf; by default hf where the model is Hugging Face's")
     ] = None,
-    step: Annotated[int | None, typer.Option(help="which checkpoint; by default the last")] = None,
+    step: Annotated[
+        int | None, typer.Option(help="which checkpoint; by default the last, or of a run that has ended the best")
+    ] = None,
+    best: Annotated[bool, typer.Option("--best", help="the best checkpoint, by keep_best's measure")] = False,
+    weights: Annotated[
+        str, typer.Option(metavar="NAME", help="model, or the average that a callback of this name keeps: ema")
+    ] = "model",
     checkpoints: Annotated[str | None, typer.Option(help="where they lie; by default as the run says")] = None,
     merge: Annotated[bool, typer.Option("--merge", help="of LoRA, the whole model that it makes of its base")] = False,
     set_: option.Set = [],  # noqa: B006
+    trust: option.Trust = False,
 ) -> None:
-    """Write a run's weights as safetensors, or as a folder that Hugging Face's from_pretrained, or peft's, reads."""
+    """Write a run's weights as safetensors, for torch.load, or as a folder that Hugging Face, or peft, reads."""
     from phalanx.progress import progress
     from phalanx.train.exporting import export_run
 
     with progress() as show:
-        verdict = export_run(run, to, format, step, lambda n, of: show("exporting", n, of), checkpoints, merge, set_)
+        verdict = export_run(
+            run, to, format, step, lambda n, of: show("exporting", n, of), checkpoints, merge, set_,
+            best=best, weights=weights, trust=trust,
+        )  # fmt: skip
     print(verdict)
     raise SystemExit(verdict.exit_code)
 
@@ -279,6 +291,7 @@ def main() -> None:
     from phalanx.watch.output import install
 
     out = install()
+    learn_words(sys.argv[1:])
     code = exit_code()
     if lost := out.lost():
         print(f"phalanx: not all output could be written: {lost}. Make room, or send it elsewhere.", file=sys.stderr)
@@ -297,11 +310,12 @@ def exit_code() -> int:
     except SystemExit as leaving:
         return leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
     except (WrongUse, CannotHere) as error:
-        print(redact(f"phalanx: {error}"), file=sys.stderr)
+        print(printable(f"phalanx: {error}"), file=sys.stderr)
         return error.exit_code
     except OSError as error:
         what = f"{error.filename}: " if error.filename is not None else ""
-        print(redact(f"phalanx: {what}{error.strerror or error}. Mend that, or use another folder."), file=sys.stderr)
+        told = redact(f"phalanx: {what}{error.strerror or error}. Mend that, or use another folder.")
+        print(printable(told), file=sys.stderr)
         return 3
     except Exception as error:
         from phalanx.traces import folded
@@ -309,7 +323,7 @@ def exit_code() -> int:
 
         own = any(is_users_line(frame.filename) for frame in traceback.extract_tb(error.__traceback__))
         told = f"phalanx: {type(error).__name__}: {error}\n{folded(error)}" if own else traceback.format_exc()
-        print(redact(told), file=sys.stderr)
+        print(printable(redact(told)), file=sys.stderr)
         return 1
     return 0
 

@@ -25,6 +25,7 @@ def evaluate(
         str | None, typer.Option(metavar="FILE.py:FUNCTION", help="scores (question, answer, reference) with a number")
     ] = None,
     checkpoints: Annotated[str | None, typer.Option(help="where they lie; by default as the run says")] = None,
+    trust: option.Trust = False,
     follow: Annotated[
         bool, typer.Option("--follow", help="each checkpoint as it is committed, until the run has ended")
     ] = False,
@@ -38,7 +39,7 @@ def evaluate(
         raise WrongUse("--follow evaluates every checkpoint, a line each. Leave --checkpoint and --json out.")
     made = Evaluator.of(
         run, assignments=set_, layout=layout, on=on, device=device, data=data, answers=answers, judge=judge,
-        checkpoints=checkpoints,
+        checkpoints=checkpoints, trust=trust,
     )  # fmt: skip
     if follow:
         followed(made, set_)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib.util
 import keyword
 import sys
@@ -10,9 +11,15 @@ from typing import Annotated
 
 import typer
 
-from phalanx.errors import WrongUse, closest
+from phalanx.errors import WrongUse
 
 TEMPLATES = Path(__file__).parent / "templates"
+NEAR = 0.65
+MEANS = {
+    "lm": "pretrain", "llm": "pretrain", "gpt": "pretrain", "language": "pretrain", "mlm": "bert", "finetune": "sft",
+    "fine-tune": "sft", "instruct": "sft", "chat": "sft", "lora": "sft", "rlhf": "dpo", "preference": "dpo",
+}  # fmt: skip
+"""What recipes are for, by other names."""
 FILE, CLASS = "my_task", "MyTask"
 """What a template calls itself."""
 
@@ -29,7 +36,7 @@ def written(kind: str, name: str) -> Path:
     """Write a template under a name; what is there is not touched."""
     known = kinds()
     if kind not in known:
-        raise WrongUse(f"{kind!r} is nothing to start from; {closest(kind, known)}")
+        raise WrongUse(_unknown(kind, name, known))
     path = Path(name).with_suffix(".py") if name.endswith(".py") else Path(f"{name}.py")
     stem = path.stem
     if not stem.isidentifier() or keyword.iskeyword(stem):
@@ -44,6 +51,17 @@ def written(kind: str, name: str) -> Path:
     with path.open("x") as file:
         file.write(text.replace(FILE, stem).replace(CLASS, own))
     return path
+
+
+def _unknown(kind: str, name: str, known: list[str]) -> str:
+    """What to start from instead: a recipe that is nearly of that name or does that, or a task of one's own."""
+    recipes = [each for each in known if each != "task"]
+    near = difflib.get_close_matches(kind, known, n=1, cutoff=NEAR) or [MEANS.get(kind.lower(), "")]
+    meant = f"Did you mean {near[0]}? Or write" if near[0] else "Write"
+    return (
+        f"there is no recipe {kind!r} to start from. {meant} a task of your own, of any kind: phalanx new task {name}; "
+        f"recipes are {', '.join(recipes)}."
+    )
 
 
 def new(

@@ -26,6 +26,9 @@ InitFrom = Annotated[
     str | None, typer.Option(help="begin with the weights of this folder: safetensors, or Hugging Face's")
 ]
 Resume = Annotated[bool, typer.Option("--resume", help="go on with a run: that in --run, or the task's last")]
+Trust = Annotated[
+    bool, typer.Option("--trust", help="run the code that another user's run.toml names: docs/checkpoints.md")
+]
 Allow = Annotated[
     str | None, typer.Option(metavar="changes", help="with --resume: go on although other samples are to come")
 ]

@@ -73,9 +73,9 @@ def tune(
 
 
 def _write(path: Path, found: dict[str, Any]) -> None:
-    from phalanx.files import write_whole
+    from phalanx.files import make_folders, write_whole
 
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folders(path.parent)
     write_whole(path, json_text.dumps(found, indent=1) + "\n")
 
 

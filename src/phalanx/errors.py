@@ -5,17 +5,25 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+from phalanx.redact import redact
+
 
 class WrongUse(ValueError):
     """What was asked for cannot work; the message names the cause and ends in what to do."""
 
     exit_code = 2
 
+    def __init__(self, message: str) -> None:
+        super().__init__(redact(message))
+
 
 class CannotHere(RuntimeError):
     """The request is right, but this machine cannot do it."""
 
     exit_code = 3
+
+    def __init__(self, message: str) -> None:
+        super().__init__(redact(message))
 
 
 REFUSALS: dict[int, type[WrongUse | CannotHere]] = {kind.exit_code: kind for kind in (WrongUse, CannotHere)}

@@ -18,9 +18,11 @@ from typing import IO, Any, Self
 from phalanx import streams
 from phalanx.event_ring import IS_SHARED, PAUSE, RING_BYTES, EventRing
 from phalanx.files import no_room
+from phalanx.folder_files import make_folder, open_file
 from phalanx.redact import redact
 from phalanx.run import Run
 from phalanx.step_lines import StepLines
+from phalanx.words import printable
 
 BACKLOG_BYTES = 64 << 20
 """Events that wait in memory for a disk to take them; more than that are lost, and counted."""
@@ -68,7 +70,7 @@ def pause_of(rank: int, hosts: Sequence[int]) -> float:
 def say(line: str, file: IO[str] | None = None) -> None:
     """One line for people. What it tells of goes on, also where nobody can be told."""
     with suppress(OSError):
-        print(line, file=file or streams.stdout(), flush=True)
+        print(printable(redact(line)), file=file or streams.stdout(), flush=True)
 
 
 class EventAppender:
@@ -79,7 +81,7 @@ class EventAppender:
 
     def __init__(self, run: Run, rank: int, pause: float = 0.0, *, shared: bool = True) -> None:
         self._pause, self._written, self._shared = pause, time.monotonic(), shared
-        self._path = run.events_path(rank)
+        self._folder, self._path = run.path, run.events_path(rank)
         self._steps = StepLines(shared)
         self._file: int | None = None
         self._waiting = bytearray()
@@ -110,9 +112,9 @@ class EventAppender:
 
     def _open(self) -> int:
         if self._file is None:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            _drop_cut_line(self._path)
-            self._file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+            make_folder(self._folder, self._path.parent)
+            _drop_cut_line(self._folder, self._path)
+            self._file = open_file(self._folder, self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         return self._file
 
     def _flush(self, sync: bool) -> None:
@@ -239,11 +241,11 @@ def _shortened(value: Any) -> Any:
     return f"{value[:KEPT_LETTERS]} ... (cut off: {len(value)} letters)" if long else value
 
 
-def _drop_cut_line(path: Path) -> None:
+def _drop_cut_line(folder: Path, path: Path) -> None:
     """What a killed rank had half written is no event."""
     if not path.exists() or not path.stat().st_size:
         return
-    with path.open("rb+") as file:
+    with os.fdopen(open_file(folder, path, os.O_RDWR), "rb+") as file:
         end = file.seek(0, os.SEEK_END)
         while end:
             start = max(0, end - 4096)

@@ -1,18 +1,27 @@
-"""Small files: written whole, on disk before they have their names, and as soon as a full disk takes them."""
+"""Small files: written whole, on disk before they have their names, and as soon as a full disk takes them.
+
+What is made here is its owner's, and their group may read it, less what the umask takes away.
+"""
 
 from __future__ import annotations
 
 import errno
 import itertools
+import json
 import os
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
+from typing import IO, Any
 
 from phalanx import streams
+from phalanx.folder_files import FOLDER_MODE, MODE, open_folder
 
+EVERYBODYS = 0o666
+"""Of a file that is made to be shared, such as a data set."""
 LONGEST_PAUSE = 30.0
 """Seconds between two looks whether there is room on a disk that was full."""
 
@@ -25,19 +34,64 @@ def exists(path: Path) -> bool:
         return False
 
 
-def write_whole(path: Path, content: str | bytes, mode: int = 0o666) -> None:
-    """Write a small file so that whoever reads it, after a power cut too, finds the old content or the new."""
-    unfinished = path.with_name(f"{path.name}.{secrets.token_hex(4)}.unfinished")  # several hosts may write it at once
+def opened(path: Path, mode: str) -> IO[Any]:
+    """Open a file; one that is made now is for its owner and their group."""
+    return open(path, mode, encoding=None if "b" in mode else "utf-8", opener=partial(os.open, mode=MODE))
+
+
+def make_folders(path: Path) -> None:
+    """Make a folder, and those above it that are missing, for its owner and their group."""
+    for each in (*reversed(path.parents), path):
+        if not each.is_dir():
+            each.mkdir(FOLDER_MODE, exist_ok=True)
+
+
+@contextmanager
+def restricted() -> Iterator[None]:
+    """Meanwhile what others' code makes in this process, or in one that it starts, has such modes too."""
+    before = os.umask(0o077)
+    os.umask(before | 0o777 & ~FOLDER_MODE)
     try:
-        with open(unfinished, "xb", opener=partial(os.open, mode=mode)) as file:
-            file.write(content.encode() if isinstance(content, str) else content)
-            file.flush()
-            os.fsync(file.fileno())
-        unfinished.replace(path)
-    except BaseException:
-        unfinished.unlink(missing_ok=True)  # it would hold the room that is waited for
-        raise
-    sync_folder(path.parent)
+        yield
+    finally:
+        os.umask(before)
+
+
+def write_whole(path: Path, content: str | bytes, mode: int = MODE, within: Path | None = None) -> None:
+    """Write a small file so that whoever reads it, after a power cut too, finds the old content or the new.
+
+    ``within``: the folder that it is in, below which no link is followed.
+    """
+    unfinished = f"{path.name}.{secrets.token_hex(4)}.unfinished"  # several hosts may write it at once
+    folder = open_folder(within or path.parent, path.parent)
+    try:
+        try:
+            handle = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode, dir_fd=folder)
+            with open(handle, "wb") as file:
+                file.write(content.encode() if isinstance(content, str) else content)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(unfinished, path.name, src_dir_fd=folder, dst_dir_fd=folder)
+        except BaseException:
+            with suppress(FileNotFoundError):
+                os.unlink(unfinished, dir_fd=folder)  # it would hold the room that is waited for
+            raise
+        os.fsync(folder)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from None
+    finally:
+        os.close(folder)
+
+
+def json_object(path: Path) -> dict[str, Any]:
+    """The object that a JSON file holds; ValueError for anything else, OSError for what cannot be read."""
+    try:
+        found = json.loads(path.read_bytes())
+    except RecursionError:
+        raise ValueError("it is nested too deep") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"it holds a {type(found).__name__}, and no object")
+    return found
 
 
 def content(path: Path) -> tuple[bytes, int] | None:
@@ -88,8 +142,3 @@ def when_there_is_room(path: Path, write: Callable[[], None]) -> None:
         if attempt:
             print(f"   note  {path} could be written at last", file=streams.stderr())
         return
-
-
-def is_inside(folder: Path, path: Path) -> bool:
-    """Whether a file is the folder's own: one that leads elsewhere is not shown to whoever watches."""
-    return path.resolve().is_relative_to(folder.resolve())

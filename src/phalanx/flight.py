@@ -10,6 +10,7 @@ runs/<name>/flight/generation-00001/rank-00000    a header, a row a group, place
 
 from __future__ import annotations
 
+import re
 import struct
 import time
 import zlib
@@ -21,7 +22,19 @@ from typing import Any
 
 import numpy as np
 
-from phalanx.run import Run
+from phalanx.folder_files import (
+    BadFile,
+    appending,
+    left_out,
+    make_folder,
+    names,
+    note,
+    overwriting,
+    read_bytes,
+)
+from phalanx.redact import redact_bytes
+from phalanx.run import MOST_GENERATIONS, Run
+from phalanx.words import in_bytes
 
 MAGIC = b"PHLXFLT3"
 GROUPS, SITES, RECORDS = 48, 256, 4096
@@ -57,6 +70,11 @@ ON_GPU = 1
 """Among its flags; the others are how many dims its shape has, times two."""
 
 PHASE = 0
+MOST_PACKED = 1 << 20
+"""Bytes of a record in the run's folder."""
+MOST_RANKS = 1 << 17
+MOST_KEPT, KEPT_OF_PACKED, EACH = 1 << 28, 64, 1 << 16
+"""Bytes that a generation's records may take, and so many times more than their files; what each takes at least."""
 KINDS = (
     "phase", "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "broadcast", "send", "receive", "words",
     "barrier", "reduce", "gather", "scatter",
@@ -172,12 +190,15 @@ class Flight:
             raise ValueError("this is no flight record")
         _, rank, world, generation, pid, supervisor, host, thread = HEADER.unpack_from(memory)
         now = struct.unpack_from("<5q", memory, NOW_AT)
+        if not (min(now) >= 0 and now[DOING] < len(PHASES) and max(now[STEP], now[FIRST]) < 1 << 53):
+            raise ValueError("this is no flight record")
         rows = list(_groups(memory))
         sites = [_text(memory[at : at + SITE_BYTES]) for at in range(SITES_AT, RECORDS_AT, SITE_BYTES)]
         records = np.frombuffer(memory, COLUMNS, RECORDS, RECORDS_AT)
         newest = int(records["number"].max())
         records = records[records["number"] > max(0, newest - RECORDS + OVERWRITTEN)]
         records = records[np.argsort(records["number"])]
+        records = records[_fit(records, rows)]
         steps = np.frombuffer(memory, "<i8", STEPS * NUMBERS_A_STEP, STEPS_AT).reshape(STEPS, NUMBERS_A_STEP)
         steps = steps[steps[:, 0] > 0]
         return cls(
@@ -222,11 +243,20 @@ class Flight:
         return self.launch(come_to[-1]) if len(come_to) else None
 
 
+def _fit(records: np.ndarray, rows: Sequence[GroupRow]) -> np.ndarray:
+    """Which records name a kind, a phase, a group and places that there are."""
+    named = np.array([bool(row.name) for row in rows])
+    found = (records["kind"] < len(KINDS)) & (records["dtype"] < len(DTYPES)) & (records["phase"] < len(PHASES))
+    found &= (records["site"] < SITES) & (records["user"] < SITES) & (records["flags"] >> 1 <= 4)
+    known = named[np.minimum(records["group"], GROUPS - 1)] & (records["group"] < GROUPS)
+    return np.asarray(found & (known | (records["kind"] == PHASE)))
+
+
 def _groups(memory: bytes) -> Iterator[GroupRow]:
     for at in range(GROUPS_AT, SITES_AT, GROUP_BYTES):
         name, axis, size, _ = GROUP.unpack_from(memory, at)
         launched, arrived = struct.unpack_from("<2q", memory, at + GROUP.size)
-        yield GroupRow(_text(name), _text(axis), size, launched, arrived)
+        yield GroupRow(_text(name), _text(axis), max(1, size), launched, arrived)
 
 
 def _text(letters: bytes) -> str:
@@ -242,28 +272,54 @@ def save(run: Run, generation: int, rank: int, memory: bytes | bytearray) -> Non
     """Put a rank's memory, as it is now, into the run's folder."""
     content = bytearray(memory)
     struct.pack_into("<q", content, NOW_AT + 8 * SAVED, time.time_ns())
+    redact_bytes(content, GROUPS_AT, RECORDS_AT)
     path = folder(run, generation) / f"rank-{rank:05d}"
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(run.path, path.parent)
     unfinished = path.with_suffix(".unfinished")  # not on disk before it has its name: it is written again and again
-    unfinished.write_bytes(zlib.compress(content, 1))
+    with overwriting(run.path, unfinished) as file:
+        file.write(zlib.compress(content, 1))
     unfinished.replace(path)
 
 
 def read(run: Run, generation: int) -> dict[int, Flight]:
     """By rank, what the folder has of a generation; what cannot be read is left out."""
-    found = {}
-    for path in sorted(folder(run, generation).glob("rank-" + 5 * "[0-9]")):
-        with suppress(OSError, ValueError, zlib.error, IndexError):
-            flight = Flight.of(zlib.decompress(path.read_bytes()))
-            found[flight.rank] = flight
+    found: dict[int, Flight] = {}
+    packed = kept = 0
+    for rank, path in paths(run, generation).items():
+        with left_out():
+            content = read_bytes(run.path, path, MOST_PACKED)
+            flight = _unpacked(content, path)
+            if flight.rank != rank:
+                raise BadFile(path, f"is a record of rank {flight.rank}")
+            packed, kept = packed + len(content), kept + EACH + flight.records.nbytes + flight.steps.nbytes
+            if kept > MOST_KEPT + KEPT_OF_PACKED * packed:
+                size = in_bytes(kept)
+                note(f"{path.parent} has records that unpack to {size}: those from rank {rank} on are left out")
+                break
+            found[rank] = flight
     return found
+
+
+def paths(run: Run, generation: int) -> dict[int, Path]:
+    """By rank, the files that may be records of a generation."""
+    at = folder(run, generation)
+    every = [name for name in names(run.path, at) if re.fullmatch(r"rank-\d{5,6}", name)]
+    return {rank: at / name for name in every if (rank := int(name[5:])) < MOST_RANKS}
+
+
+def _unpacked(content: bytes, path: Path) -> Flight:
+    try:
+        return Flight.of(zlib.decompressobj().decompress(content, BYTES + 1))
+    except (ValueError, zlib.error, struct.error) as error:
+        raise BadFile(path, f"is no flight record ({error})") from None
 
 
 def note_stop(run: Run, generation: int) -> None:
     """Somebody asked it to end: also where ranks had no time left to say so."""
-    with suppress(OSError):  # a full disk: the screen has said it
-        folder(run, generation).mkdir(parents=True, exist_ok=True)
-        (folder(run, generation) / "stopped").touch()
+    with suppress(OSError, BadFile):  # a full disk: the screen has said it
+        make_folder(run.path, folder(run, generation))
+        with appending(run.path, folder(run, generation) / "stopped"):
+            pass
 
 
 def was_stopped(run: Run, generation: int) -> bool:
@@ -272,5 +328,6 @@ def was_stopped(run: Run, generation: int) -> bool:
 
 def generations(run: Run) -> Sequence[int]:
     """Those of which there is a record, the newest last."""
-    paths = (run.path / "flight").glob("generation-[0-9]*")
-    return sorted(int(path.name.rpartition("-")[2]) for path in paths)
+    every = names(run.path, run.path / "flight")
+    found = [int(name.rpartition("-")[2]) for name in every if re.fullmatch(r"generation-\d{5,10}", name)]
+    return sorted(generation for generation in found if generation < MOST_GENERATIONS)

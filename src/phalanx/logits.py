@@ -35,6 +35,9 @@ class Logits:
     rows, a view as rows, a dtype, a factor, soft-capping. Any other torch function, attribute or operator
     materialises it, so plain torch code on a model's output works unchanged. With a ``vocabulary``, the weight is a
     rank's part of it; with a ``sequence``, the loss is computed of some positions.
+
+    The classes are the last dim, always. What is done lazily gives `Logits` again, also where it has to be computed:
+    whether something is `Logits` depends on how the code is written, never on the layout or the precision.
     """
 
     def __init__(
@@ -57,8 +60,14 @@ class Logits:
         unmade = self._tensor is None and (self._view is None or self._view[0].lazy)
         return unmade and self.hidden.dtype is not torch.float16
 
+    def computed(self, tensor: Tensor) -> Logits:
+        """Logits that are computed already, with the classes in the last dim as before."""
+        return self._with(hidden=tensor, dtype=tensor.dtype, vocabulary=None, sequence=None, _tensor=tensor, _view=None)
+
     @property
     def shape(self) -> torch.Size:
+        if self._tensor is not None:
+            return self._tensor.shape
         classes = self.vocabulary.size if self.vocabulary else self.weight.shape[0]
         return torch.Size([*self.hidden.shape[:-1], classes])
 
@@ -86,16 +95,25 @@ class Logits:
             )
             return total if self.sequence is None else self.sequence.all_reduce(total)
 
+    def weighted_cross_entropy(self, targets: Tensor, weight: Tensor, ignore: int = -100) -> Tensor:
+        """Likewise with a weight for each class; backward computes each chunk of logits once more."""
+        with torch.set_grad_enabled(self._grad and torch.is_grad_enabled()):
+            hidden, targets = self._counted(targets)
+            rows = self._log_probs(hidden, targets, ignore)
+            total = -(rows * weight[targets.where(targets != ignore, 0).flatten()]).sum()
+            return total if self.sequence is None else self.sequence.all_reduce(total)
+
     def log_probs(self, targets: Tensor, ignore: int = -100) -> Tensor:
         """Of each sequence, summed over all its targets but those to ignore; computed in chunks."""
         with torch.set_grad_enabled(self._grad and torch.is_grad_enabled()):
             hidden, targets = self._counted(targets)
-            rows = linear_log_probs(
-                hidden.flatten(0, -2), self.weight, self.bias, targets.flatten(), Kind(ignore, bending=self.bending),
-                self.vocabulary,
-            )  # fmt: skip
-            total = rows.view(targets.shape).sum(-1)
+            total = self._log_probs(hidden, targets, ignore).view(targets.shape).sum(-1)
             return total if self.sequence is None else self.sequence.all_reduce(total)
+
+    def _log_probs(self, hidden: Tensor, targets: Tensor, ignore: int) -> Tensor:
+        """Of each target; 0 for those to ignore."""
+        kind = Kind(ignore, bending=self.bending)
+        return linear_log_probs(hidden.flatten(0, -2), self.weight, self.bias, targets.flatten(), kind, self.vocabulary)
 
     def divergence(self, goal: Logits, counted: Tensor, reverse: bool = False) -> Tensor:
         """Of KL(goal || these), or with ``reverse`` of KL(these || goal), summed where it is ``counted``; in chunks."""
@@ -140,7 +158,9 @@ class Logits:
         return self.shape if dim is None else self.shape[dim]
 
     def contiguous(self, **options: Any) -> Any:
-        return self.tensor().contiguous(**options) if options or not self.lazy else self
+        if options:
+            return self.tensor().contiguous(**options)
+        return self if self.lazy else self.computed(self.tensor().contiguous())
 
     def float(self, **options: Any) -> Any:
         return self.tensor().float(**options) if options else self.to(torch.float32)
@@ -151,45 +171,50 @@ class Logits:
         if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
             return self.tensor().to(*args, **options)
         if not self.lazy or torch.promote_types(dtype, widest) != widest:
-            return self.tensor().to(dtype)
+            return self.computed(self.tensor().to(dtype))
+        dtype = self.hidden.new_empty(0).to(dtype).dtype  # a proof answers casts, and leaves some out
         return self if dtype == self.dtype else self._with(dtype=dtype, _view=None)
 
     def view(self, *shape: Any, **options: Any) -> Any:
-        found = None if options else self._shaped(shape)
+        found = None if options else self._shaped(shape, Tensor.view)
         return self.tensor().view(*shape, **options) if found is None else found
 
     def reshape(self, *shape: Any, **options: Any) -> Any:
-        found = None if options else self._shaped(shape)
+        found = None if options else self._shaped(shape, Tensor.reshape)
         return self.tensor().reshape(*shape, **options) if found is None else found
 
-    def _shaped(self, shape: Any) -> Logits | None:
+    def _shaped(self, shape: Any, function: Callable[..., Tensor]) -> Logits | None:
         sizes = tuple(shape[0]) if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else shape
-        if not self._rows_alone or not sizes or not all(isinstance(size, int) for size in sizes):
+        if not sizes or not all(isinstance(size, int) for size in sizes) or sizes[-1] != self.shape[-1]:
             return None
-        if sizes[-1] != self.shape[-1]:
-            return None
+        if not self._rows_alone:
+            return self.computed(function(self.tensor(), sizes))
         hidden = self.hidden.reshape(*sizes[:-1], self.hidden.shape[-1])
         return self._with(hidden=hidden, _view=(self, lambda tensor: tensor.reshape(sizes)))
 
     def __getitem__(self, key: Any) -> Any:
-        if not self._rows_alone or not _of_rows(key, self.ndim):
+        if not _of_rows(key, self.ndim):
             return self.tensor()[_materialised(key)]
+        if not self._rows_alone:
+            return self.computed(self.tensor()[key])
         return self._with(hidden=self.hidden[key], _view=(self, lambda tensor: tensor[key]))
 
     def __truediv__(self, other: Any) -> Any:
-        return self._scaled(1 / other) if _is_factor(other) and self.lazy else self.tensor() / _materialised(other)
+        return self._scaled(1 / other, other) if _is_factor(other) else self.tensor() / _materialised(other)
 
     def __mul__(self, other: Any) -> Any:
-        return self._scaled(other) if _is_factor(other) and self.lazy else self.tensor() * _materialised(other)
+        return self._scaled(other) if _is_factor(other) else self.tensor() * _materialised(other)
 
     __rmul__ = __mul__
 
     def tanh(self) -> Any:
         if self.lazy and not self.bending.outer:
             return self._with(bending=replace(self.bending, outer=1.0), _view=None)
-        return self.tensor().tanh()
+        return self.computed(self.tensor().tanh())
 
-    def _scaled(self, factor: Any) -> Logits:
+    def _scaled(self, factor: Any, divisor: Any = None) -> Logits:
+        if not self.lazy:
+            return self.computed(self.tensor() * factor if divisor is None else self.tensor() / divisor)
         bent = self.bending
         changed = replace(bent, outer=bent.outer * factor) if bent.outer else replace(bent, inner=bent.inner * factor)
         return self._with(bending=changed, _view=None)

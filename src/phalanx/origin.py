@@ -6,7 +6,7 @@ runs/<name>/origin/001/git.diff       what was not committed of all Python files
 runs/<name>/origin/001/run.toml       the settings
 
 An attempt that finds all as it was writes nothing; one that does not gets the next number. Secrets are
-taken out as far as names and known forms tell them.
+taken out as far as they are known, or names and forms tell them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,8 @@ import torch
 
 from phalanx import __version__, user_code
 from phalanx.events import say
-from phalanx.redact import redact, redact_source, secrets
+from phalanx.files import make_folders, opened
+from phalanx.redact import learn_task, redact, redact_source, redact_words
 from phalanx.run import Run
 from phalanx.task import Task
 
@@ -45,17 +46,17 @@ class Origin:
 
     def __init__(self, run: Run, task: Task) -> None:
         self.run, self.home = run, user_code.home(type(task))
-        self.secrets = secrets(vars(task))
+        learn_task(task)
         self.folder: Path | None = None
         self._copied: dict[str, Any] = {}
 
     def write(self) -> None:
         """Write it down, if it is not there already."""
-        git, diff = _git(self.home, self.secrets)
+        git, diff = _git(self.home)
         found = {
             "phalanx": __version__, "python": platform.python_version(),
             "torch": torch.__version__, "platform": platform.platform(), "packages": packages(), "git": git,
-            "started_in": str(Path.cwd()), "command": redact_source(shlex.join(sys.argv), self.secrets),
+            "started_in": str(Path.cwd()), "command": shlex.join(redact_words(sys.argv)),
         }  # fmt: skip
         settings = self.run.settings_path.read_text() if self.run.settings_path.exists() else ""
         here = {str(path): known for path, known in user_code.hashes().items()}
@@ -70,7 +71,7 @@ class Origin:
         unfinished = self.folder.with_name(f"{self.folder.name}.unfinished")
         shutil.rmtree(unfinished, ignore_errors=True)
         try:
-            unfinished.mkdir(parents=True)
+            make_folders(unfinished)
             _put(unfinished / "run.toml", settings)
             if diff:
                 _put(unfinished / "git.diff", diff)
@@ -106,7 +107,7 @@ class Origin:
                     text = path.read_text(encoding="utf-8")
             if text is not None:
                 copy = _place(name, path, {known["copy"] for known in self._copied.values()})
-                _put(folder / "source" / copy, redact_source(text, self.secrets))
+                _put(folder / "source" / copy, redact_source(text))
                 room -= size
             self._copied[str(path)] = {"module": name, "sha256": hashes.get(path), "bytes": size, "copy": copy}
 
@@ -159,9 +160,8 @@ def _read(folder: Path) -> dict[str, Any]:
 
 
 def _put(path: Path, text: str) -> None:
-    """For the user and their group, as ``run.toml`` is."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "w", encoding="utf-8", opener=lambda name, flags: os.open(name, flags, mode=0o640)) as file:
+    make_folders(path.parent)
+    with opened(path, "w") as file:
         file.write(text)
 
 
@@ -177,14 +177,14 @@ def packages() -> dict[str, str]:
     return dict(sorted(found.items()))
 
 
-def _git(folder: Path, secrets: Collection[str] = ()) -> tuple[dict[str, Any] | None, str]:
+def _git(folder: Path) -> tuple[dict[str, Any] | None, str]:
     """The commit that a folder is at, and what is not committed; None where there is no repository."""
     root = _asked(folder, "rev-parse", "--show-toplevel")
     commit = _asked(folder, "rev-parse", "HEAD")
     if not root or not commit:
         return None, ""
     asked = _asked(folder, "diff", "--no-ext-diff", "--no-textconv", "HEAD", "--", "*.py")
-    diff = redact_source(asked or "", secrets)
+    diff = redact_source(asked or "")
     told = {
         "root": root, "commit": commit, "branch": _asked(folder, "rev-parse", "--abbrev-ref", "HEAD"),
         "remote": redact(_asked(folder, "remote", "get-url", "origin") or ""),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import MISSING, fields, replace
@@ -10,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from phalanx import user_code
-from phalanx.errors import WrongUse
+from phalanx.folder_files import left_out, read_object
 from phalanx.layout import Layout
+from phalanx.run import MOST_PROOF
 from phalanx.task import Task
 
 FREE = {
@@ -42,14 +42,17 @@ def _holds_now(proof: Mapping[str, Any], task: type[Task]) -> bool:
         return False
     if proof.get("phalanx") != user_code.own_hash() or not isinstance(files, dict):
         return False
-    return not user_code.changed(files, user_code.home(task))
+    try:
+        return not user_code.changed(files, user_code.home(task))
+    except (ValueError, OSError):  # names that no file can have
+        return False
 
 
 def said(task: Task, settings: Mapping[str, Any], layout: Layout, folders: Sequence[Path], reference: str) -> str:
     """One line: whether this layout of this code has been proven; of one device, nothing."""
     wanted = _plain(layout)
     for path, proof, verdicts in _proofs(folders):
-        if verdicts.get(wanted) in (None, "not applicable") or not _holds_now(proof, type(task)):
+        if verdicts.get(wanted) not in ("equal", "differs") or not _holds_now(proof, type(task)):
             continue
         if verdicts[wanted] != "equal":
             return f"NOT like one device: {wanted} differs in {path.parent}"
@@ -86,9 +89,9 @@ def _proofs(folders: Sequence[Path]) -> Iterator[tuple[Path, dict[str, Any], dic
     """With the verdict on each layout, the newest first; what cannot be read, or is none of ours, is none."""
     found = []
     for path in (path for folder in folders for path in folder.glob("*/proof.json")):
-        with suppress(OSError, ValueError, RecursionError):
-            proof = json.loads(path.read_text()) if path.is_file() else None
-            if isinstance(proof, dict) and isinstance(proof.get("settings"), dict):
+        with left_out():
+            proof = read_object(path.parent, path, MOST_PROOF)
+            if isinstance(proof.get("settings"), dict):
                 found.append((path.stat().st_mtime, path, proof))
     for _, path, proof in sorted(found, key=lambda entry: -entry[0]):
         yield path, proof, _verdicts(proof.get("results"))
@@ -98,6 +101,6 @@ def _verdicts(results: Any) -> dict[Layout, str]:
     """What a proof says of layouts; of those that this version has no words for, nothing."""
     verdicts = {}
     for result in results if isinstance(results, list) else ():
-        with suppress(WrongUse, LookupError, TypeError, AttributeError):
+        with suppress(ValueError, ArithmeticError, LookupError, TypeError, AttributeError):
             verdicts[_plain(Layout.parse(result["layout"]))] = str(result["verdict"])
     return verdicts

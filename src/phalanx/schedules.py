@@ -82,6 +82,10 @@ KINDS: Mapping[str, ScheduleKind] = {
     "inverse_sqrt": ScheduleKind(_inverse_root, {}),
     "polynomial": ScheduleKind(_power, {"power": 2.0, "end": 0.0}),
     "restarts": ScheduleKind(_restarts, {"cycles": 4.0, "end": 0.0}),
+    "plateau": ScheduleKind(
+        lambda place, options: 1.0,
+        {"measure": "loss", "factor": 0.1, "patience": 10.0, "cooldown": 0.0, "min_delta": 0.0, "end": 0.0},
+    ),  # constant here: a callback of that name reduces it where a measure of the held-out data does not improve
 }
 
 
@@ -108,6 +112,10 @@ BOUNDS: Mapping[str, tuple[Callable[[float], bool], str]] = {
     "decay": (lambda value: 0 < value <= 1, "a share of all steps, above 0 and at most 1"),
     "power": (lambda value: 0 < value < math.inf, "a number above 0"),
     "cycles": (lambda value: value >= 1 and value == int(value), "a whole number from 1 on"),
+    "factor": (lambda value: 0 < value < 1, "a number between 0 and 1"),
+    "patience": (lambda value: value >= 0 and value == int(value), "a whole number from 0 on"),
+    "cooldown": (lambda value: value >= 0 and value == int(value), "a whole number from 0 on"),
+    "min_delta": (lambda value: value >= 0, "a number from 0 on"),
 }
 
 
@@ -115,6 +123,8 @@ def _option(text: str, option: str, value: str) -> Option:
     if option == "shape":
         if value not in SHAPES:
             raise WrongUse(f"rate={text}: shape={value} is not known. Choose one of: {', '.join(SHAPES)}.")
+        return value
+    if option == "measure":
         return value
     allowed, words = BOUNDS[option]
     try:

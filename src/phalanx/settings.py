@@ -16,7 +16,7 @@ import torch
 
 from phalanx.errors import WrongUse, closest
 from phalanx.layout import CHOICES, DEGREES, Layout
-from phalanx.redact import is_redacted, redact_field
+from phalanx.redact import is_redacted, learn, learn_task, learn_words, redact_field
 from phalanx.task import Task
 from phalanx.toml import from_toml, to_toml
 
@@ -27,6 +27,8 @@ ELSEWHERE = {
     "max_steps": "steps", "max_length": "length", "max_seq_length": "length", "block_size": "length",
     "load_in_4bit": "four_bit", "model": "base", "model_name": "base", "model_name_or_path": "base", "dataset": "path",
     "dataset_name": "path", "train_file": "path", "bf16": "precision", "fp16": "precision",
+    "drop_last": "last_batch", "dataloader_drop_last": "last_batch", "num_workers": "workers",
+    "dataloader_num_workers": "workers",
 }  # fmt: skip
 """What other libraries call settings of ours."""
 LAYOUT = {field.name for field in dataclasses.fields(Layout)}
@@ -102,6 +104,7 @@ def _plain(value: Any) -> Any:
 
 def make_task(kind: type[Task], values: Mapping[str, Any]) -> Task:
     """A task with these fields; text is converted to each field's type, unknown names are refused."""
+    learn(values)
     hints = task_fields(kind)
     resolved = {}
     for name, value in values.items():
@@ -114,6 +117,7 @@ def make_task(kind: type[Task], values: Mapping[str, Any]) -> Task:
     if needed:
         raise WrongUse(f"{kind.__name__} needs {', '.join(needed)}. Set it: --set {needed[0]}=...")
     task = kind(**resolved)
+    learn_task(task)
     task.check()
     return task
 
@@ -125,7 +129,7 @@ def _meant(name: str, value: Any, fields: Mapping[str, Any]) -> str:
     own = ELSEWHERE.get(name, "")
     if own not in fields:
         return closest(name, fields)
-    return f"here it is {own!r}{_counted(own)}: --set {own}=..."
+    return f"here it is {own!r}{_counted(own)}: --set {own}={_here(name, value) or '...'}"
 
 
 def given_as(kind: type[Task], name: str, value: str, layout: str = "--layout") -> str:
@@ -136,7 +140,7 @@ def given_as(kind: type[Task], name: str, value: str, layout: str = "--layout") 
     fields = task_fields(kind)
     own = name if name in fields else ELSEWHERE.get(name, "")
     if own in fields:
-        return f"a setting of {kind.__name__}{_counted(own)}: --set {own}={value}"
+        return f"a setting of {kind.__name__}{_counted(own)}: --set {own}={_here(name, value) or value}"
     with_it = _in_layout(name, value)
     return f"part of a layout: {layout} {with_it}" if with_it else ""
 
@@ -146,6 +150,13 @@ def _in_layout(name: str, value: Any) -> str:
     if name not in LAYOUT or (name in CHOICES and value not in CHOICES[name]):
         return ""
     return f"{name}={value}" if name in DEGREES else f"dp=2,{name}={value}"
+
+
+def _here(name: str, value: Any) -> str:
+    """What a value is called here, where that is something else."""
+    if ELSEWHERE.get(name) != "last_batch":
+        return ""
+    return "keep" if TRUTHS.get(str(value).lower()) is False else "drop"
 
 
 def _counted(own: str) -> str:
@@ -168,6 +179,7 @@ def task_fields(kind: type[Task]) -> dict[str, Any]:
 
 def parse_assignments(texts: Sequence[str]) -> dict[str, str]:
     """``["width=128", ...]`` as a dict."""
+    learn_words(texts)
     values = {}
     for text in texts:
         name, equals, value = text.partition("=")

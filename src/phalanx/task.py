@@ -32,6 +32,8 @@ Precision = Literal["fp32", "bf16", "fp16", "fp8", "fp8_rowwise", "float64"]
 OptimizerKind = Literal["adamw", "muon"]
 BadRows = Literal["stop", "skip"]
 """What becomes of rows and samples that cannot be read: the first ends it, or they are left out."""
+LastBatch = Literal["keep", "drop", "merge"]
+"""What becomes of an epoch's last samples, too few for a global batch: a smaller one, none, part of the one before."""
 
 
 class NoSuchColumn(WrongUse, KeyError):
@@ -78,7 +80,13 @@ class Task:
     clip: float = 1.0
     workers: int = 0
     bad_rows: BadRows = "stop"
+    last_batch: LastBatch = "keep"
+    balance: str = ""
+    """A column of classes that are trained on equally often."""
     evaluate_every: int = 0
+    keep_best: str = ""
+    """A measure of `evaluate`, such as ``dice`` or ``min:error``: the checkpoint where it is best is kept beside those
+    of ``--keep``, and the run ends with its weights."""
 
     counts: ClassVar[str] = "samples"
     """What a loss counts, for the screen: ``samples`` or ``tokens``."""
@@ -118,6 +126,13 @@ class Task:
         What is wrong with the data is said here before any of them starts.
         """
 
+    def sample_weights(self, data: Any) -> Sequence[float] | Tensor | None:
+        """How often each sample is drawn, relative to others, as torch's `WeightedRandomSampler` is told; None: alike.
+
+        ``data``: the training samples. One number from 0 up for each; they are drawn with replacement.
+        """
+        return None
+
     def held_out(self) -> Any:
         """Samples kept aside for `evaluate`, or None."""
         return None
@@ -153,11 +168,11 @@ class Task:
         """The loss of a micro-batch as a sum and a count."""
         raise self._missing("loss", "return a phalanx.Loss(total, count)")
 
-    def evaluate(self, output: Any, batch: dict[str, Any]) -> Mapping[str, Loss | Tensor | list[str]]:
+    def evaluate(self, output: Any, batch: dict[str, Any]) -> Mapping[str, Loss | Tensor | list[str] | list[Tensor]]:
         """What to measure on held-out data, by name; by default the loss.
 
-        A sum and a count is reported as their ratio. A tensor with a row a sample, or a list with a string a sample, is
-        gathered for `summarise`.
+        A sum and a count is reported as their ratio. A tensor with a row a sample, or a list with a string or a tensor
+        a sample, is gathered for `summarise`. Tensors of a list may differ in their first dim, as boxes of images do.
         """
         return {"loss": self.loss(output, batch)}
 
@@ -272,7 +287,10 @@ class Task:
                 raise WrongUse(f"{name}={value} is no rate. Set {name} to a number from 0 up, such as 0.001.")
         if not self.clip > 0:
             raise WrongUse(f"clip={self.clip} would stop all learning. Set clip above 0, or clip=inf for no clipping.")
-        kinds = {"precision": Precision, "moments": Moments, "optimizer_kind": OptimizerKind, "bad_rows": BadRows}
+        kinds = {
+            "precision": Precision, "moments": Moments, "optimizer_kind": OptimizerKind, "bad_rows": BadRows,
+            "last_batch": LastBatch,
+        }  # fmt: skip
         for name, kind in kinds.items():
             value, known = getattr(self, name), get_args(kind)
             if value not in known:

@@ -14,6 +14,10 @@ NONE = "none"
 """None inside of another value is a table with this one key, which is true."""
 
 
+_DEEP = re.compile(r"""(?<![\w-])(?:(?:[\w-]+|"[^"\n]*"|'[^'\n]*')[ \t]*\.[ \t]*){40}""")
+"""A name of so many parts: `tomllib` takes a time for it that grows with their square."""
+
+
 def to_toml(tables: Mapping[str, Mapping[str, Any]]) -> str:
     """A table a section. Values that are None are left out; those inside of another value are kept."""
     lines: list[str] = []
@@ -25,7 +29,9 @@ def to_toml(tables: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def from_toml(text: str) -> dict[str, Any]:
-    """What `to_toml` was given; ``tomllib.TOMLDecodeError`` if it is no TOML."""
+    """What `to_toml` was given; ``tomllib.TOMLDecodeError`` if it is no TOML, or has names of 40 parts."""
+    if deep := _DEEP.search(text):
+        raise tomllib.TOMLDecodeError(f"a name of too many parts (at line {text.count(chr(10), 0, deep.start()) + 1})")
     return {name: _read(value) for name, value in tomllib.loads(text).items()}
 
 

@@ -17,6 +17,7 @@ ENDS = {type(None), bool, int, float, str}
 """Nothing is in these; most of what modules are called with are tensors and these."""
 PLAIN = {list, tuple, dict}
 """Containers that are made anew, and looked into without asking what else they may be."""
+ABSENT = object()
 DEPTH = 8
 """How deep objects that nobody knows are looked into."""
 
@@ -138,9 +139,17 @@ def _like(tree: Any, items: list[Any]) -> Any:
 
 
 def _fields(tree: Any) -> list[str]:
-    return [field.name for field in dataclasses.fields(tree) if hasattr(tree, field.name)]
+    return [field.name for field in dataclasses.fields(tree) if _get(tree, field.name, ABSENT) is not ABSENT]
 
 
 def _attributes(value: Any) -> list[Any]:
     slots = [name for kind in type(value).__mro__ for name in vars(kind).get("__slots__", ())]
-    return [getattr(value, name, None) for name in [*slots, *getattr(value, "__dict__", ())]]
+    return [_get(value, name, None) for name in [*slots, *getattr(value, "__dict__", ())]]
+
+
+def _get(value: Any, name: str, otherwise: Any) -> Any:
+    """An attribute; one that is not set, or raises in some other way where it is read, counts as not there."""
+    try:
+        return getattr(value, name)
+    except Exception:  # as Hugging Face's configurations do, where layers differ
+        return otherwise

@@ -22,6 +22,11 @@ from types import TracebackType
 OWN = Path(__file__).resolve().parent
 AS_USERS = tuple(str(OWN / name) + os.sep for name in ("models", "recipes"))
 """Of ours, what is written as users write theirs."""
+THROUGH = tuple(
+    str(OWN / name)
+    for name in ("logits.py", "parallel/randomness/answers.py", "prove/reference/steady.py", "train/widened.py")
+)
+"""Of ours, where calls of torch's functions come by, whoever makes them."""
 
 _read: dict[int, tuple[object, str]] = {}
 """What a module's file held when it was first asked for: what is edited later is not what runs here."""
@@ -79,6 +84,29 @@ def is_users_line(file: str) -> bool:
 def is_ours(file: str) -> bool:
     """Whether a file is ours, also one that is written as users write theirs."""
     return os.path.realpath(file).startswith(f"{OWN}{os.sep}")
+
+
+def asks() -> bool:
+    """Whether the function of torch's that runs now was called by the user's code, or a package's, and not by ours."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        whose = _whose(frame.f_code.co_filename)
+        if whose is not None:
+            return whose
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
+
+
+@lru_cache(maxsize=4096)
+def _whose(file: str) -> bool | None:
+    """Whether a file is the user's or a package's; None: torch's or Python's, which were called in between."""
+    path = os.path.realpath(file)
+    torch = os.path.dirname(os.path.realpath(sys.modules["torch"].__file__ or "torch"))
+    if path in THROUGH or path.startswith(torch + os.sep):
+        return None
+    if is_users_line(file) or is_ours(file):
+        return is_users_line(file)
+    return True if {"site-packages", "dist-packages"} & {*path.split(os.sep)} else None
 
 
 @cache

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass, field
 
 from phalanx.redact import redact
+from phalanx.words import printable, valid_json
 
 
 @dataclass
@@ -27,10 +27,10 @@ class Verdict:
         lines = [self.summary, *self.evidence]
         if self.next:
             lines.append(self.next)
-        return redact("\n".join(lines))
+        return printable(redact("\n".join(lines)))
 
     def to_json(self) -> str:
         """One JSON object with the exit code in place of ``code``."""
         evidence = [redact(line) for line in self.evidence]
         told = {"summary": redact(self.summary), "evidence": evidence, "next": redact(self.next)}
-        return json.dumps(asdict(self) | told | {"code": self.exit_code})
+        return valid_json(asdict(self) | told | {"code": self.exit_code})

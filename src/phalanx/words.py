@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Collection, Sequence
 
 BLOCKS = "▁▂▃▄▅▆▇█"
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+"""Characters that do something on a terminal, or turn the order of what is read; a tab and a line break are none."""
 
 
 def many(number: int, one: str, more: str = "") -> str:
     """``1 step``, ``2 steps``, ``1,000 steps``."""
     return f"{number:,} {one if number == 1 else more or one + 's'}"
+
+
+def printable(text: str, one_line: bool = False) -> str:
+    """A text for a terminal: characters that control it are shown as ``\\x1b``. ``one_line``: line breaks are too."""
+    shown = _CONTROLS.sub(lambda found: _escaped(found[0]), text)
+    return shown.replace("\n", "\\n").replace("\t", "\\t") if one_line else shown
+
+
+def _escaped(letter: str) -> str:
+    return f"\\x{ord(letter):02x}" if ord(letter) < 256 else f"\\u{ord(letter):04x}"
 
 
 def listed(names: Sequence[str], most: int) -> str:
@@ -65,6 +78,22 @@ def in_time(seconds: float) -> str:
         if whole < 60 or small == 3600:
             return f"{whole} {names[0]}" + (f" {rest} {names[1]}" if rest else "")
     raise AssertionError("days are the last")
+
+
+def valid_json(value: object) -> str:
+    """A value as JSON, which has no word for numbers that are not finite: they become null."""
+    try:
+        return json.dumps(value, allow_nan=False)
+    except ValueError:
+        return json.dumps(_finite(value), allow_nan=False)
+
+
+def _finite(value: object) -> object:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {name: _finite(each) for name, each in value.items()}
+    return [_finite(each) for each in value] if isinstance(value, (list, tuple)) else value
 
 
 def six_digits(value: float) -> float | None:

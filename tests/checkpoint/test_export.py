@@ -66,6 +66,22 @@ def test_safetensors(shard_bytes: int, tmp_path: Path) -> None:
         assert [file.name for file in files] == ["model.safetensors"]
 
 
+def test_a_state_dict(tmp_path: Path) -> None:
+    """Shared weights are there under both names, and frozen ones: a model takes it as it is."""
+    checkpoint = made(tmp_path / "run")
+    seen: list[tuple[int, int]] = []
+    assert export(checkpoint, tmp_path / "to", progress=lambda *p: seen.append(p), pt=True) == [
+        tmp_path / "to" / "model.pt"
+    ]
+    assert seen[-1][0] == seen[-1][1]
+    found = torch.load(tmp_path / "to" / "model.pt", weights_only=True)
+    expected = weights(tmp_path / "run")
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    assert found["head.weight"].data_ptr() == found["embedding.weight"].data_ptr()
+    assert all(tensor.untyped_storage().nbytes() == tensor.nbytes for tensor in found.values())
+    HostileLanguage().model().load_state_dict(found)
+
+
 def begun(task: phalanx.Task, layout: str, folder: str) -> dict[str, torch.Tensor]:
     with phalanx.Engine(task, Layout.parse(layout), device="cpu", init_from=folder) as engine:
         return {name: tensor.clone() for name, tensor in engine.whole_weights().items()}
@@ -110,7 +126,9 @@ def test_nothing_is_written_over(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "to")
     export(checkpoint, tmp_path / "link")
     assert [path.name for path in (tmp_path / "to").iterdir()] == ["model.safetensors"]
-    assert (tmp_path / "to").stat().st_mode == (tmp_path / "run").stat().st_mode
+    assert (tmp_path / "to").stat().st_mode == (tmp_path / "to.unfinished").stat().st_mode, (
+        "as any folder, to be shared"
+    )
     assert (tmp_path / "to.unfinished" / "mine").exists(), "somebody else's, whatever its name"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "link", "run", "to", "to.unfinished"]
 

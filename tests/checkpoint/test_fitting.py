@@ -32,6 +32,30 @@ def test_a_checkpoint_says_which_weights_it_is_of(tmp_path: Path) -> None:
             check_fits(state, manifest)
 
 
+@pytest.mark.parametrize(
+    ("name", "dtype", "words"),
+    [
+        ("model/0.weight", "int32", r"0\.weight is int32 in the checkpoint and float32 here.* another model"),
+        ("model/0.bias", "complex64", r"0\.bias is complex64 in the checkpoint and float32 here"),
+        ("optimizer/exp_avg/0.weight", "int32", "has optimizer/exp_avg/0.weight as int32"),
+        ("counters/step/0.weight", "int32", "has counters/step/0.weight as int32"),
+        ("model/0.weight", "bfloat16", ""),
+    ],
+)
+def test_whole_numbers_do_not_stand_in_for_real_ones(name: str, dtype: str, words: str, tmp_path: Path) -> None:
+    """They have as many bytes, and would be read as numbers in the billions. Another precision is one."""
+    trained(Digits(), "dp=1", tmp_path, None, 1)
+    manifest = manager_at(tmp_path).open(1).manifest
+    manifest.tensors[name].dtype = dtype
+    with Engine(Digits(), device="cpu") as engine:
+        state = State(engine.spread, engine.optimizer)
+        if not words:
+            check_fits(state, manifest)
+            return
+        with pytest.raises((WrongUse, Damaged), match=words):
+            check_fits(state, manifest)
+
+
 def test_what_nothing_keeps_is_damage(tmp_path: Path) -> None:
     trained(Digits(), "dp=1", tmp_path, None, 1)
     manifest = manager_at(tmp_path).open(1).manifest

@@ -11,9 +11,19 @@ from typing import Any
 import pytest
 import torch
 
-from phalanx.checkpoint.index import below, box_around, check_covers, check_sum, groups, needed, part_name, summed
+from phalanx.checkpoint.index import (
+    Child,
+    below,
+    box_around,
+    check_covers,
+    check_sum,
+    groups,
+    needed,
+    part_name,
+    summed,
+)
 from phalanx.checkpoint.manager import Checkpoint, CheckpointManager
-from phalanx.checkpoint.manifest import MANIFEST, Chunk, Damaged, Held, Manifest
+from phalanx.checkpoint.manifest import MANIFEST, Chunk, Damaged, Held, Manifest, digest
 from phalanx.checkpoint.read import Wanted
 from phalanx.checkpoint.store import Folder
 from phalanx.parallel.weights.boxes import Box
@@ -27,10 +37,14 @@ def rows(first: int, count: int) -> Box:
     return Box((first, 0), (count, 3))
 
 
+def child(found: Manifest, rank: int = 0) -> Child:
+    return Child(part_name(rank), found, digest(found.to_json()))
+
+
 def test_parts_make_a_whole() -> None:
     """Each stage knows what an optimizer changed for its own weights alone."""
     parts = [part(0, 3, 0, options={"w": {"k": 1}}), part(3, 2, 1, options={"v": {"k": 2}})]
-    whole = summed([(part_name(rank), found) for rank, found in enumerate(parts)])
+    whole = summed([child(found, rank) for rank, found in enumerate(parts)])
     check_sum(whole)
     assert whole.tensors["model/w"].hash == 21
     assert whole.size == 40
@@ -38,9 +52,9 @@ def test_parts_make_a_whole() -> None:
     assert whole.facts["options"] == {"w": {"k": 1}, "v": {"k": 2}}
     assert Manifest.parse(whole.to_json(), "here") == whole
     with pytest.raises(AssertionError, match="model/w: 6 of 10 elements"):
-        check_sum(summed([("part-00000.json", part(0, 3))]))
+        check_sum(summed([child(part(0, 3))]))
     with pytest.raises(Damaged, match="was written by another attempt"):
-        summed([("part-00000.json", part(0, 3)), ("part-00001.json", part(3, 2, 1, seed=7))])
+        summed([child(part(0, 3)), child(part(3, 2, 1, seed=7), 1)])
 
 
 def test_who_sums_up_whom() -> None:
@@ -168,7 +182,7 @@ def test_a_manifest_of_an_older_version_is_read(tmp_path: Path) -> None:
     (tmp_path / "step-00000005" / MANIFEST).write_bytes(old.to_json())
     found = manager.open(5)
     assert isinstance(found, Checkpoint)
-    assert found.manifest.children == []
+    assert found.manifest.children == {}
     assert torch.equal(found.tensor("model/w"), VALUE[:4])
     assert not list(found.verify())
     assert needed(found.manifest, {"model/w": [rows(0, 1)]}, "here") == []

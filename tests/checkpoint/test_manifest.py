@@ -65,8 +65,8 @@ def test_what_older_versions_wrote_is_read() -> None:
 
 
 def test_another_format_is_refused() -> None:
-    text = part(0, 5).to_json().decode().splitlines()[0].replace('"format":1', '"format":3')
-    with pytest.raises(Damaged, match="has format 3, and this version of Phalanx reads 1 and 2"):
+    text = part(0, 5).to_json().decode().splitlines()[0].replace('"format":1', '"format":4')
+    with pytest.raises(Damaged, match="has format 4, and this version of Phalanx reads 1 to 3"):
         Manifest.parse(f"{text}\n{zlib.crc32(text.encode()):08x}\n".encode(), "here")
 
 
@@ -138,6 +138,16 @@ FORGED = {
     "a step that is none": lambda found: found["facts"].update(step="3"),
     "facts that are none": lambda found: found.update(facts=7),
     "numbers that are none": lambda found: found.update(numbers=7),
+    "a number that is none": lambda found: found.update(numbers={"counters/n/w": {"a": 1}}),
+    "a negative hash": in_tensor(hash="-1"),
+    "a hash that is too long": in_tensor(hash=17 * "1"),
+    "a tensor of no site": lambda found: found["tensors"].update({"sites/x/y": found["tensors"]["model/w"]}),
+    "a number of no site": lambda found: found.update(numbers={"sites/": 1}),
+    "parts in a list": lambda found: found.update(format=3, children=["part-00000.json"]),
+    "parts without hashes": lambda found: found.update(format=3, children={"part-00000.json": ""}),
+    "parts with numbers for hashes": lambda found: found.update(format=3, children={"part-00000.json": 7}),
+    "parts elsewhere": lambda found: found.update(format=3, children={"../part-00000.json": 64 * "0"}),
+    "parts of a format without": lambda found: found.update(children={"part-00000.json": 64 * "0"}),
     "callbacks that are none": lambda found: found["facts"].update(callbacks=[1]),
     "an end that is none": lambda found: found["facts"].update(ended={"step": 3, "of": "4", "why": ""}),
     "an end without a reason": lambda found: found["facts"].update(ended={"step": 3, "of": 4}),

@@ -60,6 +60,40 @@ def test_samples_of_a_step_are_of_about_one_length() -> None:
     assert SORTED_STEPS * 8 < 1000, "or all of it would be sorted together"
 
 
+@pytest.mark.parametrize("grouped", [True, False])
+@pytest.mark.parametrize("size", [995, 405, 13])
+def test_the_last_batch_of_an_epoch_is_dropped_or_merged(grouped: bool, size: int) -> None:
+    whole, rest = divmod(size, 8)
+    for how, steps, left in (("drop", whole, rest), ("merge", whole, 0)):
+        order = an_order(grouped, size=size).with_last_batch(how)
+        assert order.steps_in(2) == 2 * steps
+        epochs = [[order.ids(epoch * steps + step) for step in range(steps)] for epoch in range(3)]
+        for epoch in epochs:
+            sizes = [8] * (whole - 1) + [8 + rest] if how == "merge" else [8] * whole
+            assert sorted(map(len, epoch)) == sizes
+            assert len(set(np.concatenate(epoch).tolist())) == size - left
+        lost = [frozenset(range(size)) - frozenset(np.concatenate(epoch).tolist()) for epoch in epochs]
+        assert len(set(lost)) == (3 if left else 1), "the same samples are left out of each epoch"
+        found = order_of(order.facts(), size, 8, 5, lambda: an_order(grouped, size=size))
+        assert found == order
+
+
+def test_the_longest_are_left_out_no_more_than_others() -> None:
+    """Of one part of sorted samples, the last batch would be that of the longest."""
+    order, left = an_order(size=397).with_last_batch("drop"), np.zeros(397)
+    for epoch in range(200):
+        steps = range(epoch * order.steps_per_epoch, (epoch + 1) * order.steps_per_epoch)
+        left[list(set(range(397)) - set(np.concatenate([order.ids(step) for step in steps]).tolist()))] += 1
+    longest = np.argsort(LENGTHS[:397])[-40:]
+    assert left[longest].mean() == pytest.approx(left.mean(), rel=0.3)
+    assert left.max() < 15
+
+
+def test_steps_of_tokens_have_no_last_batch() -> None:
+    with pytest.raises(WrongUse, match="last_batch=drop is not for steps of batch_tokens=300"):
+        an_order(batch_tokens=300).with_last_batch("drop")
+
+
 def test_a_sample_beyond_the_tokens_is_refused() -> None:
     with pytest.raises(WrongUse, match="batch_tokens=58 is less than the longest sample has, 59 tokens"):
         an_order(batch_tokens=58)
@@ -75,9 +109,9 @@ def test_a_sample_beyond_the_tokens_is_refused() -> None:
 def test_it_is_known_again_by_its_facts() -> None:
     data = ByLength(list(range(1000)), LENGTHS, batch_tokens=300)
     order = data.training_order(8, 5)
-    assert order_of(order.facts(), 1000, 8, 5, lambda: data) == order
+    assert order_of(order.facts(), 1000, 8, 5, lambda: data.training_order(3, 0)) == order
     other = ByLength(list(range(1000)), LENGTHS[::-1], batch_tokens=300)
-    assert order_of(order.facts(), 1000, 8, 5, lambda: other) is None
+    assert order_of(order.facts(), 1000, 8, 5, lambda: other.training_order(3, 0)) is None
 
 
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=40), st.integers(1, 5), st.integers(1, 6))

@@ -96,6 +96,39 @@ def test_arrays_are_read_in_one_go() -> None:
     assert [(s, i) for s, i, _ in read(loader(rows), 0, 5)] == [(s, i) for s, i, _ in read(loader(), 0, 5)]
 
 
+class Ragged(Noisy):
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"x": torch.full((1 + index % 3,), float(index)), "word": str(index), "id": index}
+
+
+def padded(samples: Any) -> dict[str, Any]:
+    rows = [sample["x"] for sample in samples]
+    pad = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+    return {"x": pad, "word": [sample["word"] for sample in samples], "n": len(rows)}
+
+
+def test_a_step_has_its_columns_by_name() -> None:
+    for ranks in (1, 2):
+        parts = [next(iter(loader(ranks=ranks, rank=rank).batches(0, 1))) for rank in range(ranks)]
+        ids = torch.cat([batch["id"] for batch in parts])
+        assert sorted(ids.tolist()) == sorted(Order(23, 5, seed=1).ids(0).tolist())
+        assert parts[0]["id"].tolist() == [i for micro in parts[0].micro_batches for i in micro.tensors["id"].tolist()]
+        assert list(parts[0]) == ["id", "noise"]
+        assert "id" in parts[0]
+    empty = next(iter(loader(ranks=7, rank=0, micro_batches=1).batches(0, 1)))
+    assert not any(micro.real for micro in empty.micro_batches)
+    assert len(empty["id"]) == 0, "a stand-in's sample is given for its own"
+    with pytest.raises(WrongUse, match="the batch has no 'ids'; did you mean 'id'"):
+        empty["ids"]
+    order = Order(23, 5, seed=1)
+    ragged = next(iter(Loader(Ragged(), padded, order, micro_batches=3, ranks=1, rank=0).batches(0, 1)))
+    assert ragged["word"] == [str(i) for i in order.ids(0)]
+    with pytest.raises(WrongUse, match=r"'x' of this rank's 3 .* cannot be joined: .*Look at each by itself"):
+        ragged["x"]
+    with pytest.raises(WrongUse, match="'n' of this rank's 3"):
+        ragged["n"]
+
+
 class NotDicts(Noisy):
     def __getitem__(self, index: int) -> Any:
         return torch.zeros(3)

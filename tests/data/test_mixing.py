@@ -78,6 +78,45 @@ def test_a_box_of_another_counts_by_its_area() -> None:
     assert torch.equal(source[0]["image"], images()[0]["image"]), "the data set itself is not changed"
 
 
+def pictures(kind: type = np.int64) -> Arrays:
+    pixels = np.random.default_rng(0).normal(size=(12, 3, 5, 7)).astype(np.float32)
+    marks = np.arange(12).reshape(12, 1, 1) * np.ones((12, 5, 7))
+    return Arrays(image=pixels, mask=marks.astype(kind), y=np.arange(12) % 4)
+
+
+@pytest.mark.parametrize("kind", [np.int64, np.float32, np.uint8])
+def test_masks_are_pasted_with_their_pictures(kind: type) -> None:
+    source, boxes = pictures(kind), 0
+    for index in range(12):
+        np.random.seed(index)
+        partner = int(np.random.randint(12))
+        np.random.seed(index)
+        sample = CutMix(source, image="image", masks=["mask"], labels={"y": 4})[index]
+        assert sample["mask"].dtype == source[index]["mask"].dtype
+        from_other = (sample["image"] == source[partner]["image"]).all(0)
+        wanted = torch.where(from_other, source[partner]["mask"], source[index]["mask"])
+        assert torch.equal(sample["mask"], wanted), "a pixel has the mask of another picture"
+        boxes += bool(from_other.any()) and partner != index
+    assert boxes > 3
+    assert torch.equal(source[0]["mask"], pictures(kind)[0]["mask"])
+
+
+def test_a_mask_that_is_not_named_is_refused_with_what_works() -> None:
+    for kind in (np.int64, np.float32):
+        for wrong in ({"keep": ["y"]}, {"labels": {"y": 4}}):
+            with pytest.raises(WrongUse, match=r"masks=\['mask'\]"):
+                CutMix(pictures(kind), image="image", **wrong)[0]
+        with pytest.raises(WrongUse, match=r"labels names 'mask', which is no class but .*masks=\['mask'\]"):
+            CutMix(pictures(kind), image="image", labels={"mask": 4, "y": 4})[0]
+        CutMix(pictures(kind), image="image", keep=["mask", "y"])[0]
+    with pytest.raises(WrongUse, match=r"Mixup cannot mix 'mask', which is torch.int64. .*masks=\['mask'\]"):
+        Mixup(pictures(), labels={"y": 4})[0]
+    with pytest.raises(WrongUse, match="told of a mask 'marks'; did you mean 'mask'"):
+        CutMix(pictures(), image="image", masks=["marks"], labels={"y": 4})[0]
+    with pytest.raises(WrongUse, match="cannot cut 'y' of shapes"):
+        CutMix(pictures(), image="image", masks=["y"])[0]
+
+
 def test_what_cannot_be_mixed_is_refused() -> None:
     with pytest.raises(WrongUse, match=r"labels=\{'y': 10\}"):
         Mixup(images())[0]

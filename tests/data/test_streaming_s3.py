@@ -10,7 +10,6 @@ import torch
 from phalanx import Task
 from phalanx.data import PackedFiles, StreamedFiles, StreamedSamples, TokenFiles
 from phalanx.data.loader import Loader
-from phalanx.data.order import Order
 from tests.checkpoint.test_commits import s3, server  # noqa: F401
 from tests.data.test_streaming import copy, folder, small_blocks  # noqa: F401
 
@@ -19,7 +18,7 @@ def test_s3_is_read_by_workers_of_the_loader(folder: Path, s3: str, tmp_path: Pa
     copy(folder, fsspec.filesystem("s3"), s3.removeprefix("s3://"))
     here = PackedFiles(TokenFiles(folder), 16)
     samples = StreamedSamples(StreamedFiles(s3, tmp_path / "cache", "bytes", cache_bytes=1 << 20), 16)
-    order = Order.of(samples, len(samples), 8, 0)
+    order = samples.training_order(8, 0)
     loader = Loader(samples, Task().collate, order, micro_batches=1, ranks=1, rank=0, workers=2)
     for batch in loader.batches(0, 6):
         want = [here[int(index)]["tokens"] for index in order.ids(batch.step)]

@@ -54,13 +54,21 @@ def test_what_is_wrong_with_a_folder_is_said(folder: Path, tmp_path: Path) -> No
     samples = PackedFiles(TokenFiles(folder), 64)
     with pytest.raises(WrongUse, match=r"shard-00002\.tokens has an id 65535, and its tokenizer has 256 ids"):
         [samples[index] for index in range(len(samples))]
+    shard.write_bytes(content)
+    ends = np.fromfile(folder / "shard-00002.ends", "<i8")
+    for wrong in (ends[::-1], ends - 1):
+        wrong.tofile(folder / "shard-00002.ends")
+        samples = PackedFiles(TokenFiles(folder), 64)
+        with pytest.raises(WrongUse, match=r"shard-00002\.ends has documents that do not end one after another"):
+            [samples[index] for index in range(len(samples))]
+    ends.tofile(folder / "shard-00002.ends")
     shard.write_bytes(content[:-2])
     with pytest.raises(WrongUse, match=r"has [\d,]+ bytes, and had"):
         TokenFiles(folder)
     with pytest.raises(WrongUse, match="Make it with phalanx tokenize"):
         TokenFiles(tmp_path)
     manifest = folder / "manifest.json"
-    manifest.write_text(manifest.read_text().replace("phalanx tokens 1", "phalanx tokens 9"))
+    manifest.write_text(manifest.read_text().replace("phalanx tokens 2", "phalanx tokens 9"))
     with pytest.raises(WrongUse, match="of another version"):
         TokenFiles(folder)
 

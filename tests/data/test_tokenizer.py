@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from phalanx import WrongUse
-from phalanx.data.tokenizer import FILE, Tokenizer, train_tokenizer
+from phalanx.data.tokenizer import CONFIG, FILE, Tokenizer, train_tokenizer
+from tests.damage import ODD, written
 
 TEXTS = ["the quick brown fox", "jumps over the lazy dog — é", ""]
 
@@ -50,3 +51,22 @@ def test_a_file_is_known_by_what_it_says(tmp_path: Path) -> None:
         Tokenizer.load(again)
     with pytest.raises(WrongUse, match=r"is not there. Give a tokenizer.json"):
         Tokenizer.load(tmp_path / "none")
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_what_is_no_object_is_refused_in_one_line(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("tokenizers", reason="no tokenizers (pip install 'phalanx[tokenizers]')")
+    folder = train_tokenizer(TEXTS * 9, 280, tmp_path / "bpe")
+    (folder / CONFIG).write_bytes(written(name))
+    with pytest.raises(WrongUse, match=r"tokenizer_config\.json is no JSON object"):
+        Tokenizer.load(folder)
+    (folder / FILE).write_bytes(written(name))
+    with pytest.raises(WrongUse, match=r"tokenizer\.json is no tokenizer that can be read"):
+        Tokenizer.load(folder)
+
+
+def test_a_tokenizer_without_tokens_is_refused(tmp_path: Path) -> None:
+    pytest.importorskip("tokenizers", reason="no tokenizers (pip install 'phalanx[tokenizers]')")
+    (tmp_path / FILE).write_text(json.dumps({"model": {"type": "BPE", "vocab": {}, "merges": []}}))
+    with pytest.raises(WrongUse, match="has no tokens"):
+        Tokenizer.load(tmp_path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -138,3 +139,27 @@ def test_token_files_are_memory_mapped_and_checked(tmp_path: Path) -> None:
         PackedTokens(file.tokens, file.ends, 0)
     with pytest.raises(WrongUse, match="ends that reach"):
         PackedTokens(file.tokens, file.ends[:-1], 4)
+
+
+@pytest.mark.parametrize(
+    ("ending", "holds", "words"),
+    [
+        ("tokens", b"no array", "is no array of numbers"),
+        ("tokens", b"", "is no array of numbers"),
+        ("tokens", np.array([1.5, 2.5]), "does not hold whole numbers in a row"),
+        ("tokens", np.array([[1, 2], [3, 4]]), "does not hold whole numbers in a row"),
+        ("tokens", np.array([1, 2, 3]), "one of them is another's, or damaged"),
+        ("ends", np.array([16, 5]), "one of them is another's, or damaged"),
+        ("ends", np.array(["a"]), "does not hold whole numbers in a row"),
+        ("ends", np.array([{}], dtype=object), "is no array of numbers"),
+    ],
+)
+def test_a_file_that_is_none_is_refused_and_written_anew(ending: str, holds: Any, words: str, tmp_path: Path) -> None:
+    write_tokens(tmp_path / "t", DOCUMENTS, encode)
+    expected = TokenFile(tmp_path / "t").tokens.tolist()
+    path = tmp_path / f"t.{ending}.npy"
+    path.write_bytes(holds) if isinstance(holds, bytes) else np.save(path, holds, allow_pickle=True)
+    with pytest.raises(WrongUse, match=words):
+        TokenFile(tmp_path / "t")
+    write_tokens(tmp_path / "t", DOCUMENTS, encode)
+    assert TokenFile(tmp_path / "t").tokens.tolist() == expected

@@ -98,7 +98,8 @@ def asks(host: Host) -> None:
 
 def test_who_asks_a_live_run_gets_stacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(black_box, "SAVE_SECONDS", 0.1)
-    outcome = supervised(tmp_path, asks)
+    with (tmp_path / "output").open("a"):  # a supervisor has files of its run open
+        outcome = supervised(tmp_path, asks)
     assert not outcome.failures
     for rank in range(2):
         told = (stacks.folder(Run(tmp_path), 1) / f"rank-{rank:05d}.txt").read_text()

@@ -127,11 +127,11 @@ def test_a_large_event_is_cut_off_and_says_so(tmp_path: Path) -> None:
     writer = EventWriter(Run.create(tmp_path / "run", "x"), 1)
     writer.begin(4)
     mine = log(writer, 0)
-    mine.write("failure", reason="x" * RING_BYTES, steps=list(range(RING_BYTES)), step=3)
+    mine.write("failure", reason="x" * RING_BYTES, places=list(range(RING_BYTES)), step=3)
     writer.start()
     mine.close()
     writer.end()
     (event,) = writer.run.events(4)
     assert event["step"] == 3
     assert event["reason"].endswith(f"(cut off: {RING_BYTES} letters)")
-    assert event["steps"][-1] == f"and {RING_BYTES - 60} more"
+    assert event["places"][-1] == f"and {RING_BYTES - 60} more"

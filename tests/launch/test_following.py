@@ -47,7 +47,7 @@ class Written(Place):
 
 
 def test_every_line_is_shown_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    tail = Tail(tmp_path / "out")
+    tail = Tail(tmp_path, tmp_path / "out")
     assert not tail.show()  # it is not there yet
     with (tmp_path / "out").open("wb") as file:
         for part in (b"one\ntw", "o\n━━ step 1\nd".encode(), b"r"):
@@ -60,7 +60,7 @@ def test_every_line_is_shown_once(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 def test_progress_renews_itself_on_a_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "out").write_text("━ step 1\n━━ step 2\ndone\n")
-    tail = Tail(tmp_path / "out")
+    tail = Tail(tmp_path, tmp_path / "out")
     tail.live = True
     tail.close()
     assert capsys.readouterr().out == "━ step 1\r\x1b[K━━ step 2\r\x1b[Kdone\n"

@@ -140,14 +140,32 @@ def test_it_does_not_outlive_its_keeper(keep: Any) -> None:
         time.sleep(0.05)
 
 
+def packed(*names: str) -> str:
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w:gz") as archive:
+        for name in names:
+            archive.addfile(tarfile.TarInfo(name), io.BytesIO())
+    return base64.b64encode(buffer.getvalue()).decode()
+
+
+def test_code_is_not_unpacked_where_others_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "tmp").mkdir()
+    (tmp_path / "shared").mkdir()
+    (tmp_path / "shared").chmod(0o777)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "shared"))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
+    found = host_side.unpack({"name": "one", "files": packed("a.py")})
+    assert Path(found["folder"]) == tmp_path / "tmp" / f"phalanx-{os.geteuid()}" / "code" / "one"
+    assert f"{tmp_path / 'shared'} belongs to other users, or they can write to it" in found["note"]
+    (tmp_path / "tmp").chmod(0o777)
+    with pytest.raises(SystemExit, match="Set XDG_CACHE_HOME to your own"):
+        host_side.unpack({"name": "one", "files": packed("a.py")})
+
+
 def test_code_is_unpacked_in_place_of_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     for names in (("a/b.py", "a/c.py"), ("a/b.py",)):
-        buffer = io.BytesIO()
-        with tarfile.open(fileobj=buffer, mode="w:gz") as archive:
-            for name in names:
-                archive.addfile(tarfile.TarInfo(name), io.BytesIO())
-        found = host_side.unpack({"name": "one", "files": base64.b64encode(buffer.getvalue()).decode()})
+        found = host_side.unpack({"name": "one", "files": packed(*names)})
     folder = Path(found["folder"])
     assert folder == tmp_path / "phalanx" / "code" / "one"
     assert [str(path.relative_to(folder)) for path in folder.rglob("*.py")] == ["a/b.py"]

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import pickle
+import secrets
 import threading
+import uuid
 from pathlib import Path
 
 import pytest
 
 from phalanx import CannotHere, WrongUse
-from phalanx.launch.key import Key
+from phalanx.launch.key import FEWEST_BITS, ROUNDS, Key, bits_of
 
 
 def told(key: Key) -> bytes:
@@ -37,12 +40,74 @@ def test_every_run_has_its_own(tmp_path: Path) -> None:
     assert told(Key()) != told(Key())
 
 
-def test_the_environment_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_comes_first_and_is_slow_to_guess(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PHALANX_KEY", "correct horse battery staple")
-    assert told(Key.of_run(tmp_path)) == told(Key(b"correct horse battery staple"))
+    stretched = hashlib.pbkdf2_hmac("sha256", b"correct horse battery staple", b"phalanx key", ROUNDS)
+    assert ROUNDS >= 600_000
+    assert told(Key.of_run(tmp_path)) == told(Key(stretched))
     assert not (tmp_path / "key").exists()
     monkeypatch.setenv("PHALANX_KEY", "short")
     with pytest.raises(WrongUse, match=r"PHALANX_KEY has 5 characters, which can be guessed\."):
+        Key.of_run(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "a" * 64, "ab" * 32, "passwordpassword", "0123456789012345", "abcdefghijklmnop", "1111111111111112",
+        "12345678901234567890", "qwqwqwqwqwqwqwqwqwqw", "aaaaaaaabbbbbbbbcccccccc", "mysecretpassword",
+    ],
+)  # fmt: skip
+def test_words_that_can_be_guessed_are_refused(words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PHALANX_KEY", words)
+    with pytest.raises(WrongUse, match=r"which can be guessed\. .*openssl rand -hex 32") as refusal:
+        Key.of_run(tmp_path)
+    assert "\n" not in str(refusal.value)
+    assert words not in str(refusal.value)
+    monkeypatch.delenv("PHALANX_KEY")
+    (tmp_path / "key").touch(0o600)
+    (tmp_path / "key").write_text(words)
+    with pytest.raises(WrongUse, match=r"guessed|no key"):
+        Key.of_run(tmp_path)
+
+
+def test_random_words_of_any_kind_are_taken() -> None:
+    for words in (secrets.token_hex(16), secrets.token_urlsafe(16), str(uuid.uuid4()), secrets.token_hex(32)):
+        assert bits_of(words) >= FEWEST_BITS
+
+
+def test_nothing_but_the_users_own_file_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "key"
+    os.mkfifo(path, 0o600)
+    with pytest.raises(WrongUse, match="key is no regular file"):
+        Key.of_run(tmp_path)
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(WrongUse, match="key is no regular file"):
+        Key.of_run(tmp_path)
+    path.rmdir()
+    (tmp_path / "other").touch(0o600)
+    (tmp_path / "other").write_text(secrets.token_hex(32))
+    for target in ("other", "nowhere"):
+        path.symlink_to(tmp_path / target)
+        with pytest.raises(WrongUse, match="key is a link"):
+            Key.of_run(tmp_path)
+        path.unlink()
+    for mode in (0o640, 0o604, 0o620, 0o602):
+        path.touch(0o600)
+        path.write_text(secrets.token_hex(32))
+        path.chmod(mode)
+        with pytest.raises(WrongUse, match=rf"can be read by others \(mode {mode:o}\)"):
+            Key.of_run(tmp_path)
+        path.unlink()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may give files away")
+def test_a_file_of_another_user_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "key").touch(0o600)
+    (tmp_path / "key").write_text(secrets.token_hex(32))
+    os.chown(tmp_path / "key", 4242, 4242)
+    with pytest.raises(WrongUse, match=r"belongs to another user \(number 4242\)"):
         Key.of_run(tmp_path)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 import re
 import shlex
 import threading
@@ -17,7 +19,7 @@ from phalanx import Run, WrongUse
 from phalanx.errors import CannotHere
 from phalanx.launch import standing
 from phalanx.launch.kubernetes import Kubernetes
-from phalanx.launch.place import Command, place_of
+from phalanx.launch.place import Command, note, place_of
 from phalanx.train.doctor_elsewhere import doctor_elsewhere
 from tests.hosts import Hosts, needs_namespaces
 from tests.kubernetes import IMAGE, KubernetesCluster, needs_kubectl, needs_schemas
@@ -60,10 +62,19 @@ def folder(tmp_path: Path) -> Path:
 # What pods are given.
 
 
+@pytest.mark.parametrize("word", ["$", "$$", "$(HOME)", "$$(HOME)", "a$b$$c$$$", "$$$(HOME)$", "'$(it)'s", "${HOME}"])
+def test_words_arrive_as_they_were_typed(tmp_path: Path, word: str) -> None:
+    from tests.kubernetes import _expanded
+
+    sent = place().pods(command_of(tmp_path, "--set", f"name={word}")).words
+    assert f"name={word}" in [_expanded(each, {"HOME": "/root", "it": "no"}) for each in sent]
+
+
 def test_a_jobset_says_what_is_asked_for(tmp_path: Path) -> None:
     made = place(nodes=4, gpus=8, memory="512Gi", rdma="rdma/ib=2", shm="64Gi", node_selector="pool=big+zone=a")
     assert (made.nodes, made.ranks) == (4, 8)
     (found,) = yaml.safe_load_all(made.preview(command_of(tmp_path, "--set", "name=$(it)'s")))
+    assert re.fullmatch("[0-9a-f]{40}", found["metadata"]["labels"]["phalanx.dev/run"])
     name = found["metadata"]["name"]
     assert re.fullmatch("run-[0-9a-f]{4}", name)
     job = found["spec"]["replicatedJobs"][0]["template"]["spec"]
@@ -166,6 +177,44 @@ def until(holds: Callable[[], bool], seconds: float = 120.0) -> None:
     while not holds():
         assert time.monotonic() < deadline, f"not in {seconds:g} s"
         time.sleep(0.2)
+
+
+def fake_kubectl(folder: Path, monkeypatch: pytest.MonkeyPatch, said: str) -> Path:
+    """A program of that name, which says this; the file that it writes its words to."""
+    (folder / "bin").mkdir(exist_ok=True)
+    tool = folder / "bin" / "kubectl"
+    tool.write_text(f"#!/bin/sh\nprintf '%s\\n' \"$*\" >> {folder}/told\nprintf '%s' '{said}'\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder / 'bin'}:{os.environ['PATH']}")
+    return folder / "told"
+
+
+def test_a_job_of_another_run_is_not_ended(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever a folder says to be its job: the job itself says which folder it was submitted from."""
+    run = Run(folder / "run")
+    note(run, "kubernetes:image=x,namespace=team", "gpt-001-ab12")
+    told = fake_kubectl(folder, monkeypatch, "No resources found")
+    place = place_of("kubernetes:image=x,namespace=team")
+    assert place is not None
+    with pytest.raises(CannotHere, match=r"no JobSet gpt-001-ab12 there says that it was submitted from .*/run\. .*"
+                       r"kubectl --namespace=team delete jobsets\.jobset\.x-k8s\.io/gpt-001-ab12$"):  # fmt: skip
+        place.cancel(run, "gpt-001-ab12")
+    label = hashlib.sha256(os.fsencode((folder / "run").resolve())).hexdigest()[:40]
+    assert told.read_text() == (
+        "--namespace=team delete jobsets.jobset.x-k8s.io --selector=app.kubernetes.io/instance=gpt-001-ab12,"
+        f"phalanx.dev/run={label} --wait=false --output=name\n"
+    )
+    fake_kubectl(folder, monkeypatch, "jobset.jobset.x-k8s.io/gpt-001-ab12")
+    place.cancel(run, "gpt-001-ab12")
+
+
+def test_a_cluster_that_does_not_answer_is_said_to_be_silent(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_kubectl(folder, monkeypatch, "")
+    (folder / "bin" / "kubectl").write_text("#!/bin/sh\nexec sleep 600\n")
+    monkeypatch.setattr("phalanx.launch.kubernetes.ANSWER_SECONDS", 0.2)
+    found = place().status(Run(folder / "run"), "job")
+    assert found.state == "unknown"
+    assert found.detail.startswith("kubectl does not answer in 0.2 s")
 
 
 @needs_kubectl
@@ -399,7 +448,9 @@ def test_the_example_is_what_the_page_s_first_command_creates(tmp_path: Path) ->
     assert isinstance(made, Kubernetes)
     command = Command("", ("examples/unet.py", "--device", "cpu"), tmp_path, tmp_path / "unet", "unet", 30.0)
     name = made.pods(command).name
-    assert yaml.safe_load(made.preview(command).replace(name, "unet")) == jobset
+    found = yaml.safe_load(made.preview(command).replace(name, "unet"))
+    del found["metadata"]["labels"]["phalanx.dev/run"]  # of the folder that it is submitted from
+    assert found == jobset
 
 
 def test_the_dockerfile_installs_what_there_is() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import time
@@ -77,6 +79,31 @@ def test_who_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         led(started(0, 3, f"alone {os.getpid()}"), "cpu"),
     ):
         pass
+
+
+def _as_another_user(place: str, out: Path) -> None:
+    file = out.open("w", buffering=1)
+    os.setuid(4242)
+    with file, socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as line:
+        while line.connect_ex(place):
+            time.sleep(0.01)
+        line.settimeout(20)
+        try:
+            line.send(json.dumps({"number": 1, "cores": []}).encode())
+            file.write(repr(line.recv(1)))
+        except (ConnectionResetError, BrokenPipeError):  # it was closed before all was read
+            file.write(repr(b""))
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may become another user")
+def test_another_users_process_is_not_let_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = started(0, 2, f"another user {os.getpid()}")
+    monkeypatch.setattr(local_leader, "PATIENCE_SECONDS", 2.0)
+    other = fork(_as_another_user, local_leader._place(own), tmp_path / "out")
+    with pytest.raises(CannotHere, match="number 1 did not come"), led(own, "cpu"):
+        pass
+    other.join()
+    assert (tmp_path / "out").read_text() == "b''", "its connection was closed, and nothing told"
 
 
 def test_a_job_of_the_same_name_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import os
+import shlex
 from pathlib import Path
 
 import pytest
@@ -52,6 +55,77 @@ def test_what_a_folder_says_of_its_place_is_read_back(tmp_path: Path) -> None:
     (tmp_path / "place.json").write_text("{")
     with pytest.raises(CannotHere, match="Remove it if the run was not submitted"):
         place.noted(run)
+
+
+@pytest.mark.parametrize(
+    ("on", "job"),
+    [
+        ("kubernetes:image=x", "--kubeconfig=/shared/evil.yaml"), ("kubernetes:image=x", "a b"),
+        ("kubernetes:image=x", "-f"), ("kubernetes:image=x", "a/b"), ("kubernetes:image=x", "A"),
+        ("kubernetes:image=x", ""), ("kubernetes:image=x", "a,b=c"), ("kubernetes:image=x", "a" * 64),
+        ("kubernetes:image=x,namespace=--kubeconfig=/evil", "job"), ("kubernetes:namespace=../x", "job"),
+        ("kubernetes:image=x,kind=pods", "job"), ("kubernetes:image=x,context=other", "job"),
+        ("slurm", "--me"), ("slurm", "1,2"), ("slurm", "12 --me"), ("slurm", "1_2"), ("slurm", "١٢"), ("slurm", "-1"),
+        ("slurm:chdir=/x", "12"), ("ray", "../../x"), ("ray", "1/../2"), ("ray", "."),
+        ("hosts:n1", "1@"), ("hosts:n1", "-1@n1"), ("hosts:n1", "1@-n1"), ("hosts:n1", "1@n1 x"), ("hosts:n1", "x@n1"),
+        ("hosts:n1", "1" * 20 + "@n1"), ("local:2", "1"), ("", ""), ("nowhere", "1"), ("slurm:\x1b[2J", "12"),
+        ("slurm:a=b\nc", "12"),
+    ],
+)  # fmt: skip
+def test_what_a_folder_says_of_its_place_is_held_to_its_form(tmp_path: Path, on: str, job: str) -> None:
+    place.note(Run(tmp_path), on, job)
+    with pytest.raises(CannotHere, match=r"place\.json .*Remove it if the run was not submitted"):
+        place.noted(Run(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        [], "slurm", 12, None, {"on": "slurm"}, {"job": "12"}, {"on": ["slurm"], "job": "12"},
+        {"on": "slurm", "job": 12}, {"on": "slurm", "job": {}}, {"on": "slurm", "job": "12", "x": "x" * 100_000},
+    ],
+)  # fmt: skip
+def test_what_a_folder_says_of_its_place_has_its_fields(tmp_path: Path, said: object) -> None:
+    (tmp_path / "place.json").write_text(json.dumps(said))
+    with pytest.raises(CannotHere, match=r"place\.json .*Remove it if the run was not submitted"):
+        place.noted(Run(tmp_path))
+
+
+def test_reading_a_place_asks_for_nothing_outside_of_the_folder(tmp_path: Path) -> None:
+    """A list of hosts is a file that may be anything; and a pipe would be waited for."""
+    run = Run(tmp_path / "run")
+    run.path.mkdir()
+    (tmp_path / "list").write_text("secret of somebody's\n")
+    place.note(run, f"hosts:{tmp_path}/list,ssh=/shared/evil", "12@n1")
+    found = place.noted(run)
+    assert found is not None
+    assert "secret" not in found[0].text
+    (run.path / "place.json").unlink()
+    os.mkfifo(run.path / "place.json")
+    with pytest.raises(CannotHere, match="is a pipe"):
+        place.noted(run)
+
+
+def test_a_command_to_copy_is_quoted(tmp_path: Path) -> None:
+    run = Run(tmp_path / "$(touch x)")
+    run.path.mkdir()
+    place.note(run, "hosts:n1,ssh=ssh;touch y", "12@n1")
+    found = place.noted(run)
+    assert found is not None
+    words = shlex.split(found[0].again(run))
+    assert words[words.index("--run") + 1] == str(run.path)
+    assert words[words.index("--on") + 1] == "hosts:n1,ssh=ssh;touch y"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to have another user's file")
+def test_what_another_user_says_of_jobs_is_not_acted_on(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    place.note(run, "slurm", "12")
+    place.check_own(run, "scancel 12")
+    os.chown(tmp_path / "place.json", 54321, -1)
+    with pytest.raises(CannotHere, match=r"belongs to user 54321: .* end it yourself: scancel 12$"):
+        place.check_own(run, "scancel 12")
+    assert place.said_by(run) == "user 54321"
 
 
 def test_a_place_that_is_not_known_is_named_with_the_nearest() -> None:

@@ -42,7 +42,7 @@ def test_what_was_read_before_is_not_read_again(tmp_path: Path, monkeypatch: Any
     pods, out = Pods(tmp_path, breaks=4), tmp_path / "out"
     (tmp_path / "one").write_text("first 1234\n")
     (tmp_path / "two").write_text("second\n")
-    with PodLog(pods.line, lambda: pods.now, out, keep_on=True):
+    with PodLog(pods.line, lambda: pods.now, tmp_path, out, keep_on=True):
         pods.now = pod("one", running=True)
         until(out, "first 1234\n")
         pods.now = pod("two", running=False)
@@ -53,10 +53,10 @@ def test_what_there_is_is_read_at_once(tmp_path: Path) -> None:
     pods = Pods(tmp_path)
     (tmp_path / "one").write_text("all of it\n")
     pods.now = pod("one", running=True)
-    with PodLog(pods.line, lambda: pods.now, tmp_path / "out", keep_on=False):
+    with PodLog(pods.line, lambda: pods.now, tmp_path, tmp_path / "out", keep_on=False):
         assert (tmp_path / "out").read_text() == "all of it\n"
     pods.now = None
-    with PodLog(pods.line, lambda: pods.now, tmp_path / "out", keep_on=False):
+    with PodLog(pods.line, lambda: pods.now, tmp_path, tmp_path / "out", keep_on=False):
         assert (tmp_path / "out").read_text() == "all of it\n"
 
 
@@ -66,7 +66,7 @@ def test_what_kubectl_says_instead_is_told_once(tmp_path: Path, monkeypatch: Any
     def line(*words: str) -> list[str]:
         return [sys.executable, "-c", "import sys; sys.exit('logs are not for you')"]
 
-    with PodLog(line, lambda: pod("one", running=True), tmp_path / "out", keep_on=True):
+    with PodLog(line, lambda: pod("one", running=True), tmp_path, tmp_path / "out", keep_on=True):
         until(tmp_path / "out", "   note  kubectl logs one: logs are not for you\n")
         time.sleep(0.5)
     assert (tmp_path / "out").read_text().count("not for you") == 1

@@ -12,6 +12,8 @@ from safetensors.torch import save_file
 from phalanx import WrongUse
 from phalanx.models.adapters import CONFIG, WEIGHTS, Adapter, adapter_config
 from phalanx.models.lora import Lora
+from tests.damage import ODD
+from tests.damage import written as damaged
 
 
 def written(folder: Path, **changes: object) -> Path:
@@ -46,6 +48,14 @@ def test_linears_are_named_by_their_last_parts_where_that_is_enough() -> None:
 def test_another_kind_is_refused(tmp_path: Path, changes: dict[str, object], words: str) -> None:
     with pytest.raises(WrongUse, match=words):
         Adapter(written(tmp_path, **changes), Lora(2, 4.0))
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_what_is_no_object_is_refused_in_one_line(name: str, tmp_path: Path) -> None:
+    written(tmp_path)
+    (tmp_path / CONFIG).write_bytes(damaged(name))
+    with pytest.raises(WrongUse, match=r"is not a whole folder of peft's \(ValueError|is not a whole .*Error"):
+        Adapter(tmp_path, Lora(2, 4.0))
 
 
 def test_a_folder_that_is_none(tmp_path: Path) -> None:

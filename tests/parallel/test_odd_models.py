@@ -125,6 +125,22 @@ class InPlace(Stack):
         return self.head(x)
 
 
+class InPlaceViews(Stack):
+    """Changes what a linear gives in place, where that is a view of what was computed: of three dims and more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu_(self.stem(x.unsqueeze(1).repeat(1, 4, 1)))
+        for layer in self.layers:
+            x = F.elu(layer(x), inplace=True)
+        x = self.head(x)
+        x[:, 1:] *= 2
+        return x.sum(1)
+
+
 @dataclass
 class Answer:
     logits: Tensor
@@ -238,8 +254,8 @@ class Recurrent(nn.Module):
 
 
 MODELS = [
-    Stack, CalledTwice, BackToFront, ReachesInside, Adapters, Detached, InPlace, Objects, Slots, Passing, Early, Forces,
-    Skips, Normed, Recurrent,
+    Stack, CalledTwice, BackToFront, ReachesInside, Adapters, Detached, InPlace, InPlaceViews, Objects, Slots, Passing,
+    Early, Forces, Skips, Normed, Recurrent,
 ]  # fmt: skip
 LAYOUTS = [
     "fsdp=2", "fsdp=2,micro_batch=2", "fsdp=2,zero=2", "dp=2,offload=params", "fsdp=2,offload=optimizer,zero=1",

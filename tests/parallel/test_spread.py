@@ -102,3 +102,43 @@ def test_what_a_model_writes_to_a_sharded_weight_is_not_lost_without_a_word(rank
     assert count("dp=1") == [2] * 4
     with pytest.raises(RankFailed, match=r"the model's forward writes to times, which is no buffer"):
         ranks(2, count, "fsdp=2")
+
+
+class Backbone(nn.Module):
+    """Keeps its norm in evaluation mode while it trains, as detectors do (``norm_eval``)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)
+        self.asked: list[bool] = []
+
+    def train(self, mode: bool = True) -> Backbone:
+        super().train(mode)
+        self.norm.eval()
+        self.asked.append(mode)
+        return self
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.norm(self.first(x)))
+
+
+class BackboneTask(Digits):
+    def model(self) -> nn.Module:
+        return Backbone()
+
+
+def test_the_models_own_train_is_called_as_a_loop_would() -> None:
+    with phalanx.Engine(BackboneTask(), "dp=1", device="cpu") as engine:
+        model, batches = engine.model, engine.batches()
+        for _ in range(2):
+            engine.step(next(batches))
+        assert model.asked == [True]
+        assert int(model.norm.num_batches_tracked) == 0
+        engine.evaluate()
+        engine.step(next(batches))
+        assert model.asked == [True, False, True]
+        model.first.eval()  # somebody changes it: the next step has it as it should be
+        engine.step(next(batches))
+        assert model.asked == [True, False, True, True]
+        assert model.first.training
+        assert not model.norm.training

@@ -33,6 +33,17 @@ def test_weights_in_one_memory_have_places_of_their_own() -> None:
     assert torch_private.place_in_memory(first) != torch_private.place_in_memory(second)
 
 
+def test_where_compilers_keep_their_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    found = torch_private.compiler_folders()
+    assert found["TORCHINDUCTOR_CACHE_DIR"] == default_cache_dir()
+    monkeypatch.setenv("TRITON_HOME", "/somewhere")
+    assert torch_private.compiler_folders()["TRITON_CACHE_DIR"] == "/somewhere/.triton/cache"
+    knobs = pytest.importorskip("triton.knobs", reason="triton is not installed (the dev extra has it)")
+    assert knobs.cache.get_triton_dir("cache") == "/somewhere/.triton/cache"
+
+
 def test_in_place_operations_are_known() -> None:
     assert torch_private.mutates(torch.ops.aten.add_.Tensor)
     assert not torch_private.mutates(torch.ops.aten.add.Tensor)
@@ -134,6 +145,17 @@ def test_a_subclass_is_not_asked_where_tensors_are_plain() -> None:
         assert parameter.data.sum() == 2
     with pytest.raises(AssertionError):
         parameter.sum()
+
+
+def test_what_made_a_view_is_still_run_backward_when_that_is_changed_in_place() -> None:
+    weight, seen = torch.ones(3, 3, requires_grad=True), list[int]()
+    view = torch.nn.functional.linear(torch.ones(2, 4, 3), weight, torch.zeros(3))
+    for number, node in enumerate(torch_private.made_by(view)):
+        node.register_prehook(lambda gradients, number=number: seen.append(number))  # type: ignore[misc]
+    view.relu_().sum().backward()
+    assert seen == [1], "the node of the view is not in the graph any more"
+    assert len(torch_private.made_by(weight * 2)) == 1
+    assert torch_private.made_by(weight) == []
 
 
 def test_writing_in_place_is_counted() -> None:
@@ -245,3 +267,29 @@ def test_one_program_is_for_any_size_of_a_dim() -> None:
     for size in (16, 32, 64):
         assert plus_one(torch_private.of_any_size(torch.zeros(2, size), 1)).shape == (2, size)
     assert torch_private.compiled_frames() == before + 1
+
+
+def test_calls_of_torchs_checkpoint_ask_how_to_run() -> None:
+    from torch.utils.checkpoint import checkpoint  # as models import it, before anything is answered
+
+    asked: list[Any] = []
+    again: list[Any] = []
+
+    def answer(function: Any) -> torch_private.Checkpointed:
+        asked.append(function)
+        return torch_private.Checkpointed(again=lambda *args: again.append(args) or function(*args))
+
+    x = torch.ones(3, requires_grad=True)
+    with torch_private.CheckpointAnswers(answer):
+        for reentrant in (True, False):
+            checkpoint(torch.sin, x, use_reentrant=reentrant).sum().backward()
+        with torch.no_grad():
+            checkpoint(torch.cos, x, use_reentrant=False)
+        plain = checkpoint(torch_private.AsTorchDoes(torch.exp), x, use_reentrant=False)
+    assert asked == [torch.sin, torch.sin]
+    assert len(again) == 2, "each is run once more in backward"
+    assert torch.allclose(x.grad, 2 * torch.ones(3).cos())
+    plain.sum().backward()
+    assert type(checkpoint(torch.sin, x, use_reentrant=True).grad_fn).__name__ == "CheckpointFunctionBackward"
+    with torch_private.CheckpointAnswers(lambda function: torch_private.Checkpointed()):
+        assert checkpoint(torch.sin, x, use_reentrant=True).grad_fn.name() == "SinBackward0"

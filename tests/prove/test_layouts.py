@@ -53,11 +53,10 @@ def test_a_proof_has_several_micro_batches() -> None:
     assert as_proven(Layout(dp=2, exact=64), 17) == Layout(dp=2, exact=16)
 
 
-def test_what_needs_a_whole_step_is_proven_in_one_micro_batch() -> None:
+def test_what_needs_a_whole_step_has_one_micro_batch_in_a_pipeline() -> None:
     for layout in every(4):
-        assert as_proven(layout, 17, "always").micro_batches(17) == 1
-        assert as_proven(layout, 17, "in a pipeline").micro_batches(17) == (1 if layout.pp > 1 else 3)
-    assert as_proven(Layout(pp=2, micro_batch=8), 17, "always").micro_batches(17) == 3, "as it says itself"
+        assert as_proven(layout, 17, at_once=True).micro_batches(17) == (1 if layout.pp > 1 else 3)
+    assert as_proven(Layout(pp=2, micro_batch=8), 17, at_once=True).micro_batches(17) == 3, "as it says itself"
 
 
 def test_every_method_that_may_be_chosen_is_proven() -> None:

@@ -48,7 +48,7 @@ def test_nothing_private_of_another_module_is_used(path: Path) -> None:
 
 @pytest.mark.parametrize("path", ROOM, ids=lambda path: str(path.relative_to(SOURCE)))
 def test_a_file_is_one_idea(path: Path) -> None:
-    assert path.read_text().count("\n") <= 350
+    assert path.read_text().count("\n") <= 600
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.FunctionDef):
-            assert (node.end_lineno or 0) - node.lineno < 40, f"{node.name} is long"
+            assert (node.end_lineno or 0) - node.lineno < 50, f"{node.name} is long"

@@ -16,6 +16,7 @@ from phalanx.prove.proof import prove
 from phalanx.prove.results import EQUAL, NOT_APPLICABLE
 from phalanx.recipes.gpt import GPT
 from phalanx.recipes.shapes import Shapes
+from tests.empty_weights import WithNothing
 from tests.prove import tasks
 
 
@@ -51,7 +52,7 @@ class Bert(tasks.Plain):
         return {"input_ids": batch["ids"], "attention_mask": (batch["ids"] != 3).long()}
 
     def loss(self, output: Any, batch: dict[str, Any]) -> phalanx.Loss:
-        return phalanx.losses.cross_entropy(output.logits, batch["ids"])
+        return phalanx.losses.cross_entropy(output.logits, batch["ids"], dim=-1)
 
 
 def test_a_head_whose_bias_is_tied_can_be_cut() -> None:
@@ -81,8 +82,9 @@ def test_a_mean_for_a_sum_is_found_on_one_device() -> None:
 def test_losses_that_compare_samples_are_proven_with_several_micro_batches() -> None:
     proof = prove(tasks.Contrastive(), ["dp=1", "dp=2", "fsdp=3,zero=2"], dtype="bf16")
     assert proof.holds, proof
-    assert prove(tasks.ContrastiveNorm(), ["dp=2"]).holds
-    assert prove(tasks.Several(), ["dp=2", "fsdp=2"]).holds
+    proof = prove(tasks.ContrastiveNorm(), ["dp=2", "dp=2,micro_batch=3", "micro_batch=5", "fsdp=2,zero=2"])
+    assert proof.holds, proof
+    assert prove(tasks.Several(), ["dp=2", "fsdp=2", "dp=2,fsdp=2"]).holds
     refused = prove(tasks.Contrastive(), ["exact=2", "dp=2"])
     assert refused.holds
     assert "leave exact out" in refused.results[0].reason
@@ -298,3 +300,7 @@ class Beside(tasks.Plain):
 def test_an_optimizer_of_another_models_tensors_is_refused() -> None:
     with pytest.raises(phalanx.WrongUse, match="tensors that are not those it was given"):
         prove(Beside(), ["dp=2"])
+
+
+def test_a_weight_without_elements_is_no_finding() -> None:
+    assert prove(WithNothing(), ["dp=2", "fsdp=2"]).holds

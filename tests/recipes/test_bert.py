@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import phalanx
-from phalanx.data.loader import sample_at
+from phalanx.data.seeding import sample_at
 from phalanx.recipes.bert import Bert, Masked
 from tests.recipes.test_corpus import text
 
@@ -41,7 +41,7 @@ def test_tokens_are_hidden_replaced_and_kept_by_sample_and_epoch() -> None:
     assert chosen / (50 * 900) == pytest.approx(0.15, abs=0.01)
     assert hidden / chosen == pytest.approx(0.8, abs=0.02)
     assert same / chosen == pytest.approx(0.1, abs=0.02)
-    again, other = sample_at(data, 3, seed=1), sample_at(data, 3, seed=1, epoch=1)
+    again, other = sample_at(data, 3, seed=1), sample_at(data, 3, seed=1, visit=1)
     assert torch.equal(again["tokens"], sample_at(data, 3, seed=1)["tokens"])
     assert not torch.equal(again["tokens"], other["tokens"])
 

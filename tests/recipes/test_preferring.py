@@ -11,7 +11,6 @@ import pytest
 import torch
 
 import phalanx
-from phalanx.data.order import Order
 from phalanx.data.row_file import RowFile
 from phalanx.recipes.dpo import DPO
 from phalanx.recipes.preferring import PREFERENCES
@@ -64,7 +63,7 @@ def test_steps_of_about_one_length_or_of_so_many_tokens(task: Any) -> None:
     data = task(small=True, share_held_out=0.0, group_by_length=True, batch_tokens=300).data()
     sizes = np.array([data[index]["tokens"].numel() for index in range(len(data))])
     assert data.lengths.tolist() == sizes.tolist()
-    order = Order.of(data, len(data), 4, 0)
+    order = data.training_order(4, 0)
     steps = [sizes[order.ids(step)] for step in range(order.steps_in(1))]
     assert max(int(step.sum()) for step in steps) <= 300
     assert len({len(step) for step in steps}) > 1

@@ -193,7 +193,7 @@ def test_steps_of_about_one_length_or_of_so_many_tokens() -> None:
     plain: dict[str, Any] = {**SMALL, "packed": False, "share_held_out": 0.0}
     data = SFT(**plain, group_by_length=True, batch_tokens=300).data()
     lengths = np.array([len(sample["tokens"]) for sample in data])
-    order = phalanx.data.order.Order.of(data, len(data), 4, 0)
+    order = data.training_order(4, 0)
     steps = [lengths[order.ids(step)] for step in range(order.steps_in(1))]
     assert max(int(step.sum()) for step in steps) <= 300
     assert len({len(step) for step in steps}) > 1

@@ -51,6 +51,27 @@ def test_a_finished_run_gets_one(run: Run) -> None:
     assert found["hash"] != found["state"]
 
 
+@pytest.mark.parametrize(("how", "samples", "words"), [
+    ("drop", 96, "1 of them is left out, others each time (last_batch=drop)"),
+    ("merge", 98, "41 samples an epoch, its last step has 9 (last_batch=merge)"),
+])  # fmt: skip
+def test_what_an_epoch_leaves_out_is_in_it(how: Any, samples: int, words: str, tmp_path: Path) -> None:
+    run, task = Run(tmp_path), Digits(steps=12, samples=41, last_batch=how)
+    with (
+        Engine(task, device="cpu") as engine,
+        EventLog(run, 0) as log,
+        checkpointing(engine, run.checkpoints_path) as checkpointer,
+    ):
+        log.write("start", step=0, data=engine.order.size, order=engine.order.facts())
+        for batch in engine.batches():
+            log.write("step", **asdict(engine.step(batch)))
+        checkpointer.save_now()
+    found = certify(run, task, manager_at(run.checkpoints_path))
+    assert found["samples"] == samples
+    assert words in found["epoch"]
+    assert f"{samples} samples, none lost and none counted twice; {found['epoch']}" in in_words(found)
+
+
 def test_steps_done_again_are_counted(run: Run) -> None:
     events = list(run.events(0))
     again = [*events[:3], {**events[0], "step": 1}, *events[2:]]

@@ -8,7 +8,7 @@ import re
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -151,6 +151,7 @@ def test_another_outer_optimizer_of_the_same_sites_is_said(ranks: Ranks, tmp_pat
         ({"global_batch": 10}, "global_batch was 8 and is 10"),
         ({"seed": 1}, "seed was 0 and is 1"),
         ({"samples": 41}, "there were 40 samples to train on and are 41"),
+        ({"balance": "y"}, "balance was none and is y"),
         ({"shift": 1.0}, r"the data is not what it was: 6 of 6 samples .* \(39, 0, \d+, \d+ and 2 more\)"),
     ],
 )  # fmt: skip
@@ -160,6 +161,30 @@ def test_other_samples_are_refused_unless_they_are_allowed(change: Any, words: s
     with pytest.raises(WrongUse, match=f"{words}.*: the samples to come would be others.*--allow changes"):
         taken_up(changed, tmp_path)
     assert any(re.search(words, told) for told in taken_up(changed, tmp_path, allow=True))
+
+
+def test_another_last_batch_is_refused_where_there_is_one(tmp_path: Path) -> None:
+    saved(Changing(samples=41), tmp_path / "uneven")
+    with pytest.raises(WrongUse, match="last_batch was keep and is merge: the samples to come would be others"):
+        taken_up(Changing(samples=41, last_batch="merge"), tmp_path / "uneven")
+    saved(Changing(), tmp_path / "even")
+    assert taken_up(Changing(last_batch="merge"), tmp_path / "even") == ["last_batch was keep and is merge"]
+
+
+@dataclass
+class Weighted(Changing):
+    weight: ClassVar[float] = 2.0
+
+    def sample_weights(self, data: Any) -> Any:
+        return [self.weight, *[1.0] * (len(data) - 1)]
+
+
+def test_other_weights_of_samples_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved(Weighted(), tmp_path)
+    assert taken_up(Weighted(), tmp_path) == []
+    monkeypatch.setattr(Weighted, "weight", 3.0)
+    with pytest.raises(WrongUse, match="samples were drawn by other weights, or are of other classes: the samples to"):
+        taken_up(Weighted(), tmp_path)
 
 
 @dataclass

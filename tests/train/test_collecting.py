@@ -50,6 +50,8 @@ class Read(HostileLanguage):
             "last": logits[:, -1],
             "even": batch["tokens"][:, 0] % 2 == 0,
             "words": [f"{row.tolist()} ümlaut" for row in batch["tokens"]],
+            "boxes": [row[: int(tokens[0]) % 4] for row, tokens in zip(logits, batch["tokens"], strict=True)],
+            "classes": [tokens[: int(tokens[0]) % 3] for tokens in batch["tokens"]],
         }
 
     def summarise(self, gathered: dict[str, Any]) -> dict[str, float]:
@@ -57,6 +59,7 @@ class Read(HostileLanguage):
             "median": gathered["each"].median(),
             "even": int(gathered["even"].sum()),
             "length": sum(map(len, gathered["words"])),
+            "boxes": sum(row.sum() for row in gathered["boxes"]),
         }
 
 
@@ -99,6 +102,9 @@ def test_every_sample_once_and_in_order(ranks: Ranks, layout: str, kind: type[Re
     for name in ("each", "last"):
         assert gathered[name].dtype == torch.float64
         torch.testing.assert_close(gathered[name], one[name], rtol=1e-9, atol=1e-12)
+    assert [len(row) for row in one["boxes"]] == [int(Whole()[i]["tokens"][0]) % 4 for i in range(HELD)]
+    for name in ("boxes", "classes"):  # rows of samples that differ in number, some of none
+        torch.testing.assert_close(gathered[name], one[name], rtol=1e-9, atol=1e-12)
 
 
 def in_small_messages(layout: str) -> Any:
@@ -114,6 +120,7 @@ def test_messages_have_a_bounded_size(ranks: Ranks) -> None:
     assert found[0][1] == want[0][1]
     assert found[0][0]["words"] == want[0][0]["words"]
     assert torch.equal(found[0][0]["last"], want[0][0]["last"])
+    torch.testing.assert_close(found[0][0]["boxes"], want[0][0]["boxes"], rtol=0, atol=0)
 
 
 @dataclass
@@ -122,9 +129,11 @@ class Wrong(Digits):
 
     def evaluate(self, output: Tensor, batch: dict[str, Any]) -> Any:
         wide = output if len(output) not in SHORT else output[:, :2]
+        unlike = [row.view(1, -1) for row in wide]
         return {
             "sum": {"x": output.sum(0)}, "missing": {"x": output, "y": output}, "few": {"x": ["a"]},
             "mixed": {"x": [1, "a"] * 4}, "uneven": {"x": wide}, "twice": {"auc": phalanx.Loss(1, 1), "x": output},
+            "scalars": {"x": [*output[:, 0]]}, "unlike": {"x": unlike},
             "sometimes": {} if len(output) in SHORT else {"x": output},
         }.get(self.kind, {"x": output})  # fmt: skip
 
@@ -141,9 +150,17 @@ class Summarised(Wrong):
 MISTAKES = {
     "sum": (Summarised, r"for 'x' a tensor of shape \(3,\) for 8 samples. Return one row a sample"),
     "missing": (Wrong, r"gives a tensor or a list for 'x', 'y', and there is no summarise\(\)"),
-    "few": (Summarised, "1 strings for 8 samples"),
-    "mixed": (Summarised, "a list of int, str. Return a tensor with a row a sample, or a list of strings"),
-    "uneven": (Summarised, r"do not stack: float32 of shape \(2,\) and float32 of shape \(3,\). .* pad"),
+    "few": (Summarised, "a list of 1 for 8 samples"),
+    "mixed": (
+        Summarised,
+        "a list of int, str. Return a tensor with a row a sample, or a list with a string or a tensor",
+    ),
+    "scalars": (Summarised, r"a list of tensor of shape \(\)\. Return a tensor with a row a sample"),
+    "uneven": (
+        Summarised,
+        r"do not stack: float32 of shape \(2,\) and float32 of shape \(3,\). .* a list with a tensor",
+    ),
+    "unlike": (Summarised, r"float32 of shape \(2,\) and rows of their own, float32 of shape \(3,\)"),
     "twice": (Summarised, "both measure 'auc'"),
     "sometimes": (Summarised, "'x' of held-out sample 8 was gathered 0 times, not once. Have Summarised.evaluate"),
     "no dict": (Summarised, "Summarised.summarise gave a float. Return a dict of numbers"),

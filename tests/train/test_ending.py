@@ -96,7 +96,7 @@ def test_a_short_run_ends_with_a_line(tmp_path: Path) -> None:
     (tmp_path / "task.py").write_text("from tests.tasks import Digits\nclass Mine(Digits):\n    pass\n")
     done = phalanx("train", "task.py", "--steps", "6", "--log-every", "3", "--run", "run", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert [line.split()[2] for line in done.stdout.splitlines() if " step " in line] == ["3/6", "6/6", "after"]
+    assert [line.split()[2] for line in done.stdout.splitlines() if " step " in line][-3:] == ["3/6", "6/6", "after"]
     assert re.search(r"^loss \d\.\d{4} [▁-█]{6} \d\.\d{4}$", done.stdout, re.MULTILINE)
     refused = phalanx("train", "task.py", "--quiet", "--log-every", "3", cwd=tmp_path)
     assert refused.returncode == 2

@@ -35,6 +35,16 @@ def test_a_run_and_what_came_of_it(tmp_path: Path, capsys: pytest.CaptureFixture
     assert len(longer.losses) == 6
 
 
+def test_a_run_by_epochs_takes_their_steps(tmp_path: Path) -> None:
+    task = Digits(epochs=2, samples=40, global_batch=8)
+    trained = phalanx.train(task, run=tmp_path / "run", device="cpu", quiet=True)
+    assert trained.verdict.holds
+    assert len(trained.losses) == 10
+    assert task.steps == Digits.steps, "the caller's task is as it was"
+    task.epochs = 3
+    assert len(phalanx.train(task, run=tmp_path / "run", resume=True, device="cpu", quiet=True).losses) == 15
+
+
 @pytest.mark.parametrize(
     ("options", "told"),
     [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 import phalanx
@@ -28,6 +29,23 @@ def test_a_warm_up_that_never_ends_is_told() -> None:
     with phalanx.Engine(Digits(steps=4, warmup_steps=10), device="cpu") as engine:
         text = Overview(engine).facts()["optimizer"]
     assert "4 steps of warm-up, which takes 10. Set warmup_steps to fewer" in text
+
+
+class Split(Digits):
+    def anatomy(self, model: nn.Module) -> phalanx.Anatomy:
+        return phalanx.Anatomy.of(model, splits={"0": "column"})
+
+
+def test_splits_that_have_no_effect_are_told() -> None:
+    with phalanx.Engine(Split(), device="cpu") as engine:
+        (note,) = Overview(engine).notes()
+    assert note.startswith("splits of Task.anatomy have no effect for 0 (column): tp cuts columns and rows inside")
+
+
+def test_what_an_epoch_leaves_out_is_told() -> None:
+    with phalanx.Engine(Digits(samples=41, last_batch="drop"), device="cpu") as engine:
+        text = Overview(engine).facts()["batch"]
+    assert text.startswith("8 samples as 1 micro-batch a step, 41 samples an epoch, 1 of them is left out, others each")
 
 
 class Frozen(Digits):
@@ -110,7 +128,10 @@ def test_the_optimizer_and_the_schedule_are_told() -> None:
         told = Overview(engine).facts()["optimizer"]
     assert told.startswith("AdamW at ")
     assert all(part in told.partition(";")[0] for part in ("0.01 with decay 0.1", "0.02 with decay 0.1"))
-    assert told.endswith("settings of their own: 0.*; cosine over 50 steps, 3 of them warm-up")
+    assert told.endswith(
+        "settings of their own: 0.*; gradients clipped to a norm of 1; cosine down to 0.1 of the rate over 50 steps, "
+        "3 of them warm-up"
+    )
 
     class Planned(Digits):
         def schedule(self) -> Any:
@@ -118,3 +139,43 @@ def test_the_optimizer_and_the_schedule_are_told() -> None:
 
     with phalanx.Engine(Planned(steps=50), device="cpu") as engine:
         assert Overview(engine).facts()["optimizer"].endswith("; a schedule of its own over 50 steps")
+
+
+class Awkward(Digits):
+    """A table that asks for sparse gradients and is read little of, and a convolution in channels_last."""
+
+    def model(self) -> nn.Module:
+        table, convolution = nn.Embedding(20_000, 2, sparse=True), nn.Conv2d(2, 3, 2)
+        head = nn.Sequential(nn.Flatten(), nn.Linear(3, 3))
+        return nn.Sequential(table, Pictures(), convolution.to(memory_format=torch.channels_last), head)
+
+    def inputs(self, batch: dict[str, Any]) -> Any:
+        return {"input": batch["x"][:, :4].abs().long().clamp(max=9)}
+
+
+class Reseeded(Digits):
+    def model(self) -> nn.Module:
+        torch.manual_seed(5)
+        return super().model()
+
+
+class Pictures(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.view(-1, 2, 2, 2).permute(0, 3, 1, 2)
+
+
+def notes_of(task: phalanx.Task, layout: str) -> list[str]:
+    with phalanx.Engine(task, layout, device="cpu") as engine:
+        return Overview(engine).notes()
+
+
+def test_what_a_model_asks_for_and_does_not_get_is_said(ranks: Ranks) -> None:
+    said = "\n".join(notes_of(Awkward(), "dp=1"))
+    assert "sparse=True of 0 has no effect: gradients are dense" in said
+    assert "channels_last of 2.weight has no effect: weights are kept contiguous" in said
+    assert "gathers 0.weight whole" not in said
+    assert "fsdp gathers 0.weight whole in every forward (156 KiB)" in "\n".join(
+        ranks(2, notes_of, Awkward(), "fsdp=2")[0]
+    )
+    assert notes_of(Digits(), "dp=1") == []
+    assert "torch.manual_seed(5) of the constructor has no effect" in "\n".join(notes_of(Reseeded(), "dp=1"))

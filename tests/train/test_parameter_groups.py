@@ -18,7 +18,7 @@ from phalanx import Layout, ParameterGroup, WrongUse
 from phalanx.parameters import WeightSettings
 from phalanx.prove.proof import prove
 from phalanx.recipes.gpt import GPT
-from phalanx.train.parameter_groups import Clipping, frozen_first, set_rates, split
+from phalanx.train.parameter_groups import Clipping, LearningRates, frozen_first, split
 from phalanx.train.shrink import Needs, shrunk
 from tests.by_name import InWords, NamedLanguage, named_task
 from tests.checkpoints import contents, trained
@@ -118,10 +118,11 @@ def test_groups_are_split_and_go_by_their_own() -> None:
     split(optimizer, phalanx.Task(warmup_steps=0))
     for group in optimizer.param_groups:
         group["initial_lr"] = group["lr"]
-    assert set_rates(optimizer, lambda step: 0.5, 1) == pytest.approx(0.05)
+    rates = LearningRates(optimizer)
+    assert rates.set(lambda step: 0.5, 1) == pytest.approx(0.05)
     found = {g["params"][0].logical_name: (round(g["lr"], 9), g["weight_decay"]) for g in optimizer.param_groups}
     assert found == {"a": (0.025, 0.2), "b": (0.05, 0.2), "c": (0.0, 0.0)}
-    set_rates(optimizer, lambda step: 0.5, 2)
+    rates.set(lambda step: 0.5, 2)
     assert optimizer.param_groups[2]["lr"] == pytest.approx(0.1)
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import re
+import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -20,13 +22,16 @@ from torch import Tensor
 import phalanx
 from phalanx import Layout, WrongUse
 from phalanx.checkpoint.slot import Slot
+from phalanx.checkpoint.verify import verify
 from phalanx.errors import CannotHere
+from phalanx.run import Run
 from phalanx.train import checkpointing as checkpointing_module
 from phalanx.train.engine import Engine
 from phalanx.train.neighbours import guests_of
 from phalanx.train.policy import Policy
 from phalanx.train.restoring import Restorer, done_again
-from tests.checkpoints import checkpointing, contents, manager_at, newest, trained
+from tests.checkpoints import as_older, checkpointing, contents, exchange_part, manager_at, newest, trained
+from tests.empty_weights import WithNothing
 from tests.parity import HostileLanguage, HostileVision, Mixture
 from tests.ranks import Ranks
 from tests.tasks import Digits
@@ -168,6 +173,44 @@ def test_ranks_agree_on_what_is_damaged(ranks: Ranks, tmp_path: Path) -> None:
     ranks(2, trained, Digits(), "fsdp=2", tmp_path, None, 1)
     ranks(2, trained, Digits(), "fsdp=2", tmp_path, tmp_path, 1)
     assert ranks(2, found_by, tmp_path, "step-00000002/part-00001.safetensors") == [f"{tmp_path}/step-00000001"] * 2
+
+
+def test_a_part_of_another_step_or_run_is_not_taken_up(ranks: Ranks, tmp_path: Path) -> None:
+    """Half of each weight would be another's."""
+    here, other = tmp_path / "here", tmp_path / "other"
+    ranks(2, trained, Digits(), "fsdp=2", here, None, 1)
+    ranks(2, trained, Digits(), "fsdp=2", here, here, 1)
+    ranks(2, trained, Digits(seed=7), "fsdp=2", other, None, 2)
+    for wrong in (here / "step-00000001", other / "step-00000002"):
+        shutil.copytree(here, at := tmp_path / wrong.parent.name / "mixed")
+        exchange_part(at / "step-00000002", wrong)
+        assert ranks(2, found_by, at, "") == [f"{at}/step-00000001"] * 2
+        shutil.copytree(here, at := tmp_path / wrong.parent.name / "older")
+        as_older(at / "step-00000002")
+        exchange_part(at / "step-00000002", wrong)
+        assert ranks(2, found_by, at, "") == [f"{at}/step-00000001"] * 2
+
+
+def test_a_checkpoint_of_another_run_is_not_taken_up(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run")
+    run.path.mkdir()
+    trained(Digits(), "dp=1", run.checkpoints_path, None, 1)
+    trained(Digits(seed=7), "dp=1", tmp_path / "other", None, 1)
+    run.events_path(0).parent.mkdir()
+    noted = {"kind": "checkpoint", "step": 1, "hash": newest(tmp_path / "other").manifest.hash()}
+    run.events_path(0).write_text(json.dumps(noted) + "\n")
+    with Engine(Digits(), device="cpu", run=run) as engine, pytest.raises(CannotHere, match="is not what "):
+        Restorer(engine, manager_at(run.checkpoints_path)).restore()
+
+
+def test_what_an_older_version_wrote_is_taken_up_with_a_word(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trained(Digits(), "dp=1", tmp_path, None, 1)
+    as_older(tmp_path / "step-00000001")
+    with Engine(Digits(), device="cpu") as engine:
+        assert Restorer(engine, manager_at(tmp_path)).restore() == f"{tmp_path}/step-00000001"
+    assert "was written by an older version, without hashes of its parts" in capsys.readouterr().out
 
 
 def test_where_nothing_is_whole_nothing_is_trained_and_all_stays(tmp_path: Path) -> None:
@@ -324,3 +367,17 @@ def test_it_is_said_why_steps_come_again(step: int, reached: int, words: str) ->
 
 def test_nothing_is_said_where_no_step_comes_again() -> None:
     assert done_again(6, 6) == done_again(6, 5) == ""
+
+
+def moved_on(folder: Path) -> list[float]:
+    losses = trained(WithNothing(), "fsdp=2", folder, None, 1)
+    with Engine(WithNothing(), Layout(dp=2), device="cpu") as engine:
+        assert Restorer(engine, manager_at(folder)).restore() is not None
+        return losses + [engine.step(batch).loss for batch in islice(engine.batches(), 1)]
+
+
+def test_weights_without_elements_are_saved_and_taken_up(ranks: Ranks, tmp_path: Path) -> None:
+    expected = trained(WithNothing(), "dp=1", None, None, 2)
+    for losses in ranks(2, moved_on, tmp_path / "run"):
+        assert losses == pytest.approx(expected, rel=1e-5)
+    assert verify(str(tmp_path / "run")).holds

@@ -90,6 +90,23 @@ def test_buffers_move_once_a_micro_batch(layout: str) -> None:
     assert int(found["inner.1.num_batches_tracked"]) == 4 * (3 if "micro" in layout else 1)
 
 
+class Replacing(Counting):
+    """Has another tensor as its buffer after each call."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.seen = self.seen + len(x)
+        return self.inner(x)
+
+
+def test_a_buffer_that_is_another_tensor_after_each_call_moves_once() -> None:
+    class Replaced(Compared):
+        def model(self) -> nn.Module:
+            return Replacing()
+
+    assert int(buffers(Replaced(steps=4), "micro_batch=3")["seen"]) == 4 * 8
+
+
 @dataclass
 class Later(Compared):
     """Two turns that train the same weights, of which the second compares samples."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import zlib
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -15,6 +18,7 @@ from tests import tasks
 from tests.checkpoints import manager_at, trained
 from tests.forking import fork
 from tests.tasks import Digits
+from tests.test_cli import main, run_forked
 
 
 def job_of(steps: int | None = None, **options: str) -> Job:
@@ -71,3 +75,79 @@ def test_bad_data_is_named_before_any_rank_starts(tmp_path: Path) -> None:
     with pytest.raises(WrongUse, match=r"rows\.jsonl, row 2: "):
         running.train(job, tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+SECRETIVE = """
+import os
+from dataclasses import dataclass, field
+import phalanx
+from tests.tasks import Digits
+
+LITERAL = dict(smtp_pass="SECRET-literal")
+
+@dataclass
+class Mine(Digits):
+    password: str = ""
+    source: str = ""
+    options: dict = field(default_factory=dict)
+    how: str = ""
+
+    def data(self):
+        self.read_api_key = "SECRET-read"
+        return super().data()
+
+    def loss(self, output, batch):
+        print("printed", self.password)
+        if self.how == "raised" and phalanx.rows(output)[0] == 0:
+            told = f"{self.password}, {self.source}, {self.options}, {self.read_api_key}"
+            told += ", Authorization: Basic U0VDUkVUOmE="
+            raise RuntimeError(told) from KeyError(os.environ["SOME_TOKEN"])
+        return super().loss(output, batch)
+"""
+OPTIONS = '{"key": "SECRET-inner-1", "deep": [{"github_token": "SECRET-deep"}], "proxy": "http://me:SECRET-proxy@host"}'
+"""A name that may mean something else, one in a list, and a URL."""
+
+
+def all_of(folder: Path) -> bytes:
+    """The names and contents of files, flight records unpacked."""
+    found = b""
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        content = path.read_bytes()
+        with suppress(zlib.error):
+            content += zlib.decompress(content)
+        found += str(path).encode() + content
+    return found
+
+
+@pytest.mark.parametrize(("how", "ranks"), [("raised", 1), ("raised", 2), ("", 2)])
+def test_secrets_of_a_task_are_nowhere(how: str, ranks: int, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(SECRETIVE)
+    words = [
+        "train", "mine.py", "--unchecked", "--on", f"local:{ranks}", "--run", "run", "--steps", "2", "--log", "csv",
+        *(word for setting in (
+            "password=SECRET-password", "source=sftp://me:SECRET-url@host/x", f"options={OPTIONS}", f"how={how}",
+        ) for word in ("--set", setting)),
+    ]  # fmt: skip
+    done = run_forked(_with_token, *words, cwd=tmp_path)
+    assert done.returncode == bool(how), done.stderr
+    assert b"SECRET" not in (done.stdout + done.stderr).encode()
+    found = all_of(tmp_path / "run")
+    assert b"SECRET" not in found
+    assert b"U0VDUkVU" not in found
+    assert b'password = "***"' in found
+    assert "printed ***" in done.stdout
+    if how:
+        assert "RuntimeError: ***, sftp://me:***@host/x" in done.stderr
+        again = run_forked(_with_token, "train", "--resume", "--run", "run", cwd=tmp_path)
+        assert (again.returncode, "Give it again: --set password=..." in again.stderr) == (2, True)
+    else:
+        assert run_forked(_with_token, "report", "run", cwd=tmp_path).returncode == 0
+        shown = run_forked(_with_token, "why", "run", "--json", cwd=tmp_path).stdout + all_of(tmp_path / "run").decode(
+            errors="replace"
+        )
+        assert "SECRET" not in shown
+
+
+def _with_token(*words: str) -> None:
+    os.environ["SOME_TOKEN"] = "SECRET-environment"
+    main(*words)

@@ -10,13 +10,15 @@ import torch
 import transformers
 from torch import nn
 
-from phalanx import Layout, WrongUse
+import phalanx
+from phalanx import CannotHere, Layout, WrongUse
 from phalanx.prove import cases
 from phalanx.prove.cases import Docket
 from phalanx.prove.proof import prove
 from phalanx.prove.reference.hostile import Trial, hostile
 from phalanx.recipes.gpt import GPT
 from phalanx.train.shrink import Needs, shrunk
+from tests.families import IMAGE, FamilyTask
 from tests.prove.tasks import Plain
 
 
@@ -67,7 +69,7 @@ class Llama(Plain):
         return {"input_ids": batch["input_ids"]}
 
     def loss(self, output: Any, batch: dict[str, Any]) -> Any:
-        return super().loss(output.logits, {"y": batch["labels"]})
+        return phalanx.losses.cross_entropy(output.logits, batch["labels"], dim=-1)
 
 
 @dataclass
@@ -79,6 +81,86 @@ class StateSpace(Llama):
         return transformers.Mamba2ForCausalLM(
             transformers.Mamba2Config(hidden_size=self.hidden, num_hidden_layers=2, vocab_size=61, **heads)
         )
+
+
+@dataclass
+class Composite(Llama):
+    """Models whose configurations are of several parts, or work some of their settings out of others."""
+
+    kind: str = "CLIPConfig"
+
+    def model(self) -> nn.Module:
+        names = {"CLIPConfig": "CLIPModel", "JambaConfig": "JambaForCausalLM", "Gemma4TextConfig": "Gemma4ForCausalLM"}
+        sizes: dict[str, Any] = {
+            "CLIPConfig": {},
+            "JambaConfig": {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 8, "num_experts": 4},
+            "Gemma4TextConfig": {"vocab_size": 5000, "num_hidden_layers": 6, "vocab_size_per_layer_input": 5000},
+        }[self.kind]
+        return getattr(transformers, names[self.kind])(getattr(transformers, self.kind)(**sizes))
+
+
+@pytest.mark.parametrize("kind", ["CLIPConfig", "JambaConfig", "Gemma4TextConfig"])
+def test_configurations_of_other_kinds_are_made_smaller(kind: str) -> None:
+    small = shrunk(Composite(kind=kind), Needs())
+    assert small.by_config
+    assert small.vocabulary == 131
+    assert sum(weight.numel() for weight in small.task.model().parameters()) < 1_000_000
+
+
+def test_special_tokens_are_known_of_small_models_too() -> None:
+    small = shrunk(FamilyTask(kind="qwen2-vl"), Needs())
+    assert not small.by_config
+    assert (small.special[IMAGE], small.special[0]) == (IMAGE, 0)
+    large = shrunk(Llama(), Needs())
+    assert large.special == {1: 1, 2: 2}
+
+
+class Unbuilt(transformers.LlamaForCausalLM):
+    """Whose heads must not be as narrow as the first way makes them."""
+
+    def __init__(self, config: transformers.LlamaConfig) -> None:
+        if config.head_dim < 16:
+            raise ValueError("heads are too narrow")
+        super().__init__(config)
+
+
+class Unrun(transformers.LlamaForCausalLM):
+    """The same, and it is found out where it computes."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self.config.head_dim < 16:
+            raise ValueError("heads are too narrow")
+        return super().forward(*args, **kwargs)
+
+
+class Unfit(Unbuilt):
+    """Which is never small enough."""
+
+    def __init__(self, config: transformers.LlamaConfig) -> None:
+        if config.vocab_size < 5000:
+            raise ValueError("there are too few words")
+        super().__init__(config)
+
+
+@dataclass
+class Particular(Llama):
+    kind: type[nn.Module] = Unbuilt
+
+    def model(self) -> nn.Module:
+        return self.kind(super().model().config)
+
+
+@pytest.mark.parametrize("kind", [Unbuilt, Unrun])
+def test_where_one_way_does_not_work_another_is_tried(kind: type[nn.Module]) -> None:
+    docket = Docket(Particular(kind=kind), 1, 1)
+    case = docket.cases[docket.number(Layout())]
+    assert case.task.model().config.head_dim == 16
+    assert not any("narrow" in note for note in docket.notes)
+
+
+def test_a_model_that_no_way_fits_is_refused_and_not_blamed() -> None:
+    with pytest.raises(CannotHere, match=r"Phalanx could not make .* smaller: .*too few words.*The task itself may be"):
+        Docket(Particular(kind=Unfit), 1, 1).number(Layout())
 
 
 def test_a_state_space_model_is_shrunk_and_not_padded_to_long_chunks() -> None:

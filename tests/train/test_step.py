@@ -6,10 +6,13 @@ import math
 
 import pytest
 import torch
+from torch import nn
 
 import phalanx
 from phalanx import Layout
+from phalanx.anatomy import Anatomy
 from phalanx.train.scale import LossScale
+from tests.parity import PRIME, HostileLanguage
 from tests.ranks import Ranks
 from tests.tasks import Digits
 
@@ -35,6 +38,46 @@ def test_a_bad_sample_is_skipped_by_all_ranks_together(ranks: Ranks, layout: str
         assert torch.isfinite(weights[name]).all()
         assert torch.allclose(weights[name], want, atol=1e-6)
         assert torch.equal(weights[name], others[name])
+
+
+class Counts(nn.Module):
+    """A block's feed-forward, which counts its calls in one buffer, and in another that it makes anew."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up_proj, self.down_proj = nn.Linear(8, 16), nn.Linear(16, 8)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("again", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.again = self.again + 1
+        return x + self.down_proj(torch.tanh(self.up_proj(x)))
+
+
+class Counted(HostileLanguage):
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Embedding(PRIME, 8), nn.Sequential(Counts(), Counts()), nn.Linear(8, PRIME))
+
+    def anatomy(self, model: nn.Module) -> Anatomy:
+        return Anatomy.of(model, blocks="1.*")
+
+    def inputs(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        return batch["tokens"]
+
+
+def buffers(task: phalanx.Task, layout: str) -> dict[str, int]:
+    with phalanx.Engine(task, Layout.parse(layout), device="cpu") as engine:
+        for batch in engine.batches():
+            engine.step(batch)
+        return {name: int(buffer) for name, buffer in engine.spread.model.named_buffers()}
+
+
+def test_trying_blocks_before_the_first_step_leaves_buffers_as_they_were(ranks: Ranks) -> None:
+    task = Counted(steps=3)
+    alone = buffers(task, "dp=1")
+    assert set(alone.values()) == {3}
+    assert ranks(2, buffers, task, "tp=2") == [alone, alone]
 
 
 def test_a_batch_with_nothing_to_learn_is_skipped() -> None:

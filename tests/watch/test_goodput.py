@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,36 @@ def test_every_second_has_its_name(tmp_path: Path) -> None:
         "done again or left out; 15% between steps: evaluation, saving, callbacks; 14 min 44 s while nobody ran it, "
         "not counted"
     )
+
+
+def around(clock: Callable[[float], float], steps: int = 20) -> list[dict[str, Any]]:
+    """A step of 1 s each 2 s, by a clock that somebody sets."""
+    beside = {"other_seconds": 0.75, "checkpoint_seconds": 0.25}
+    events = [{"kind": "start", "time": clock(0.0), "step": 0}]
+    return [*events, *(step(clock(2.0 * (n + 1)), n, **beside) for n in range(steps))]
+
+
+def test_a_clock_that_goes_back_takes_nothing_from_what_steps_measured() -> None:
+    even = goodput(around(lambda now: 10_000.0 + now))
+    assert even is not None
+    assert (even.set_back, even.parts[TRAINED], even.parts[BETWEEN]) == (0, 20.0, 19.0)
+    back = goodput(around(lambda now: 10_000.0 + now - 3600 * (now > 19)))
+    assert back is not None
+    assert (back.parts[TRAINED], back.parts[BETWEEN], back.ran) == (20.0, 19.0, even.ran)
+    assert back.share == even.share
+    assert str(back).endswith("; the clock went back by 1 h: what passed then is known by steps alone")
+    twice = goodput(around(lambda now: 10_000.0 + now - 3600 * (9 < now < 31)))
+    assert twice is not None
+    assert abs(twice.ran - even.ran) < 1
+    assert "1 h while the clock was set forward, or the machine slept, not counted" in str(twice)
+
+
+def test_short_lines_have_no_seconds_of_their_own() -> None:
+    """Of a later step those of others stand for its own: what is counted is no more than passed."""
+    late = [event | {"step": event["step"] + 5000} for event in around(lambda now: 10_000.0 + now / 4)[1:]]
+    found = goodput([{"kind": "start", "time": 10_000.0, "step": 5000}, *late])
+    assert found is not None
+    assert found.ran == 10.0
 
 
 def test_a_run_without_steps_has_none(tmp_path: Path) -> None:

@@ -45,7 +45,7 @@ def test_a_terminal_gets_one_live_line() -> None:
     text = show(Terminal())
     assert text.split("\n")[3].startswith("\r")
     assert text.count("\n") == 5
-    for word in ("step 6/6", "samples/s", "GiB", "left"):
+    for word in ("step 6/6", "samples/s on average", "GiB"):
         assert word in text
     assert memory_bytes(CPU) > 1 << 20
 
@@ -110,6 +110,23 @@ def test_rate_and_time_left_are_of_the_same_steps(counts: str, rate: str, monkey
     assert "step 100/1000" in last
     assert rate in last  # 8 samples, or 80 tokens, a step of half a second
     assert "7 min 30 s left" in last  # 900 steps of that
+
+
+def test_the_rate_is_of_recent_steps_and_the_last_line_has_the_mean(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(screen_room.time, "monotonic", lambda: now)
+    screen = Screen(20, "samples", CPU, out := io.StringIO())
+    for step in range(20):
+        now += 60.0 if step == 0 else 4.0 if step < 10 else 2.0
+        screen.step(Stepped(step))
+    lines = out.getvalue().splitlines()
+    assert " 0 samples/s  " in lines[0]
+    assert " 2 samples/s  " in lines[1], "the first step, which begins the run, counts"
+    assert " 2 samples/s  " in lines[9]
+    assert " 4 samples/s  " in lines[15], "steps of half a minute ago count"
+    assert lines[19].endswith(" GiB")
+    assert " 3 samples/s on average  " in lines[19]  # 19 steps of 8 samples in 56 seconds
+    assert "left" in lines[18]
 
 
 def test_losses_by_name_and_by_turn() -> None:

@@ -116,4 +116,4 @@ class Llama(phalanx.Task):
 
     def loss(self, output: Any, batch: dict[str, Any]) -> phalanx.Loss:
         logits = output.logits if self.hugging_face else output
-        return phalanx.losses.cross_entropy(logits, batch["tokens"][:, 1:])
+        return phalanx.losses.cross_entropy(logits, batch["tokens"][:, 1:], dim=-1)

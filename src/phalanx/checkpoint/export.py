@@ -1,4 +1,4 @@
-"""A run's weights for others: safetensors files, or a folder that Hugging Face's ``from_pretrained`` reads.
+"""A run's weights for others: safetensors files, a file for ``torch.load``, or a folder of Hugging Face's.
 
 Written a tensor at a time, each checked as it is read from the checkpoint; the model is never whole in memory.
 """
@@ -57,11 +57,12 @@ def export(
     shard_bytes: int = SHARD_BYTES,
     selection: Selection | None = None,
     along: Callable[[Path], None] = lambda folder: None,
+    pt: bool = False,
 ) -> list[Path]:
     """Write a checkpoint's weights into the new folder ``to``; with a ``config`` of Hugging Face's, as its folder.
 
     ``beside`` is where the model came from, whose tokenizer and settings of generation go along. ``selection``: other
-    than all weights as they are. ``along`` writes what else belongs there.
+    than all weights as they are. ``along`` writes what else belongs there. ``pt``: as a file for ``torch.load``.
     """
     place = to.resolve()
     try:
@@ -73,7 +74,10 @@ def export(
             unfinished.mkdir()
             selection = selection or everything(checkpoint)
             tensors = _selected(checkpoint, selection)
-            _write(checkpoint, unfinished, shard_bytes, progress, selection, tensors)
+            if pt:
+                _write_pt(checkpoint, unfinished, progress, selection, tensors)
+            else:
+                _write(checkpoint, unfinished, shard_bytes, progress, selection, tensors)
             if config is not None:
                 _describe(tensors, unfinished, config, beside)
             along(unfinished)
@@ -120,6 +124,30 @@ def _write(
         places = {name: file for file, shard in zip(names, shards, strict=True) for name in shard}
         index = {"metadata": {"total_size": total}, "weight_map": places}
         (folder / f"{stem}.safetensors.index.json").write_text(json.dumps(index, indent=1))
+
+
+def _write_pt(
+    checkpoint: Checkpoint, folder: Path, progress: Progress | None, selection: Selection, tensors: dict[str, Held]
+) -> None:
+    """A plain state dict as torch.save writes it, with shared weights under all of their names."""
+    done, total = 0, sum(_size(held) for held in tensors.values())
+    state: dict[str, Tensor] = {}
+    with TemporaryDirectory(prefix=".exporting-", dir=folder) as aside:
+        for number, (name, held) in enumerate(tensors.items()):  # each in a file, from which torch writes it
+            path, dtype = Path(aside) / str(number), getattr(torch, held.dtype)
+            path.write_bytes(raw_bytes(selection.made(checkpoint, selection.names[name])))
+            count = torch.Size(held.shape).numel()
+            mapped = torch.from_file(str(path), False, count, dtype=dtype) if count else torch.empty(0, dtype=dtype)
+            state[name] = mapped.view(held.shape)
+            done += _size(held)
+            if progress is not None:
+                progress(done, total)
+        tied = checkpoint.manifest.facts["tied"]
+        state |= {other: state[first] for other, first in tied.items() if first in state}
+        with (folder / f"{selection.file}.pt").open("wb") as out:
+            torch.save(state, out)
+            out.flush()
+            os.fsync(out.fileno())
 
 
 def _describe(tensors: dict[str, Held], folder: Path, config: Any, beside: Path | None) -> None:

@@ -31,14 +31,27 @@ def check_fits(state: State, manifest: Manifest) -> None:
     for name in saved:
         if name not in model:
             raise WrongUse(f"the checkpoint holds {name}, which the model does not have. {advice}")
+    for name, dtype, _ in spread.whole.description():
+        if name in saved and not _alike(then := getattr(torch, saved[name].dtype), dtype):
+            raise WrongUse(f"{name} is {_named(then)} in the checkpoint and {_named(dtype)} here. {advice}")
     for name, held in manifest.tensors.items():
         _check_kept(state, name, held, saved)
+
+
+def _alike(then: torch.dtype, now: torch.dtype) -> bool:
+    """Whether a tensor of one dtype can go on in another: real numbers may, in another precision."""
+    return then == now or (then.is_floating_point and now.is_floating_point)
+
+
+def _named(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _check_kept(state: State, name: str, held: Held, saved: Mapping[str, Held]) -> None:
     """Refuse what this optimizer could not keep of a weight."""
     kind, key, owner = [*common(name).split("/", 2), "", ""][:3]
     of_weight = kind in ("optimizer", "callbacks", "outer") and owner in saved
+    _check_dtype(state, name, kind, owner, held)
     _check_width(state, kind, key, owner, held)
     if kind == "model" or fits(name, held.shape, saved) or held.shape == (saved[owner].shape if of_weight else ()):
         return
@@ -51,6 +64,17 @@ def _check_kept(state: State, name: str, held: Held, saved: Mapping[str, Held]) 
             "this task updates each element by itself. Go on with the optimizer that it was saved with, or begin "
             "a new run from its weights with --init-from."
         )
+
+
+def _check_dtype(state: State, name: str, kind: str, owner: str, held: Held) -> None:
+    """Refuse whole numbers where torch's optimizers, an outer optimizer and what is owed keep real ones."""
+    weight, dtype = state.spread.weights.get(owner), getattr(torch, held.dtype)
+    if kind in ("optimizer", "counters") and weight is not None:
+        real = weight.shard.is_floating_point() and _is_torchs(_updating(state.optimizer, weight))
+    else:
+        real = kind in ("outer", "comm")
+    if real and not dtype.is_floating_point:
+        raise Damaged("a checkpoint", f"has {name} as {held.dtype}, and that is never of whole numbers")
 
 
 def _check_width(state: State, kind: str, key: str, owner: str, held: Held) -> None:

@@ -9,14 +9,28 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
-from phalanx.checkpoint.manifest import Chunk, Damaged, Held, Manifest, counts, covered_once, meet
+from phalanx.checkpoint.manifest import Chunk, Damaged, Held, Manifest, counts, covered_once, digest, meet
 from phalanx.parallel.weights.boxes import Box
 
 FAN_OUT = 64
 """So many descriptions are summed up by one rank."""
 Places = Mapping[str, Sequence[Box]]
 """Of each tensor that is wanted, the boxes."""
+
+
+OF_EACH = ("options", "rank", "frozen")
+"""What parts of one checkpoint may say differently."""
+
+
+class Child(NamedTuple):
+    """A description that is summed up."""
+
+    file: str
+    said: Manifest
+    digest: str
+    """Of the file as it is."""
 
 
 def part_name(rank: int) -> str:
@@ -37,16 +51,16 @@ def below(world: int, fan_out: int = FAN_OUT) -> list[str]:
     return [group_name(n) for n in range(len(groups(world, fan_out)))] or [part_name(rank) for rank in range(world)]
 
 
-def summed(children: Sequence[tuple[str, Manifest]]) -> Manifest:
-    """What several descriptions say together, each given by its file's name; they must be of one attempt to save."""
-    first = children[0][1]
-    options = {n: changed for _, child in children for n, changed in child.facts.get("options", {}).items()}
+def summed(children: Sequence[Child]) -> Manifest:
+    """What several descriptions say together; they must be of one attempt to save."""
+    first = children[0].said
+    options = {n: changed for child in children for n, changed in child.said.facts.get("options", {}).items()}
     shared = {"options": options, "rank": 0}  # a stage knows the options of its own weights
     if "frozen" in first.facts:
         shared["frozen"] = first.facts["frozen"]  # the first names what is left out, for all
-    whole = Manifest({**first.facts, **shared}, {}, children=[name for name, _ in children])
-    for number, (_, child) in enumerate(children):
-        if {**child.facts, **shared} != whole.facts:
+    whole = Manifest({**first.facts, **shared}, {}, children={child.file: child.digest for child in children})
+    for number, (_, child, _) in enumerate(children):
+        if differs(child, whole):
             raise Damaged(f"a part of step {whole.step}", "was written by another attempt to save that step")
         whole.numbers |= child.numbers
         for name, held in child.tensors.items():
@@ -58,6 +72,26 @@ def summed(children: Sequence[tuple[str, Manifest]]) -> Manifest:
             around = box_around(boxes_of(held))
             known.where.append([number, list(around.offsets), list(around.sizes)])
     return whole
+
+
+def differs(part: Manifest, whole: Manifest) -> str:
+    """In which fact a part is of another checkpoint; empty if it is of this one."""
+
+    def shared(said: Manifest) -> dict[str, Any]:
+        return {name: fact for name, fact in said.facts.items() if name not in OF_EACH}
+
+    one, other = shared(part), shared(whole)
+    return next((name for name in sorted(one.keys() | other) if one.get(name) != other.get(name)), "")
+
+
+def check_belongs(content: bytes, child: Manifest, file: str, parent: Manifest, where: str) -> None:
+    """Refuse a description that is not the one which its parent summed up, as one of another step or run."""
+    known = parent.children.get(file, "")
+    other = differs(child, parent) if parent.children else ""
+    if (digest(content) != known) if known else other:
+        told = f"its {other} differs, as in another run or attempt" if other else "it was written again"
+        told = f"it is of step {child.step}" if child.step != parent.step else told
+        raise Damaged(where, f"is not the part that step {parent.step} was committed with: {told}")
 
 
 def check_sum(manifest: Manifest) -> None:
@@ -90,7 +124,8 @@ def needed(manifest: Manifest, wanted: Places, where: str) -> list[str]:
         for number, around in _where(manifest, name, where):
             if number not in found and any(meet(around, box) for box in boxes):
                 found.add(number)
-    return [manifest.children[number] for number in sorted(found)]
+    children = list(manifest.children)
+    return [children[number] for number in sorted(found)]
 
 
 def _where(manifest: Manifest, name: str, where: str) -> Iterator[tuple[int, Box]]:

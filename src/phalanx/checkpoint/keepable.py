@@ -2,30 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 from torch import Tensor, optim
 
 from phalanx.errors import WrongUse, closest
-from phalanx.parallel.weights.weight import Weight
 
 
-def check_names(label: str, tensors: Mapping[str, Tensor], weights: Mapping[str, Weight]) -> None:
-    """Refuse what a callback keeps of what is no weight."""
-    for name in sorted(tensors.keys() - weights.keys()):
+def check_names(label: str, tensors: Mapping[str, Tensor], names: Set[str]) -> None:
+    """Refuse what a callback keeps of what is no weight and no buffer."""
+    for name in sorted(tensors.keys() - names):
         raise WrongUse(
-            f"{label}.tensors() has {name!r}, which is no weight of this rank (engine.spread.weights has them; other "
-            f"things go into state_dict()); {closest(name, weights)}"
+            f"{label}.tensors() has {name!r}, which is no weight of this rank (engine.spread.weights has them), nor a "
+            f"buffer of the model (other things go into state_dict()); {closest(name, names)}"
         )
 
 
-def check_shape(label: str, name: str, tensor: Tensor, weight: Weight) -> None:
-    """Refuse what it keeps of a weight in another shape than the shard's."""
-    if tensor.shape != weight.shard.shape:
+def check_shape(label: str, name: str, tensor: Tensor, like: Tensor) -> None:
+    """Refuse what it keeps of a weight in another shape than the shard's, or of a buffer in another than its own."""
+    if tensor.shape != like.shape:
         raise WrongUse(
             f"{label}.tensors() has for {name} the shape {tuple(tensor.shape)}, and this rank's part of it has "
-            f"{tuple(weight.shard.shape)}. Make it like engine.spread.weights[name].shard."
+            f"{tuple(like.shape)}. Make it like engine.spread.weights[name].shard."
         )
 
 

@@ -5,19 +5,22 @@ from __future__ import annotations
 import errno
 import itertools
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from phalanx.checkpoint.best import Best, read_best, write_best
 from phalanx.checkpoint.commits import Fenced, commits_of, name_of
 from phalanx.checkpoint.hashing import hashed
 from phalanx.checkpoint.index import (
     FAN_OUT,
+    Child,
     Places,
     below,
+    check_belongs,
     check_covers,
     check_sum,
     chosen,
@@ -26,7 +29,7 @@ from phalanx.checkpoint.index import (
     part_name,
     summed,
 )
-from phalanx.checkpoint.manifest import MANIFEST, Chunk, Damaged, Held, Manifest, covered_once, unreadable
+from phalanx.checkpoint.manifest import MANIFEST, Chunk, Damaged, Held, Manifest, covered_once, digest, unreadable
 from phalanx.checkpoint.read import Wanted, read
 from phalanx.checkpoint.store import Store
 from phalanx.checkpoint.write import Piece, check_file, write_part
@@ -50,11 +53,23 @@ class Checkpoint:
     manifest: Manifest
     began: Callable[[str], Tensor] | None = field(default=None, repr=False, compare=False)
     """Gives a weight that it leaves out, by the model's name."""
+    stands_in: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
+    """By name, the saved tensor that `tensor` gives in place of one of the model's: an average of it."""
     _known: dict[str, Manifest] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def where(self) -> str:
         return f"{self.store.url}/{self.name}"
+
+    @property
+    def caution(self) -> str:
+        """What cannot be seen of a checkpoint that an older version wrote; empty for others."""
+        if not self.manifest.children or self.manifest.has_hashes:
+            return ""
+        return (
+            f"{self.where} was written by an older version, without hashes of its parts: a part of another run with "
+            "the same settings would not be noticed in it"
+        )
 
     def fetch(self, chunk: Chunk) -> Tensor:
         """A chunk, checked."""
@@ -64,10 +79,12 @@ class Checkpoint:
         dtype = getattr(torch, self.manifest.tensors[chunk.tensor].dtype)
         return torch.frombuffer(bytearray(content), dtype=dtype).view(chunk.box.sizes)
 
-    def described(self, file: str) -> Manifest:
-        """What a file below the manifest says; the last ones are remembered."""
+    def described(self, file: str, parent: Manifest) -> Manifest:
+        """What a file below the manifest says, as its ``parent`` knows it; the last ones are remembered."""
         if file not in self._known:
-            found = Manifest.parse(_read(self.store, f"{self.name}/{file}"), f"{self.where}/{file}")
+            content, where = _read(self.store, f"{self.name}/{file}"), f"{self.where}/{file}"
+            found = Manifest.parse(content, where)
+            check_belongs(content, found, file, parent, where)
             if len(self._known) >= REMEMBERED:
                 self._known.clear()
             self._known[file] = found
@@ -89,7 +106,7 @@ class Checkpoint:
                 if child in seen:
                     raise Damaged(f"{self.where}/{file}", f"describes no checkpoint: it leads to {child} twice")
                 seen.add(child)
-                ahead.append((child, self.described(child)))
+                ahead.append((child, self.described(child, node)))
         for name, boxes in wanted.items():
             check_covers(name, boxes, found[name].chunks, f"{self.where}/{MANIFEST}")
         return found
@@ -98,14 +115,35 @@ class Checkpoint:
         boxes = {name: [box for box, _ in parts] for name, parts in wanted.items()}
         read(self.holding(boxes), self.fetch, wanted)
 
+    def with_weights(self, name: str) -> Checkpoint:
+        """The same, whose weights are those that a callback of this name keeps, as an average; others stay."""
+        kept: dict[str, dict[str, str]] = {}
+        weights = self.manifest.weights()
+        for full, held in self.manifest.tensors.items():
+            kind, label, weight = [*full.split("/", 2), "", ""][:3]
+            if kind == "callbacks" and weight in weights and held.shape == weights[weight].shape:
+                kept.setdefault(label, {})[f"model/{weight}"] = full
+        found = next((tensors for label, tensors in kept.items() if label.lower() == name.lower()), None)
+        if found is None:
+            raise WrongUse(
+                f"step {self.manifest.step} has no weights {name!r}: a callback of that name keeps none. Choose one "
+                f"of: {', '.join(['model', *sorted(kept)])}."
+            )
+        return replace(self, stands_in=found)
+
     def tensor(self, name: str) -> Tensor:
         """A whole tensor."""
         own = name.removeprefix("model/")
+        if name in self.stands_in:
+            return self._whole(self.stands_in[name]).to(getattr(torch, self.manifest.weights()[own].dtype))
         if own in self.manifest.frozen:
             if self.began is None:
                 origin = self.manifest.facts["frozen"]["from"]
                 raise WrongUse(f"{self.where} leaves {own} to {origin}. Export it by the folder of its run.")
             return self.began(own)
+        return self._whole(name)
+
+    def _whole(self, name: str) -> Tensor:
         held = self.manifest.tensors[name]
         chunks = self.holding({name: [Box((0,) * len(held.shape), held.shape)]})[name].chunks
         for chunk in chunks:  # before memory is asked for
@@ -152,30 +190,38 @@ class Checkpoint:
 
     def _parts(self, file: str, node: Manifest) -> Iterator[tuple[str, Manifest] | Damaged]:
         """Every rank's description, and what is wrong on the way to it."""
-        children: list[tuple[str, Manifest]] = []
-        names = node.children or [part_name(rank) for rank in range(node.facts["world"])]
+        children: list[Child] = []
+        names = list(node.children) or _files_of(node)
         for child in names:
             try:
-                children.append((child, self.described(child)))
+                children.append(Child(child, self.described(child, node), node.children.get(child, "")))
             except Damaged as damage:
                 yield damage
                 continue
-            if file == MANIFEST and children[-1][1].children:
-                yield from self._parts(*children[-1])
+            if file == MANIFEST and children[-1].said.children:
+                yield from self._parts(child, children[-1].said)
             else:
-                yield children[-1]
+                yield child, children[-1].said
         if len(children) == len(names) and (name := _not_summed(node, children)):
             yield Damaged(f"{self.where}/{file}", f"does not say of {name} what its parts say")
 
 
-def _not_summed(node: Manifest, children: Sequence[tuple[str, Manifest]]) -> str:
+def _files_of(whole: Manifest) -> list[str]:
+    """The descriptions of the parts of a checkpoint of format 1, which has all chunks itself."""
+    files = {chunk.file for held in whole.tensors.values() for chunk in held.chunks}
+    return sorted(f"{file.removesuffix('.safetensors')}.json" for file in files)
+
+
+def _not_summed(node: Manifest, children: Sequence[Child]) -> str:
     """The first tensor of which a description says something else than those that it sums up."""
+    if not children:
+        return ""
     try:
         said = summed(children).tensors
     except (Damaged, TypeError, ValueError):
         return "its tensors"
     if not node.children:  # an older version's, which has all chunks itself
-        parts = [child.tensors for _, child in children]
+        parts = [child.said.tensors for child in children]
         for name, held in said.items():
             chunks = [chunk for part in parts if name in part for chunk in part[name].chunks]
             said[name] = Held(held.dtype, held.shape, held.hash, chunks)
@@ -205,6 +251,8 @@ class CheckpointManager:
         file = f"{name}/{MANIFEST}"
         manifest = Manifest.parse(_read(self.store, file), f"{self.store.url}/{file}")
         manifest.check_whole(f"{self.store.url}/{file}")
+        if manifest.step != step:
+            raise Damaged(f"{self.store.url}/{file}", f"is of step {manifest.step}, and its folder of step {step}")
         return Checkpoint(self.store, name, manifest)
 
     def write(
@@ -260,7 +308,7 @@ class CheckpointManager:
 
     def _summed(self, folder: str, names: Sequence[str], patience: float, given_up: Callable[[], bool]) -> Manifest:
         """What these files say together, once they are there."""
-        deadline, found = time.monotonic() + patience, []
+        deadline, found = time.monotonic() + patience, list[Child]()
         for name in names:
             pause = POLL_SECONDS
             while not self.store.there(f"{folder}/{name}"):
@@ -269,10 +317,11 @@ class CheckpointManager:
                     raise TimeoutError(f"{len(missing)} of {len(names)} parts are missing, {missing[0]} among them")
                 time.sleep(pause)
                 pause = min(SLOWEST_POLL_SECONDS, 1.5 * pause)
-            where = f"{self.store.url}/{folder}/{name}"
-            found.append((name, Manifest.parse(_read(self.store, f"{folder}/{name}"), where)))
+            content = _read(self.store, f"{folder}/{name}")
+            part = Manifest.parse(content, f"{self.store.url}/{folder}/{name}")
+            found.append(Child(name, part, digest(content)))
             ends: dict[str, int] = {}
-            for held in found[-1][1].tensors.values():
+            for held in part.tensors.values():
                 for chunk in held.chunks:
                     ends[chunk.file] = max(ends.get(chunk.file, 0), chunk.start + chunk.length)
             for file, end in ends.items():
@@ -304,16 +353,30 @@ class CheckpointManager:
     def retain(self, step: int, last: int, every: int, sure: Iterable[int | None] = ()) -> list[int]:
         """After ``step`` was saved and read back: let go of older ones; tells which.
 
-        Kept are the ``last`` so many up to it, those of every so many steps, and the newest up to each of ``sure``:
-        states that are known to be good. What is newer than the step was not gone on from, and is left alone.
+        Kept are the ``last`` so many up to it, those of every so many steps, the best by a measure, and the newest up
+        to each of ``sure``: states that are known to be good. What is newer than the step was not gone on from, and is
+        left alone.
         """
         steps = [known for known in self.steps() if known <= step]
         kept = {*steps[-last:], *(known for known in steps if every and known % every == 0)}
         kept |= {max((known for known in steps if good is not None and known <= good), default=step) for good in sure}
+        kept |= {best.step} if (best := self.best()) is not None else set()
         gone = [known for known in steps if known not in kept]
         for known in gone:
             self.commits.take_out(known)
         return gone
+
+    def best(self) -> Best | None:
+        """The checkpoint that is the best by a measure; None if none was noted, or it is not there any more."""
+        try:
+            found = read_best(self.store)
+        except Damaged:
+            return None
+        return found if found is not None and found.step in self.steps() else None
+
+    def note_best(self, best: Best) -> None:
+        """From now on this checkpoint is the best, and kept as long as it is."""
+        write_best(self.store, best)
 
     def distrust(self, after: int) -> list[int]:
         """Put aside all checkpoints of later steps; tells which."""

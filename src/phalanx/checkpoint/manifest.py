@@ -2,38 +2,36 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import re
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 from phalanx.checkpoint import hashing
+from phalanx.checkpoint.facts import checked_facts, missing_fact
 from phalanx.checkpoint.weights import DTYPES
 from phalanx.parallel.weights.boxes import Box
+from phalanx.schema import LARGEST, is_count, is_plain, short
 
-FORMATS = (1, 2)
-"""1: of a part, and in older versions of a whole, with all its chunks. 2: sums up others, and says which."""
+FORMATS = (1, 2, 3)
+"""1: of a part, and in older versions of a whole, with all its chunks. 3: sums up others, and says which, with a hash
+of each; in 2, which older versions wrote, without hashes."""
 MANIFEST = "manifest.json"
 DTYPE_NAMES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
 CHILD = re.compile(r"(part|group)-\d{5,9}\.json")
 PART_FILE = re.compile(r"part-\d{5,9}\.safetensors")
+HASH = re.compile(r"[0-9a-f]{1,16}")
+DIGEST = re.compile(r"[0-9a-f]{64}")
 CHECKSUM = re.compile(r',"crc32":"([0-9a-f]{8})"\}\n?\Z')
 NOT_FINITE = "not finite"
 """Such a number is an object with this one key: ``nan``, ``inf`` or ``-inf``."""
-LARGEST = 1 << 60
-"""No offset, size or length is larger."""
-FACTS = {
-    "step": int, "samples": int, "terms": (int, float), "scale": list, "guard": dict, "seed": int, "global_batch": int,
-    "data": int, "layout": str, "world": int, "generation": int, "options": dict, "attributes": dict, "tied": dict,
-    "compared": (int, type(None)), "code": str,
-}  # fmt: skip
-"""What kinds of facts a run is taken up by."""
-OPTIONAL = {"callbacks": dict, "ended": (dict, type(None)), "frozen": dict}
-ENDED = {"step": int, "of": int, "why": str}
+SITE = re.compile(r"sites/\d{1,9}/.")
+"""How the names begin of what a site has of its own."""
 
 
 class Damaged(Exception):
@@ -92,12 +90,17 @@ class Manifest:
     tensors: dict[str, Held]
     numbers: dict[str, Any] = field(default_factory=dict)
     """What an optimizer keeps that is no tensor, by name."""
-    children: list[str] = field(default_factory=list)
-    """The files of the descriptions that this one sums up, if it does."""
+    children: dict[str, str] = field(default_factory=dict)
+    """The files of the descriptions that this one sums up, if it does, and the SHA-256 of each; in format 2 none."""
 
     @property
     def step(self) -> int:
         return self.facts["step"]
+
+    @property
+    def has_hashes(self) -> bool:
+        """Whether it has a hash of each file that it sums up, so that none can take the place of another."""
+        return bool(self.children) and all(self.children.values())
 
     @property
     def size(self) -> int:
@@ -130,7 +133,7 @@ class Manifest:
             else:
                 chunks = [[c.box.offsets, c.box.sizes, c.file, c.start, c.length, c.crc] for c in held.chunks]
                 tensors[name]["chunks"] = chunks
-        found = {"format": 2 if self.children else 1, "facts": self.facts, "numbers": self.numbers, "tensors": tensors}
+        found = {"format": 3 if self.children else 1, "facts": self.facts, "numbers": self.numbers, "tensors": tensors}
         text = _dumped(found | ({"children": self.children} if self.children else {}))
         return f'{text[:-1]},"crc32":"{zlib.crc32(text.encode()):08x}"}}\n'.encode()
 
@@ -142,14 +145,12 @@ class Manifest:
         try:
             found = json.loads(text, object_hook=_finite_or_not if NOT_FINITE in text else None)
             if found["format"] not in FORMATS:
-                raise Damaged(where, f"has format {found['format']}, and this version of Phalanx reads 1 and 2")
-            children = [_of_kind("a file's name", name, str) for name in found.get("children", [])]
-            named = len({name for name in children if CHILD.fullmatch(name)}) == len(children)
-            if not named or bool(children) != (found["format"] == 2):
-                raise ValueError("what it sums up are no parts")
+                raise Damaged(where, f"has format {found['format']}, and this version of Phalanx reads 1 to 3")
+            children = _children(found["format"], found.get("children", []))
             tensors = {name: _held(name, held) for name, held in found["tensors"].items()}
-            numbers = _of_kind("numbers", found["numbers"], dict)
-            manifest = cls(_facts(found["facts"]), tensors, numbers, children)
+            numbers = _numbers(found["numbers"])
+            _check_names([*tensors, *numbers])
+            manifest = cls(checked_facts(found["facts"]), tensors, numbers, children)
             if any(f"model/{name}" in tensors for name in manifest.frozen):
                 raise ValueError("it holds what it says that it leaves out")
             return manifest
@@ -168,9 +169,23 @@ class Manifest:
 
     def check_facts(self, where: str) -> None:
         """Whether all is there that a run is taken up by."""
-        missing = FACTS.keys() - self.facts.keys()
-        if missing:
-            raise Damaged(where, f"describes no checkpoint of a run: it has no {min(missing)}")
+        if missing := missing_fact(self.facts):
+            raise Damaged(where, f"describes no checkpoint of a run: it has no {missing}")
+
+
+def digest(content: bytes) -> str:
+    """The hash by which a description is named in the one that sums it up."""
+    return hashlib.sha256(content).hexdigest()
+
+
+def _children(format: int, found: Any) -> dict[str, str]:
+    """What a description of this format sums up."""
+    children = dict(_of_kind("children", found, dict)) if format == 3 else dict.fromkeys(found, "")
+    named = len(children) == len(found) and all(map(CHILD.fullmatch, children))
+    hashed = format != 3 or all(map(DIGEST.fullmatch, children.values()))
+    if not (named and hashed) or bool(children) != (format > 1):
+        raise ValueError("what it sums up are no parts")
+    return children
 
 
 def _parted(content: str) -> tuple[str, str]:
@@ -222,6 +237,21 @@ def meet(one: Box, other: Box) -> bool:
     return all(a < c + d and c < a + b for a, b, c, d in sides)
 
 
+def _numbers(found: Any) -> dict[str, Any]:
+    """What an optimizer keeps that is no tensor."""
+    for name, value in _of_kind("numbers", found, dict).items():
+        if not is_plain(value):
+            raise ValueError(f"{name} is {short(value)}")
+    return dict(found)
+
+
+def _check_names(names: Iterable[str]) -> None:
+    """Refuse what is a site's own and names no site."""
+    for name in names:
+        if name.startswith("sites/") and not SITE.match(name):
+            raise ValueError(f"{short(name)} is of no site")
+
+
 def _held(name: str, found: Mapping[str, Any]) -> Held:
     shape = counts(found["shape"])
     if found["dtype"] not in DTYPE_NAMES:
@@ -229,6 +259,8 @@ def _held(name: str, found: Mapping[str, Any]) -> Held:
     item = DTYPE_NAMES[found["dtype"]].itemsize
     if math.prod(shape) * item > LARGEST:
         raise ValueError(f"{name} has shape {list(shape)}")
+    if not HASH.fullmatch(_of_kind("a hash", found["hash"], str)):
+        raise ValueError(f"{name} has hash {short(found['hash'])}")
     value = int(found["hash"], 16)
     if "where" in found:
         (held,) = counts([found["elements"]])
@@ -241,7 +273,7 @@ def _chunk(name: str, shape: tuple[int, ...], item: int, found: Sequence[Any]) -
     box = Box(counts(offsets), counts(sizes))
     start, length, crc = counts(rest)
     inside = len(box.offsets) == len(box.sizes) == len(shape) and all(
-        n > 0 and a + n <= whole for a, n, whole in zip(box.offsets, box.sizes, shape, strict=True)
+        (n > 0 or not whole) and a + n <= whole for a, n, whole in zip(box.offsets, box.sizes, shape, strict=True)
     )
     if not inside or length != math.prod(box.sizes) * item:
         raise ValueError(f"a chunk of {name} is not a part of it")
@@ -252,29 +284,12 @@ def _chunk(name: str, shape: tuple[int, ...], item: int, found: Sequence[Any]) -
 
 def counts(found: Any) -> tuple[int, ...]:
     """Whole numbers from 0 on."""
-    if not all(type(number) is int and 0 <= number <= LARGEST for number in found):
+    if not all(map(is_count, found)):
         raise ValueError(f"{str(found)[:60]} are no sizes or places")
     return tuple(found)
 
 
-def _facts(found: dict[str, Any]) -> dict[str, Any]:
-    _of_kind("step", found["step"], int)
-    for name, kind in (FACTS | OPTIONAL).items():
-        if name in found:
-            _of_kind(name, found[name], kind)
-    for name in {*ENDED, *found["ended"]} if found.get("ended") else ():
-        _of_kind(name, found["ended"][name], ENDED[name])
-    for name in ("from", "hash") if "frozen" in found else ():
-        _of_kind(name, found["frozen"][name], str)
-    guard, known = found.get("guard", {}), {"losses": list, "bad_in_a_row": int, "left_out": list}
-    for name, kind in known.items() if guard else ():
-        _of_kind(name, guard[name], kind)
-    if any(name.startswith("_") for name in found.get("attributes", {})):
-        raise ValueError("an optimizer has no such attributes")
-    return found
-
-
 def _of_kind(name: str, found: Any, kind: Any) -> Any:
     if not isinstance(found, kind) or isinstance(found, bool):
-        raise ValueError(f"{name} is {str(found)[:60]!r}")
+        raise ValueError(f"{name} is {short(found)}")
     return found

@@ -79,8 +79,9 @@ class State:
     def entries(self) -> Iterator[Entry]:
         """All that this rank holds."""
         check_owners(self.optimizer, [weight.optimized for weight in self.spread.weights.values()])
+        replicated = self._replicated()
         for label, tensors in self.beside.items():
-            check_names(label, tensors, self.spread.weights)
+            check_names(label, tensors, {*self.spread.weights, *(name for name, _ in self.spread.whole.replicated())})
         for name, weight in self.spread.weights.items():
             if name not in self.left_out:
                 yield from self._values(name, weight)
@@ -91,14 +92,19 @@ class State:
                     check_keepable(self.optimizer, name, weight.shard, key, value)
             for label, tensors in self.beside.items():
                 if name in tensors and self.holding.shapes[name].numel():
-                    check_shape(label, name, tensors[name], weight)
+                    check_shape(label, name, tensors[name], weight.shard)
                     yield from self._parts(f"callbacks/{label}/{name}", weight, tensors[name])
         for part in OwedState(self.spread).parts():
             yield Entry(*part[2:], *self._kept_here(part.weight, part.holders))
-        for name, tensor in self._replicated():
+        for name, tensor in replicated:
             places = {"pp": self.holding.stage_ranks(name), "dp": ALL, "fsdp": ALL, "cp": ALL, "tp": ALL}
-            kept, written = self._kept_here(name, places)
-            yield Entry(f"model/{name}", Box.whole(tensor), tuple(tensor.shape), tensor.detach(), kept, written, True)
+            role = self._kept_here(name, places)
+            box, shape = Box.whole(tensor), tuple(tensor.shape)
+            yield Entry(f"model/{name}", box, shape, tensor.detach(), *role, restless=True)
+            for label, tensors in self.beside.items():
+                if name in tensors:
+                    check_shape(label, name, tensors[name], tensor)
+                    yield Entry(f"callbacks/{label}/{name}", box, shape, tensors[name], *role)
 
     def values(self, names: Iterable[str]) -> Iterator[Entry]:
         """This rank's parts of some weights, each part on one rank alone."""
@@ -233,6 +239,10 @@ class State:
                     dtype = getattr(torch, manifest.tensors[full].dtype)
                     tensors[name] = torch.zeros_like(weight.shard.data, dtype=dtype)
                     found[full] = self._boxes(weight, tensors[name])
+            for name, tensor in self._replicated():
+                if (full := f"callbacks/{label}/{name}") in manifest.tensors:
+                    tensors[name] = torch.zeros_like(tensor)
+                    found[full] = [(Box.whole(tensor), tensors[name])]
 
     def _replicated(self) -> list[tuple[str, Tensor]]:
         """What this rank has whole: buffers, and parameters that are no weights."""

@@ -14,12 +14,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 import fsspec
 
 from phalanx.errors import WrongUse
-from phalanx.files import sync_folder
+from phalanx.files import make_folders, opened, sync_folder
+from phalanx.folder_files import FOLDER_MODE
 from phalanx.redact import redact
 from phalanx.run import held
 
@@ -93,15 +94,15 @@ class Folder(Store):
         return []
 
     def make(self, folder: str) -> None:
-        (self.path / folder).mkdir(parents=True, exist_ok=True)
+        make_folders(self.path / folder)
 
     @contextmanager
     def write(self, name: str) -> Iterator[BinaryIO]:
         path = self.path / name
-        path.parent.mkdir(exist_ok=True)  # not the folder above it: where that was taken away, nothing may be written
+        path.parent.mkdir(FOLDER_MODE, exist_ok=True)  # not the one above it: where that is gone, nothing is written
         unfinished = path.with_name(path.name + ".unfinished")
         try:
-            with unfinished.open("wb") as file:
+            with cast(BinaryIO, opened(unfinished, "wb")) as file:
                 yield file
                 file.flush()
                 os.fsync(file.fileno())

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from phalanx.errors import WrongUse
-from phalanx.files import sync_folder
+from phalanx.files import make_folders, opened, sync_folder
 from phalanx.parallel.spread import Spread
 
 DTYPES = {
@@ -51,7 +51,7 @@ def write_weights(spread: Spread, path: Path, writer: bool, values: Mapping[str,
 
 
 def _write(spread: Spread, state: Iterable[tuple[str, Tensor]], path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folders(path.parent)
     unfinished = path.with_name(path.name + ".unfinished")
     try:
         _write_to(unfinished, spread, state)
@@ -63,7 +63,7 @@ def _write(spread: Spread, state: Iterable[tuple[str, Tensor]], path: Path) -> N
 
 
 def _write_to(path: Path, spread: Spread, state: Iterable[tuple[str, Tensor]]) -> None:
-    with path.open("wb") as file:
+    with opened(path, "wb") as file:
         ordered = sorted(spread.whole.description(), key=lambda item: (-item[1].itemsize, item[0]))
         begin = header(ordered, {"format": "pt", "tied": json.dumps(dict(spread.anatomy.tied))})
         file.write(begin)

@@ -5,9 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler, default_collate
+from torch.utils.data import (
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    WeightedRandomSampler,
+    default_collate,
+)
 
-from phalanx.data.loader import seed_globally
+from phalanx.data.columns import column_of
+from phalanx.data.seeding import seed_globally
 from phalanx.data.shards import Shards
 from phalanx.errors import WrongUse
 from phalanx.task import Task
@@ -84,6 +92,10 @@ class LoadedSamples:
         sample = self.data[index]
         return sample if self._own is None or isinstance(sample, dict) else {SAMPLE: sample}
 
+    def column(self, name: str) -> Any:
+        """A column of all samples."""
+        return column_of(self.data, name)
+
     def _collated(self, samples: Sequence[Any]) -> dict[str, Any]:
         assert self._own is not None
         given = [sample.get(SAMPLE, sample) for sample in samples]
@@ -117,8 +129,8 @@ def _check_loader(loader: DataLoader[Any], task: Task, method: str) -> None:
             f"batch_size={loader.batch_size}, and the task has global_batch={task.global_batch}, for all ranks "
             f"together. Set global_batch={loader.batch_size}, or give that batch_size"
         )
-    elif method == "data" and loader.drop_last:
-        wrong = "drop_last=True: here no sample is left out, and an epoch's last batch may be smaller. Leave it out"
+    elif method == "data" and loader.drop_last and task.last_batch != "drop":
+        wrong = f"drop_last=True, and the task has last_batch={task.last_batch}. Set last_batch=drop"
     if wrong:
         raise WrongUse(f"{type(task).__name__}.{method} returned a DataLoader with {wrong}, or return its dataset.")
 
@@ -131,6 +143,11 @@ def _other_order(sampler: Any, method: str) -> str:
         return ""
     if kind is SequentialSampler:
         return "shuffle=False, and what is trained on is shuffled anew each epoch. Give shuffle=True"
+    if method == "data" and (kind is WeightedRandomSampler or (kind is RandomSampler and sampler.replacement)):
+        return (
+            f"sampler={kind.__name__}, which draws otherwise on each rank. Give the task sample_weights(self, data), "
+            "which returns one weight for each sample, or balance= with a column of classes; and shuffle=True"
+        )
     return (
         f"sampler={kind.__name__}: which sample is in which step follows from the seed, at any number of ranks. Give "
         "shuffle=True; sources by weights are a phalanx.data.Mixture, and a part of the data is a Subset of it"

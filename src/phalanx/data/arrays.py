@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from phalanx.data.columns import no_column
 from phalanx.errors import WrongUse
 
 
@@ -40,6 +41,12 @@ class Arrays:
             name: column[ids] if isinstance(column, Tensor) else torch.from_numpy(np.array(column[ids]))
             for name, column in self.columns.items()
         }
+
+    def column(self, name: str) -> Any:
+        """A column of all samples."""
+        if name not in self.columns:
+            raise no_column(name, self.columns)
+        return self.columns[name]
 
 
 class Images:
@@ -75,6 +82,12 @@ class Images:
             image = self._augmented(image)
         pixels = torch.from_numpy(image).permute(2, 0, 1).float().div_(255)
         return {"image": pixels.sub_(self.mean).div_(self.std), "label": int(self.labels[index])}
+
+    def column(self, name: str) -> np.ndarray:
+        """The labels of all images."""
+        if name != "label":
+            raise no_column(name, ["label"])
+        return self.labels
 
     def _augmented(self, image: np.ndarray) -> np.ndarray:
         if np.random.rand() < 0.5:

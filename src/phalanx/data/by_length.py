@@ -16,6 +16,7 @@ import numpy as np
 from phalanx import counter
 from phalanx.data.order import Order, permute
 from phalanx.errors import WrongUse
+from phalanx.task import LastBatch
 
 SORTED_STEPS = 50
 """So many steps' samples are sorted by length together, where a step shall have those of about one."""
@@ -39,11 +40,11 @@ class LengthOrder(Order):
     """Whether samples of about one length are in a step."""
     batch_tokens: int = 0
     """Tokens of a step at most, of so many samples as have them; 0: it has ``global_batch`` samples."""
-    hash: str = ""
+    hash: str = field(default="", init=False)
     """Of the lengths."""
-    _before: list[int] = field(default_factory=lambda: [0], compare=False, repr=False)
+    _before: list[int] = field(default_factory=lambda: [0], init=False, compare=False, repr=False)
     """How many steps come before each epoch, as far as they were counted."""
-    _known: dict[int, Epoch] = field(default_factory=dict, compare=False, repr=False)
+    _known: dict[int, Epoch] = field(default_factory=dict, init=False, compare=False, repr=False)
     """The epoch that was asked for last."""
 
     def __post_init__(self) -> None:
@@ -57,8 +58,17 @@ class LengthOrder(Order):
                 f"batch_tokens to {longest} or more, or cut samples off at fewer."
             )
 
+    def with_last_batch(self, last_batch: LastBatch) -> Order:
+        if self.batch_tokens:
+            raise WrongUse(
+                f"last_batch={last_batch} is not for steps of batch_tokens={self.batch_tokens}, each of which has as "
+                "many samples as have so many tokens. Leave one of the two out."
+            )
+        return super().with_last_batch(last_batch)
+
     def facts(self) -> dict[str, Any]:
-        return {"lengths": self.hash, "grouped": self.grouped, "batch_tokens": self.batch_tokens}
+        own = {"lengths": self.hash, "grouped": self.grouped, "batch_tokens": self.batch_tokens}
+        return own | super().facts()
 
     def tokens(self, ids: np.ndarray) -> np.ndarray:
         return self.lengths[ids]
@@ -102,11 +112,13 @@ class LengthOrder(Order):
         """Samples shuffled, sorted by length a part at a time, cut into steps, and those shuffled."""
         if number not in self._known:
             self._known.clear()
-            ids = permute(np.arange(self.size), self.size, counter.key(self.seed, "order", number))
+            ids = permute(np.arange(self.drawn), self.size, counter.key(self.seed, "order", number))
             if self.grouped:
-                ids = ids[np.lexsort((self.lengths[ids], np.arange(self.size) // self._together))]
+                ids = ids[np.lexsort((self.lengths[ids], np.arange(len(ids)) // self._together))]
             starts = self._cuts(ids)
-            stops = np.append(starts[1:], self.size)
+            if self.last_batch == "merge" and self.rest:
+                starts = starts[:-1]
+            stops = np.append(starts[1:], len(ids))
             mixed = permute(np.arange(len(starts)), len(starts), counter.key(self.seed, "steps", number))
             self._known[number] = Epoch(ids, starts[mixed], stops[mixed])
         return self._known[number]
@@ -115,8 +127,8 @@ class LengthOrder(Order):
         """Where steps begin among an epoch's samples; none has samples that were sorted apart from each other."""
         found = list[int]()
         upto = np.cumsum(self.lengths[ids])
-        for first in range(0, self.size, self._together):
-            start, last = first, min(first + self._together, self.size)
+        for first in range(0, len(ids), self._together):
+            start, last = first, min(first + self._together, len(ids))
             while start < last:
                 found.append(start)
                 if self.batch_tokens:

@@ -6,8 +6,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from phalanx.data.tokenizer import byte_pairs
+from phalanx.data.tokenizer import CONFIG, FILE, byte_pairs
 from phalanx.errors import CannotHere, WrongUse
+from phalanx.files import json_object
 
 PAD, END = "<|pad|>", "<|end|>"
 ROLES = ("system", "user", "assistant")
@@ -30,11 +31,16 @@ def _transformers() -> Any:
 
 def opened(folder: str | Path, template: str = "") -> Any:
     """The tokenizer in a folder; with a ``template`` file, conversations are written as that says."""
+    tokenizers, said = _transformers().AutoTokenizer, dict[str, Any]()
     try:
-        tokenizer = _transformers().AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
-    except (OSError, ValueError) as error:
-        said = str(error).splitlines()[0]
-        raise WrongUse(f"there is no tokenizer in {folder} ({said}). Set tokenizer to the folder of one.") from None
+        for path in (Path(folder) / FILE, Path(folder) / CONFIG):
+            said = json_object(path) if path.is_file() else {}
+        tokenizer = tokenizers.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # of whatever kind: what the files say is somebody else's
+        why = next(iter(str(error).splitlines()), "") or type(error).__name__
+        if "auto_map" in said:
+            why = f"{CONFIG} asks for code of its own by auto_map, which is never run"
+        raise WrongUse(f"there is no tokenizer in {folder} ({why}). Set tokenizer to the folder of one.") from None
     if template:
         if not Path(template).is_file():
             raise WrongUse(f"the chat template {template} is not there. Give a file, as chat_template.jinja.")

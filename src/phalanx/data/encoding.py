@@ -80,7 +80,7 @@ class Encoder:
         """What a part came to that was encoded before; None if it was not."""
         try:
             return PartRecord(**json.loads(self.path(number, "json").read_bytes()))
-        except (OSError, ValueError, TypeError):
+        except (OSError, ValueError, TypeError, RecursionError):
             return None
 
     def arrays(self, number: int) -> tuple[np.ndarray, np.ndarray]:

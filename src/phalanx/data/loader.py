@@ -6,7 +6,6 @@ waits for it, and counts for nothing.
 
 from __future__ import annotations
 
-import random
 import signal
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,16 +16,17 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from phalanx import counter
 from phalanx.data.kinds import BrokenStream, check_rows, check_values, not_a_sample, unstackable
 from phalanx.data.order import Order, digest, leaf, share
+from phalanx.data.seeding import SampleReader
 from phalanx.data.splitting import by_rows
 from phalanx.errors import WrongUse, may_pass
 from phalanx.processes import aside, die_with_parent
-from phalanx.task import BadRows
-from phalanx.traces import Traced, folded, whole
+from phalanx.task import BadRows, Batch
+from phalanx.traces import Traced, described, folded, whole
 
 T = TypeVar("T")
 LOOKED_AT = 1000
@@ -71,13 +71,38 @@ class StepBatch:
     bad: tuple[BadSample, ...] = ()
     """Those of this rank that could not be read, and are left out."""
 
+    def __getitem__(self, name: str) -> Any:
+        """A column of this rank's samples, of all micro-batches together: ``batch["x"]``."""
+        parts = [micro.tensors for micro in self.micro_batches if micro.real] or [self.micro_batches[0].tensors]
+        found = [Batch(part)[name] for part in parts]
+        if not any(micro.real for micro in self.micro_batches):  # it has none, and stands in with another's
+            found = [found[0][:0]]
+        try:
+            return found[0] if len(found) == 1 else joined(found)
+        except (RuntimeError, TypeError) as error:
+            raise WrongUse(
+                f"{name!r} of this rank's {len(parts)} micro-batches cannot be joined: {str(error).splitlines()[0]}. "
+                f"Look at each by itself: batch.micro_batches[0].tensors[{name!r}]."
+            ) from None
 
-def seed_globally(*key: int | str) -> None:
-    """Seed the generators that people's data code draws from, by a key that does not depend on the rank."""
-    seed = counter.key(*key) & 0xFFFFFFFF
-    random.seed(seed)
-    np.random.seed(seed)
-    torch.default_generator.manual_seed(seed)
+    def __contains__(self, name: object) -> bool:
+        return name in self.micro_batches[0].tensors
+
+    def __iter__(self) -> Iterator[str]:
+        """The names of its columns."""
+        return iter(self.micro_batches[0].tensors)
+
+
+def joined(parts: Sequence[Any]) -> Any:
+    """Columns of several batches as one."""
+    first = parts[0]
+    if isinstance(first, Tensor):
+        return torch.cat([*parts])
+    if isinstance(first, Mapping):
+        return {name: joined([part[name] for part in parts]) for name in first}
+    if isinstance(first, (list, tuple)):
+        return [item for part in parts for item in part]
+    raise TypeError(f"each is {described(first)}")
 
 
 def reason_of(error: Exception) -> str:
@@ -86,24 +111,19 @@ def reason_of(error: Exception) -> str:
     return first if isinstance(error, WrongUse) else f"{type(error).__name__}: {first}"
 
 
-def sample_at(data: Any, index: int, seed: int, epoch: int = 0) -> Any:
-    """One sample; what is drawn while it is made follows from the seed, the epoch and its number."""
-    seed_globally(seed, "sample", epoch, index)
-    return data[index]
-
-
 @dataclass(frozen=True)
 class MicroBatchPlan:
     """What to read for one micro-batch."""
 
-    epoch: int
     ids: np.ndarray
+    visits: np.ndarray
+    """Which visit of each sample this is: its epoch, or its number among all draws where samples are drawn."""
     slots: np.ndarray
     real: bool
 
 
 class Reader(Dataset):
-    """Reads and collates the samples of a plan; each sample's own randomness is seeded by (seed, epoch, sample)."""
+    """Reads and collates the samples of a plan; each sample's own randomness is seeded by (seed, visit, sample)."""
 
     def __init__(
         self,
@@ -113,7 +133,17 @@ class Reader(Dataset):
         plain: bool,
         bad_rows: BadRows = "stop",
     ) -> None:
-        self.data, self.collate, self.seed, self.plain, self.bad_rows = data, collate, seed, plain, bad_rows
+        self.collate, self.plain, self.bad_rows = collate, plain, bad_rows
+        self.samples = SampleReader(data, seed)
+
+    @property
+    def data(self) -> Any:
+        """What samples are read from. It may be replaced, by the same samples with more columns."""
+        return self.samples.data
+
+    @data.setter
+    def data(self, data: Any) -> None:
+        self.samples = SampleReader(data, self.samples.seed)
 
     def __getitem__(self, plan: MicroBatchPlan) -> dict[str, Any] | Incomplete | WrongUse | Traced:
         found = self._batch(plan)
@@ -123,9 +153,9 @@ class Reader(Dataset):
     def _without_bad(self, plan: MicroBatchPlan, failed: Any) -> Any:
         """A batch of those samples that can be read; ``failed``: what came of all of them."""
         good, bad = list[int](), list[BadSample]()
-        for place, index in enumerate(plan.ids.tolist()):
+        for place, (index, visit) in enumerate(zip(plan.ids.tolist(), plan.visits.tolist(), strict=True)):
             try:
-                self._sample(index, plan.epoch)
+                self._sample(index, visit)
                 good.append(place)
             except Exception as error:
                 if may_pass(error) or isinstance(error, BrokenStream):
@@ -134,7 +164,8 @@ class Reader(Dataset):
         if not bad:
             return failed  # they can be read, and make no batch
         ids = plan.ids[good] if good else self._readable(plan)
-        batch = failed if ids is None else self._batch(replace(plan, ids=ids))
+        visits = plan.visits[good] if good else plan.visits[:1]
+        batch = failed if ids is None else self._batch(replace(plan, ids=ids, visits=visits))
         return batch if isinstance(batch, (WrongUse, Traced)) else Incomplete(batch, good, tuple(bad))
 
     def _readable(self, plan: MicroBatchPlan) -> np.ndarray | None:
@@ -142,18 +173,19 @@ class Reader(Dataset):
         first = int(plan.ids[-1])
         for index in range(first + 1, first + 1 + LOOKED_AT):
             with suppress(Exception):
-                self._sample(index % len(self.data), plan.epoch)
+                self._sample(index % len(self.data), int(plan.visits[0]))
                 return np.array([index % len(self.data)])
         return None
 
     def _batch(self, plan: MicroBatchPlan) -> dict[str, Any] | WrongUse | Traced:
-        what, samples = "", []
+        what, samples = "", list[Any]()
         try:
             if self.plain and by_rows(self.data):
                 return self.data.batch(plan.ids)
-            for index in plan.ids.tolist():
+            visits = [*zip(plan.ids.tolist(), plan.visits.tolist(), strict=True)]
+            for index, visit in visits:
                 what = f"sample {index} cannot be read"
-                samples.append(self._sample(index, plan.epoch))
+                samples.append(self._sample(index, visit))
             what = f"samples {', '.join(map(str, plan.ids[:8]))}{', …' if len(plan.ids) > 8 else ''} make no batch"
             if self.plain:
                 check_values(samples[0], int(plan.ids[0]), self.data)
@@ -170,11 +202,12 @@ class Reader(Dataset):
 
     def read(self, index: int) -> dict[str, Any]:
         """One sample alone, as a batch."""
-        found = _checked(self[MicroBatchPlan(0, np.array([index]), np.zeros(1, dtype=np.int64), True)])
+        first = np.zeros(1, dtype=np.int64)
+        found = _checked(self[MicroBatchPlan(np.array([index]), first, first, True)])
         return found.tensors if isinstance(found, Incomplete) else found
 
-    def _sample(self, index: int, epoch: int) -> Any:
-        sample = sample_at(self.data, index, self.seed, epoch)
+    def _sample(self, index: int, visit: int) -> Any:
+        sample = self.samples.read(index, visit)
         if not isinstance(sample, dict):
             raise not_a_sample(sample, index)
         return sample
@@ -218,20 +251,34 @@ class Loader:
         if self.leaves:
             ranges = [leaf(len(ids), len(self.leaves) * self.ranks, index, tokens) for index in self.leaves]
         else:
-            ranges = share(len(ids), self.micro_batches, self.ranks, self.rank, tokens)
+            ranges = share(len(ids), self._micro_batches(ids), self.ranks, self.rank, tokens)
         return [self._plan(step, ids, *found) for found in ranges]
+
+    def _micro_batches(self, ids: np.ndarray) -> int:
+        return self.order.micro_batches(len(ids), self.micro_batches)
 
     def spans(self, step: int) -> list[list[tuple[int, int]]]:
         """By rank of those that make a step together, and by micro-batch, which slots of it it computes."""
         tokens, first = self.order.tokens(ids := self.order.ids(step)), self.rank - self.rank % self.together
         ranks = range(first, first + self.together)
-        return [share(len(ids), self.micro_batches, self.ranks, rank, tokens) for rank in ranks]
+        return [share(len(ids), self._micro_batches(ids), self.ranks, rank, tokens) for rank in ranks]
+
+    def widths(self, step: int) -> list[int]:
+        """How many samples each micro-batch of a step has, over the ranks that make a step together."""
+        ids = self.order.ids(step)
+        number, tokens = self._micro_batches(ids), self.order.tokens(ids)
+        if self.together == self.ranks:
+            return [stop - start for start, stop in share(len(ids), number, 1, 0, tokens)]
+        every = [share(len(ids), number, self.ranks, rank, tokens) for rank in range(self.ranks)]
+        sites = (every[first : first + self.together] for first in range(0, self.ranks, self.together))
+        return [sum(stop - start for start, stop in micro) for site in sites for micro in zip(*site, strict=True)]
 
     def _plan(self, step: int, ids: np.ndarray, start: int, stop: int) -> MicroBatchPlan:
         real = stop > start
         if not real:  # stand in with a neighbour's sample
             start, stop = (start, start + 1) if start < len(ids) else (start - 1, start)
-        return MicroBatchPlan(self.order.epoch(step), ids[start:stop], np.arange(start, stop), real)
+        slots = np.arange(start, stop)
+        return MicroBatchPlan(ids[start:stop], self.order.visits(step, slots), slots, real)
 
     def first(self, step: int) -> MicroBatch:
         """A step's first micro-batch, whoever computes it."""
@@ -239,7 +286,7 @@ class Loader:
         if self.leaves:
             found = leaf(len(ids), len(self.leaves) * self.ranks, 0, tokens)
         else:
-            found = share(len(ids), self.micro_batches, self.ranks, 0, tokens)[0]
+            found = share(len(ids), self._micro_batches(ids), self.ranks, 0, tokens)[0]
         plan = self._plan(step, ids, *found)
         return _micro_batch(_checked(self.looked_at(lambda: self.reader[plan])), plan)
 

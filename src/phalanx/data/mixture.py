@@ -16,6 +16,7 @@ import numpy as np
 from phalanx import counter
 from phalanx.data.order import Order, permute
 from phalanx.errors import WrongUse
+from phalanx.task import LastBatch
 
 CHUNK = 4096
 """Steps whose samples are counted together, to know where each source stands."""
@@ -65,11 +66,17 @@ class MixtureOrder(Order):
     sizes: tuple[int, ...] = ()
     curriculum: tuple[tuple[int, tuple[float, ...]], ...] = ()
     """From which step on which weights hold; they add up to 1."""
-    _before: list[np.ndarray] = field(default_factory=list, compare=False, repr=False)
+    _before: list[np.ndarray] = field(default_factory=list, init=False, compare=False, repr=False)
     """How many samples of each source come before each chunk of steps, as far as they were counted."""
 
     def __post_init__(self) -> None:
         self._before.append(np.zeros(len(self.sizes), dtype=np.int64))
+
+    def with_last_batch(self, last_batch: LastBatch) -> Order:
+        raise WrongUse(
+            f"last_batch={last_batch} is not for a Mixture: each of its steps has global_batch={self.global_batch} "
+            "samples, and none is left over. Leave it out."
+        )
 
     def facts(self) -> dict[str, Any]:
         return {"sizes": list(self.sizes), "curriculum": [[step, list(weights)] for step, weights in self.curriculum]}

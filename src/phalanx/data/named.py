@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+from torch.utils.data import Subset, TensorDataset
+
+from phalanx.data.columns import column_of, no_column
 from phalanx.errors import WrongUse
 from phalanx.traces import described
 
@@ -27,3 +31,18 @@ class Named:
                 f"{', '.join(self.names)}. Give as many as it has values."
             )
         return dict(zip(self.names, values, strict=True))
+
+    def column(self, name: str) -> Any:
+        """A column of all samples; of torchvision's data sets the last one, which they keep as ``targets``."""
+        if name not in self.names:
+            raise no_column(name, self.names)
+        if name == self.names[-1] and hasattr(self.data, "targets"):
+            return self.data.targets
+        if isinstance(self.data, Subset):
+            whole = Named(self.data.dataset, *self.names).column(name)
+            return np.asarray(whole)[np.asarray(self.data.indices)]
+        if isinstance(self.data, TensorDataset):
+            return self.data.tensors[self.names.index(name)]
+        if isinstance(self.data, (list, tuple)):
+            return [sample[self.names.index(name)] for sample in self.data]
+        return column_of(self.data, name)

@@ -1,14 +1,16 @@
 """Which sample stands in which slot of which step: a pure function of (seed, step, slot), in O(1) memory.
 
-Every epoch visits each sample once, in an order of its own; the last step of an epoch takes what is left, so it may be
-smaller. World size and layout do not enter, so any of them, and any resume, sees the same global batches.
+Every epoch visits each sample once, in an order of its own. Where the samples do not divide into global batches,
+``last_batch`` says what becomes of the rest: a smaller last step, none, or a larger one. World size and layout do not
+enter, so any of them, and any resume, sees the same global batches.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -16,6 +18,8 @@ import numpy as np
 
 from phalanx import counter
 from phalanx.errors import WrongUse
+from phalanx.task import LastBatch
+from phalanx.words import many
 
 ROUNDS = 4
 
@@ -32,13 +36,31 @@ def permute(index: np.ndarray, size: int, key: int) -> np.ndarray:
     x = index.astype(np.uint64)
     outside = np.ones(x.shape, dtype=bool)
     while outside.any():
-        row, column = np.divmod(x[outside], columns)
-        for turn in turns:
-            row = (row + counter.mix_array(column ^ turn) % rows) % rows
-            column = (column + counter.mix_array(row + turn) % columns) % columns
-        x[outside] = row * columns + column
+        x[outside] = _sent_through(x[outside], rows, columns, turns)
         outside = x >= size
     return x.astype(np.int64)
+
+
+def permute_each(index: np.ndarray, sizes: np.ndarray, keys: np.ndarray) -> np.ndarray:
+    """The same for permutations of different sizes and keys (uint64), one for each number of ``index``."""
+    columns = np.sqrt((sizes - 1).astype(np.float64)).astype(np.uint64) + np.uint64(1)
+    rows = (sizes.astype(np.uint64) + columns - np.uint64(1)) // columns
+    turns = [counter.mix_array(keys + np.uint64(counter.GAMMA * turn % 2**64)) for turn in range(1, ROUNDS + 1)]
+    x = index.astype(np.uint64)
+    outside = np.ones(x.shape, dtype=bool)
+    while outside.any():
+        here = [turn[outside] for turn in turns]
+        x[outside] = _sent_through(x[outside], rows[outside], columns[outside], here)
+        outside = x >= sizes.astype(np.uint64)
+    return x.astype(np.int64)
+
+
+def _sent_through(x: np.ndarray, rows: Any, columns: Any, turns: Sequence[Any]) -> np.ndarray:
+    row, column = np.divmod(x, columns)
+    for turn in turns:
+        row = (row + counter.mix_array(column ^ turn) % rows) % rows
+        column = (column + counter.mix_array(row + turn) % columns) % columns
+    return row * columns + column
 
 
 @dataclass(frozen=True)
@@ -49,6 +71,7 @@ class Order:
     global_batch: int
     seed: int = 0
     shuffle: bool = True
+    last_batch: LastBatch = "keep"
 
     def __post_init__(self) -> None:
         if self.size < 1:
@@ -59,28 +82,49 @@ class Order:
                 f"Set global_batch to {self.size} or less, or give more data."
             )
 
-    @classmethod
-    def of(cls, data: Any, size: int, global_batch: int, seed: int, trained: bool = True) -> Order:
-        """The order that a data set of so many samples is trained on in: its own, if it has a ``training_order``.
-
-        Not ``trained`` on: as they are, and they may be fewer than a batch.
-        """
-        if not trained:
-            return Order(size, global_batch, seed, shuffle=False)
-        own = getattr(data, "training_order", None)
-        return Order(size, global_batch, seed) if own is None else own(global_batch, seed)
+    def with_last_batch(self, last_batch: LastBatch) -> Order:
+        """The same order, in which this becomes of samples that do not fill an epoch's last global batch."""
+        return replace(self, last_batch=last_batch)
 
     def facts(self) -> dict[str, Any]:
         """What it follows from beside size, batch and seed."""
-        return {}
+        return {} if self.last_batch == "keep" or not self.rest else {"last_batch": self.last_batch}
+
+    @property
+    def rest(self) -> int:
+        """How many samples of an epoch do not fill a global batch."""
+        return self.size % self.global_batch
+
+    @property
+    def drawn(self) -> int:
+        """How many samples an epoch trains on."""
+        return self.size - self.rest if self.last_batch == "drop" else self.size
+
+    @property
+    def visits_all(self) -> bool:
+        """Whether an epoch has each sample once, in global batches and a smaller last one."""
+        return self.last_batch == "keep" or not self.rest
 
     @property
     def steps_per_epoch(self) -> int:
-        return math.ceil(self.size / self.global_batch)
+        if self.last_batch == "keep":
+            return math.ceil(self.size / self.global_batch)
+        return max(1, self.size // self.global_batch)
 
     def steps_in(self, epochs: float) -> int:
         """How many steps so many epochs have."""
         return max(1, round(epochs * self.steps_per_epoch))
+
+    def describe(self) -> str:
+        """What an epoch has, in words."""
+        text = f"{many(self.size, 'sample')} an epoch"
+        if self.visits_all:
+            return text
+        if self.last_batch == "drop":
+            return (
+                f"{text}, {many(self.rest, 'of them is', 'of them are')} left out, others each time (last_batch=drop)"
+            )
+        return f"{text}, its last step has {self.global_batch + self.rest:,} (last_batch=merge)"
 
     def tokens(self, ids: np.ndarray) -> np.ndarray | None:
         """How much there is to compute of each sample, if they differ: micro-batches and ranks share that evenly."""
@@ -90,9 +134,23 @@ class Order:
         return step // self.steps_per_epoch
 
     def slots(self, step: int) -> int:
-        """How many samples this step has: ``global_batch``, or what is left of the epoch."""
-        first = step % self.steps_per_epoch * self.global_batch
-        return min(self.global_batch, self.size - first)
+        """How many samples this step has: ``global_batch``, but for the last one of an epoch."""
+        place = step % self.steps_per_epoch
+        if place == self.steps_per_epoch - 1:
+            return self.drawn - place * self.global_batch
+        return self.global_batch
+
+    def micro_batches(self, slots: int, usual: int) -> int:
+        """How many micro-batches a step of so many samples has, where one of ``global_batch`` has ``usual``.
+
+        A step that others are merged into has more of them, and none that is larger.
+        """
+        more = self.last_batch == "merge" and slots > self.global_batch
+        return math.ceil(usual * slots / self.global_batch) if more else usual
+
+    def visits(self, step: int, slots: np.ndarray) -> np.ndarray:
+        """By slot, which visit of its sample this is: what is drawn while a sample is read is keyed by both."""
+        return np.full(len(slots), self.epoch(step))
 
     def ids(self, step: int, start: int = 0, stop: int | None = None) -> np.ndarray:
         """The sample ids in slots ``start:stop`` of a step."""

@@ -41,11 +41,11 @@ class ShardOrder(Order):
     """Samples of each shard."""
     chunk: int = CHUNK
     window: int = WINDOW
-    _known: dict[int, EpochRounds] = field(default_factory=dict, compare=False, repr=False)
+    _known: dict[int, EpochRounds] = field(default_factory=dict, init=False, compare=False, repr=False)
     """The epoch that was asked for last."""
 
     def facts(self) -> dict[str, Any]:
-        return {"shards": list(self.sizes), "chunk": self.chunk, "window": self.window}
+        return {"shards": list(self.sizes), "chunk": self.chunk, "window": self.window} | super().facts()
 
     @cached_property
     def _before(self) -> np.ndarray:

@@ -19,11 +19,11 @@ import torch.utils.data
 
 from phalanx import streams
 from phalanx.data.kinds import BrokenStream
-from phalanx.data.loader import seed_globally
+from phalanx.data.seeding import seed_globally
 from phalanx.data.shard_order import CHUNK, WINDOW, ShardOrder
 from phalanx.errors import WrongUse, may_pass
 from phalanx.events import say
-from phalanx.files import write_whole
+from phalanx.files import EVERYBODYS, write_whole
 from phalanx.words import many
 
 END = object()
@@ -174,7 +174,7 @@ def _counted(shards: Sequence[Iterable[Any]], path: Path) -> list[int]:
         raise WrongUse(f"{path} is no list of numbers ({error}). Remove it, and they are counted again.") from None
     with _undivided():
         sizes = [sum(1 for _ in shard) for shard in shards]
-    write_whole(path, json.dumps(sizes))
+    write_whole(path, json.dumps(sizes), EVERYBODYS)
     return sizes
 
 

@@ -12,7 +12,9 @@ import numpy as np
 
 from phalanx import counter
 from phalanx.data.arrays import Arrays
+from phalanx.data.columns import column_of
 from phalanx.data.order import permute
+from phalanx.data.text import Parquet
 from phalanx.errors import WrongUse
 
 
@@ -39,10 +41,16 @@ class Split:
         """Many samples at once, of arrays."""
         return self.data.batch(self.ids(np.asarray(ids)))
 
+    def column(self, name: str) -> Any:
+        """A column of all samples of this part."""
+        return np.asarray(column_of(self.data, name))[self.ids(np.arange(len(self)))]
+
 
 def by_rows(data: Any) -> bool:
     """Whether data gives many samples at once: arrays, and parts of them."""
-    return isinstance(data, Arrays) or (isinstance(data, Split) and by_rows(data.data))
+    if isinstance(data, Split):
+        return by_rows(data.data)
+    return isinstance(data, Arrays) or (isinstance(data, Parquet) and data.by_rows)
 
 
 def split(data: Any, held_out: float | int = 0.1, seed: int = 0) -> tuple[Split, Split]:

@@ -78,7 +78,7 @@ class StreamedFiles(TokenFiles):
     def _ends(self, number: int) -> np.ndarray:
         if number not in self._known_ends:
             whole = self.manifest.shards[number].files["ends"].bytes
-            self._known_ends[number] = self._bytes(number, "ends", 0, whole).view(ENDS)
+            self._known_ends[number] = self._checked_ends(number, self._bytes(number, "ends", 0, whole).view(ENDS))
             while len(self._known_ends) > KEPT:
                 self._known_ends.popitem(last=False)
         self._known_ends.move_to_end(number)
@@ -215,7 +215,7 @@ class BlockOrder(Order):
     window: int = WINDOW
 
     def facts(self) -> dict[str, Any]:
-        return {"block": self.block, "window": self.window}
+        return {"block": self.block, "window": self.window} | super().facts()
 
     def ids(self, step: int, start: int = 0, stop: int | None = None) -> np.ndarray:
         """The sample ids in slots ``start:stop`` of a step."""

@@ -14,7 +14,7 @@ import numpy as np
 from torch import Tensor
 
 from phalanx.data.packing import packed
-from phalanx.data.token_manifest import ENDS, MANIFEST, TokenManifest
+from phalanx.data.token_manifest import ENDS, MANIFEST, TokenManifest, ends_in_order
 from phalanx.data.tokenizer import Tokenizer
 from phalanx.errors import WrongUse
 
@@ -86,7 +86,19 @@ class TokenFiles:
         return found
 
     def _ends(self, number: int) -> np.ndarray:
-        return self._mapped(number, "ends", ENDS)
+        known = (number, "ends") in self._arrays
+        found = self._mapped(number, "ends", ENDS)
+        return found if known else self._checked_ends(number, found)
+
+    def _checked_ends(self, number: int, ends: np.ndarray) -> np.ndarray:
+        """A shard's ends, the first time they are read."""
+        shard = self.manifest.shards[number]
+        if not ends_in_order(ends, shard.tokens):
+            raise WrongUse(
+                f"{self.shown}/{shard.name}.ends has documents that do not end one after another, up to token "
+                f"{shard.tokens:,}: the file is damaged. Make it again with phalanx tokenize."
+            )
+        return ends
 
     def _mapped(self, number: int, ending: str, dtype: np.dtype) -> np.ndarray:
         if (number, ending) not in self._arrays:

@@ -29,7 +29,7 @@ from phalanx.data.rows import FilePart, files_of, parts_of
 from phalanx.data.token_manifest import ENDS, MANIFEST, BlockHash, Progress, ShardRecord, TokenManifest
 from phalanx.data.tokenizer import BYTES, FILE, Tokenizer, file_of, on_one_thread
 from phalanx.errors import CannotHere, WrongUse
-from phalanx.files import sync_folder, write_whole
+from phalanx.files import EVERYBODYS, sync_folder, write_whole
 from phalanx.processes import die_with_parent
 from phalanx.run import FolderHeld, held
 from phalanx.task import BadRows
@@ -92,7 +92,7 @@ def tokenize(
             manifest = _manifest(work, made, files)
             if str(tokenizer) != BYTES:
                 shutil.copyfile(file_of(tokenizer), folder / FILE)
-            write_whole(folder / MANIFEST, manifest.to_json())
+            write_whole(folder / MANIFEST, manifest.to_json(), EVERYBODYS)
         _commit(folder, output)
     return manifest
 
@@ -199,7 +199,7 @@ class Tokenizing:
         record = ShardRecord(shard.name, shard.tokens, shard.documents, files)
         self.shards.append(record)
         known = {"shard": asdict(record), "parts": [asdict(self.records[number]) for number in parts]}
-        write_whole(folder / f"{shard.name}.json", json.dumps(known))
+        write_whole(folder / f"{shard.name}.json", json.dumps(known), EVERYBODYS)
         for number in parts:
             self.encoder.forget(number)
 
@@ -210,7 +210,7 @@ class Tokenizing:
                 found = json.loads(path.read_bytes())
                 record = ShardRecord.parse(found["shard"])
                 parts = [PartRecord(**each) for each in found["parts"]]
-            except (ValueError, KeyError, TypeError):
+            except (ValueError, KeyError, TypeError, RecursionError):
                 return
             self.shards.append(record)
             for number in range(len(self.records), len(self.records) + len(parts)):
@@ -297,7 +297,7 @@ def _claim(folder: Path, made: dict[str, Any], files: Sequence[Path]) -> None:
     """Say what an unfinished folder is made from, or see that it is this."""
     path = folder / CLAIM
     if not path.is_file():
-        write_whole(path, json.dumps(made))
+        write_whole(path, json.dumps(made), EVERYBODYS)
         return
     _same(json.loads(path.read_bytes()), made, folder)
     _unchanged(files, path, folder)

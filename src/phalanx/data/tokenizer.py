@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from phalanx.errors import CannotHere, WrongUse, closest
-from phalanx.files import write_whole
+from phalanx.files import EVERYBODYS, json_object, write_whole
 from phalanx.processes import aside
 
 BYTES = "bytes"
@@ -38,12 +38,14 @@ class Tokenizer:
                 raise WrongUse(f"a tokenizer of bytes has no token {end!r}. Leave --end out.")
             return cls(BYTES, hashlib.sha256(BYTES.encode()).hexdigest(), 256, None, "", None)
         path = file_of(name)
-        model, content = _loaded(path), path.read_bytes()
+        model, content = _loaded(path)
         known = model.get_vocab(with_added_tokens=True)
+        if not known:
+            raise WrongUse(f"{path} has no tokens. Give a {FILE} as tokenizers write it.")
         token = _eos(path) if end is None else end
         if token and token not in known:
             raise WrongUse(f"{path} has no token {token!r} to end documents with; {closest(token, _special(model))}")
-        hash = hashlib.sha256(json.dumps(json.loads(content), sort_keys=True).encode()).hexdigest()
+        hash = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
         name = path.parent.resolve().name
         return cls(name, hash, max(known.values()) + 1, known[token] if token else None, token, model)
 
@@ -92,7 +94,7 @@ def train_tokenizer(texts: Sequence[str], vocabulary: int, folder: Path, special
     # its threads would not survive a fork
     content = aside(lambda: str(byte_pairs(texts, vocabulary, special).to_str()))
     folder.mkdir(parents=True, exist_ok=True)
-    write_whole(folder / FILE, content)
+    write_whole(folder / FILE, content, EVERYBODYS)
     return folder
 
 
@@ -110,9 +112,11 @@ def byte_pairs(texts: Iterable[str], vocabulary: int, special: Sequence[str]) ->
     return model
 
 
-def _loaded(path: Path) -> Any:
+def _loaded(path: Path) -> tuple[Any, dict[str, Any]]:
+    """A tokenizer, and what its file says."""
     tokenizers = _library()
     try:
+        content = json_object(path)
         model = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises Exception itself
         raise WrongUse(
@@ -120,7 +124,7 @@ def _loaded(path: Path) -> Any:
         ) from None
     model.no_truncation()  # a file may say that texts are cut or filled up
     model.no_padding()
-    return model
+    return model, content
 
 
 def _library() -> Any:
@@ -137,9 +141,9 @@ def _eos(path: Path) -> str:
     if not config.is_file():
         return ""
     try:
-        token = json.loads(config.read_bytes()).get("eos_token")
+        token = json_object(config).get("eos_token")
     except ValueError as error:
-        raise WrongUse(f"{config} is not JSON ({error}). Mend it, or say --end TOKEN.") from None
+        raise WrongUse(f"{config} is no JSON object ({error}). Mend it, or say --end TOKEN.") from None
     return str(token.get("content", "") if isinstance(token, dict) else token or "")
 
 

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from phalanx import streams
 from phalanx.data.packing import packed
+from phalanx.data.token_manifest import ends_in_order
 from phalanx.errors import WrongUse
 from phalanx.events import say
 
@@ -72,7 +73,10 @@ def _stale(
     dtype: str,
 ) -> str:
     """Why a token file is not what would be written now; empty if it is. What the pass gave for it is ``looked`` at."""
-    file = TokenFile(path)
+    try:
+        file = TokenFile(path)
+    except WrongUse as damage:
+        return str(damage)
     if file.tokens.dtype != np.dtype(dtype):
         return f"it holds {file.tokens.dtype}, and {dtype} is asked for"
     if isinstance(documents, Sized) and len(documents) != len(file.ends):
@@ -166,8 +170,23 @@ class TokenFile:
                 raise WrongUse(
                     f"the token file {part} is not there. Write it with phalanx.data.write_tokens({str(path)!r}, ...)."
                 )
-        self.tokens: np.ndarray = np.load(_tokens(path), mmap_mode="r")
-        self.ends: np.ndarray = np.load(_ends(path), mmap_mode="r")
+        self.tokens, self.ends = _numbers(_tokens(path)), _numbers(_ends(path))
+        if not ends_in_order(self.ends, len(self.tokens)):
+            raise WrongUse(
+                f"{_ends(path)} has documents that do not end one after another, up to token {len(self.tokens):,} of "
+                f"{_tokens(path)}: one of them is another's, or damaged. Write both again."
+            )
+
+
+def _numbers(path: Path) -> np.ndarray:
+    """The whole numbers of a file, in a row; mapped."""
+    try:
+        found: np.ndarray = np.load(path, mmap_mode="r")
+    except (OSError, ValueError, EOFError) as error:
+        raise WrongUse(f"{path} is no array of numbers ({error}). Write it again.") from None
+    if not isinstance(found, np.ndarray) or found.dtype.kind not in "iu" or found.ndim != 1:
+        raise WrongUse(f"{path} does not hold whole numbers in a row. Write it again.")
+    return found
 
 
 class PackedTokens:

@@ -1,7 +1,8 @@
 """C and C++ that lie beside a module, compiled when they are first used: once for a host, its processor and its flags.
 
-What is built is kept in the folder of torch's extensions, which several processes and hosts may share. Where it cannot
-be had, the plain twin is used and a warning says so.
+What is built is kept in the folder of torch's extensions, which several processes and hosts of one user may share, or
+elsewhere if others could put code there (`own_folder`), which a warning says. Where it cannot be had,
+the plain twin is used, and a warning says so.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO, TypeVar
 
+from phalanx.kernels.own_folder import others_in, own_folder
+
 COMPILERS = {".c": ("CC", "cc", "a C compiler and Python's headers"), ".cpp": ("CXX", "c++", "a C++ compiler")}
 """By suffix: the variable that names one, what is taken otherwise, and what it is."""
 LOOK_SECONDS = 0.02
@@ -36,11 +39,12 @@ def built(source: Path, flags: Sequence[str], headers: Sequence[str] = (), secon
     words = [*flags, platform.machine(), *platform.libc_ver()]
     told = hashlib.sha256(b"\0".join([*read, *map(str.encode, words)])).hexdigest()[:16]
     root = os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions"
-    folder = Path(root) / f"phalanx_{source.stem}_{told}"
+    folder = own_folder(Path(root), f"phalanx_{source.stem}_{told}")
     whole = folder / "whole.so"
+    if os.path.lexists(whole) and others_in(whole):  # from when others could write here
+        whole.unlink()
     if whole.exists():
         return whole
-    folder.mkdir(parents=True, exist_ok=True)
     deadline = time.monotonic() + seconds
     with (folder / "building").open("w") as lock:
         _locked(lock, deadline, seconds)
@@ -91,7 +95,7 @@ def _compile(source: Path, flags: Sequence[str], whole: Path, lock: IO[str], dea
     handle, own = tempfile.mkstemp(".so", "unfinished-", whole.parent)
     os.close(handle)
     command = [*compiler, "-shared", "-fPIC", *flags, str(source), "-o", own]
-    script = 'own=$1 whole=$2; shift 2; "$@" && chmod +rx "$own" && mv -f "$own" "$whole" || { rm -f "$own"; exit 1; }'
+    script = 'own=$1 whole=$2; shift 2; "$@" && chmod 700 "$own" && mv -f "$own" "$whole" || { rm -f "$own"; exit 1; }'
     with tempfile.TemporaryFile("w+") as said:
         building = subprocess.Popen(
             ["/bin/sh", "-c", script, "sh", own, str(whole), *command], stdin=subprocess.DEVNULL,

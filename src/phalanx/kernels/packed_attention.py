@@ -30,13 +30,16 @@ Varlen = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, int, int, bool, float
 """``(queries, keys, values, cumulative lengths of both, the longest of both, causal, scale)``, of all sequences."""
 
 
-def refusal(device: torch.device, dtype: torch.dtype, width: int) -> str:
-    """Why heads of this width and dtype are not attended to by a kernel; processors have none, and need none."""
+def refusal(device: torch.device, dtype: torch.dtype, width: int | None) -> str:
+    """Why heads of this width and dtype are not attended to by a kernel; processors have none, and need none.
+
+    Heads of a width that is not known are looked at when they are there: `takes`.
+    """
     if device.type == "cpu":
         return ""
     if dtype not in DTYPES:
         return f"no kernel computes it in {str(dtype).removeprefix('torch.')}. Train with precision=bf16"
-    if width > WIDEST or width % MULTIPLE:
+    if width is not None and (width > WIDEST or width % MULTIPLE):
         return f"heads are {width} wide. Choose a multiple of {MULTIPLE} up to {WIDEST}, which a kernel takes"
     if torch.are_deterministic_algorithms_enabled():
         return "an exact run keeps to one order of sums. Without exact= a kernel does it"

@@ -20,7 +20,9 @@ from types import TracebackType
 from typing import Self
 
 from phalanx import flight
+from phalanx.events import plain
 from phalanx.files import write_whole
+from phalanx.folder_files import BadFile, make_folder
 from phalanx.launch import stacks
 from phalanx.launch.host_figures import HostLog
 from phalanx.launch.local import Failure
@@ -114,9 +116,9 @@ class BlackBox:
             return failure
         path = self.run.path / "failures" / f"generation-{generation:05d}-rank-{failure.rank:05d}.txt"
         try:
-            path.parent.mkdir(exist_ok=True)
-            write_whole(path, redact(failure.whole))
-        except OSError:  # a full disk: what is on the screen must do
+            make_folder(self.run.path, path.parent)
+            write_whole(path, redact(failure.whole), within=self.run.path)
+        except (OSError, BadFile):  # a full disk: what is on the screen must do
             return failure
         return replace(failure, file=str(path))
 
@@ -130,9 +132,9 @@ class BlackBox:
             "failures": [{name: value for name, value in asdict(f).items() if name not in SAID} for f in failures],
         }  # fmt: skip
         path = self.run.path / "failures" / f"generation-{self.generation:05d}-from-{self.first:05d}.json"
-        with suppress(OSError):  # a full disk: what is on the screen must do
-            path.parent.mkdir(exist_ok=True)
-            write_whole(path, redact(json.dumps(account)))
+        with suppress(OSError, BadFile):  # a full disk: what is on the screen must do
+            make_folder(self.run.path, path.parent)
+            write_whole(path, json.dumps(plain(account)), within=self.run.path)
 
     def _saving(self, over: threading.Event, generation: int, first: int) -> None:
         host = HostLog(self.run, first, self.ranks)
@@ -143,7 +145,7 @@ class BlackBox:
         self._save(generation, first)
 
     def _save(self, generation: int, first: int) -> None:
-        with suppress(OSError):  # a full disk: the run does not need it
+        with suppress(OSError, BadFile):  # a full disk: the run does not need it
             for rank in range(self.ranks):
                 begun = self._memory[rank * flight.BYTES]
                 if begun and generation == self.generation:  # or a folder that hung has answered at last

@@ -7,13 +7,17 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from phalanx.folder_files import BadFile, reading
 from phalanx.launch.place import ENDED, QUEUED, UNKNOWN, Place, Status
 from phalanx.run import Run
 from phalanx.verdict import Verdict
+from phalanx.words import printable
 
 LOOK_SECONDS = 0.2
 ASK_SECONDS, LONGEST_SECONDS = 1.0, 15.0
 """Between two questions to the place: at first, and at most, a little longer each time."""
+MOST_AT_ONCE = 1 << 22
+"""Bytes of a file that are read at once."""
 BAR = ("━", "─")
 """What a line of progress begins with."""
 
@@ -21,22 +25,26 @@ BAR = ("━", "─")
 class Tail:
     """What is added to a file, line by line; a line of progress renews itself on a terminal."""
 
-    def __init__(self, path: Path) -> None:
-        self.path, self.at, self.rest = path, 0, b""
+    def __init__(self, folder: Path, path: Path) -> None:
+        """``folder``: the run's, in which the file is."""
+        self.folder, self.path, self.at, self.rest = folder, path, 0, b""
         self.live = sys.stdout.isatty()
         self._open = False
         """Whether the cursor stands behind a line of progress."""
 
     def lines(self) -> Iterator[str]:
+        """Those that were added, and end."""
         try:
-            with self.path.open("rb") as file:
+            with reading(self.folder, self.path) as file:
                 file.seek(self.at)
-                added = file.read()
+                while added := file.read(MOST_AT_ONCE):
+                    self.at += len(added)
+                    *whole, self.rest = (self.rest + added).split(b"\n")
+                    yield from (_shown(line) for line in whole)
+                    if len(self.rest) > MOST_AT_ONCE:
+                        raise BadFile(self.path, "has no line break for many megabytes, and is no log")
         except FileNotFoundError:
             return
-        self.at += len(added)
-        *whole, self.rest = (self.rest + added).split(b"\n")
-        yield from (line.decode(errors="replace") for line in whole)
 
     def show(self) -> bool:
         """Whether there was anything."""
@@ -51,12 +59,17 @@ class Tail:
     def close(self) -> None:
         self.show()
         if self.rest or self._open:
-            print(self.rest.decode(errors="replace"), flush=True)
+            print(_shown(self.rest), flush=True)
+
+
+def _shown(line: bytes) -> str:
+    """A line as a terminal would show it, but for what controls the terminal; what is written over is left out."""
+    return printable(line.rstrip(b"\r").rpartition(b"\r")[2].decode(errors="replace"))
 
 
 def follow(place: Place, run: Run, job: str) -> Verdict:
     """To the end of a job, with its exit code. Ctrl-C ends the following, and nothing else."""
-    tail, pause, said = Tail(place.output(run, job)), ASK_SECONDS, ""
+    tail, pause, said = Tail(run.path, place.output(run, job)), ASK_SECONDS, ""
     asked, status = 0.0, Status(UNKNOWN)
     try:
         with place.fetching(run, job, keep_on=True):
@@ -66,7 +79,7 @@ def follow(place: Place, run: Run, job: str) -> Verdict:
                     pause = min(LONGEST_SECONDS, pause * 1.1)
                     if status.state in (QUEUED, UNKNOWN) and status.detail != said:
                         said = status.detail
-                        print(f"  queue  {said}", flush=True)
+                        print(printable(f"  queue  {said}", one_line=True), flush=True)
                 if tail.show():
                     pause = ASK_SECONDS if status.state != ENDED else pause
                 time.sleep(LOOK_SECONDS)
@@ -87,5 +100,5 @@ def looked_away(place: Place, run: Run, job: str) -> Verdict:
     """On a job that goes on by itself."""
     return Verdict(
         False, f"no longer followed: {place.word} job {job} goes on", [f"what it does is in {run.path}"],
-        next=f"Look again with phalanx logs {run.path}, end it with phalanx cancel {run.path}", code=130,
+        next=f"Look again with phalanx logs {run.in_shell}, end it with phalanx cancel {run.in_shell}", code=130,
     )  # fmt: skip

@@ -16,6 +16,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from phalanx.folder_files import BadFile, appending, make_folder, overwriting, read_bytes
 from phalanx.run import Run
 
 MOST_BYTES = 4 << 20
@@ -86,7 +87,7 @@ class HostLog:
 
     def __init__(self, run: Run, first: int, ranks: int) -> None:
         """``first``: the number of its first rank."""
-        self._path, self._figures = figures_path(run, first), HostFigures()
+        self._folder, self._path, self._figures = run.path, figures_path(run, first), HostFigures()
         self._facts = {"host": socket.gethostname(), "first": first, "ranks": ranks, "cores": os.cpu_count() or 1}
         self._last = time.monotonic()
 
@@ -96,10 +97,10 @@ class HostLog:
             return
         self._last = time.monotonic()
         line = json.dumps({"kind": "host", "time": round(time.time(), 3), **self._facts, **self._figures.look()})
-        with suppress(OSError):
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            with self._path.open("a", encoding="utf-8") as file:
-                file.write(line + "\n")
+        with suppress(OSError, BadFile):
+            make_folder(self._folder, self._path.parent)
+            with appending(self._folder, self._path) as file:
+                file.write(f"{line}\n".encode())
                 size = file.tell()
             if size > MOST_BYTES:
                 self._drop_half()
@@ -108,9 +109,10 @@ class HostLog:
         self._figures.close()
 
     def _drop_half(self) -> None:
-        lines = self._path.read_text(encoding="utf-8").splitlines(keepends=True)
+        lines = read_bytes(self._folder, self._path, 2 * MOST_BYTES).splitlines(keepends=True)
         unfinished = self._path.with_suffix(".unfinished")
-        unfinished.write_text("".join(lines[len(lines) // 2 :]), encoding="utf-8")
+        with overwriting(self._folder, unfinished) as file:
+            file.write(b"".join(lines[len(lines) // 2 :]))
         unfinished.replace(self._path)
 
 

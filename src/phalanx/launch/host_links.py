@@ -6,6 +6,7 @@ all of them say becomes one log: that of the host with rank 0 as it is, the othe
 
 from __future__ import annotations
 
+import os
 import queue
 import re
 import subprocess
@@ -16,6 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
+from phalanx.folder_files import open_file
 from phalanx.launch.following import BAR, Tail
 from phalanx.launch.host_side import MARGIN_SECONDS, Facts
 from phalanx.launch.ssh import LOST, SshHost, shown
@@ -102,7 +104,7 @@ class Links:
 
     def follow(self) -> None:
         """To the end of all of them; each link then has its code."""
-        tail = Tail(self.folder / LOG)
+        tail = Tail(self.folder.parent, self.folder / LOG)
         tail.at = tail.path.stat().st_size if tail.path.exists() else 0
         try:
             with handled(ENDING, lambda number, frame: self.stop.heard(number)):
@@ -226,7 +228,8 @@ class Links:
 
     def _file(self, name: str) -> IO[str]:
         if name not in self._files:
-            self._files[name] = (self.folder / name.replace("/", "_")).open("a", encoding="utf-8")
+            path, flags = self.folder / name.replace("/", "_"), os.O_WRONLY | os.O_APPEND | os.O_CREAT
+            self._files[name] = os.fdopen(open_file(self.folder.parent, path, flags), "a", encoding="utf-8")
         return self._files[name]
 
 

@@ -9,17 +9,20 @@ from __future__ import annotations
 
 import base64
 import ctypes
+import grp
 import hashlib
 import importlib.util
 import io
 import json
 import os
 import platform
+import pwd
 import queue
 import re
 import shutil
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import tarfile
@@ -161,7 +164,7 @@ def open_door(request: Facts) -> Facts:
         try:
             made += _made(Path(folder))
             mark = Path(folder) / request["mark"]
-            mark.mkdir()
+            mark.mkdir(0o750)
             marks.append(mark)
             (mark / "0").write_text("was here")
         except OSError as error:
@@ -188,7 +191,8 @@ def _listening(port: int) -> socket.socket:
 def _made(folder: Path) -> list[Path]:
     """The folders that had to be made, the innermost first."""
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
-    folder.mkdir(parents=True, exist_ok=True)
+    for path in reversed(missing):
+        path.mkdir(0o750, exist_ok=True)
     return missing
 
 
@@ -235,16 +239,45 @@ def _seen(folder: str, request: Facts) -> bool:
 
 
 def unpack(request: Facts) -> Facts:
-    """Into a folder of the run's own, in place of what it held before."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    folder = cache / "phalanx" / "code" / request["name"]
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    """Into a folder of the run's own, in place of what it held before, where nobody else can put code."""
+    cache, note = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "phalanx" / "code", ""
+    _made(cache)
+    if others := _others_in(cache):
+        cache = Path(tempfile.gettempdir()) / f"phalanx-{os.geteuid()}" / "code"
+        note = f"{others} belongs to other users, or they can write to it: the code is in {cache}"
+        _made(cache)
+        if others := _others_in(cache):
+            raise SystemExit(
+                f"{others} belongs to other users, or they can write to it. Set XDG_CACHE_HOME to your own."
+            )
+    folder = cache / request["name"]
     new = tempfile.mkdtemp(dir=folder.parent)  # which nobody else may read
     with tarfile.open(fileobj=io.BytesIO(base64.b64decode(request["files"]))) as files:
         files.extractall(new)
     shutil.rmtree(folder, ignore_errors=True)
     os.rename(new, folder)
-    return {"folder": str(folder)}
+    return {"folder": str(folder), "note": note}
+
+
+def _alone(group: int) -> bool:
+    """Whether a group is this user's own, as many systems give everybody one."""
+    try:
+        me, known = pwd.getpwuid(os.geteuid()), grp.getgrgid(group)
+    except KeyError:
+        return group == 0
+    return group == 0 or (known.gr_name == me.pw_name and set(known.gr_mem) <= {me.pw_name})
+
+
+def _others_in(folder: Path) -> str:
+    """The first of the folders on the way to one in which another user than root could put code; "": none."""
+    innermost = Path(os.path.realpath(folder))
+    for each in (innermost, *innermost.parents):
+        found = os.lstat(each)
+        sticky = each != innermost and found.st_mode & stat.S_ISVTX
+        shared = found.st_mode & stat.S_IWOTH or (found.st_mode & stat.S_IWGRP and not _alone(found.st_gid))
+        if found.st_uid not in (0, os.geteuid()) or (shared and not sticky):
+            return str(each)
+    return ""
 
 
 # The supervisor of this host.

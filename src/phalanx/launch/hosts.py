@@ -23,7 +23,8 @@ from typing import ClassVar, Self
 from phalanx import user_code
 from phalanx.errors import CannotHere, WrongUse, closest
 from phalanx.files import write_whole
-from phalanx.launch import key, network, place, ssh
+from phalanx.folder_files import make_folder, read_text
+from phalanx.launch import belonging, key, network, place, ssh
 from phalanx.launch.host_check import HostCheck, at_once
 from phalanx.launch.host_code import PackedCode
 from phalanx.launch.host_links import LOG, Links
@@ -35,7 +36,7 @@ from phalanx.launch.stopping import Stop
 from phalanx.redact import redact
 from phalanx.run import Run, held, holder
 from phalanx.verdict import Verdict
-from phalanx.words import many
+from phalanx.words import digits, many
 
 OPTIONS = ("ranks", "gpus", "port", "python", "ssh", "code")
 HANDED_ON = ("PYTHONPATH", "OMP_", "MKL_", "NCCL_", "GLOO_", "TORCH", "PHALANX_", "HF_", "AWS_", "FSSPEC_", "WANDB_")
@@ -51,6 +52,7 @@ class Hosts(Place):
     """Hosts that are reached over ssh, by name."""
 
     word: ClassVar[str] = "hosts"
+    job: ClassVar[str] = "[0-9]{1,9}@[A-Za-z0-9][A-Za-z0-9._-]{0,252}"
     remotes: tuple[SshHost, ...] = ()
     port: int | None = None
     """Where they meet; by default one that follows from the run's folder."""
@@ -82,6 +84,11 @@ class Hosts(Place):
             python=options.get("python"), copy="code" in options, text=f"hosts:{text}",
         )  # fmt: skip
 
+    @classmethod
+    def noted(cls, options: Mapping[str, str], rest: str) -> Self:
+        """No file of hosts is read: what is asked of such a place is asked of the run's folder."""
+        return cls(text=f"hosts:{','.join([rest, *(f'{name}={value}' for name, value in options.items())])}")
+
     @property
     def world(self) -> int:
         return sum(remote.ranks for remote in self.remotes)
@@ -102,8 +109,8 @@ class Hosts(Place):
             _clear(command.run)
             raise
         run, folder = Run(command.run), command.run / "hosts"
-        folder.mkdir(exist_ok=True)
-        with held(folder):
+        make_folder(run.path, folder)
+        with held(folder, within=run.path):
             try:
                 requests = self._requests(command, self._checked(command))
             except BaseException:
@@ -119,7 +126,7 @@ class Hosts(Place):
                 code = error.exit_code
                 raise
             finally:
-                write_whole(folder / CODE, f"{code}\n")
+                write_whole(folder / CODE, f"{code}\n", within=run.path)
         return verdict
 
     def _followed(self, command: Command, requests: dict[SshHost, Facts], folder: Path) -> Verdict:
@@ -134,21 +141,23 @@ class Hosts(Place):
 
     def status(self, run: Run, job: str) -> Status:
         where = f"started by process {job.replace('@', ' on ')}"
-        if holder(run.path / "hosts"):
+        if holder(run.path / "hosts", within=run.path):
             return Status(RUNNING, where)
         try:
-            code = int((run.path / "hosts" / CODE).read_text())
-        except (OSError, ValueError):
-            return Status(ENDED, f"{where}, which was killed")
-        return Status(ENDED, f"exit code {code}", code)
+            code = digits(read_text(run.path, run.path / "hosts" / CODE, 100).strip())
+        except FileNotFoundError:
+            code = None
+        return Status(ENDED, f"{where}, which was killed" if code is None else f"exit code {code}", code)
 
     def cancel(self, run: Run, job: str) -> None:
         pid, _, host = job.partition("@")
         if host != socket.gethostname():
-            raise CannotHere(f"{run.path} was started on {host}. Cancel it there: phalanx cancel {run.path}")
-        if not holder(run.path / "hosts"):
+            raise CannotHere(f"{run.path} was started on {host}. Cancel it there: phalanx cancel {run.in_shell}")
+        lock = run.path / "hosts" / "lock"
+        if not holder(lock.parent, within=run.path):
             raise CannotHere(f"process {pid}, which started {run.path}, is gone; its hosts end by themselves. Wait.")
-        os.kill(int(pid), signal.SIGTERM)
+        if not belonging.ask(int(pid), signal.SIGTERM, lambda process: belonging.holds(process, lock)):
+            raise CannotHere(belonging.refused(int(pid), lock))
 
     def output(self, run: Run, job: str) -> Path:
         return run.path / "hosts" / LOG
@@ -313,10 +322,12 @@ def _sent(remote: SshHost, code: PackedCode, run: Path) -> str:
     """The folder there that has the code."""
     name = hashlib.sha256(f"{socket.gethostname()} {run} {remote.name}".encode()).hexdigest()[:16]
     try:
-        folder: str = remote.ask({"do": "unpack", "name": name, "files": code.packed})["folder"]
+        found = remote.ask({"do": "unpack", "name": name, "files": code.packed})
     except Unreached as error:
         raise CannotHere(f"the code cannot be sent to host {remote.name}: it {error}.") from None
-    return folder
+    if found["note"]:
+        print(f"   note  host {remote.name}: {found['note']}", flush=True)
+    return str(found["folder"])
 
 
 def _variables() -> dict[str, str]:

@@ -6,9 +6,12 @@ on a volume that all of them mount; what this machine keeps of it is the job's n
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 import re
 import secrets
+import shlex
 import shutil
 import subprocess
 import zlib
@@ -20,9 +23,10 @@ from typing import Any, ClassVar, Self
 
 from phalanx.errors import CannotHere, WrongUse, closest
 from phalanx.files import write_whole
+from phalanx.folder_files import BadFile, make_folder, read_text
 from phalanx.launch import place
 from phalanx.launch.following import follow
-from phalanx.launch.kubernetes_objects import KINDS, PORT, VERDICTS, JobKind, Pods, objects
+from phalanx.launch.kubernetes_objects import KINDS, PORT, RUN_LABEL, VERDICTS, JobKind, Pods, objects
 from phalanx.launch.place import ENDED, QUEUED, RUNNING, UNKNOWN, Command, Place, Status
 from phalanx.launch.pod_log import PodLog
 from phalanx.launch.pods import first_of, in_words
@@ -41,6 +45,10 @@ NOT_OF_TRAINJOB = ("folder", "secret", "retries")
 """What only the runtime of a TrainJob says."""
 MARGIN_SECONDS = 30
 """Beside the time that ranks have to save in."""
+LABEL = "[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?"
+"""A name of a namespace, or of a job."""
+ANSWER_SECONDS = 60.0
+"""In which kubectl must answer a question."""
 QUANTITY = re.compile(r"\d+(\.\d+)?(m|[kKMGTP]i?)?")
 OVER = {"Complete": 0, "Completed": 0, "Succeeded": 0, "Failed": 1}
 """Conditions that a job does not leave, in the words of all kinds."""
@@ -51,6 +59,7 @@ class Kubernetes(Place):
     """Pods of a Kubernetes cluster, the one that kubectl's configuration names."""
 
     word: ClassVar[str] = "kubernetes"
+    job: ClassVar[str] = LABEL
     given: Mapping[str, str] = field(default_factory=dict)
     """What follows ``--on kubernetes:``."""
 
@@ -61,6 +70,10 @@ class Kubernetes(Place):
                 if name in OPTIONS:
                     raise WrongUse(f"--on kubernetes: {name} needs a value. See docs/kubernetes.md.")
                 raise WrongUse(f"--on kubernetes: {name!r} is not one of its options; {closest(name, OPTIONS)}")
+        if "namespace" in options and not re.fullmatch(LABEL, options["namespace"]):
+            raise WrongUse(
+                f"namespace={options['namespace']} is no name of a namespace. Use a-z, 0-9 and '-', up to 63."
+            )
         for name in ("cpus", "memory", "shm"):
             if name in options and not QUANTITY.fullmatch(options[name]):
                 raise WrongUse(f"{name}={options[name]} is no quantity of Kubernetes's. Write it like {name}=64Gi.")
@@ -103,8 +116,8 @@ class Kubernetes(Place):
         chosen = {field: self.given[option] for option, field in NAMED.items() if option in self.given}
         retries = place.count(self.given, "retries", 20 if command.verb == "train" else 0, least=0)
         return Pods(
-            name=name, words=self._words(command, name, run), nodes=self.nodes, ranks=self.ranks,
-            grace=round(command.grace) + MARGIN_SECONDS, limits=self._limits(), mount=mount,
+            name=name, run=_label(command.run), words=self._words(command, name, run), nodes=self.nodes,
+            ranks=self.ranks, grace=round(command.grace) + MARGIN_SECONDS, limits=self._limits(), mount=mount,
             claim=self.given.get("volume", "").partition(":")[0], selector=self._selector(),
             group=self.given.get("group", ""), retries=retries, **chosen,
         )  # fmt: skip
@@ -119,19 +132,29 @@ class Kubernetes(Place):
             raise WrongUse(f"a volume cannot be mounted at {at}. Write it like volume={claim}:/shared")
         if command.run.is_relative_to(at):
             return at, str(command.run)
-        named = self._folder(command.run)
-        return at, f"{at.rstrip('/')}/{named.read_text().strip() if named.exists() else command.run.name}"
+        return at, f"{at.rstrip('/')}/{self._named(command.run) or command.run.name}"
 
     def _folder(self, run: Path) -> Path:
         """The file that has the name of the run's folder on a volume that this machine does not mount."""
         return run / self.word / "folder"
 
+    def _named(self, run: Path) -> str:
+        """What that file says; nothing where it is not there."""
+        path = self._folder(run)
+        try:
+            name = read_text(run, path, 1000).strip()
+        except FileNotFoundError:
+            return ""
+        if not re.fullmatch(r"[^/\x00-\x1f]{1,255}", name) or name in (".", ".."):
+            raise BadFile(path, "is no name of a folder")
+        return name
+
     def _name_folder(self, command: Command) -> None:
         """One that no other machine's run has there."""
         named = self._folder(command.run)
         if not named.exists():
-            named.parent.mkdir(exist_ok=True)
-            write_whole(named, f"{command.run.name}-{secrets.token_hex(3)}\n")
+            make_folder(command.run, named.parent)
+            write_whole(named, f"{command.run.name}-{secrets.token_hex(3)}\n", within=command.run)
 
     def _check_without_volume(self, command: Command) -> None:
         if "://" not in (command.value("--checkpoints") or ""):
@@ -168,7 +191,7 @@ class Kubernetes(Place):
             if command.verb == "train" and "--min-nodes" not in words:
                 words += ["--min-nodes", str(self.nodes)]
             words += ["--max-nodes", str(self.nodes), "--meet", f"{self.kind.first.format(name)}:{PORT}"]
-        return tuple(word.replace("$(", "$$(") for word in words)  # which Kubernetes would take for a variable
+        return tuple(word.replace("$", "$$") for word in words)  # $$ is a dollar there, and $(X) a variable
 
     def _limits(self) -> dict[str, str]:
         found = {"nvidia.com/gpu": str(self.gpus)} if self.gpus else {}
@@ -217,23 +240,28 @@ class Kubernetes(Place):
                 break
         if done.returncode:
             if self._kind == "job" and "AlreadyExists" not in done.stderr:
-                self.kubectl("delete", "service", pods.name, "--wait=false", "--ignore-not-found")
+                self.kubectl("delete", f"service/{pods.name}", "--wait=false", "--ignore-not-found")
             if not begun:
                 shutil.rmtree(file.parent)
             raise CannotHere(f"Kubernetes does not take the job: {_words(done.stderr)}. {self._advice(done.stderr)}")
-        file.parent.mkdir(exist_ok=True)
-        write_whole(file, to_yaml(made))
+        make_folder(run.path, file.parent)
+        write_whole(file, to_yaml(made), within=run.path)
         place.note(run, self.text, pods.name)
         return pods.name
 
     def kubectl(self, *words: str, text: str | None = None) -> subprocess.CompletedProcess[str]:
         """What kubectl says, in the job's namespace."""
-        return subprocess.run(self.line(*words), capture_output=True, text=True, input=text or "")
+        line = self.line(*words)
+        try:
+            return subprocess.run(line, capture_output=True, text=True, input=text or "", timeout=ANSWER_SECONDS)
+        except subprocess.TimeoutExpired:
+            said = f"kubectl does not answer in {ANSWER_SECONDS:g} s, as if no connect to the cluster were possible"
+            return subprocess.CompletedProcess(line, 1, "", said)
 
     def line(self, *words: str) -> list[str]:
         """A command line of kubectl's."""
         space = self.given.get("namespace")
-        return ["kubectl", *(["--namespace", space] if space else []), *words]
+        return ["kubectl", *([f"--namespace={space}"] if space else []), *words]
 
     def _advice(self, said: str) -> str:
         if (
@@ -254,8 +282,8 @@ class Kubernetes(Place):
 
     def status(self, run: Run, job: str) -> Status:
         _check()
-        found, said = self._get(self.kind.resource, job)
-        pods, pods_said = self._get("pods", "--selector", f"{self.kind.label}={job}")
+        found, said = self._get(f"{self.kind.resource}/{job}")
+        pods, pods_said = self._get("pods", f"--selector={self.kind.label}={job}")
         items = (pods or {}).get("items", [])
         if found is None and "NotFound" in said:
             if items:
@@ -271,23 +299,29 @@ class Kubernetes(Place):
         if "Suspended" in holding:
             return Status(QUEUED, "suspended: a queue, or somebody, has yet to let it run")
         stuck, text = in_words(items, self.nodes)
-        hint = f" (end it with phalanx cancel {run.path})" if stuck else ""
+        hint = f" (end it with phalanx cancel {run.in_shell})" if stuck else ""
         started = any(each.get("status", {}).get("phase") == "Running" for each in items)
         return Status(RUNNING if started and not stuck else QUEUED, text + hint)
 
     def _get(self, *words: str) -> tuple[Any, str]:
         """An object, or what was said instead."""
-        done = self.kubectl("get", *words, "--output", "json")
+        done = self.kubectl("get", "--output=json", *words)
         return (None, done.stderr) if done.returncode else (json.loads(done.stdout), "")
 
     def cancel(self, run: Run, job: str) -> None:
         _check()
+        by_hand = shlex.join(self.line("delete", f"{self.kind.resource}/{job}"))
+        place.check_own(run, by_hand)
         kinds = self.kind.resource + (",services" if self._kind == "job" else "")
-        done = self.kubectl(
-            "delete", kinds, "--selector", f"app.kubernetes.io/instance={job}", "--wait=false", "--ignore-not-found"
-        )
+        wanted = f"app.kubernetes.io/instance={job},{RUN_LABEL}={_label(run.path)}"
+        done = self.kubectl("delete", kinds, f"--selector={wanted}", "--wait=false", "--output=name")
         if done.returncode:
             raise CannotHere(f"Kubernetes does not end {job}: {_words(done.stderr)}. {self._advice(done.stderr)}")
+        if not re.search(r"^\S+/\S+$", done.stdout, re.MULTILINE):
+            raise CannotHere(
+                f"no {self.kind.title} {job} there says that it was submitted from {run.path}. If it is this run's all "
+                f"the same, end it yourself: {by_hand}"
+            )
 
     def output(self, run: Run, job: str) -> Path:
         return run.path / self.word / f"{job}.out"
@@ -295,12 +329,12 @@ class Kubernetes(Place):
     @contextmanager
     def fetching(self, run: Run, job: str, keep_on: bool) -> Iterator[None]:
         _check()
-        with PodLog(self.line, lambda: self._first(job), self.output(run, job), keep_on):
+        with PodLog(self.line, lambda: self._first(job), run.path, self.output(run, job), keep_on):
             yield
 
     def _first(self, job: str) -> Mapping[str, Any] | None:
         """The pod that speaks for all."""
-        pods, _ = self._get("pods", "--selector", f"{self.kind.label}={job}")
+        pods, _ = self._get("pods", f"--selector={self.kind.label}={job}")
         return first_of((pods or {}).get("items", []))
 
 
@@ -316,6 +350,11 @@ def _ended(name: str, condition: Mapping[str, Any], code: int, pods: list[Any]) 
     ]
     codes.sort(key=lambda each: each not in VERDICTS)  # others were ended for it
     return Status(ENDED, f"{name}, {why}" if why else name, next(iter(codes), code))
+
+
+def _label(run: Path) -> str:
+    """By which a job says from which run's folder it was submitted."""
+    return hashlib.sha256(os.fsencode(run.resolve())).hexdigest()[:40]
 
 
 def _check() -> None:

@@ -14,6 +14,8 @@ PORT = 29400
 """Where supervisors meet: a pod has a network of its own."""
 VERDICTS = (1, 2)
 """Exit codes with which ``phalanx train`` says that starting it again does not help."""
+RUN_LABEL = "phalanx.dev/run"
+"""Of a job: from which run's folder it was submitted."""
 Object = dict[str, Any]
 
 
@@ -61,6 +63,8 @@ class Pods:
     name: str
     """The job's."""
     image: str
+    run: str = ""
+    """From which run's folder it was submitted, as a label."""
     words: tuple[str, ...]
     nodes: int
     ranks: int
@@ -157,7 +161,8 @@ def objects(kind: str, pods: Pods, old: bool = False) -> list[Object]:
 
 def _object(kind: JobKind, pods: Pods, spec: Object) -> Object:
     place = {"namespace": pods.namespace} if pods.namespace else {}
-    metadata = {"name": pods.name, **place, "labels": pods.labels}
+    labels = {**pods.labels, **({RUN_LABEL: pods.run} if pods.run else {})}
+    metadata = {"name": pods.name, **place, "labels": labels}
     return {"apiVersion": kind.version, "kind": kind.title, "metadata": metadata, "spec": spec}
 
 

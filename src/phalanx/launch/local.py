@@ -36,6 +36,7 @@ from phalanx.launch.rank_store import RankStore, StoreServer
 from phalanx.launch.stopping import ENDING, HANDED_ON, Stop, handled, note_requests
 from phalanx.parallel.torch_private import preload
 from phalanx.processes import die_with_parent
+from phalanx.redact import redact, refresh
 
 GRACE_SECONDS = 1.0
 """How long the others may take to report, once a rank has failed,"""
@@ -281,6 +282,13 @@ def _failure(rank: int, exitcode: int, report: Any, starved: int | None) -> Fail
 
 
 def _raised(rank: int, error: Exception | SystemExit) -> Failure:
+    """What a rank says of its end, without the secrets that it knows: its supervisor may know fewer."""
+    refresh()
+    told = _described(rank, error)
+    return replace(told, reason=redact(told.reason), trace=redact(told.trace), whole=redact(told.whole))
+
+
+def _described(rank: int, error: Exception | SystemExit) -> Failure:
     if isinstance(error, SystemExit):
         left = f"left by sys.exit({error.code if error.code is not None else ''}) before the end"
         return Failure(rank, time.monotonic(), left, traces.folded(error), traces.whole(error))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import re
+import shlex
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,15 +16,18 @@ from typing import ClassVar, Self
 
 from phalanx.errors import CannotHere, WrongUse, closest
 from phalanx.files import write_whole
-from phalanx.redact import redact, redact_field
+from phalanx.folder_files import BadFile, another_user, read_object
+from phalanx.redact import redact_words
 from phalanx.run import Run
 from phalanx.verdict import Verdict
-from phalanx.words import digits
+from phalanx.words import digits, printable
 
 PLACES = {"slurm": "Slurm", "kubernetes": "Kubernetes", "ray": "RayCluster", "hosts": "Hosts"}
 """By the word of ``--on``: the class, in the file of that name."""
 OTHER_NAMES = {"k8s": "kubernetes", "ssh": "hosts", "host": "hosts", "sbatch": "slurm"}
 """That others have for them."""
+MOST_BYTES = 1 << 16
+"""Of what a run's folder says of its place."""
 QUEUED, RUNNING, ENDED, UNKNOWN = "queued", "running", "ended", "unknown"
 
 
@@ -57,11 +61,10 @@ class Command:
     verb: str = "train"
 
     def __post_init__(self) -> None:
-        for word in self.words:
-            name, _, value = word.partition("=")
-            if redact(word) != word or redact_field(name, value) != value:
+        for word, hidden in zip(self.words, redact_words(self.words), strict=True):
+            if word != hidden:
                 raise WrongUse(
-                    f"{redact(word).partition('=')[0]} has a secret, which would be written into the job. Give it "
+                    f"{hidden.partition('=')[0]} has a secret, which would be written into the job. Give it "
                     "through the environment or a file that the task reads, or through fsspec's own configuration."
                 )
 
@@ -81,6 +84,8 @@ class Place(ABC):
     """Hosts that are alike, with so many ranks each."""
 
     word: ClassVar[str]
+    job: ClassVar[str]
+    """The form of a job's name there, as a regular expression."""
     nodes: int = 1
     ranks: int = 1
     gpus: int = 0
@@ -105,9 +110,14 @@ class Place(ABC):
         """A word of the user's as it is when it is checked here, where the place makes another of it."""
         return word
 
+    @classmethod
+    def noted(cls, options: Mapping[str, str], rest: str) -> Self:
+        """The same of what a run's folder says, which asks for nothing outside of it."""
+        return cls.parse(options, rest)
+
     def again(self, run: Run) -> str:
         """The command by which a run goes on there."""
-        return f"phalanx train --resume --run {run.path} --on {self.text}"
+        return f"phalanx train --resume --run {run.in_shell} --on {shlex.quote(self.text)}"
 
     @abstractmethod
     def preview(self, command: Command) -> str:
@@ -139,15 +149,22 @@ class Place(ABC):
 
 def place_of(on: str | None) -> Place | None:
     """What ``--on`` means; None: this machine."""
-    if on is None:
+    if on is None or on.partition(":")[0] == "local":
         return None
     word, _, rest = on.partition(":")
-    if word == "local":
-        return None
     if word not in PLACES:
         alike = closest(OTHER_NAMES.get(word.lower(), word.lower()), ["local:N", *PLACES])
         raise WrongUse(f"--on {on}: {word!r} is not a place that is known; {alike}")
-    kind = getattr(importlib.import_module(f"phalanx.launch.{word}"), PLACES[word])
+    return _kind(word).parse(*_parts(rest))
+
+
+def _kind(word: str) -> type[Place]:
+    found: type[Place] = getattr(importlib.import_module(f"phalanx.launch.{word}"), PLACES[word])
+    return found
+
+
+def _parts(rest: str) -> tuple[dict[str, str], str]:
+    """Options by name, and what is none of them."""
     options, unnamed = {}, []
     for part in re.split(r",(?=[a-z][a-z-]*(?:=|,|$))", rest) if rest else ():
         name, equals, value = part.partition("=")
@@ -155,7 +172,7 @@ def place_of(on: str | None) -> Place | None:
             options[name] = value
         else:
             unnamed.append(part)
-    return kind.parse(options, ",".join(unnamed))
+    return options, ",".join(unnamed)
 
 
 def count(options: Mapping[str, str], name: str, otherwise: int, least: int = 1) -> int:
@@ -170,6 +187,7 @@ def count(options: Mapping[str, str], name: str, otherwise: int, least: int = 1)
 
 
 def note(run: Run, on: str, job: str) -> None:
+    """Say where a run was submitted, and what its job is called there."""
     write_whole(_file(run), json.dumps({"on": on, "job": job, "time": time.time()}) + "\n")
 
 
@@ -194,21 +212,54 @@ def check_over(run: Run) -> None:
         if status.state in (QUEUED, RUNNING):
             raise WrongUse(
                 f"{run.path} is trained by {place.word} job {job}: {status.detail}. End that first, with phalanx "
-                f"cancel {run.path}, or follow it with phalanx logs {run.path} --follow."
+                f"cancel {run.in_shell}, or follow it with phalanx logs {run.in_shell} --follow."
             )
 
 
 def noted(run: Run) -> tuple[Place, str] | None:
-    """The place that a run was submitted to, and its name there; None: it was started here."""
+    """The place that a run was submitted to, and its name there; None: it was started here.
+
+    Whoever wrote the folder may have written anything there. A job's name has the form that the place gives to names,
+    and what is said of the place is read without asking for anything outside of the folder.
+    """
     try:
-        found = json.loads(_file(run).read_text())
-        on, job = found["on"], found["job"]
+        found = read_object(run.path, _file(run), MOST_BYTES)
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, KeyError, TypeError):
-        raise CannotHere(f"{_file(run)} cannot be read. Remove it if the run was not submitted anywhere.") from None
-    place = place_of(on)
-    return None if place is None else (place, str(job))
+    except (OSError, BadFile) as error:
+        said = error.what if isinstance(error, BadFile) else f"cannot be read: {error.strerror}"
+        raise CannotHere(f"{_file(run)} {said}. Remove it if the run was not submitted anywhere.") from None
+    on, job = found.get("on"), found.get("job")
+    if not isinstance(on, str) or not isinstance(job, str) or printable(on, one_line=True) != on:
+        raise _no_place(run, "does not say where the run was submitted")
+    word, _, rest = on.partition(":")
+    if word not in PLACES:
+        raise _no_place(run, "names no place that is known")
+    kind = _kind(word)
+    if not re.fullmatch(kind.job, job):
+        raise _no_place(run, f"names no job as {kind.word} names them")
+    try:
+        return kind.noted(*_parts(rest)), job
+    except WrongUse as error:
+        raise _no_place(run, f"says of the place what cannot be ({error})") from None
+
+
+def _no_place(run: Run, what: str) -> CannotHere:
+    return CannotHere(f"{_file(run)} {what}. Remove it if the run was not submitted anywhere.")
+
+
+def check_own(run: Run, advice: str) -> None:
+    """Refuse to act on what a folder says that another user wrote: it may name any job of whoever acts."""
+    if whose := said_by(run):
+        raise CannotHere(
+            f"{_file(run)} belongs to {whose}: what it says of jobs is not acted on. Ask them, or see that the "
+            f"job is this run's and end it yourself: {advice}"
+        )
+
+
+def said_by(run: Run) -> str:
+    """Which other user wrote where a run was submitted; "": nobody, or who asks."""
+    return another_user(_file(run))
 
 
 def _file(run: Run) -> Path:

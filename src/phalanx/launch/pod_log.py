@@ -11,6 +11,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from phalanx.folder_files import appending, make_folder, overwriting
+
 LOOK_SECONDS = 1.0
 """Between two looks for a pod whose container has started."""
 PATIENCE_SECONDS = 10.0
@@ -24,11 +26,12 @@ class PodLog:
         self,
         line: Callable[..., list[str]],
         first: Callable[[], Mapping[str, Any] | None],
+        folder: Path,
         path: Path,
         keep_on: bool,
     ) -> None:
-        """``line``: makes a command line of kubectl's; ``first``: finds the pod."""
-        self.line, self.first, self.path, self.keep_on = line, first, path, keep_on
+        """``line``: makes a command line of kubectl's; ``first``: finds the pod; ``folder``: the run's."""
+        self.line, self.first, self.folder, self.path, self.keep_on = line, first, folder, path, keep_on
         self._over = threading.Event()
         self._process: subprocess.Popen[bytes] | None = None
         self._read: dict[str, int] = {}
@@ -38,11 +41,12 @@ class PodLog:
         self._thread = threading.Thread(target=self._watch, name=f"logs of {path.stem}", daemon=True)
 
     def __enter__(self) -> Self:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(self.folder, self.path.parent)
         if not self.keep_on:
             self._once()
             return self
-        self.path.touch()
+        with appending(self.folder, self.path):
+            pass
         self._thread.start()
         return self
 
@@ -64,9 +68,12 @@ class PodLog:
         pod = self.first()
         if pod is None:
             return  # it may be gone: what was read of it before stays
-        done = subprocess.run(self.line("logs", pod["metadata"]["name"]), stdin=subprocess.DEVNULL, capture_output=True)
+        done = subprocess.run(
+            self.line("logs", "--", pod["metadata"]["name"]), stdin=subprocess.DEVNULL, capture_output=True
+        )
         if done.returncode == 0:
-            self.path.write_bytes(done.stdout)
+            with overwriting(self.folder, self.path) as file:
+                file.write(done.stdout)
 
     def _watch(self) -> None:
         last = False
@@ -80,11 +87,11 @@ class PodLog:
     def _copy(self, pod: str, container: str) -> None:
         """All that a container prints from where it was left, until it ends or the connection does."""
         skip = self._read.get(container, 0)
-        command = self.line("logs", "--follow", pod)
+        command = self.line("logs", "--follow", "--", pod)
         if not self._begun:
-            self.path.write_bytes(b"")  # now that there is something to read again
-            self._begun = True
-        with self.path.open("ab", buffering=0) as file, tempfile.TemporaryFile() as errors:
+            with overwriting(self.folder, self.path):  # now that there is something to read again
+                self._begun = True
+        with appending(self.folder, self.path) as file, tempfile.TemporaryFile() as errors:
             self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors)
             with self._process as process:
                 assert process.stdout is not None
@@ -92,6 +99,7 @@ class PodLog:
                     new = part[min(skip, len(part)) :]
                     skip -= len(part) - len(new)
                     file.write(new)
+                    file.flush()
                     self._read[container] = self._read.get(container, 0) + len(new)
             errors.seek(0)
             said = " ".join(errors.read().decode(errors="replace").split())

@@ -18,6 +18,7 @@ from typing import Any, ClassVar, Self
 
 from phalanx.errors import CannotHere, WrongUse, closest
 from phalanx.files import write_whole
+from phalanx.folder_files import FOLDER_MODE, appending, count, make_folder, read_object
 from phalanx.launch import place
 from phalanx.launch.following import LOOK_SECONDS, Tail
 from phalanx.launch.place import ENDED, RUNNING, Command, Place, Status
@@ -82,6 +83,7 @@ class RayCluster(Place):
     """Nodes of a Ray cluster, or a cluster on this machine for as long as the job lasts."""
 
     word: ClassVar[str] = "ray"
+    job: ClassVar[str] = "[0-9]{1,9}"
     address: str = ""
     """As ``ray.init`` takes it; "": a cluster of our own."""
     text: str = "ray"
@@ -131,11 +133,12 @@ class RayCluster(Place):
                 raise
             job = _new_job(run)
             host = self.job_of(command, job)
-            stack.enter_context(held(Path(host.files), purpose="as Ray's driver"))
+            stack.enter_context(held(Path(host.files), purpose="as Ray's driver", within=run.path))
             place.note(run, self.text, job)
             print(f" submit  Ray job {job}: {many(self.nodes, 'worker')} of {self._words()}", flush=True)
             code, why = self._follow(run, host, command.grace)
-            write_whole(Path(host.files) / "end.json", json.dumps({"code": code, "why": why}) + "\n")
+            ended = json.dumps({"code": code, "why": why}) + "\n"
+            write_whole(Path(host.files) / "end.json", ended, within=run.path)
         if code == 0:
             return Verdict(True, f"ray job {job} is done")
         again = self.again(run)
@@ -213,12 +216,12 @@ class RayCluster(Place):
 
     def status(self, run: Run, job: str) -> Status:
         files = run.path / "ray" / job
-        if driver := holder(files):
+        if driver := holder(files, within=run.path):
             return Status(RUNNING, driver)
         try:
-            found = json.loads((files / "end.json").read_text())
-            return Status(ENDED, str(found["why"]), int(found["code"]))
-        except (OSError, ValueError, KeyError):
+            found = read_object(run.path, files / "end.json")
+            return Status(ENDED, str(found.get("why")), count(found, "code", files / "end.json", most=255))
+        except FileNotFoundError:
             return Status(ENDED, "its driver, which holds its workers, was lost")
 
     def cancel(self, run: Run, job: str) -> None:
@@ -232,16 +235,16 @@ class _Merged:
     """What all workers print, in one file, and on the screen: any of them may have rank 0."""
 
     def __init__(self, job: HostJob, workers: int) -> None:
-        self.path = Path(job.files) / "out"
-        self.parts = [Tail(job.output(name)) for name in ("all", *range(workers))]
-        self.whole = Tail(self.path)
+        self.folder, self.path = Path(job.run), Path(job.files) / "out"
+        self.parts = [Tail(self.folder, job.output(name)) for name in ("all", *range(workers))]
+        self.whole = Tail(self.folder, self.path)
 
     def show(self) -> bool:
         """Whether there was anything."""
         added = [line for part in self.parts for line in part.lines()]
         if added:
-            with self.path.open("a") as file:
-                file.write("\n".join(added) + "\n")
+            with appending(self.folder, self.path) as file:
+                file.write(("\n".join(added) + "\n").encode(errors="replace"))
         return self.whole.show()
 
     def close(self) -> None:
@@ -254,7 +257,8 @@ def _new_job(run: Run) -> str:
     number = 1
     while True:
         try:
-            (run.path / "ray" / str(number)).mkdir(parents=True)
+            make_folder(run.path, run.path / "ray")
+            (run.path / "ray" / str(number)).mkdir(FOLDER_MODE)
             return str(number)
         except FileExistsError:
             number += 1

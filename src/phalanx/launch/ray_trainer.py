@@ -166,4 +166,4 @@ def line(error: BaseException) -> str:
     """An error of Ray's in one line; what its controller raised is told as that."""
     error = getattr(error, "controller_failure", error)
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return redact((lines[0] if lines else type(error).__name__).rstrip(".")[:300])
+    return redact((lines[0] if lines else type(error).__name__).rstrip("."))[:300]

@@ -22,8 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.files import write_whole
+from phalanx.folder_files import appending, read_text, reading
 from phalanx.processes import die_with_parent
-from phalanx.run import Run
+from phalanx.run import LAST_BYTES, Run
 
 LOOK_SECONDS = 0.1
 AGREE_SECONDS = 60.0
@@ -57,26 +58,27 @@ class HostJob:
 
     def say(self, line: str) -> None:
         """Among what the job prints."""
-        with self.output("all").open("a") as output:
-            output.write(f"{line}\n")
+        with appending(Path(self.run), self.output("all")) as output:
+            output.write(f"{line}\n".encode(errors="replace"))
 
     def ask_to_stop(self, code: int, worker: int | str = "all") -> None:
         """Of all workers; the first who asks says with which exit code, and whose output tells why."""
         if not self.stop_path.exists():
-            write_whole(self.stop_path, f"{code} {worker}\n")
+            write_whole(self.stop_path, f"{code} {worker}\n", within=Path(self.run))
 
     def asked_to_stop(self) -> tuple[int, str] | None:
         """With which exit code, and by whom."""
         with suppress(OSError, ValueError):
-            code, worker = self.stop_path.read_text().split()
+            code, worker = read_text(Path(self.run), self.stop_path, 100).split()
             return int(code), worker
         return None
 
     def why(self) -> str:
         """The last that the one who asked to stop has printed."""
         path = self.output((self.asked_to_stop() or (1, "all"))[1])
-        with suppress(OSError):
-            return "\n".join(path.read_text(errors="replace").rstrip().split("\n")[-3:])
+        with suppress(OSError), reading(Path(self.run), path) as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - LAST_BYTES))
+            return "\n".join(file.read(LAST_BYTES).decode(errors="replace").rstrip().split("\n")[-3:])
         return f"nothing was printed to {path}. See Ray's own logs of the workers."
 
 
@@ -92,7 +94,7 @@ class HostChild:
         variables = {name: value for name, value in os.environ.items() if name not in LAUNCHED}
         command = [sys.executable, "-m", "phalanx.launch.ray_worker", str(os.getpid()), *job.words, *more]
         try:
-            with job.output(worker).open("ab") as output:
+            with appending(Path(job.run), job.output(worker)) as output:
                 self.process = subprocess.Popen(
                     command, cwd=job.folder, env=variables, stdin=subprocess.DEVNULL, stdout=output, stderr=output
                 )
@@ -136,7 +138,7 @@ class StepNews:
     def look(self) -> dict[str, Any] | None:
         """The newest, if there is anything new."""
         try:
-            with self.run.events_path(0).open("rb") as file:
+            with reading(self.run.path, self.run.events_path(0)) as file:
                 file.seek(self.at)
                 added = file.read()
         except OSError:

@@ -19,6 +19,7 @@ from typing import ClassVar, Self
 
 from phalanx.errors import CannotHere, WrongUse
 from phalanx.files import write_whole
+from phalanx.folder_files import make_folder
 from phalanx.launch import place
 from phalanx.launch.following import follow, looked_away
 from phalanx.launch.place import ENDED, QUEUED, RUNNING, UNKNOWN, Command, Place, Status
@@ -30,6 +31,8 @@ SETS = ("job-name", "ntasks", "ntasks-per-node", "output", "error", "signal", "r
 """Of sbatch's options those that the script needs as they are."""
 MARGIN_SECONDS = 60
 """Beside the time that ranks have to save in: for Slurm to look, and to end the step."""
+ANSWER_SECONDS = 120.0
+"""In which Slurm must answer a question."""
 OVER = {
     "COMPLETED": 0, "BOOT_FAIL": 1, "CANCELLED": 130, "DEADLINE": 1, "FAILED": 1, "NODE_FAIL": 1, "OUT_OF_MEMORY": 1,
     "PREEMPTED": 1, "REVOKED": 1, "TIMEOUT": 1,
@@ -87,6 +90,7 @@ class Slurm(Place):
     """Nodes of a Slurm cluster."""
 
     word: ClassVar[str] = "slurm"
+    job: ClassVar[str] = "[0-9]{1,12}"
     given: Mapping[str, str] = field(default_factory=dict)
     """Options that are handed to sbatch as they are."""
     text: str = "slurm"
@@ -206,12 +210,12 @@ class Slurm(Place):
         self._check()
         run, logs, script = Run(command.run), command.run / "slurm", self.script(command)
         place.check_over(run)
-        logs.mkdir(parents=True, exist_ok=True)
+        make_folder(run.path, logs)
         done = _told("sbatch", "--parsable", cwd=command.folder, text=script)
         if done.returncode:
             raise CannotHere(f"Slurm does not take the job: {_words(done.stderr)}. {self._advice(done.stderr)}")
         job = done.stdout.strip().partition(";")[0]
-        write_whole(logs / "job.sh", script)
+        write_whole(logs / "job.sh", script, within=run.path)
         place.note(run, self.text, job)
         return job
 
@@ -256,13 +260,17 @@ class Slurm(Place):
         if state in ("RUNNING", "COMPLETING", "SUSPENDED", "STOPPED"):
             return Status(RUNNING, f"{state} on {found.get('NodeList')} for {found.get('RunTime')}{restarts}")
         reason = found.get("Reason", "")
-        hint = f": {HOPELESS[reason]} (end it with phalanx cancel {run.path})" if reason in HOPELESS else ""
+        hint = f": {HOPELESS[reason]} (end it with phalanx cancel {run.in_shell})" if reason in HOPELESS else ""
         return Status(QUEUED, f"{state}, {reason}{restarts}{hint}")
 
     @staticmethod
     def _accounted(job: str, why: str) -> Status:
         """Of a job that the controller has forgotten."""
-        done = _told("sacct", "-n", "-X", "-P", "-j", job, "--format=State,ExitCode") if shutil.which("sacct") else None
+        done = (
+            _told("sacct", "-n", "-X", "-P", f"--jobs={job}", "--format=State,ExitCode")
+            if shutil.which("sacct")
+            else None
+        )
         line = done.stdout.splitlines()[0] if done is not None and done.stdout.strip() else ""
         state, _, code = line.partition("|")
         state = state.partition(" ")[0]
@@ -271,6 +279,15 @@ class Slurm(Place):
         return Status(ENDED if "Invalid job id" in why else UNKNOWN, _words(why))
 
     def cancel(self, run: Run, job: str) -> None:
+        self._check()
+        place.check_own(run, f"scancel {job}")
+        said = _told("scontrol", "show", "job", "-o", job).stdout
+        logs = str(run.path.resolve() / "slurm")
+        if not any(f" StdOut={each}/" in said for each in (logs, logs.replace("%", "%%"))):
+            raise CannotHere(
+                f"Slurm job {job} does not print to {logs}, as this run's would. If it is this run's all the same, end "
+                f"it yourself: scancel {job}"
+            )
         running = self.status(run, job).state == RUNNING
         done = _told("scancel", *(("--batch", "--signal=USR2") if running else ()), job)  # its script has ranks save
         if done.returncode:
@@ -312,7 +329,10 @@ def _exit_code(text: str, otherwise: int) -> int:
 
 
 def _told(*words: str, cwd: Path | None = None, text: str = "") -> subprocess.CompletedProcess[str]:
-    return subprocess.run(words, capture_output=True, text=True, cwd=cwd, input=text)
+    try:
+        return subprocess.run(words, capture_output=True, text=True, cwd=cwd, input=text, timeout=ANSWER_SECONDS)
+    except subprocess.TimeoutExpired:
+        return subprocess.CompletedProcess(words, 1, "", f"{words[0]} does not answer in {ANSWER_SECONDS:g} s")
 
 
 def _words(said: str) -> str:

@@ -21,6 +21,8 @@ from pathlib import Path
 from phalanx import flight
 from phalanx.errors import CannotHere
 from phalanx.files import write_whole
+from phalanx.folder_files import BadFile, make_folder
+from phalanx.launch import belonging
 from phalanx.launch.heartbeats import family, state_of
 from phalanx.redact import redact
 from phalanx.run import Run, holder
@@ -127,10 +129,10 @@ def asked(pids: Mapping[int, int], memories: Mapping[int, int]) -> dict[int, str
 
 def write(run: Run, generation: int, told: Mapping[int, str]) -> None:
     """Put them into the run's folder."""
-    with suppress(OSError):  # a full disk: there is the flight record, perhaps
-        folder(run, generation).mkdir(parents=True, exist_ok=True)
+    with suppress(OSError, BadFile):  # a full disk: there is the flight record, perhaps
+        make_folder(run.path, folder(run, generation))
         for rank, text in told.items():
-            write_whole(folder(run, generation) / f"rank-{rank:05d}.txt", redact(text))
+            write_whole(folder(run, generation) / f"rank-{rank:05d}.txt", redact(text), within=run.path)
 
 
 def keep(run: Run, generation: int, rank: int, memory: int) -> None:
@@ -138,9 +140,9 @@ def keep(run: Run, generation: int, rank: int, memory: int) -> None:
     path = folder(run, generation) / f"rank-{rank:05d}.txt"
     text = os.pread(memory, os.fstat(memory).st_size, 0).decode(errors="replace")
     if (begins := text.rfind(FATAL)) >= 0:
-        with suppress(OSError):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(path, redact(f"rank {rank}, as it ended\n{text[begins:]}"))
+        with suppress(OSError, BadFile):
+            make_folder(run.path, path.parent)
+            write_whole(path, redact(f"rank {rank}, as it ended\n{text[begins:]}"), within=run.path)
 
 
 def unanswered(run: Run) -> str:
@@ -154,7 +156,7 @@ def unanswered(run: Run) -> str:
 
 def ask(run: Run) -> None:
     """Have the supervisor of this host write down the stacks of its ranks, and wait for them; nothing if none runs."""
-    live = re.match(r"process (\d+) on (\S+)", holder(run.path))
+    live = re.match(r"process (\d{1,9}) on (\S+)", holder(run.path))
     if live is None:
         return
     here, generation = socket.gethostname(), run.generation()
@@ -162,23 +164,24 @@ def ask(run: Run) -> None:
     supervisors = {each.supervisor for each in flights if each.host == here} | (
         {int(live[1])} if live[2] == here else set()
     )
-    supervisors = {pid for pid in supervisors if hears(pid)}
-    if not supervisors:
-        raise CannotHere(f"{run.path} is run by {live[0]}, and no rank of it runs here. Ask for stacks on that host.")
     began = time.time()
-    for pid in supervisors:
-        try:
-            os.kill(pid, SIGNAL)
-        except ProcessLookupError:
-            continue  # it has ended just now
-        except PermissionError:
-            raise CannotHere(f"process {pid}, which runs {run.path}, is another user's. Ask them for stacks.") from None
+    supervisors = {pid for pid in supervisors if belonging.ask(pid, SIGNAL, lambda each: _runs(each, run))}
+    if not supervisors:
+        raise CannotHere(
+            f"{run.path} is run by {live[0]}, and no rank of it runs here, by what the system says, or it is another "
+            "user's. Ask for stacks on that host, as that user."
+        )
     deadline = time.monotonic() + ASKED_SECONDS
     while not _written(run, generation, began):
         if time.monotonic() > deadline:
             named = ", ".join(map(str, supervisors))
             raise CannotHere(f"process {named} did not write the stacks of {run.path}. Look whether it is stopped.")
         time.sleep(0.05)
+
+
+def _runs(pid: int, run: Run) -> bool:
+    """Whether a process writes to a run's folder, and has a handler for the signal."""
+    return hears(pid) and belonging.writes_in(pid, run.path)
 
 
 def _written(run: Run, generation: int, since: float) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -15,14 +14,18 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.errors import CannotHere, WrongUse
+from phalanx.folder_files import names
+from phalanx.launch import belonging
 from phalanx.launch.following import Tail, follow
-from phalanx.launch.place import ENDED, QUEUED, RUNNING, UNKNOWN, noted
-from phalanx.run import Run, holder
+from phalanx.launch.place import ENDED, QUEUED, RUNNING, UNKNOWN, noted, said_by
+from phalanx.run import Run, event_of, holder
 from phalanx.verdict import Verdict
-from phalanx.words import columns, many
+from phalanx.words import columns, many, printable, valid_json
 from phalanx.words import listed as in_words
 
-DONE, STOPPED = "done", "stopped"
+DONE, STOPPED, UNREADABLE = "done", "stopped", "unreadable"
+LONGEST_CELL = 200
+"""Letters of what a run's folder says, in a line about it."""
 LOOK_SECONDS = 0.5
 SHOWN = 5
 """So many runs are named to who names none."""
@@ -36,7 +39,7 @@ class Standing:
     task: str
     layout: str
     state: str
-    """done, running, queued, stopped, ended or unknown."""
+    """done, running, queued, stopped, ended, unknown or unreadable."""
     steps: int
     """Done."""
     planned: int
@@ -48,33 +51,43 @@ class Standing:
 
     @classmethod
     def of(cls, run: Run) -> Standing:
-        settings = run.settings() if run.settings_path.exists() else {}
-        ran, set_ = settings.get("run", {}), settings.get("settings", {})
-        last = run.last_step()
+        task, layout, planned = run.summary()
+        last = run.last_step() or {}
         state, where = _state(run)
+        loss = last.get("loss")
         return cls(
-            str(run.path), str(ran.get("task", "?")), str(ran.get("layout", "?")), state,
-            int(last["step"]) + 1 if last else 0, int(set_.get("steps", 0)), last["loss"] if last else None, where,
-            float(last["time"]) if last else run.path.stat().st_mtime,
+            str(run.path), task, layout, state, last.get("step", -1) + 1, planned,
+            None if loss is None else float(loss), where, float(last.get("time", run.path.stat().st_mtime)),
         )  # fmt: skip
 
+    @classmethod
+    def unreadable(cls, run: Run, why: str) -> Standing:
+        """Of a run whose folder is not as it should be."""
+        return cls(str(run.path), "?", "?", UNREADABLE, 0, 0, None, why, 0.0)
+
     def to_json(self) -> str:
-        return json.dumps(asdict(self))
+        """One JSON object."""
+        return valid_json(asdict(self))
 
     def __str__(self) -> str:
         loss = "" if self.loss is None else f", loss {self.loss:.4f}"
         ago = f", {_ago(time.time() - self.time)}" if self.steps and self.state != QUEUED else ""
         lines = [
             f"{self.run}: {self.state}{f', {self.where}' if self.where else ''}",
-            f"{self.task} on {self.layout}: step {self.steps} of {self.planned}{loss}{ago}",
+            f"{_cell(self.task)} on {_cell(self.layout)}: step {self.steps} of {self.planned}{loss}{ago}",
         ]
-        return "\n".join(lines)
+        return "\n".join(printable(line, one_line=True) for line in lines)
 
 
 def runs_in(folder: Path) -> list[Run]:
     """The runs of a folder, the newest last."""
-    found = {path.parent for name in ("run.toml", "place.json") for path in folder.glob(f"*/{name}")}
-    return [Run(path) for path in sorted(found, key=lambda path: path.stat().st_mtime)]
+    found = []
+    for name in names(folder, folder) if folder.is_dir() else ():
+        path = folder / name
+        with suppress(OSError):  # taken away meanwhile, or another user's alone
+            if any(os.path.lexists(path / file) for file in ("run.toml", "place.json")):
+                found.append((path.stat().st_mtime, path))
+    return [Run(path) for _, path in sorted(found)]
 
 
 def run_at(path: Path | None) -> Run:
@@ -96,20 +109,32 @@ def run_at(path: Path | None) -> Run:
 
 
 def listed(folder: Path) -> list[Standing]:
-    found = []
-    for run in runs_in(folder):
-        with suppress(OSError):  # taken away meanwhile
-            found.append(Standing.of(run))
-    return found
+    """How all runs of a folder stand; one that cannot be read is listed with the reason."""
+    return [_listed(run) for run in runs_in(folder)]
+
+
+def _listed(run: Run) -> Standing:
+    try:
+        return Standing.of(run)
+    except (WrongUse, CannotHere) as error:
+        return Standing.unreadable(run, str(error))
+    except OSError as error:
+        return Standing.unreadable(run, f"{error.filename or run.path}: {error.strerror or error}")
 
 
 def table(standings: list[Standing]) -> str:
     """For people."""
-    rows = [("run", "state", "step", "loss", "layout", "where")]
+    rows: list[tuple[str, ...]] = [("run", "state", "step", "loss", "layout", "where")]
     for each in standings:
         loss = "" if each.loss is None else f"{each.loss:.4f}"
-        rows.append((each.run, each.state, f"{each.steps}/{each.planned}", loss, each.layout, each.where))
+        where = each.where if each.state == UNREADABLE else _cell(each.where)
+        rows.append((each.run, each.state, f"{each.steps}/{each.planned}", loss, _cell(each.layout), where))
+    rows = [tuple(printable(cell, one_line=True) for cell in row) for row in rows]
     return "\n".join(columns(rows, right=(2, 3)))
+
+
+def _cell(text: str) -> str:
+    return text if len(text) <= LONGEST_CELL else f"{text[:LONGEST_CELL]}..."
 
 
 def alive(run: Run) -> str:
@@ -128,12 +153,14 @@ def cancel(run: Run) -> str:
         place, job = submitted
         place.cancel(run, job)
         return f"asked {place.word} job {job} to end; ranks save what they have done"
-    found = re.match(r"process (\d+) on (\S+)", holder(run.path) or "")
+    found = re.match(r"process (\d{1,9}) on (\S+)", holder(run.path))
     if found is None or found[2] != socket.gethostname():
         host = found[2] if found else "another host"
         raise CannotHere(f"{run.path} is run by {where or host}, not here. Cancel it on {host}.")
-    os.kill(int(found[1]), signal.SIGTERM)
-    return f"asked process {found[1]} to end; ranks save what they have done"
+    pid, lock = int(found[1]), run.path / "lock"
+    if not belonging.ask(pid, signal.SIGTERM, lambda process: belonging.holds(process, lock)):
+        raise CannotHere(belonging.refused(pid, lock))
+    return f"asked process {pid} to end; ranks save what they have done"
 
 
 def show_logs(run: Run, keep_on: bool) -> Verdict:
@@ -144,7 +171,7 @@ def show_logs(run: Run, keep_on: bool) -> Verdict:
         if keep_on:
             return follow(place, run, job)
         with place.fetching(run, job, keep_on=False):
-            Tail(place.output(run, job)).close()
+            Tail(run.path, place.output(run, job)).close()
     else:
         for line in _told(run, keep_on):
             print(line, flush=True)
@@ -154,20 +181,21 @@ def show_logs(run: Run, keep_on: bool) -> Verdict:
 
 def _told(run: Run, keep_on: bool) -> Iterator[str]:
     """A run's events in words, where nobody kept what it printed."""
-    tail = Tail(run.events_path(0))
+    tail = Tail(run.path, run.events_path(0))
     while True:
         over = _state(run)[0] != RUNNING
         for line in tail.lines():
-            with suppress(ValueError):
-                yield _in_words(json.loads(line))
+            if (event := event_of(line.encode())) is not None:
+                yield printable(_in_words(event), one_line=True)
         if over or not keep_on:
             return
         time.sleep(LOOK_SECONDS)
 
 
 def _in_words(event: dict[str, Any]) -> str:
+    """One line."""
     clock = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(event.get("time", 0)))
-    kind = event.get("kind", "")
+    kind = event["kind"]
     step = f" {event['step'] + 1}" if kind == "step" else f" {event['step']}" if "step" in event else ""
     keep = ("loss", "held_out", "reason", "world", "layout", "generation", "why", "failed", "steps")
     said = "  ".join(f"{name} {_short(event[name])}" for name in keep if event.get(name) not in (None, ""))
@@ -191,7 +219,8 @@ def _state(run: Run) -> tuple[str, str]:
             status = place.status(run, job)
             if status.state != ENDED or not who:
                 detail = f": {status.detail}" if status.detail else ""
-                return status.state, f"{place.word} job {job}{detail}"
+                said = f" (says place.json of {whose})" if (whose := said_by(run)) else ""
+                return status.state, f"{place.word} job {job}{detail}{said}"
     except (CannotHere, WrongUse, OSError) as error:  # what knows of it is not on this machine
         return (RUNNING, who) if who else (UNKNOWN, str(error))
     return (RUNNING, who) if who else (STOPPED, "")

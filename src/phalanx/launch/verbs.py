@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from phalanx.words import printable
+
 RUN = "a run's folder; by default the newest under runs/"
 
 
@@ -21,7 +23,7 @@ def runs(
     if json:
         print(*(each.to_json() for each in found), sep="\n", end="\n" if found else "")
     else:
-        print(standing.table(found) if found else f"there are no runs in {folder}")
+        print(standing.table(found) if found else printable(f"there are no runs in {folder}"))
 
 
 def status(
@@ -51,4 +53,4 @@ def cancel(run: Annotated[Path, typer.Argument(help="a run's folder")]) -> None:
     """Ask a run to save and end, wherever it runs."""
     from phalanx.launch import standing
 
-    print(standing.cancel(standing.run_at(run)))
+    print(printable(standing.cancel(standing.run_at(run))))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from phalanx.errors import WrongUse, closest
+from phalanx.files import json_object
 from phalanx.models.lora import Lora
 
 PREFIX = "base_model.model."
@@ -44,7 +44,7 @@ class Adapter:
     def __init__(self, folder: str | Path, lora: Lora) -> None:
         self.folder = Path(folder)
         try:
-            said = json.loads((self.folder / CONFIG).read_text())
+            said = json_object(self.folder / CONFIG)
             with safe_open(self.folder / WEIGHTS, framework="pt") as opened:
                 self._names = set(opened.keys())
         except (OSError, ValueError, SafetensorError) as error:

@@ -1,28 +1,33 @@
-"""Language models of Hugging Face's: found on this machine, described by their configuration, built, made smaller."""
+"""Language models of Hugging Face's: found on this machine, described by their configuration, built."""
 
 from __future__ import annotations
 
 import copy
+import os
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
+from phalanx import configs, streams
 from phalanx.errors import CannotHere, WrongUse
+from phalanx.events import say
+from phalanx.files import json_object
 
-HEAD_WIDTH = 8
 LanguageModel = Literal["causal", "masked", "scoring"]
 CLASSES: dict[LanguageModel, str] = {
     "causal": "AutoModelForCausalLM", "masked": "AutoModelForMaskedLM", "scoring": "AutoModelForSequenceClassification",
 }  # fmt: skip
+CONFIG = "config.json"
 FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 
 
 def check_built_in(name: str) -> None:
     """Refuse a built-in model's name where a folder with a model has it too: nobody would see which is trained."""
-    if (Path(name) / "config.json").is_file():
+    if (Path(name) / CONFIG).is_file():
         raise WrongUse(
             f"base={name} is the built-in model, and there is one in the folder {name} here. Write base=./{name} for "
             "that one, or train elsewhere."
@@ -57,19 +62,52 @@ def configuration(folder: str | Path) -> Any:
         import transformers
     except ImportError:
         raise CannotHere("models of Hugging Face's need transformers. Install it: pip install 'phalanx[hf]'") from None
+    said = _said(Path(folder))
     try:
-        return transformers.AutoConfig.from_pretrained(str(folder), local_files_only=True)
-    except (OSError, ValueError) as error:
+        found = transformers.AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # of whatever kind: what the files say is somebody else's
+        if "auto_map" in said:
+            raise WrongUse(
+                f"{folder} asks for code of its own by auto_map, which is never run, and transformers has no model "
+                f"{said.get('model_type')!r}. Give a model that transformers has."
+            ) from None
         for run in (Path(folder), Path(folder).parent):
             if (run / "final" / "certificate.json").is_file():
                 raise WrongUse(
                     f"{folder} holds what a run of Phalanx's trained, without the config.json of a model. Write it as "
                     f"a model: phalanx export {run} --to FOLDER, and give that folder."
                 ) from None
+        why = next(iter(str(error).splitlines()), "") or type(error).__name__
         raise WrongUse(
-            f"{folder} does not say what model it is ({str(error).splitlines()[0]}). Give a folder with the "
-            "config.json of a model."
+            f"{folder} does not say what model it is ({why}). Give a folder with the config.json of a model."
         ) from None
+    if "auto_map" in said:
+        _tell_code(str(folder), type(found).__name__)
+    attention = getattr(found, "_attn_implementation", None)
+    if isinstance(attention, str) and "/" in attention:
+        raise WrongUse(
+            f"{folder} asks for attention by {attention!r}, code that would be fetched and run. Take "
+            "attn_implementation out of its config.json."
+        )
+    return found
+
+
+def _said(folder: Path) -> dict[str, Any]:
+    """What a model's ``config.json`` says, of a folder or by itself; nothing where there is none."""
+    path = folder / CONFIG if folder.is_dir() else folder
+    if not path.is_file():
+        return {}
+    try:
+        return json_object(path)
+    except (OSError, ValueError) as error:
+        raise WrongUse(f"{path} cannot be read ({error}). Give the config.json of a model.") from None
+
+
+@cache
+def _tell_code(folder: str, kind: str) -> None:
+    """Once, of code that comes with a model and is left alone."""
+    if os.environ.get("RANK", "0") == "0":
+        say(f"   note  {folder} has code of its own (auto_map), which is not run: it is a {kind}", streams.stderr())
 
 
 def language_model(config: Any, kind: LanguageModel, dtype: torch.dtype | None = None) -> nn.Module:
@@ -80,7 +118,7 @@ def language_model(config: Any, kind: LanguageModel, dtype: torch.dtype | None =
     if kind == "scoring":
         own.num_labels = 1
     try:
-        model: nn.Module = getattr(transformers, CLASSES[kind]).from_config(own, **given)
+        model: nn.Module = getattr(transformers, CLASSES[kind]).from_config(own, trust_remote_code=False, **given)
     except ValueError as error:
         said = str(error).splitlines()[0]
         raise WrongUse(f"{type(config).__name__} is not of a {kind} language model ({said}). Give another.") from None
@@ -91,40 +129,20 @@ def language_model(config: Any, kind: LanguageModel, dtype: torch.dtype | None =
 
 def check_length(config: Any, length: int, whose: str) -> None:
     """Refuse samples that are longer than a model has positions for."""
-    most = getattr(config, "max_position_embeddings", None)
-    if isinstance(most, int) and most < length:
+    most = configs.positions(config)
+    if most is not None and most < length:
         raise WrongUse(f"length={length} is more than {whose} has positions for, {most}. Set length to {most} or less.")
+
+
+def vocabulary_of(config: Any, whose: str, kind: LanguageModel = "causal") -> int:
+    """How many tokens a model has; one that has none is refused."""
+    found = configs.vocabulary(config)
+    if found is None:
+        raise WrongUse(f"{whose} says no vocab_size: it is not of a {kind} language model. Give another.")
+    return found
 
 
 def check_apart(model: nn.Module, texts: str, advice: str) -> None:
     """Refuse a causal model that does not keep texts of one sample apart by positions that begin anew."""
     if not hasattr(sys.modules[type(model).__module__], "create_causal_mask"):
         raise WrongUse(f"{type(model).__name__} does not keep packed {texts} apart. {advice}")
-
-
-def smaller(config: Any, blocks: int, heads: int, vocabulary: int) -> Any:
-    """The configuration of a model of the same kind, with small sizes and so many words."""
-    tiny = copy.deepcopy(config)
-    heads = min(config.num_attention_heads, max(4, heads))
-    keys = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    sizes = {
-        "num_hidden_layers": min(config.num_hidden_layers, blocks),
-        "num_attention_heads": heads,
-        "num_key_value_heads": max(1, heads * keys // config.num_attention_heads),
-        "hidden_size": heads * HEAD_WIDTH,
-        "head_dim": HEAD_WIDTH,
-        "intermediate_size": 6 * HEAD_WIDTH,
-        "moe_intermediate_size": 3 * HEAD_WIDTH,
-        "num_local_experts": min(getattr(config, "num_local_experts", 8), 8),
-        "num_experts": min(getattr(config, "num_experts", 8), 8),
-        "vocab_size": vocabulary,
-    }
-    for name, value in sizes.items():
-        if isinstance(getattr(config, name, None), int):
-            setattr(tiny, name, value)
-    if isinstance(getattr(tiny, "layer_types", None), list):
-        tiny.layer_types = tiny.layer_types[: tiny.num_hidden_layers]
-    for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
-        if isinstance(value := getattr(tiny, name, None), int) and value >= tiny.vocab_size:
-            setattr(tiny, name, value % tiny.vocab_size)
-    return tiny

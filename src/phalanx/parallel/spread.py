@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence, Set
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from operator import attrgetter
 from typing import Any
@@ -26,6 +27,7 @@ from phalanx.parallel.axes.context import ContextParallel
 from phalanx.parallel.axes.expert import ExpertParallel
 from phalanx.parallel.axes.hugging_face_packing import keep_apart
 from phalanx.parallel.axes.pipeline import Pipeline, weight_gradient
+from phalanx.parallel.axes.rank_local import check_modules
 from phalanx.parallel.axes.samples import Samples
 from phalanx.parallel.axes.schedules import Action, alone
 from phalanx.parallel.axes.tensor import TensorParallel
@@ -40,6 +42,7 @@ from phalanx.parallel.communication.mesh import BATCH, EXPERTS, Mesh
 from phalanx.parallel.communication.narrow import Narrow
 from phalanx.parallel.forward.activations import Activations
 from phalanx.parallel.forward.lazy_heads import make_heads_lazy
+from phalanx.parallel.randomness.answers import BackwardDraws
 from phalanx.parallel.randomness.draws import Moment, Randomness
 from phalanx.parallel.torch_private import place_in_memory
 from phalanx.parallel.weights import keras
@@ -78,6 +81,7 @@ class Spread:
             blueprint.model, anatomy, layout, mesh, dtypes, device,
         )  # fmt: skip
         self.moment, self.activations = Moment(), Activations()
+        self.first_step = True
         self.randomness = Randomness(seed, self.moment, device, self.activations, self.model)
         self.state_names = set(self.model.state_dict())
         passing = Buffers(device), Copying(device)
@@ -100,7 +104,7 @@ class Spread:
             self.pipeline.shadows(self.model, dtypes.compute)
         self.probe = Probe(self.model, anatomy, layout, dtypes.compute)
         keras.lead(self.model)
-        self.weights = describe(self.model, anatomy, self.holding, self._storage_of)
+        self.weights = describe(self.model, anatomy, self.holding, self._storage_of, device)
         fill(self.weights, blueprint, saved, self.holding, device, wide=dtypes.compute == torch.float64)
         hugging_face.prepare(self.model, dtypes.compute)
         self.fp8 = Fp8(self.model, placement, dtypes.fp8, device, mesh.world) if dtypes.fp8 else None
@@ -122,6 +126,7 @@ class Spread:
             hugging_face.reach_attention(self.model, self.context)
         keep_apart(self.model, self.probe.shadows.values(), self.context, dtypes.compute, device)
         self.samples = Samples(mesh.group(*BATCH), self.moment, layout)
+        check_modules(self.model, layout)
         spread_batchnorm(self.model, mesh.group(*BATCH), mesh.size(*BATCH), self.moment)
         self.sharding = SequenceSharding(
             self.activations, self.context, tp if self.plan.sequence_parallel else mesh.alone("tp"), device
@@ -172,15 +177,23 @@ class Spread:
         self._gather_whole()
         self.settle()
         self._modules = list(self.model.modules())
+        self._modes: tuple[bool, ...] | None = None
+        """Whether each was in training mode after the last call of ``model.train()``."""
         self._trained = frozenset(name for name, weight in self.weights.items() if weight.trainable)
         self._refused_if_written = [weight for weight in self.weights.values() if not weight.trainable]
         for weight in self.weights.values():
             weight.note_version()
 
     def train(self) -> None:
-        """Have every module in training mode. Mostly they are, which is seen without a call of each."""
-        if not all(map(attrgetter("training"), self._modules)):
+        """Call ``model.train()`` where it has not been called since modules last changed their mode, as a loop would.
+
+        A model may do something else there than have all of its modules in training mode, as keep a backbone in
+        evaluation mode: it is asked once, and again where somebody has changed what it left.
+        """
+        modes = tuple(map(attrgetter("training"), self._modules))
+        if modes != self._modes:
             self.model.train()
+            self._modes = tuple(map(attrgetter("training"), self._modules))
 
     def actions(self, micro_batches: int) -> Sequence[Action]:
         """What this rank does in a step, in order."""
@@ -236,11 +249,19 @@ class Spread:
         part = self.parts.pop((action.stage, action.micro))
         split = self.pipeline is not None and self.pipeline.name == "zb"
         self.reduction.start_backward(last, self._reached(action), hold=split or hold)
-        with penalty_factor(factor):
+        with penalty_factor(factor), self._refusing_draws():
             if self.pipeline is None:
                 (part.result.total * factor).backward()
             else:
                 self.pipeline.backward(part, action, factor)
+
+    def _refusing_draws(self) -> AbstractContextManager[Any]:
+        """In the first step, draws in a backward: what they do in one step they do in all.
+
+        A graph that is recorded or compiled cannot be looked into.
+        """
+        plain = self.layout.compile == "none" and self.layout.graphs == "none"
+        return BackwardDraws(self.randomness) if plain and self.first_step else nullcontext()
 
     @torch.no_grad()
     def backward_weights(self, action: Action, last: bool) -> None:
@@ -301,6 +322,7 @@ class Spread:
         ``factor``: by which gradients will be larger, as the loss's scale has changed. ``without``: not updated by it.
         """
         self.reduction.end_step(counts, factor, without)
+        self.first_step = False
         if self.fp8 is not None:
             self.fp8.advance() if counts else self.fp8.forget()
         if not self.randomness.asked:

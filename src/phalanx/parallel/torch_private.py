@@ -2,28 +2,39 @@
 
 from __future__ import annotations
 
+import getpass
 import importlib
+import os
+import re
 import sys
+import tempfile
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from datetime import timedelta
 from operator import attrgetter, setitem
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.utils.checkpoint
 from torch import Tensor, nn, optim
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.autograd.graph import Node
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
+    "AsTorchDoes",
+    "CheckpointAnswers",
+    "Checkpointed",
     "FakeTensor",
     "FakeTensorMode",
     "TorchDispatchMode",
     "add_to_each",
     "as_plain_tensors",
+    "compiler_folders",
     "converting_in_place",
     "copy_each",
     "default_store",
@@ -31,6 +42,7 @@ __all__ = [
     "has_step_hooks",
     "install",
     "installer",
+    "made_by",
     "mutates",
     "new_group",
     "of_any_size",
@@ -86,11 +98,17 @@ def installer(places: Sequence[tuple[nn.Module, str, Tensor]]) -> Callable[[], N
     return install_all
 
 
+def asked_channels_last(weight: nn.Parameter) -> bool:
+    """Whether a constructor gave a described weight another memory format, as ``model.to(memory_format=...)`` does."""
+    return bool(getattr(weight, "asked_channels_last", False)) or not weight.is_contiguous()
+
+
 @contextmanager
 def converting_in_place() -> Iterator[None]:
     """Meanwhile `Module.to` and its like change a described weight's dtype in place; torch itself swaps two and fails.
 
-    Where a weight is does not change: that is for whoever makes it.
+    Where a weight is does not change, nor its memory format: that is for whoever makes it. Which one was asked for is
+    noted (`asked_channels_last`).
     """
     own = nn.Module._apply
 
@@ -100,7 +118,9 @@ def converting_in_place() -> Iterator[None]:
         with torch.no_grad():
             for weight in module._parameters.values():
                 if weight is not None:
-                    weight.data = weight.to(function(weight).dtype)
+                    found = function(weight)
+                    weight.data = weight.to(found.dtype)
+                    weight.asked_channels_last = not found.is_contiguous()  # type: ignore[attr-defined]
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 module._buffers[name] = buffer.to(function(buffer).dtype)
@@ -116,6 +136,16 @@ def converting_in_place() -> Iterator[None]:
 def as_plain_tensors() -> AbstractContextManager[None]:
     """Meanwhile, on this thread, subclasses of tensors are not asked what functions of them are to do."""
     return torch._C.DisableTorchFunctionSubclass()
+
+
+def made_by(tensor: Tensor) -> list[Node]:
+    """The nodes of the graph that a tensor comes from: its own, and that of the tensor which it is a view of.
+
+    Where a view is changed in place its own node is left out of the graph, and that of the other stays in it.
+    """
+    base = tensor._base
+    every = [tensor.grad_fn, None if base is None else base.grad_fn]
+    return [node for node in every if node is not None]
 
 
 def version(tensor: Tensor) -> int:
@@ -209,6 +239,21 @@ def compiler_is_loaded() -> bool:
     return "torch._dynamo" in sys.modules
 
 
+def compiler_folders() -> dict[str, str]:
+    """By variable, where torch's compiler and Triton keep what they made if it is not set, and load it from.
+
+    Their own functions would import all of them.
+    """
+    try:
+        user = getpass.getuser()
+    except (KeyError, ModuleNotFoundError, OSError):
+        user = f"uid_{os.getuid()}"
+    name = "torchinductor_" + re.sub(r'[\\/:*?"<>|]', "_", user)
+    home = os.environ.get("TRITON_HOME") or os.path.expanduser("~")
+    inductor = os.path.join(tempfile.gettempdir(), name)
+    return {"TORCHINDUCTOR_CACHE_DIR": inductor, "TRITON_CACHE_DIR": os.path.join(home, ".triton", "cache")}
+
+
 def of_any_size(tensor: Tensor, dim: int) -> Tensor:
     """The same; a program that is compiled for it is for other sizes of this dim too, where it can be."""
     if compiler_is_loaded():
@@ -227,3 +272,67 @@ def compile_seconds(last: int) -> float:
     compiler = sys.modules.get("torch._dynamo.utils")
     known = compiler.compilation_time_metrics.get("_compile.compile_inner", []) if compiler is not None else []
     return float(sum(known[-last:])) if last > 0 else 0.0
+
+
+@dataclass(frozen=True)
+class Checkpointed:
+    """How a function that is given to `torch.utils.checkpoint` runs."""
+
+    during: AbstractContextManager[Any] = field(default_factory=nullcontext)
+    """Entered while it runs, where nothing of it is recomputed."""
+    again: Callable[..., Any] | None = None
+    """What backward calls in its place, with the same arguments; None: nothing is recomputed."""
+
+
+@dataclass(frozen=True)
+class AsTorchDoes:
+    """A function that `torch.utils.checkpoint` runs as always: nobody is asked."""
+
+    function: Callable[..., Any]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(*args, **kwargs)
+
+
+class CheckpointAnswers:
+    """While it is entered, every call of `torch.utils.checkpoint`, however it was imported, asks ``answer`` how to run.
+
+    Reentrant calls become others. Nothing is asked where no gradients are computed.
+    """
+
+    def __init__(self, answer: Callable[[Callable[..., Any]], Checkpointed]) -> None:
+        def generator(
+            function: Any, preserve: bool, contexts: Any, check: str, *rest: Any, **kwargs: Any
+        ) -> Iterator[None]:
+            if isinstance(function, AsTorchDoes):
+                yield from _CHECKPOINT_GENERATOR(function, preserve, contexts, check, *rest, **kwargs)
+                return
+            how = answer(function) if torch.is_grad_enabled() else Checkpointed()
+            if how.again is None:
+                with how.during:
+                    yield
+            else:
+                yield from _CHECKPOINT_GENERATOR(how.again, False, contexts, check, *rest, **kwargs)
+
+        self._instead = {"CheckpointFunction": NotReentrant, "_checkpoint_without_reentrant_generator": generator}
+        self._before: list[dict[str, Any]] = []
+
+    def __enter__(self) -> None:
+        names = vars(torch.utils.checkpoint)
+        self._before.append({name: names[name] for name in self._instead})
+        names.update(self._instead)
+
+    def __exit__(self, *error: object) -> None:
+        vars(torch.utils.checkpoint).update(self._before.pop())
+
+
+class NotReentrant:
+    """In the place of `torch.utils.checkpoint.CheckpointFunction`: the same without reentrant autograd."""
+
+    @staticmethod
+    def apply(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
+        """Run a function now, and again in backward."""
+        return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False)
+
+
+_CHECKPOINT_GENERATOR: Any = torch.utils.checkpoint._checkpoint_without_reentrant_generator

@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import math
 import time
-from collections.abc import Callable, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -14,15 +15,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from phalanx import user_code
 from phalanx.comm import AUTO
-from phalanx.errors import WrongUse
+from phalanx.errors import CannotHere, WrongUse
 from phalanx.layout import Layout
 from phalanx.parallel.weights.blueprint import Blueprint
 from phalanx.parallel.weights.placement import Placement
 from phalanx.precision import DTYPES
 from phalanx.prove.explanation.sites import location
 from phalanx.prove.ladder import Standard, off, size
-from phalanx.prove.layouts import MICRO_BATCHES, One, as_proven
+from phalanx.prove.layouts import MICRO_BATCHES, as_proven
+from phalanx.prove.own_faults import described
 from phalanx.prove.ranks import trial
 from phalanx.prove.ranks.trial import Case
 from phalanx.prove.reference.activations import chunked, round_activations, rounding, shares
@@ -41,11 +44,10 @@ from phalanx.train.check.beside import Checked
 from phalanx.train.check.checking import why_not_a_sum, why_not_repeated
 from phalanx.train.check.learning import FUNCTION, TWICE
 from phalanx.train.check.sums import DIVIDED, SUM, TOGETHER
-from phalanx.train.shrink import Needs, Shrunk, shortened, shrunk
+from phalanx.train.shrink import Needs, Shrunk, not_made_smaller, shortened, shrunk_ways
 
 NUDGES = (1, 2)
 Loops = TypeVar("Loops", Reference, EverySite)
-ONE = {"never": "micro-batches", "in a pipeline": "micro-batches (a pipeline's in one)", "always": "one micro-batch"}
 SLOW_SECONDS = 1.0
 """A step on one device that takes longer is made shorter, if it can be."""
 
@@ -68,7 +70,7 @@ class Docket:
     """What was made awkward."""
     attributes: frozenset[str] = field(init=False)
     """What the task had before anything was asked of it."""
-    _tasks: dict[Needs, tuple[Task, bool, One]] = field(default_factory=dict)
+    _tasks: dict[Needs, tuple[Task, bool, bool]] = field(default_factory=dict)
     _numbers: dict[tuple[Needs, int, Layout | None], int] = field(default_factory=dict)
     _narrow: dict[tuple[int, str], int] = field(default_factory=dict)
 
@@ -89,7 +91,7 @@ class Docket:
         """The case that a layout is held against; made if there is none yet."""
         try:
             return self._number(layout)
-        except (WrongUse, Unprovable):
+        except (WrongUse, CannotHere, Unprovable):
             raise
         except Exception as error:
             raise failed(self.task, Needs.of([layout]), error) from error
@@ -98,22 +100,22 @@ class Docket:
         needs = Needs.of([layout])
         if needs not in self._tasks:
             task, tried = self._prepared(needs)
-            self._tasks[needs] = task, tried.couples_samples, tried.one
-        task, _, one = self._tasks[needs]
-        run = as_proven(layout, task.global_batch, one) if rounding(layout) else None
-        if one != "never" or self._tasks[needs][1]:
+            self._tasks[needs] = task, tried.couples_samples, tried.at_once
+        task, couples, at_once = self._tasks[needs]
+        run = as_proven(layout, task.global_batch, at_once) if rounding(layout) else None
+        if at_once or couples:
             check_apart(task, layout, chunked(layout))
         key = needs, self._groups(layout), run
         if key not in self._numbers:
             self._numbers[key] = len(self.cases)
-            self.cases.append(self._case(task, key[1], one, run))
+            self.cases.append(self._case(task, key[1], at_once, run))
         return self._numbers[key]
 
-    def _case(self, task: Task, groups: int, one: One, run: Layout | None) -> Case:
+    def _case(self, task: Task, groups: int, at_once: bool, run: Layout | None) -> Case:
         if run is None or run.local is None:
-            return Case(task, self._standard(task, groups, run), groups, one)
+            return Case(task, self._standard(task, groups, run), groups, at_once)
         standards = self._of_sites(task, run)
-        return Case(task, standards[0], groups, one, standards, boundary(run.local, self.half, task.steps))
+        return Case(task, standards[0], groups, at_once, standards, boundary(run.local, self.half, task.steps))
 
     def _of_sites(self, task: Task, layout: Layout) -> list[Standard]:
         """What each site is held against."""
@@ -140,8 +142,8 @@ class Docket:
 
     def _groups(self, layout: Layout) -> int:
         """Micro-batches of the reference: as many as the layout has, if it matters which samples are together."""
-        task, couples, one = self._tasks[Needs.of([layout])]
-        return as_proven(layout, task.global_batch, one).micro_batches(task.global_batch) if couples else 1
+        task, couples, at_once = self._tasks[Needs.of([layout])]
+        return as_proven(layout, task.global_batch, at_once).micro_batches(task.global_batch) if couples else 1
 
     def narrow(self, number: int, dtype: Precision) -> int:
         """The same case in a narrow dtype: how far one device itself is off there sets what a layout may be."""
@@ -151,17 +153,34 @@ class Docket:
             task = copy.copy(case.task)
             object.__setattr__(task, "precision", dtype)
             unlimited = replace(case.standard, bar=math.inf, limits={})
-            self.cases.append(Case(task, unlimited, case.micro_batches, case.one))
+            self.cases.append(Case(task, unlimited, case.micro_batches, case.at_once))
             self._narrow[key] = len(self.cases) - 1
             trial.CASES[:] = self.cases
-            each = -(-task.global_batch // (1 if case.one == "always" else max(MICRO_BATCHES, case.micro_batches)))
+            each = -(-task.global_batch // max(MICRO_BATCHES, case.micro_batches))
             told = trial.attest(self._narrow[key], Layout(micro_batch=each), None)
             self.cases[-1].standard = case.standard.narrowed(told.errors, torch.finfo(DTYPES[dtype].compute).eps)
         return self._narrow[key]
 
     def _prepared(self, needs: Needs) -> tuple[Task, Reference]:
-        """A task whose targets are ignored unevenly and whose gradients are clipped, and all its steps without that."""
-        small = shrunk(self.task, needs)
+        """A task whose targets are ignored unevenly and whose gradients are clipped, and all its steps without that.
+
+        A smaller configuration that does not work is another one's turn, and never the task's fault.
+        """
+        errors: list[Exception] = []
+        for small in self._shrunk(needs):
+            before = list(self.notes)
+            try:
+                return self._prepared_so(small)
+            except (WrongUse, CannotHere, Unprovable):
+                raise
+            except Exception as error:
+                if not small.by_config:
+                    raise
+                errors.append(error)
+                self.notes[:] = before
+        raise not_made_smaller(self.task, errors[0]) from errors[0]
+
+    def _prepared_so(self, small: Shrunk) -> tuple[Task, Reference]:
         for note in small.notes:
             if note not in self.notes:
                 self.notes.append(note)
@@ -181,7 +200,8 @@ class Docket:
         object.__setattr__(task, "clip", between if max(norms) > 1.001 * min(norms) else 0.5 * first.norm)
         idle = reference.decisions.idle
         ignored = f"targets ignored unevenly ({', '.join(terms.ignorable)}); " if terms.ignorable else ""
-        cut = ONE[reference.one]
+        terms.together = reference.gathers or reference.sums
+        cut = "micro-batches (a pipeline's in one)" if reference.at_once else "micro-batches"
         self.hostility = [
             f"{task.global_batch} samples a step and {terms.size} an epoch, in {cut} and buckets; clipped",
             f"weights, biases and norms disturbed; {ignored}one sample's loss not a number in step {terms.poisoned}",
@@ -191,10 +211,23 @@ class Docket:
         ]
         return task, reference
 
+    def _shrunk(self, needs: Needs) -> Iterator[Shrunk]:
+        try:
+            yield from shrunk_ways(self.task, needs)
+        except (WrongUse, CannotHere):
+            raise
+        except Exception as error:
+            if any(map(user_code.is_users, (frame.filename for frame in traceback.extract_tb(error.__traceback__)))):
+                raise
+            summary, lines, advice = described("making the task small", traceback.format_exc())
+            advice = f"{advice} Until then give the task a tiny(), a small copy of itself with the same structure."
+            raise Unprovable(summary, advice, code=3, evidence=lines) from error
+
     def _hostile(self, small: Shrunk) -> tuple[Task, Trial]:
         """A task under trial; one that computes for long, with shorter sequences."""
         terms = Trial(
-            self.steps, self.batch, length=small.length, vocabulary=small.vocabulary, attributes=self.attributes
+            self.steps, self.batch, length=small.length, vocabulary=small.vocabulary, special=small.special,
+            attributes=self.attributes,
         )  # fmt: skip
         task = hostile(small.task, terms)
         reference = Reference(task)
@@ -206,9 +239,16 @@ class Docket:
                 seconds = time.perf_counter() - began
         if seconds > SLOW_SECONDS and shorter is not None:
             self.notes.append(f"length -> {shorter}, since a step took {seconds:.1f} s on one device")
-            return self._hostile(replace(small, length=shorter))
+            try:
+                return self._hostile(replace(small, length=shorter))
+            except Exception:  # what is cut off must not be missing, such as the places of a picture
+                self.notes.pop()
         _look(reference, terms)
         return task, terms
+
+    def _note(self, text: str) -> None:
+        """Say something of how the task is proven, once."""
+        self.hostility += [] if text in self.hostility else [text]
 
     def _run(self, reference: Loops, which: str, steps: int | None = None) -> Loops:
         """A reference to its end, or so many steps on, each told."""
@@ -227,7 +267,7 @@ class Docket:
         def made_anew(nudge: int = 0, decisions: Decisions | None = None) -> Reference:
             coded = defined(task, layout) if layout is not None and layout.coded_axis else None
             observe = None if layout is None else partial(round_activations, task, layout)
-            own = partial(shares, layout, task.global_batch) if layout is not None and chunked(layout) else None
+            own = partial(shares, layout) if layout is not None and chunked(layout) else None
             return Reference(task, groups, nudge, observe, decisions, coded, own if coded is None else None)
 
         reference = self._run(made_anew(), "to compare with")
@@ -238,13 +278,13 @@ class Docket:
         nudged = [self._run(made_anew(nudge, made), f"one rounding off ({nudge} of {len(NUDGES)})") for nudge in NUDGES]
         standard = Standard.measured(reference, nudged)
         if made.lifted:
-            note = "casts to a lower precision inside of the model are left out"
-            self.hostility = [*self.hostility, *([note] if note not in self.hostility else [])]
+            self._note("casts to a lower precision inside of the model are left out")
+        assert isinstance(task, Hostile)
+        if task.proof_trial.lifted:
+            self._note("losses and measures are computed in float64, also where the task's code asks for float32")
         if standard.unsteady:
-            note = (
-                f"one rounding changes what held-out data gives, so it is not compared: {', '.join(standard.unsteady)}"
-            )
-            self.hostility = [*self.hostility, *([note] if note not in self.hostility else [])]
+            unsteady = ", ".join(standard.unsteady)
+            self._note(f"one rounding changes what held-out data gives, so it is not compared: {unsteady}")
         check_certifies(task, standard)
         if not reference.couples_samples and not reference.at_once and layout is None:
             _check_sum_of_samples(task, self.task, standard)
@@ -261,11 +301,11 @@ def defined(task: Task, layout: Layout) -> Coded:
 
 def _look(reference: Reference, trial: Trial) -> None:
     """Find out what may be done to a task's columns."""
-    ids = reference.order.ids(0)
-    batch, _ = reference.batch(0, ids)
+    slots = np.arange(reference.order.slots(0))
+    batch, _ = reference.batch(0, slots)
     ended = vocabularies(reference.model, batch)
     with reference.randomness.scope("task"):
-        output = reference.output(0, np.arange(len(ids)), batch)
+        output = reference.output(0, slots, batch)
         found = ignorable(reference.task, batch, output)
     trial.spread = ended()
     logits = getattr(output, "logits", output)
@@ -284,7 +324,7 @@ def _check_function(task: Task, given: Task) -> None:
     for _ in range(2):
         for name, buffer in reference.model.named_buffers():
             buffer.copy_(buffers[name])
-        totals.append(reference.loss(0, slots, reference.batch(0, reference.order.ids(0))[0])[0].item())
+        totals.append(reference.loss(0, slots, reference.batch(0, slots)[0])[0].item())
     if totals[0] != totals[1]:
         raise Unprovable(f"{type(task).__name__} {TWICE}", why_not_repeated(given) or f"{FUNCTION}.")
 
@@ -297,7 +337,7 @@ def _check_repeats(task: Task, given: Task, once: Sequence[Step], again: Sequenc
                 f"{type(task).__name__} is not deterministic: reading the same samples of step {number} twice gives "
                 "different ones",
                 "Draw from torch's, numpy's or Python's global generators in Task.data, which are seeded for every "
-                "sample, or from none.",
+                "sample, or seed your own in a method reseed(self, seed) of the data set.",
             )
         if any(not _equal(a.weights[name], b.weights[name]) for name in a.weights) or a.total != b.total != math.nan:
             if a.skipped and b.skipped:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import traceback
 from dataclasses import dataclass, replace
 
@@ -12,7 +13,8 @@ from phalanx.prove.explanation.explain import Inquiry
 from phalanx.prove.explanation.finding import Finding
 from phalanx.prove.explanation.interrupted import explain_interruption, explain_resume
 from phalanx.prove.explanation.stopped import explain_stop
-from phalanx.prove.ladder import NARROW_MARGIN, RESUMING, first
+from phalanx.prove.ladder import NARROW_MARGIN, RESUMING, Difference, first
+from phalanx.prove.own_faults import in_words
 from phalanx.prove.ranks.outcome import ProofRanks, TrialOutcome
 from phalanx.prove.ranks.record import WholeStep
 from phalanx.prove.reference.activations import rounding
@@ -20,6 +22,18 @@ from phalanx.prove.shrinking import Shrinking
 from phalanx.task import Precision
 
 NEXT = "Mend it, then prove this layout again."
+
+
+def _unexplained(layout: Layout, found: TrialOutcome, trace: str) -> Finding:
+    """What was found, where explaining it has failed."""
+    seen = first(found.differences or found.seen_before_stopping)
+    ended = Difference(-1, "running", "the run", math.inf, min(found.unfinished, default=0))
+    lead = seen[0] if seen else ended
+    told = f"{lead.found}, not {lead.expected}. " if lead.expected else ""
+    return Finding(
+        lead.rung, lead.name, lead.step, lead.error, [lead.rank], [], "unexplained", minimal=str(layout),
+        cause=f"{told}That it differs stands. Why could not be found out: {in_words('explaining it', trace)}",
+    )  # fmt: skip
 
 
 @dataclass
@@ -35,9 +49,7 @@ class Findings:
         try:
             finding = self._explained(layout, number, found)
         except Exception:
-            lead = first(found.differences)[0]
-            told = f"it could not be explained further: {traceback.format_exc(limit=-2)}"
-            return Finding(lead.rung, lead.name, lead.step, lead.error, [lead.rank], [], "unexplained", cause=told)
+            return _unexplained(layout, found, traceback.format_exc())
         finding.next = finding.next or NEXT
         return finding
 

@@ -6,7 +6,6 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
-from typing import Literal
 
 from phalanx.comm import AUTO, EXACT
 from phalanx.comm_methods import CANDIDATES
@@ -14,8 +13,6 @@ from phalanx.layout import CHOICES, Layout
 
 MICRO_BATCHES = 3
 """Not a power of two, so that a factor that comes from them is told from one that comes from ranks."""
-
-One = Literal["never", "in a pipeline", "always"]
 
 
 def factorizations(world: int, axes: int) -> Iterator[tuple[int, ...]]:
@@ -99,10 +96,10 @@ def _degrees_alone(layout: Layout) -> bool:
     return layout == Layout(dp=layout.dp, fsdp=layout.fsdp, tp=layout.tp, cp=layout.cp, pp=layout.pp)
 
 
-def as_proven(layout: Layout, batch: int, one: One = "never") -> Layout:
+def as_proven(layout: Layout, batch: int, at_once: bool = False) -> Layout:
     """A layout with several micro-batches of a proof's batch, or as many samples in one as it says itself.
 
-    ``one``: where there can be one micro-batch alone, since the loss needs a step's samples at the same time.
+    ``at_once``: the loss needs all samples of a step at the same time, so a pipeline has one micro-batch.
     """
     if layout.local is not None:
         layout = replace(layout, comm=str(layout.local.shortened()))
@@ -111,7 +108,7 @@ def as_proven(layout: Layout, batch: int, one: One = "never") -> Layout:
     share = math.ceil(batch / layout.batch_ranks)
     if layout.micro_batch is not None:
         return replace(layout, micro_batch=min(layout.micro_batch, share))
-    if one == "always" or (one == "in a pipeline" and layout.pp > 1):
+    if at_once and layout.pp > 1:
         return layout
     each = math.ceil(math.ceil(batch / layout.batch_ranks) / MICRO_BATCHES)
     return replace(layout, micro_batch=max(1, each if layout.batch_ranks < 8 else each + 1))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import re
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,11 +22,12 @@ from phalanx.prove.bugs import known
 from phalanx.prove.cases import Docket, applicable
 from phalanx.prove.findings import Findings
 from phalanx.prove.layouts import covering, each_choice, every
+from phalanx.prove.own_faults import in_words, is_own
 from phalanx.prove.ranks import trial
 from phalanx.prove.ranks.outcome import ProofRanks
 from phalanx.prove.reference.activations import rounding
 from phalanx.prove.reference.failing import Unprovable
-from phalanx.prove.results import DIFFERS, EQUAL, NOT_APPLICABLE, Proof, Result, concluded
+from phalanx.prove.results import DIFFERS, EQUAL, NOT_APPLICABLE, UNKNOWN, Proof, Result, concluded
 from phalanx.task import Precision, Task
 from phalanx.traces import folded
 from phalanx.train.check.beside import Checked, checked
@@ -67,6 +69,13 @@ def prove(
         if inject is None:  # else it is the bug that counts
             prover.docket.checked = checked(copy.copy(task)).or_refuse() if check else Checked(left_out="--unchecked")
         return prover.prove(layouts, ranks)
+    except (WrongUse, CannotHere):
+        raise
+    except Exception as error:
+        trace = traceback.format_exc()
+        if is_own(trace):
+            raise CannotHere(in_words("the proof", trace)) from error
+        raise
     finally:
         if server is not forkserver.kept():
             server.close()
@@ -208,6 +217,8 @@ class _Prover:
         self.imported.update(file for told in found.told for file in told.imported)
         if found.refusal is not None:
             return Result(str(layout), NOT_APPLICABLE, found.refusal)
+        if found.own_fault is not None:
+            return Result(str(layout), UNKNOWN, in_words("a rank", found.own_fault.trace))
         result = Result(str(layout), DIFFERS if found.fails else EQUAL)
         result.error, result.worst = max((t.worst for t in found.told), default=(0.0, ""))
         if self.dtype is not None and not found.fails:

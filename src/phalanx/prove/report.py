@@ -16,14 +16,16 @@ import torch
 
 from phalanx import __version__
 from phalanx.events import plain
+from phalanx.files import write_whole
 from phalanx.proofs import record
 from phalanx.prove.cases import Docket
 from phalanx.prove.ladder import RUNGS
-from phalanx.prove.results import DIFFERS, EQUAL, NOT_APPLICABLE, Proof, Result
+from phalanx.prove.results import DIFFERS, EQUAL, NOT_APPLICABLE, UNKNOWN, Proof, Result
+from phalanx.redact import redact
 from phalanx.task import Task
 
 QUIET_SECONDS = 10.0
-MARKS = {EQUAL: "=", DIFFERS: "!", NOT_APPLICABLE: "-"}
+MARKS = {EQUAL: "=", DIFFERS: "!", NOT_APPLICABLE: "-", UNKNOWN: "?"}
 
 
 class Table:
@@ -62,8 +64,8 @@ class Table:
             self._write(f"    ... {text} ({now - self.began:.0f} s)")
 
     def row(self, result: Result) -> None:
-        error = "" if result.verdict == NOT_APPLICABLE else f"{result.error:.0e}"
-        told = result.reason.partition(". ")[0] if result.verdict == NOT_APPLICABLE else result.worst
+        error = "" if result.reason else f"{result.error:.0e}"
+        told = result.reason.partition("\n")[0].partition(". ")[0] or result.worst
         mark, seconds = MARKS[result.verdict], f"{result.seconds:.1f}"
         self._write(f"{mark} {result.layout:<58} {result.verdict:<15} {error:>8} {seconds:>7}  {told}")
 
@@ -87,10 +89,11 @@ def as_json(proof: Proof, task: Task, settings: Mapping[str, Any]) -> dict[str, 
 
 def write(proof: Proof, task: Task, settings: Mapping[str, Any], folder: Path) -> None:
     """Leave ``proof.json`` and ``junit.xml`` in a folder."""
-    (folder / "proof.json").write_text(json.dumps(as_json(proof, task, settings), indent=1) + "\n")
+    write_whole(folder / "proof.json", json.dumps(as_json(proof, task, settings), indent=1) + "\n")
     suite = ElementTree.Element(
         "testsuite", name=f"phalanx prove {proof.task}", tests=str(len(proof.results)),
         failures=str(sum(r.verdict == DIFFERS for r in proof.results)),
+        errors=str(sum(r.verdict == UNKNOWN for r in proof.results)),
         skipped=str(sum(r.verdict == NOT_APPLICABLE for r in proof.results)),
         time=f"{sum(r.seconds for r in proof.results):.3f}",
     )  # fmt: skip
@@ -101,6 +104,8 @@ def write(proof: Proof, task: Task, settings: Mapping[str, Any], folder: Path) -
         if result.finding is not None:
             failure = ElementTree.SubElement(case, "failure", message=result.finding.cause)
             failure.text = str(result.finding)
+        elif result.verdict == UNKNOWN:
+            ElementTree.SubElement(case, "error", message=result.reason.partition("\n")[0]).text = result.reason
         elif result.verdict == NOT_APPLICABLE:
             ElementTree.SubElement(case, "skipped", message=result.reason)
     if not proof.results and not proof.holds:
@@ -110,4 +115,4 @@ def write(proof: Proof, task: Task, settings: Mapping[str, Any], folder: Path) -
         ElementTree.SubElement(case, "failure", message=proof.summary)
         suite.set("tests", "1")
         suite.set("failures", "1")
-    ElementTree.ElementTree(suite).write(folder / "junit.xml", encoding="unicode", xml_declaration=True)
+    write_whole(folder / "junit.xml", redact(ElementTree.tostring(suite, encoding="unicode", xml_declaration=True)))

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from phalanx.prove.explanation.finding import Finding
+from phalanx.prove.own_faults import OURS, REPORT
 from phalanx.verdict import Verdict
 
-EQUAL, DIFFERS, NOT_APPLICABLE = "equal", "differs", "not applicable"
+EQUAL, DIFFERS, NOT_APPLICABLE, UNKNOWN = "equal", "differs", "not applicable", "unknown"
 
 
 @dataclass
@@ -18,7 +19,7 @@ class Result:
     layout: str
     verdict: str
     reason: str = ""
-    """Why it is not applicable."""
+    """Why it is not applicable, or why nothing can be said."""
     worst: str = ""
     """The tensor that is furthest off."""
     error: float = 0.0
@@ -51,12 +52,17 @@ class Proof(Verdict):
 
 def concluded(task: str, results: Sequence[Result]) -> Verdict:
     """Whether a task trains like one device, as far as the results of its layouts say."""
-    by = {kind: [r for r in results if r.verdict == kind] for kind in (EQUAL, DIFFERS, NOT_APPLICABLE)}
+    by = {kind: [r for r in results if r.verdict == kind] for kind in (EQUAL, DIFFERS, NOT_APPLICABLE, UNKNOWN)}
     if by[DIFFERS]:
         summary = f"{task} does not train like one device under {len(by[DIFFERS])} of {len(results)} layouts"
         first_finding = by[DIFFERS][0].finding
         assert first_finding is not None
         return Verdict(False, summary, [f"{r.layout}\n{r.finding}" for r in by[DIFFERS]], first_finding.next)
+    if by[UNKNOWN]:
+        return Verdict(
+            False, f"nothing can be said of {len(by[UNKNOWN])} of {len(results)} layouts of {task}: {OURS}",
+            [f"{r.layout}: {r.reason}" for r in by[UNKNOWN]], REPORT, code=3,
+        )  # fmt: skip
     if not by[EQUAL]:
         return Verdict(
             False, f"nothing was proven: none of {len(results)} layouts is applicable to {task}",

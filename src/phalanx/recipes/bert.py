@@ -100,7 +100,7 @@ class Bert(Corpus):
 
     def evaluate(self, output: Any, batch: dict[str, Any]) -> dict[str, phalanx.Loss]:
         logits, targets = self.logits(output), batch["targets"]
-        found = self.by_source(lambda those: phalanx.losses.cross_entropy(logits, those), batch)
+        found = self.by_source(lambda those: phalanx.losses.cross_entropy(logits, those, dim=-1), batch)
         whole = logits.tensor() if isinstance(logits, phalanx.Logits) else logits
         right = ((whole.argmax(-1) == targets) & (targets != IGNORE)).sum()
         return found | {"accuracy": phalanx.Loss(right, (targets != IGNORE).sum())}

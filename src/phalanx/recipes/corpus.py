@@ -68,7 +68,7 @@ class Corpus(phalanx.Task):
         return output.logits if self.config else output
 
     def loss(self, output: Any, batch: dict[str, Any]) -> phalanx.Loss:
-        return phalanx.losses.cross_entropy(self.logits(output), batch["targets"])
+        return phalanx.losses.cross_entropy(self.logits(output), batch["targets"], dim=-1)
 
     def data(self) -> Any:
         parts = {name: self._parts(files)[0] for name, files in self._files.items()}

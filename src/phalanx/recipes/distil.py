@@ -13,7 +13,7 @@ from torch import nn
 
 import phalanx
 from phalanx.models.beside import anatomy_beside, put_beside
-from phalanx.models.hugging_face import check_apart, configuration, language_model, local_folder
+from phalanx.models.hugging_face import check_apart, configuration, language_model, local_folder, vocabulary_of
 from phalanx.recipes.fine_tuning import TINY
 from phalanx.recipes.sft import SFT
 
@@ -55,7 +55,9 @@ class Distil(SFT):
 
     def model(self) -> nn.Module:
         model, teacher = super().model(), language_model(self._teachers, "causal")
-        sizes = [config.vocab_size for config in (self._config, self._teachers)]
+        sizes = [
+            vocabulary_of(self._config, f"base={self.base}"), vocabulary_of(self._teachers, f"teacher={self.teacher}"),
+        ]  # fmt: skip
         if sizes[0] != sizes[1]:
             raise phalanx.WrongUse(
                 f"base={self.base} has a vocabulary of {sizes[0]:,} and teacher={self.teacher} one of {sizes[1]:,}. "
@@ -91,4 +93,4 @@ class Distil(SFT):
         apart = phalanx.losses.divergence(
             own, output[TEACHER], targets >= 0, reverse=self.divergence == "reverse", temperature=self.temperature
         )
-        return {"divergence": apart, "cross_entropy": phalanx.losses.cross_entropy(own, targets)}
+        return {"divergence": apart, "cross_entropy": phalanx.losses.cross_entropy(own, targets, dim=-1)}

@@ -15,12 +15,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import phalanx
+from phalanx import configs
 from phalanx.data.chat_tokenizer import opened, trained
 from phalanx.data.row_file import RowFile
 from phalanx.data.search_rows import ABSENT, Read, SearchRows, padded_together, read
 from phalanx.data.splitting import split
 from phalanx.models.embedder import Embedder, Pooling, embedder
-from phalanx.models.hugging_face import check_built_in, check_length, configuration, local_folder, smaller
+from phalanx.models.hugging_face import check_built_in, check_length, configuration, local_folder, vocabulary_of
+from phalanx.models.smaller import smaller
 from phalanx.recipes.retrieval import retrieval
 from phalanx.recipes.sentence_transformers import Described, describe
 from phalanx.words import many
@@ -107,8 +109,15 @@ class Embed(phalanx.Task):
         known = (self._tokenizer.pad_token_id, self._tokenizer.eos_token_id, 0)
         return next(token for token in known if token is not None)
 
+    @property
+    def _width(self) -> int:
+        width = configs.hidden(self._config)
+        if width is None:
+            raise phalanx.WrongUse(f"base={self.base} says no hidden_size: it makes no vectors of texts. Give another.")
+        return width
+
     def model(self) -> Embedder:
-        width = self._config.hidden_size
+        width = self._width
         bad = [size for size in self.sizes if not 0 < size < width]
         if bad:
             raise phalanx.WrongUse(
@@ -124,7 +133,7 @@ class Embed(phalanx.Task):
         """The tokenizer, and what sentence-transformers reads."""
         self._tokenizer.save_pretrained(folder)
         prompts = {"query": self.query_prompt, "document": self.text_prompt}
-        describe(folder, Described(self._config.hidden_size, self.pooling, self.length, prompts))
+        describe(folder, Described(self._width, self.pooling, self.length, prompts))
 
     def _encode(self, texts: list[str]) -> list[list[int]]:
         return list(self._tokenizer(texts, truncation=True, max_length=self.length)["input_ids"])
@@ -137,10 +146,11 @@ class Embed(phalanx.Task):
     def _rows(self) -> SearchRows:
         check_length(self._config, self.length, f"base={self.base}")
         found = SearchRows(self._read.rows, self._encode, self.negatives, (self.query_prompt, self.text_prompt))
-        if found.largest >= self._config.vocab_size:
+        words = vocabulary_of(self._config, f"base={self.base}")
+        if found.largest >= words:
             raise phalanx.WrongUse(
                 f"{self.path or HEALTH_SEARCH} has the token {found.largest}, and the model's vocabulary has "
-                f"{self._config.vocab_size}. Use the model's own tokenizer."
+                f"{words}. Use the model's own tokenizer."
             )
         return found
 

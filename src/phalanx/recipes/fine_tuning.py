@@ -25,10 +25,10 @@ from phalanx.models.hugging_face import (
     configuration,
     language_model,
     local_folder,
-    smaller,
 )
 from phalanx.models.lora import FOUR_BITS, MAGNITUDE, Lora, LoraKind, attach, is_four_bit, is_lora, lengths
 from phalanx.models.nf4 import FourBits, quantised
+from phalanx.models.smaller import smaller
 from phalanx.precision import DTYPES
 from phalanx.words import many
 

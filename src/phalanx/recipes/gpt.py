@@ -84,4 +84,4 @@ class GPT(phalanx.Task):
         return {name: batch[name] for name in ("tokens", "positions", "documents")}
 
     def loss(self, output: Any, batch: dict[str, Any]) -> phalanx.Loss:
-        return phalanx.losses.cross_entropy(output, batch["targets"])
+        return phalanx.losses.cross_entropy(output, batch["targets"], dim=-1)

@@ -5,15 +5,13 @@ from __future__ import annotations
 from torch import nn
 
 from phalanx.errors import WrongUse
-from phalanx.models.hugging_face import LanguageModel, check_length, configuration, language_model
+from phalanx.models.hugging_face import LanguageModel, check_length, configuration, language_model, vocabulary_of
 
 
 def from_config(kind: LanguageModel, path: str, vocabulary: int, length: int) -> nn.Module:
     """A language model of this kind; a configuration whose sizes do not hold the data is refused."""
     config = configuration(path)
-    known = getattr(config, "vocab_size", None)
-    if not isinstance(known, int):
-        raise WrongUse(f"{path} says no vocab_size: it is not of a {kind} language model. Give another.")
+    known = vocabulary_of(config, path, kind)
     if known < vocabulary:
         raise WrongUse(
             f"the tokenizer has {vocabulary:,} ids, and {path} says vocab_size={known:,}. Set it to {vocabulary} or "

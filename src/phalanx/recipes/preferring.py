@@ -10,13 +10,14 @@ from typing import Any
 
 from torch import Tensor
 
+from phalanx import configs
 from phalanx.data.chat import Chat
 from phalanx.data.compared import Compared, Judgements, stacked
 from phalanx.data.preferences import PreferenceReader, Preferences, pairs
 from phalanx.data.row_file import RowFile
 from phalanx.data.splitting import split
 from phalanx.errors import WrongUse
-from phalanx.models.hugging_face import check_length
+from phalanx.models.hugging_face import check_length, vocabulary_of
 from phalanx.recipes.fine_tuning import FineTuning
 from phalanx.words import many
 
@@ -40,9 +41,10 @@ class Preferring(FineTuning):
     def _config(self) -> Any:
         """The base's, without dropout."""
         config = super()._config
-        for name, value in vars(config).items():
-            if isinstance(value, float) and ("dropout" in name or "pdrop" in name):
-                setattr(config, name, 0.0)
+        for own in configs.with_parts(config):
+            for name, value in list(vars(own).items()):
+                if isinstance(value, float) and ("dropout" in name or "pdrop" in name):
+                    setattr(own, name, 0.0)
         return config
 
     @cached_property
@@ -56,7 +58,8 @@ class Preferring(FineTuning):
     @cached_property
     def _reader(self) -> PreferenceReader:
         check_length(self._config, self.length, f"base={self.base}")
-        return PreferenceReader(Chat(self._tokenizer, "answers", self.marks), self.length, self._config.vocab_size)
+        words = vocabulary_of(self._config, f"base={self.base}")
+        return PreferenceReader(Chat(self._tokenizer, "answers", self.marks), self.length, words)
 
     def samples(self, answers: Sequence[Any]) -> Compared | Judgements:
         """A data set of some answers: by default of pairs."""

@@ -44,4 +44,4 @@ class Pretrain(Corpus):
 
     def evaluate(self, output: Any, batch: dict[str, Any]) -> dict[str, phalanx.Loss]:
         logits = self.logits(output)
-        return self.by_source(lambda targets: phalanx.losses.cross_entropy(logits, targets), batch)
+        return self.by_source(lambda targets: phalanx.losses.cross_entropy(logits, targets, dim=-1), batch)

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import phalanx
+from phalanx import configs
 from phalanx.errors import WrongUse
 from phalanx.recipes.preferring import Preferring
 
@@ -46,7 +47,7 @@ class Reward(Preferring):
     def _config(self) -> Any:
         """The last token of a sequence is found by what it is padded with."""
         config = super()._config
-        config.pad_token_id = self._pad
+        config.pad_token_id = configs.text(config).pad_token_id = self._pad
         return config
 
     def _is_heads(self, weight: str) -> bool:
@@ -54,7 +55,7 @@ class Reward(Preferring):
 
     def added(self, weight: str) -> bool:
         """Where the base is no classifier yet, its head is new."""
-        kinds = getattr(self._config, "architectures", None) or []
+        kinds = configs.named_classes(self._config)
         new = not any(kind.endswith("ForSequenceClassification") for kind in kinds)
         return super().added(weight) or (new and self._is_heads(weight))
 

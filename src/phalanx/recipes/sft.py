@@ -19,7 +19,7 @@ from phalanx.data.encoded_rows import encoded_once
 from phalanx.data.row_file import RowFile
 from phalanx.data.splitting import split
 from phalanx.data.supervised import Encoded, Supervised, padded_together
-from phalanx.models.hugging_face import check_apart, check_length
+from phalanx.models.hugging_face import check_apart, check_length, vocabulary_of
 from phalanx.questions import Questions
 from phalanx.recipes.fine_tuning import HEALTH, FineTuning
 from phalanx.words import many
@@ -65,7 +65,7 @@ class SFT(FineTuning):
         chat = Chat(self._tokenizer, self.loss_on, self.marks)
         known = os.environ.get("XDG_CACHE_HOME")
         cache = Path(self.cache) if self.cache else Path(known or Path.home() / ".cache") / "phalanx" / "rows"
-        rows, words = RowFile(self.path or HEALTH), self._config.vocab_size
+        rows, words = RowFile(self.path or HEALTH), vocabulary_of(self._config, f"base={self.base}")
         return encoded_once(rows, chat, self.length, words, self.bad_rows, cache)
 
     def _samples(self, held_out: bool) -> Supervised:
@@ -126,4 +126,4 @@ class SFT(FineTuning):
         return found | {"position_ids": batch["positions"]} if self.packed else found
 
     def loss(self, output: Any, batch: dict[str, Any]) -> phalanx.Loss:
-        return phalanx.losses.cross_entropy(output.logits, batch["targets"])
+        return phalanx.losses.cross_entropy(output.logits, batch["targets"], dim=-1)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from phalanx.files import write_whole
+from phalanx.folder_files import make_folder
 from phalanx.parallel.communication.mesh import BATCH
 from phalanx.questions import ModelAnswer, Question, Questions
 from phalanx.run import Run
@@ -53,9 +54,9 @@ def answers_path(run: Run, step: int, by: str = "") -> Path:
 
 def write_answers(path: Path, answers: Sequence[ModelAnswer]) -> str:
     """One JSON object a line; where."""
-    path.parent.mkdir(exist_ok=True)
+    make_folder(path.parent.parent, path.parent)
     lines = [json.dumps(vars(each) | {"exact": each.exact}, ensure_ascii=False) for each in answers]
-    write_whole(path, "\n".join(lines) + "\n")
+    write_whole(path, "\n".join(lines) + "\n", within=path.parent.parent)
     return str(path)
 
 

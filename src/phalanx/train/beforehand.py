@@ -21,8 +21,9 @@ from torch import Tensor
 
 from phalanx.data.fingerprint import digest, near
 from phalanx.data.joined import JoinedSamples, apart
-from phalanx.data.loader import Loader, sample_at
+from phalanx.data.loader import Loader
 from phalanx.data.order import Order
+from phalanx.data.seeding import sample_at
 from phalanx.errors import CannotHere, WrongUse
 from phalanx.events import say
 from phalanx.files import exists, write_whole

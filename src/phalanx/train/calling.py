@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -12,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from phalanx.callbacks import Callback
+from phalanx import schedules
+from phalanx.callbacks import Callback, KeepBest, ReduceLROnPlateau
 from phalanx.errors import CannotHere, WrongUse
 from phalanx.metrics import logged_by, refused
 from phalanx.task import Task
@@ -47,6 +49,7 @@ def made_callbacks(task: Task) -> list[Callback]:
     if not callable(task.callbacks):
         raise WrongUse(f"{name} is a {type(task.callbacks).__name__}. Make it a method: def callbacks(self): return []")
     found = task.callbacks()
+    own = [*set_up(task)]
     if isinstance(found, Callback):
         raise WrongUse(f"{name} returned one {type(found).__name__} and no list. {HOW}")
     if not isinstance(found, (list, tuple)):
@@ -62,7 +65,25 @@ def made_callbacks(task: Task) -> list[Callback]:
         _check_methods(each, name)
         if any(each is other for other in found[:number]):
             raise WrongUse(f"{name} has the same {type(each).__name__} twice. Make two of them, or leave one out.")
-    return list(found)
+    made = [*found, *own]
+    best = [each for each in made if isinstance(each, KeepBest)]
+    if len(best) > 1:
+        raise WrongUse(f"{name} and keep_best have {len(best)} KeepBest, and one checkpoint is the best. Keep one.")
+    return made
+
+
+def set_up(task: Task) -> Iterator[Callback]:
+    """The callbacks that fields of a task ask for: ``keep_best``, and ``rate=plateau``."""
+    if task.keep_best:
+        yield KeepBest.of(task.keep_best)
+    name, options = schedules.parsed(task.rate)
+    if name == "plateau":
+        watcher = ReduceLROnPlateau(
+            str(options["measure"]), float(options["factor"]), int(options["patience"]), float(options["min_delta"]),
+            cooldown=int(options["cooldown"]), end=float(options["end"]),
+        )  # fmt: skip
+        watcher.field = f"rate={task.rate}"
+        yield watcher
 
 
 def _check_methods(callback: Callback, name: str) -> None:
@@ -220,6 +241,15 @@ class Callbacks:
         every = engine.mesh.world.all_gather_words(list(self._beside()))
         return ", ".join(dict.fromkeys(name for names in every for name in names))
 
+    def rate_factor(self) -> float:
+        """What all learning rates are multiplied by."""
+        return math.prod(each.rate_factor() for each in self.tasks)
+
+    @property
+    def keeps_best(self) -> KeepBest | None:
+        """The one that says which checkpoint is the best, if there is one."""
+        return next((each for each in self.tasks if isinstance(each, KeepBest)), None)
+
     def evaluated(self, engine: Engine, measures: Mapping[str, float]) -> None:
         """All held-out data was: they may change what they keep."""
         if self.watches_evaluations:
@@ -234,9 +264,10 @@ class Callbacks:
 
 @torch.no_grad()
 def _exchange(engine: Engine, beside: Mapping[str, Tensor]) -> None:
-    """Put these into the place of the rows that this rank owns, and those into theirs."""
+    """Put these into the place of the rows that this rank owns and of buffers, and those into theirs."""
+    buffers = dict(engine.spread.whole.replicated())
     for name, tensor in beside.items():
-        shard = engine.spread.weights[name].shard.detach()
+        shard = engine.spread.weights[name].shard.detach() if name in engine.spread.weights else buffers[name]
         kept = shard.clone()
         shard.copy_(tensor)
         tensor.copy_(kept)

@@ -12,8 +12,9 @@ from typing import Any
 from phalanx.checkpoint.manager import CheckpointManager
 from phalanx.data.adopted import training_samples
 from phalanx.data.order import Order, digest
-from phalanx.data.planned import order_of
+from phalanx.data.planned import order_of, training_order
 from phalanx.files import when_there_is_room, write_whole
+from phalanx.folder_files import make_folder
 from phalanx.layout import Layout
 from phalanx.run import Run, counted
 from phalanx.task import Task
@@ -123,7 +124,7 @@ def _check_numbers(run: Run, task: Task, steps: list[dict[str, Any]]) -> None:
             f"the update of step {bad[0]['step'] + 1} was left out ({bad[0]['bad']}){before}, and no good step came "
             "after: nothing shows that the weights are any good",
             "Look at that step's samples in the run's events, or lower the learning rate; one step more would show: "
-            f"phalanx train --resume --run {run.path} --steps {task.steps + 1}",
+            f"phalanx train --resume --run {run.in_shell} --steps {task.steps + 1}",
         )
 
 
@@ -151,7 +152,9 @@ def certify(run: Run, task: Task, manager: CheckpointManager) -> dict[str, Any]:
     _check_numbers(run, task, judged)
     if last not in manager.steps():
         raise NotDone(f"the state after step {last} was not saved")
+    best = _best(run)
     manifest = manager.open(last).manifest
+    weights = manifest if best is None else manager.open(best["step"]).manifest
     again = list(_again(run))
     differences = [off for off in again if off is not None]
     found = {
@@ -164,8 +167,10 @@ def certify(run: Run, task: Task, manager: CheckpointManager) -> dict[str, Any]:
         "ended": None if ended is None else ended.why,
         "taken_up": taken_up,
         "samples": sum(order(step).slots(step) for step in range(last)),
+        "epoch": orders[-1][1].describe() if orders and not orders[-1][1].visits_all else "",
         "changes": _changes(starts),
-        "hash": manifest.hash(),
+        "best": best,
+        "hash": weights.hash(),
         "state": manifest.hash(""),
         "layout": manifest.facts["layout"],
         "code": manifest.facts["code"],
@@ -179,10 +184,16 @@ def certify(run: Run, task: Task, manager: CheckpointManager) -> dict[str, Any]:
         "left_out": [step for step, event in ledger.items() if event["kind"] == "left out"],
         "unchecked": next((str(event["left_out"]) for event in reversed(list(run.events(0, "check")))), ""),
     }
-    run.certificate_path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(run.path, run.certificate_path.parent)
     text = json.dumps(found, indent=1) + "\n"
-    when_there_is_room(run.certificate_path, lambda: write_whole(run.certificate_path, text))
+    when_there_is_room(run.certificate_path, lambda: write_whole(run.certificate_path, text, within=run.path))
     return found
+
+
+def _best(run: Run) -> dict[str, Any] | None:
+    """The checkpoint whose weights were left, by a measure; None: the last step's were."""
+    ends = list(run.events(0, "end"))
+    return ends[-1].get("best") if ends else None
 
 
 def _bad_samples(run: Run) -> set[int]:
@@ -204,10 +215,11 @@ def _when(event: Mapping[str, Any]) -> str:
 
 def _order(start: Mapping[str, Any], task: Task) -> Order:
     size, batch, seed = start["data"], start.get("global_batch", task.global_batch), start.get("seed", task.seed)
-    found = order_of(start.get("order"), size, batch, seed, lambda: training_samples(task))
+    found = order_of(start.get("order"), size, batch, seed, lambda: training_order(task, training_samples(task)))
     if found is None:
         raise NotDone(
-            "samples have other lengths now than when it was trained, so that it cannot be seen which were planned",
+            "samples have other lengths, weights or classes now than when it was trained, so that it cannot be seen "
+            "which were planned",
             "Make the data what it was, and give --resume.",
         )
     return found
@@ -248,6 +260,9 @@ def in_words(found: Mapping[str, Any]) -> str:
     sure = "some perhaps twice and some never" if others else "none lost and none counted twice"
     bad = found.get("bad_samples")
     lost = f", {many(len(bad), 'sample')} that cannot be read left out" if bad else ""
-    samples = f"{found['samples']:,} samples, {sure}{lost}"
+    epoch = f"; {found['epoch']}" if found.get("epoch") else ""
+    samples = f"{found['samples']:,} samples, {sure}{lost}{epoch}"
     early = f" of {found['planned']} planned, ended by the task ({found['ended']})" if found.get("ended") else ""
-    return f"certificate: {found['steps']} steps{early}, {samples}{left}{again}; weights {found['hash'][:16]}"
+    best = found.get("best")
+    which = f" of step {best['step']}, whose {best['measure']} of {best['value']:.6g} is the best" if best else ""
+    return f"certificate: {found['steps']} steps{early}, {samples}{left}{again}; weights {found['hash'][:16]}{which}"

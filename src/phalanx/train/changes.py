@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from phalanx import user_code
 from phalanx.comm import AUTO, Comm
 from phalanx.data.fingerprint import Fingerprint
-from phalanx.data.loader import sample_at
+from phalanx.data.seeding import sample_at
 from phalanx.errors import WrongUse
 from phalanx.events import plain, say
 from phalanx.layout import Layout
@@ -29,7 +29,9 @@ if TYPE_CHECKING:
     from phalanx.train.engine import Engine
 
 ORDER = ("seed", "global_batch")
-"""Settings that the order of samples follows from."""
+"""Settings that the order of samples follows from,"""
+DRAWN = ("last_batch", "balance")
+"""and those that change it where there is something to leave out or to draw."""
 SHOWN = 4
 """So many names are told; of the others, how many they are."""
 
@@ -103,7 +105,8 @@ def _settings(engine: Engine, facts: Mapping[str, Any]) -> list[Change]:
             found.append(Change(words))
         elif then[name] != here[name]:
             pairs.append((then[name], here[name]))
-            found.append(Change(f"{name} was {then[name]} and is {here[name]}", name in ORDER))
+            other = name in ORDER or (name in DRAWN and _other_order(engine, facts))
+            found.append(Change(f"{name} was {_shown(then[name])} and is {_shown(here[name])}", other))
     if pairs and "settings" in facts:
         found += _schedule(engine, {n: then[n] for n in here if n in then and then[n] != here[n]}, facts["step"])
     for name, value in now["optimizer"].items() if "optimizer" in facts else ():
@@ -237,12 +240,32 @@ def _schedule(engine: Engine, then: Mapping[str, Any], step: int) -> list[Change
     return []
 
 
+def _other_order(engine: Engine, facts: Mapping[str, Any]) -> bool:
+    """Whether samples come in another order, beside what follows from the seed and the batch."""
+    return bool(facts.get("order", {}) != engine.described["order"])
+
+
+def _of_order(facts: Mapping[str, Any]) -> str:
+    """What is other, where the order is, by what then and now say of it."""
+    if "curriculum" in facts:
+        return "samples were mixed by other weights, or from sources of other sizes"
+    if "weights" in facts or "classes" in facts:
+        return "samples were drawn by other weights, or are of other classes"
+    return "samples came in another order"
+
+
+def _shown(value: Any) -> Any:
+    return "none" if value == "" else value
+
+
 def _data(engine: Engine, facts: Mapping[str, Any]) -> list[Change]:
     size, known = engine.order.size, Fingerprint.parse(facts.get("fingerprint"))
     if facts["data"] != size:
         return [Change(f"there were {facts['data']:,} samples to train on and are {size:,}", order=True)]
-    if facts.get("order", {}) != engine.described["order"]:
-        return [Change("samples were mixed by other weights, or from sources of other sizes", order=True)]
+    if _other_order(engine, facts):
+        settings = facts.get("settings", {})
+        told = any(name in settings and settings[name] != getattr(engine.task, name) for name in DRAWN)
+        return [] if told else [Change(_of_order({**facts.get("order", {}), **engine.described["order"]}), order=True)]
     if known is None or facts["seed"] != engine.task.seed or not known.samples:
         return []  # what is drawn while a sample is made follows from the seed
     here = Fingerprint.parse(engine.described["fingerprint"])

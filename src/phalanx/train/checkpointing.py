@@ -21,6 +21,7 @@ from pathlib import Path
 import torch
 
 from phalanx.callbacks import Callback
+from phalanx.checkpoint.best import Best
 from phalanx.checkpoint.manager import CheckpointManager
 from phalanx.checkpoint.slot import Slot
 from phalanx.checkpoint.state import Entry, State
@@ -173,6 +174,16 @@ class Checkpointer(Callback):
             f"Mend that and go on with --resume, {self._from_where()}."
         )
 
+    def keep_best(self, best: Best) -> None:
+        """Keep the state after this step beside the last ones, until a better one is saved. All ranks must call it."""
+        self.settled()
+        if best.step in steps_seen(self.engine, self.manager):
+            if self.engine.environment.rank == 0:
+                self.manager.note_best(best)
+            return
+        self.writer.best = best
+        self.stage(save=True)
+
     def _from_where(self) -> str:
         """Where a run would go on from."""
         saved = max(self.manager.steps(), default=None)
@@ -307,10 +318,9 @@ class Checkpointer(Callback):
             try:
                 self._carry(save)
             except BaseException as error:
-                try:
+                with suppress(Exception):  # whoever waits must not wait for ever, nor the next save for this thread
                     self.writer.failed(save.step, error)
-                finally:  # whoever waits must not wait for ever
-                    save.advance(Stage.FAILED, error)
+                save.advance(Stage.FAILED, error)
 
     def _carry(self, save: Save) -> None:
         """From the device to where it goes."""

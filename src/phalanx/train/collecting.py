@@ -27,8 +27,9 @@ if TYPE_CHECKING:
 
 MESSAGE_BYTES = 1 << 24
 TEXT = "text"
+RAGGED = "rows of their own, "
 Gathered = dict[str, Any]
-"""By name, a tensor with a row a sample, or a list with a string a sample."""
+"""By name, a tensor with a row a sample, or a list with a string or a tensor a sample."""
 
 
 class CannotSummarise(WrongUse):
@@ -42,12 +43,12 @@ class Column:
     places: list[Tensor] = field(default_factory=list)
     """Where in the data the samples of each part are."""
     parts: list[Any] = field(default_factory=list)
-    """Tensors, or lists of strings."""
+    """Tensors, or lists of strings or of tensors."""
 
     @property
     def kinds(self) -> list[str]:
         """What the rows are: one kind, if they can be put together."""
-        return sorted({TEXT if isinstance(part, list) else _kind(part) for part in self.parts})
+        return sorted({kind for part in self.parts for kind in _kinds(part)})
 
     def messages(self) -> Iterator[Tensor]:
         """The rows as bytes: how many, their places, and what they are."""
@@ -60,21 +61,36 @@ class Column:
         """Parts put together up to a message's size: there is one of each micro-batch."""
         first, filled = 0, 0
         for stop, part in enumerate(self.parts, 1):
-            filled += sum(len(text) + 8 for text in part) if isinstance(part, list) else part.nbytes + 8 * len(part)
+            filled += sum(map(_size, part)) if isinstance(part, list) else part.nbytes + 8 * len(part)
             if filled >= MESSAGE_BYTES or stop == len(self.parts):
-                some = self.parts[first:stop]
-                text = isinstance(part, list)
-                yield torch.cat(self.places[first:stop]), [*chain(*some)] if text else torch.cat(some)
+                yield torch.cat(self.places[first:stop]), whole_of(self.parts[first:stop])
                 first, filled = stop, 0
 
 
+def whole_of(parts: list[Any]) -> Any:
+    """Parts of a column as one: a tensor, or a list."""
+    return [*chain(*parts)] if isinstance(parts[0], list) else torch.cat(parts)
+
+
+def _kinds(part: Any) -> set[str]:
+    if isinstance(part, Tensor):
+        return {_kind(part)}
+    return {TEXT if isinstance(item, str) else f"{RAGGED}{_kind(item)}" for item in part}
+
+
 def _kind(part: Tensor) -> str:
+    """Of rows that are those of a tensor."""
     return f"{str(part.dtype).removeprefix('torch.')} of shape {tuple(part.shape[1:])}"
+
+
+def _size(item: str | Tensor) -> int:
+    """Bytes of what a list has of one sample, about."""
+    return len(item.encode()) + 8 if isinstance(item, str) else item.nbytes + 16
 
 
 def _few(part: Any) -> Iterator[slice]:
     """Rows that fit into a message."""
-    sizes = [len(text.encode()) + 8 for text in part] if isinstance(part, list) else None
+    sizes = [*map(_size, part)] if isinstance(part, list) else None
     each = 0 if sizes else part[0].numel() * part.element_size() + 8
     start, filled = 0, 0
     for row in range(len(part)):
@@ -90,9 +106,11 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 def _encoded(rows: Any) -> Tensor:
-    if isinstance(rows, list):
-        return torch.frombuffer(bytearray(json.dumps(rows).encode()), dtype=torch.uint8)
-    return _bytes(rows)
+    if isinstance(rows, Tensor):
+        return _bytes(rows)
+    if isinstance(rows[0], Tensor):
+        return torch.cat([_bytes(torch.tensor([len(row) for row in rows])), *map(_bytes, rows)])
+    return torch.frombuffer(bytearray(json.dumps(rows).encode()), dtype=torch.uint8)
 
 
 class Collected:
@@ -105,12 +123,15 @@ class Collected:
     def add(self, name: str, value: Any, places: np.ndarray, real: bool) -> None:
         """A micro-batch's rows; those of one that only stands in are looked at and let go."""
         where = f"{type(self.task).__name__}.evaluate gave for {name!r}"
-        if isinstance(value, list) and not all(isinstance(item, str) for item in value):
-            kinds = ", ".join(sorted({type(item).__name__ for item in value}))
-            raise WrongUse(f"{where} a list of {kinds}. Return a tensor with a row a sample, or a list of strings.")
+        if isinstance(value, list) and not any(all(map(right, value)) for right in (_is_text, _has_rows)):
+            kinds = ", ".join(sorted({_named(item) for item in value}))
+            raise WrongUse(
+                f"{where} a list of {kinds}. Return a tensor with a row a sample, or a list with a string or a tensor "
+                "of at least one dim for each sample."
+            )
         shape = tuple(value.shape) if isinstance(value, Tensor) else (len(value),)
         if shape[:1] != (len(places),):
-            what = f"a tensor of shape {shape}" if isinstance(value, Tensor) else f"{len(value)} strings"
+            what = f"a tensor of shape {shape}" if isinstance(value, Tensor) else f"a list of {len(value)}"
             raise WrongUse(
                 f"{where} {what} for {len(places)} samples. Return one row a sample, in the order of the batch, to "
                 "have it gathered for summarise(); for a sum over the batch return phalanx.Loss(total, count)."
@@ -118,7 +139,7 @@ class Collected:
         if real:
             column = self.columns.setdefault(name, Column())
             column.places.append(torch.from_numpy(places).clone())
-            column.parts.append(value.detach().cpu().clone() if isinstance(value, Tensor) else list(value))
+            column.parts.append(_kept(value) if isinstance(value, Tensor) else [*map(_kept, value)])
 
     def gathered(self, engine: Engine, samples: int, may_lack: bool = False) -> tuple[Gathered | None, bool]:
         """On rank 0 all rows of all ranks, a column after the other; and whether there are any. All must call it.
@@ -149,6 +170,22 @@ class Collected:
         return (found if engine.environment.rank == 0 else None), bool(names)
 
 
+def _is_text(item: Any) -> bool:
+    return isinstance(item, str)
+
+
+def _has_rows(item: Any) -> bool:
+    return isinstance(item, Tensor) and item.ndim > 0
+
+
+def _named(item: Any) -> str:
+    return f"tensor of shape {tuple(item.shape)}" if isinstance(item, Tensor) else type(item).__name__
+
+
+def _kept(value: Any) -> Any:
+    return value.detach().cpu().clone() if isinstance(value, Tensor) else value
+
+
 def _rows_of(column: Any, places: Tensor) -> Any:
     return [column[place] for place in places.tolist()] if isinstance(column, list) else column[places]
 
@@ -158,7 +195,8 @@ def check_alike(task: Task, name: str, kinds: set[str]) -> None:
     if len(kinds) > 1:
         raise WrongUse(
             f"{type(task).__name__}.evaluate gave for {name!r} rows that do not stack: {' and '.join(sorted(kinds))}. "
-            "Make them alike for all samples, for example pad sequences to one length, or give one number a sample."
+            "Make them alike for all samples, or give a list with a tensor for each sample, alike in all dims but the "
+            "first."
         )
 
 
@@ -166,9 +204,11 @@ def _assembled(engine: Engine, own: Column, holders: list[int], kind: str, sampl
     """On rank 0, a column's rows in the order of the data, and how often each came; elsewhere nothing."""
     samples *= engine.environment.rank == 0
     times = torch.zeros(samples, dtype=torch.int64)
-    dtype, _, shape = kind.partition(" of shape ")
+    dtype, _, shape = kind.removeprefix(RAGGED).partition(" of shape ")
     sizes = [int(size) for size in shape.strip("()").split(",") if size.strip()]
-    whole: Any = [""] * samples if kind == TEXT else torch.empty(samples, *sizes, dtype=getattr(torch, dtype))
+    rows_like = torch.empty(0, *sizes, dtype=torch.uint8 if kind == TEXT else getattr(torch, dtype))
+    listed = kind == TEXT or kind.startswith(RAGGED)
+    whole: Any = [""] * samples if listed else rows_like.new_empty(samples, *sizes)
     for holder in holders:
         for message in _messages(engine, own, holder):
             rows = int(message[:8].clone().view(torch.int64))
@@ -178,6 +218,11 @@ def _assembled(engine: Engine, own: Column, holders: list[int], kind: str, sampl
             if kind == TEXT:
                 for place, text in zip(places.tolist(), json.loads(body.numpy().tobytes()), strict=True):
                     whole[place] = text
+            elif listed:
+                lengths = body[: 8 * rows].view(torch.int64).tolist()
+                every = body[8 * rows :].clone().view(rows_like.dtype).view(sum(lengths), *sizes)
+                for place, row in zip(places.tolist(), every.split(lengths), strict=True):
+                    whole[place] = row.clone()
             else:
                 whole[places] = body.view(whole.dtype).view(rows, *sizes)
     return whole, times

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from phalanx import inventory
+from phalanx.callbacks import KeepBest
 from phalanx.data.adopted import training_samples
-from phalanx.data.kinds import length
-from phalanx.data.order import Order
+from phalanx.data.planned import training_order
 from phalanx.layout_notes import layout_notes
 from phalanx.parallel.weights.blueprint import Blueprint
 from phalanx.parallel.weights.placement import Placement
@@ -16,6 +16,7 @@ from phalanx.train.calling import made_callbacks
 from phalanx.train.job import Job
 from phalanx.train.listing import listed
 from phalanx.train.memory import Kept, fullest
+from phalanx.train.overview import kept_best, split_notes
 from phalanx.train.sites import check_scales
 from phalanx.words import many
 
@@ -28,7 +29,7 @@ def describe(job: Job, every_weight: bool = False) -> str:
     anatomy = task.anatomy(model)
     placement = Placement.of(model, anatomy, layout, DTYPES[task.precision])
     data = training_samples(task)
-    order = Order.of(data, length(data, "data", task), task.global_batch, task.seed)
+    order = training_order(task, data)
     settings = ", ".join(f"{name}={value}" for name, value in plain_settings(task).items())
     callbacks, (facts, said) = made_callbacks(task), task.overview()
     dtypes, micro_batches = DTYPES[task.precision], layout.micro_batches(task.global_batch)
@@ -39,16 +40,18 @@ def describe(job: Job, every_weight: bool = False) -> str:
         "layout": f"{layout} on {job.cluster.describe()}",
         "model": anatomy.describe(),
         "memory": f"about {fullest(placement, kept, dtypes)}",
-        "data": f"{many(order.size, 'sample')}, {many(order.steps_per_epoch, 'step')} an epoch",
+        "data": f"{order.describe()}; {many(order.steps_per_epoch, 'step')} an epoch",
         **facts,
         "micro": f"{many(micro_batches, 'micro-batch', 'micro-batches')} a step",
         "dtypes": dtypes.table(),
     }
+    lines |= kept_best(next((each for each in callbacks if isinstance(each, KeepBest)), None))
     if callbacks:
         lines["calls"] = ", ".join(type(each).__name__ for each in callbacks)
     told = [f"{name:>7}  {text}" for name, text in lines.items()]
     for table in (inventory.table(inventory.parts(model, anatomy)), listed(placement, every_weight)):
         told += ["", *(f"         {line}" for line in table)]
     device = job.cluster.device
-    notes = layout_notes(layout, device, micro_batches, dtypes.compute.itemsize) + said + dtypes.notes(device)
+    notes = layout_notes(layout, device, micro_batches, dtypes.compute.itemsize)
+    notes += [*split_notes(anatomy), *said, *dtypes.notes(device)]
     return "\n".join([*told, *(f"   note  {note}" for note in notes)])

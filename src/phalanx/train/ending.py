@@ -112,7 +112,7 @@ def stopped(run: Run, manager: CheckpointManager, failures: Sequence[Failure], c
     evidence = [f"rank {failure.rank}: {failure.reason}" for failure in failures if not failure.secondary and lost]
     return Verdict(
         False, f"stopped{why}: every rank has ended, {saved}", [*evidence, f"what it did is in {run.path}"],
-        next=f"Go on with phalanx train --resume --run {run.path}", code=130,
+        next=f"Go on with phalanx train --resume --run {run.in_shell}", code=130,
     )  # fmt: skip
 
 
@@ -137,7 +137,7 @@ def _saved(run: Run, manager: CheckpointManager, done: int) -> tuple[str, int]:
 
 def not_done(run: Run, reason: Exception) -> Verdict:
     """Its ranks ended well, and what they left does not show that all is done."""
-    advice = getattr(reason, "advice", "") or f"Go on with phalanx train --resume --run {run.path}"
+    advice = getattr(reason, "advice", "") or f"Go on with phalanx train --resume --run {run.in_shell}"
     return Verdict(False, f"not done: {reason}", next=advice)
 
 
@@ -169,8 +169,8 @@ def failed(run: Run, manager: CheckpointManager, failures: Sequence[Failure]) ->
         False,
         told,
         evidence,
-        next=(f"phalanx why {run.path} says more. " if first.stuck or first.secondary else "")
-        + f"The job has ended and no rank is left. Mend the cause, then phalanx train --resume --run {run.path} "
+        next=(f"phalanx why {run.in_shell} says more. " if first.stuck or first.secondary else "")
+        + f"The job has ended and no rank is left. Mend the cause, then phalanx train --resume --run {run.in_shell} "
         + (f"goes on after step {saved}." if saved else "begins at step 0: nothing was saved."),
     )
     with suppress(OSError):  # where the disk is full, what is on the screen must do

@@ -19,6 +19,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from phalanx.callbacks import Callback
 from phalanx.checkpoint.frozen import Frozen
 from phalanx.checkpoint.pretrained import beginning
 from phalanx.checkpoint.weights import check_writable
@@ -27,17 +28,22 @@ from phalanx.data.adopted import collate_of, held_out_samples, stacks, training_
 from phalanx.data.kinds import length
 from phalanx.data.loader import Loader, StepBatch
 from phalanx.data.order import Order
+from phalanx.data.planned import training_order
 from phalanx.errors import WrongUse
 from phalanx.kernels.documents import remember
+from phalanx.kernels.own_folder import keep_to_own
 from phalanx.launch.environment import TIMEOUT, Environment
 from phalanx.layout import Layout
+from phalanx.parallel.axes.batchnorm import KINDS
 from phalanx.parallel.communication.mesh import BATCH, Mesh
 from phalanx.parallel.communication.traffic import Traffic
 from phalanx.parallel.spread import Spread
+from phalanx.parallel.torch_private import asked_channels_last, compiler_folders
 from phalanx.parallel.weights.blueprint import Blueprint
 from phalanx.parallel.weights.placement import Placement
 from phalanx.parameters import building
 from phalanx.precision import DTYPES
+from phalanx.redact import learn_task
 from phalanx.run import Run
 from phalanx.task import Batch, Task
 from phalanx.traces import explain
@@ -57,10 +63,11 @@ from phalanx.train.matrices import spread_optimizer
 from phalanx.train.memory import Kept
 from phalanx.train.numbers import Numbers
 from phalanx.train.optimizers import make_schedule
-from phalanx.train.parameter_groups import Clipping, frozen_first, set_rates
+from phalanx.train.parameter_groups import Clipping, LearningRates, frozen_first
 from phalanx.train.scale import LossScale
 from phalanx.train.signals import Signals
 from phalanx.train.sites import Sites, SitesRound, agreed_weights
+from phalanx.train.small_batches import single_sample
 from phalanx.train.standing import facts_of, resume
 from phalanx.train.steady import in_one_way, steady
 from phalanx.train.step import Metrics, passes
@@ -97,15 +104,15 @@ class Engine:
         ``evaluates``: the method, ``data`` or ``held_out``, whose samples are evaluated, where nothing is trained.
         ``loss_tolerance``: percent by which a loss may be higher for what ``comm=auto`` chooses.
         """
+        learn_task(task)
         task.check()
         self.task, self.environment = task, Environment.detect()
         self.layout = (Layout.parse(layout) if isinstance(layout, str) else layout) or Layout(dp=self.environment.world)
         self.layout.check(task.global_batch, self.environment.world)
         self.dtypes, self.device = DTYPES[task.precision], self.environment.device(device)
         data = training_samples(task)
-        samples = length(data, "data", task)
-        self.order = Order.of(data, samples, task.global_batch, task.seed, trained=not evaluates)
-        task.plan_steps(samples, self.order.steps_in)
+        self.order = self._in_order(data, "data") if evaluates else training_order(task, data)
+        task.plan_steps(self.order.size, self.order.steps_in)
         self.schedule, self.guard, self.logged = make_schedule(task), guard or Guard(), Logged(self)
         self.loss_scale, self.loss_tolerance = LossScale(dynamic=task.precision == "fp16"), loss_tolerance
         self.step_number, self.samples, self.terms = 0, 0, 0.0
@@ -138,6 +145,8 @@ class Engine:
             undo.callback(self.environment.leave)
         if self.layout.exact:
             undo.callback(steady(self.device))
+        if self.layout.compile != "none" or self.device.type == "cuda":
+            keep_to_own(compiler_folders())
         check_agreement(self, "settings", "layout", "kernels", "callbacks")
         self.mesh = Mesh(self.layout, self.environment.rank, timeout, self.traffic, hosts=agreed_hosts(self))
         undo.callback(self.mesh.close)
@@ -146,6 +155,10 @@ class Engine:
         self.anatomy = task.anatomy(blueprint.model)
         placement = Placement.of(blueprint.model, self.anatomy, self.layout.site, self.dtypes)
         described_weights, begun = dict(blueprint.model.named_parameters()), self.init_from or task.pretrained()
+        self.reordered = [name for name, weight in described_weights.items() if asked_channels_last(weight)]
+        """Weights that the model has in another memory format, such as channels_last."""
+        self.reseeded = blueprint.reseeded
+        """What the constructor has seeded torch's global generator with."""
         saved = None if begun is None else beginning(begun, blueprint.model, self.anatomy.tied, task)
         together = self.mesh.site(self.layout)
         self.spread = Spread(blueprint, placement, together, self.dtypes, self.device, task.seed, saved)
@@ -167,12 +180,15 @@ class Engine:
         self.optimizer = spread_optimizer(task, self.spread, described_weights, shards, trained, self.kept)
         if self.layout.exact:
             in_one_way(self.optimizer, self.device)
+        self.rates = LearningRates(self.optimizer)
         self.numbers, self.update = Numbers(self.optimizer), Update(self.optimizer, self.spread, task.steps)
         self.auto_comm = AutoComm(self)
         self.step_sum = StepSum(self.spread.mesh.world, slow=bool(self.layout.coded_axis))
         self.graphs = StepGraphs(self, partial(passes, self))
         undo.callback(self.graphs.forget)  # NCCL ends no communicator that a graph still uses
         self.loader, self.to_device = self.loader_of(data, self.order), Ahead(self._place, self.device)
+        normed = any(isinstance(module, KINDS) for module in self.spread.model.modules())
+        self.spread.moment.single = single_sample(self.loader, task.steps) if normed and not self.evaluates else ""
         check_agreement(self, "data", "model")
         check_writable(self.spread)
         self.sites = None if local is None else Sites(self, local)
@@ -289,8 +305,10 @@ class Engine:
 
     def in_order(self, data: Any, method: str) -> Loader:
         """The samples that a method of the task gave, in order."""
-        size = length(data, method, self.task)
-        return self.loader_of(data, Order(size, self.task.global_batch, self.task.seed, shuffle=False))
+        return self.loader_of(data, self._in_order(data, method))
+
+    def _in_order(self, data: Any, method: str) -> Order:
+        return Order(length(data, method, self.task), self.task.global_batch, self.task.seed, shuffle=False)
 
     def evaluate(self, batches: int | None = None, on_batch: Callable[[], None] = lambda: None) -> dict[str, float]:
         """The task's measures over its held-out data, or so many batches of it, every sample counted once."""
@@ -303,13 +321,13 @@ class Engine:
         except Exception as error:
             explain(error, self.spread.model, self.task)
             raise
-        if batches is None:
+        if batches is None and not self.evaluates:
             self.callbacks.evaluated(self, found)
         return found
 
     def set_learning_rate(self, step: int) -> float:
         """The schedule's rate for a step, set in every group; returns the first group's."""
-        return set_rates(self.optimizer, self.schedule, step)
+        return self.rates.set(self.schedule, step, self.callbacks.rate_factor())
 
     def take_turn(self, step: int) -> str:
         """Whose turn a step is, and nobody else's weights get gradients."""
@@ -330,11 +348,14 @@ class Engine:
         """All summed gradients, whole and divided; None where no rank has one. All ranks must call it."""
         return {name: None if name in without else g / divisor for name, g in self.spread.whole.gradients()}
 
-    def whole_weights(self) -> dict[str, Tensor]:
+    def whole_weights(self, callback: Callback | None = None) -> dict[str, Tensor]:
         """Weights and buffers, whole, under the model's own names; of sites, those that all have agreed on.
 
-        All ranks must call it.
+        ``callback``: with what that callback keeps in the place of weights, such as the average of a `phalanx.EMA`. All
+        ranks must call it.
         """
+        if callback is not None:
+            return dict(self.spread.whole.state(callback.tensors()))
         return dict(self.spread.whole.state(None if self.sites is None else self.sites.outer.agreed))
 
     def close(self) -> None:

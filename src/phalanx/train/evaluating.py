@@ -6,7 +6,7 @@ import json
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -14,31 +14,28 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from phalanx.checkpoint.fitting import check_fits
 from phalanx.checkpoint.frozen import leaves_out
 from phalanx.checkpoint.manager import CheckpointManager
-from phalanx.checkpoint.manifest import Damaged
-from phalanx.checkpoint.state import State
 from phalanx.checkpoint.verify import manager_of
-from phalanx.errors import REFUSALS, CannotHere, WrongUse
+from phalanx.errors import REFUSALS, WrongUse
 from phalanx.files import exists
+from phalanx.folder_files import appending
 from phalanx.launch.local import Failure, run_ranks
 from phalanx.questions import ModelAnswer
-from phalanx.redact import redact
-from phalanx.references import find_task
+from phalanx.redact import redact_words
 from phalanx.run import Run
 from phalanx.settings import make_task, over, parse_assignments
 from phalanx.train.answering import answered, answers_path, write_answers
+from phalanx.train.checkpoint_weights import load_weights
 from phalanx.train.engine import Engine
 from phalanx.train.job import Job
 from phalanx.train.judging import Judge, judge_of, judged
 from phalanx.train.options import Options
 from phalanx.train.resolving import job_of
+from phalanx.train.trusted import task_of
 
 Data = Literal["held-out", "training"]
 ANSWERS = 16
-KEPT = ("model/", "callbacks/")
-"""What of a checkpoint is needed to evaluate it."""
 
 
 class EvaluationFailed(RuntimeError):
@@ -70,7 +67,7 @@ class Evaluator:
     def of(
         cls, path: Path, *, assignments: Sequence[str] = (), layout: str | None = None, on: str | None = None,
         device: str | None = None, data: str = "held-out", answers: int | None = None, judge: str | None = None,
-        checkpoints: str | None = None,
+        checkpoints: str | None = None, trust: bool = False,
     ) -> Evaluator:  # fmt: skip
         """As a command line asks for it; what is not said is as the run was."""
         run = Run(path)
@@ -85,9 +82,8 @@ class Evaluator:
         ran: Mapping[str, Any] = saved["run"]
         if on is None and ran.get("max_nodes", 1) > 1:  # the ranks of all its hosts, here
             ran = {name: value for name, value in ran.items() if name != "on"}
-        task = make_task(
-            find_task(run.task(), ran.get("folder")), over(saved.get("settings", {}), parse_assignments(assignments))
-        )
+        kind = task_of(run.settings_path, {**ran, "task": run.task()}, trust)
+        task = make_task(kind, over(saved.get("settings", {}), parse_assignments(assignments)))
         scorer = None if judge is None else judge_of(judge)
         job = job_of(run.task(), task, layout, on, device, Options(), ran=ran)
         manager = manager_of(checkpoints or str(path), "Give that URL with --checkpoints.")
@@ -152,37 +148,19 @@ class Evaluator:
         """Write what was found into the run's folder; where its answers are, if there are any."""
         event = {
             "kind": "evaluation", "time": time.time(), "step": found.step, "data": self.data,
-            "settings": [redact(word) for word in assignments], "layout": str(self.job.layout),
+            "settings": redact_words(assignments), "layout": str(self.job.layout),
             "held_out": found.measures,
         }  # fmt: skip
-        with (self.run.path / "evaluations.jsonl").open("a") as file:
-            file.write(json.dumps(event) + "\n")
+        with appending(self.run.path, self.run.path / "evaluations.jsonl") as file:
+            file.write(f"{json.dumps(event)}\n".encode())
         return write_answers(answers_path(self.run, found.step, "evaluated-"), found.answers) if found.answers else ""
 
 
 def take_up(engine: Engine, manager: CheckpointManager, step: int) -> None:
     """The weights of a checkpoint, and what callbacks keep beside them; nothing of the optimizer's."""
-    damage = ""
-    try:
-        checkpoint = manager.open(step)
-        manifest = checkpoint.manifest
-        tensors = {name: held for name, held in manifest.tensors.items() if name.startswith(KEPT)}
-        manifest = replace(manifest, tensors=tensors, numbers={})
-        beside, left_out = engine.callbacks.tensors(), engine.frozen.names
-        state = State(engine.spread, engine.optimizer, engine.environment.hosts, beside, left_out)
-        check_fits(state, manifest)
-        checkpoint.read(state.wanted(manifest))
-    except (Damaged, OSError) as error:
-        damage = str(error)
-    damages = [words[0] for words in engine.mesh.world.all_gather_words([damage]) if words[0]]
-    if damages:
-        raise CannotHere(f"the checkpoint of step {step} cannot be read: {damages[0]}. Choose another.")
-    engine.frozen.take_up(state, manifest)
-    engine.step_number = manifest.facts["step"]
-    engine.callbacks.restore(manifest.facts.get("callbacks", {}))
-    engine.spread.restore_scales(manifest.facts.get("fp8"))
-    engine.spread.reduction.settle()
-    engine.spread.updated()
+    facts = load_weights(engine, manager, step).facts
+    engine.step_number = facts["step"]
+    engine.callbacks.restore(facts.get("callbacks", {}))
 
 
 def _told(failure: Failure) -> Exception:

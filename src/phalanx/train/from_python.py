@@ -7,6 +7,7 @@ computed. What it prints appears here; an interrupt has its ranks save and end.
 from __future__ import annotations
 
 import codecs
+import copy
 import os
 import pickle
 import signal
@@ -28,11 +29,12 @@ from phalanx.launch import forkserver
 from phalanx.launch.forkserver import Forked, ForkServer, without_copying
 from phalanx.layout import Layout
 from phalanx.run import Run
+from phalanx.streams import RedactedStream
 from phalanx.task import Task
 from phalanx.train import running
 from phalanx.train.job import Job
 from phalanx.train.options import Options
-from phalanx.train.resolving import job_of
+from phalanx.train.resolving import job_of, plan_steps
 from phalanx.verdict import Verdict
 
 LAST_SECONDS = 10.0
@@ -137,8 +139,10 @@ def _job(
     unknown = [name for name in options if name not in asdict(Options())]
     if unknown:
         raise WrongUse(f"{unknown[0]} is no option of phalanx.train. Choose one of: {', '.join(asdict(Options()))}.")
+    planned = copy.copy(task)  # the caller's own keeps its steps, and may be given other epochs
+    plan_steps(planned)
     return job_of(
-        _reference(task), task, None if layout is None else str(layout), on, device, Options(**options), exact=exact
+        _reference(task), planned, None if layout is None else str(layout), on, device, Options(**options), exact=exact
     )
 
 
@@ -222,7 +226,8 @@ def _supervise(job: Job, path: Path | None, resume: bool, screen: int, answers: 
     for stream in (1, 2):
         os.dup2(screen, stream)
     os.close(screen)
-    sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
+    _before = sys.stdout, sys.stderr  # kept to the end: theirs would close the descriptors
+    sys.stdout, sys.stderr = (RedactedStream(os.fdopen(n, "wb"), line_buffering=True) for n in (1, 2))
     os.environ["COLUMNS"] = str(COLUMNS)
     runs: list[Run] = []
     with Connection(answers, readable=False) as pipe:

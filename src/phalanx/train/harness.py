@@ -27,12 +27,14 @@ class HarnessModel(HFLM):
     """A causal language model that a run has trained: likelihoods of texts, and answers.
 
     ``run``: its folder, of which the last checkpoint is taken, or that of the step ``checkpoint``; LoRA is merged into
-    its base. ``folder``: what ``phalanx export`` wrote. Other options are those of the harness's own ``hf``.
+    its base. ``folder``: what ``phalanx export`` wrote. ``trust``: run the code that another user's run.toml names.
+    Other options are those of the harness's own ``hf``.
     """
 
     def __init__(
-        self, run: str | None = None, folder: str | None = None, checkpoint: int | None = None, **options: Any
-    ) -> None:
+        self, run: str | None = None, folder: str | None = None, checkpoint: int | None = None, trust: bool = False,
+        **options: Any,
+    ) -> None:  # fmt: skip
         if (run is None) == (folder is None):
             raise WrongUse("the model phalanx is of a run or of a folder. Give run=runs/NAME, or folder=DIR.")
         if folder is not None and checkpoint is not None:
@@ -42,7 +44,7 @@ class HarnessModel(HFLM):
                 folder = str(Path(aside) / "model")
                 lora = bool(Run(run).settings().get("settings", {}).get("lora"))
                 step = None if checkpoint is None else int(checkpoint)
-                export_run(Path(run), Path(folder), "hf", step, merge=lora)
+                export_run(Path(run), Path(folder), "hf", step, merge=lora, trust=trust)
             if not (Path(str(folder)) / "config.json").is_file():
                 raise WrongUse(f"{folder} holds no model of Hugging Face's. Give what phalanx export wrote.")
             super().__init__(pretrained=str(folder), **options)

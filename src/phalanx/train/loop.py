@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any
 
 from torch import Tensor
 
+from phalanx.checkpoint.best import Best
 from phalanx.checkpoint.weights import write_weights
 from phalanx.data.loader import StepBatch
 from phalanx.errors import CannotHere
@@ -26,6 +28,7 @@ from phalanx.launch.stopping import give_requests
 from phalanx.run import Run
 from phalanx.train.answering import note_answers, rehearse_answers
 from phalanx.train.bad_samples import note_bad_samples
+from phalanx.train.checkpoint_weights import load_weights
 from phalanx.train.checkpointing import FULL_ATTEMPTS, Checkpointer
 from phalanx.train.collecting import CannotSummarise
 from phalanx.train.comm_work import exact_bytes
@@ -113,15 +116,52 @@ class Loop:
         if not self.summary.stopped:
             self.heartbeat.may_take_long(for_ever=True)
             self.checkpointer.save_now()
-            self._leave_weights()
+            best = engine.callbacks.keeps_best is not None  # then the weights are left when all is evaluated
+            if not best:
+                self._leave_weights()
             if engine.held_out is not None and task.steps:
                 self._evaluate()
+            if best:
+                self._take_up_best()
+                self._leave_weights()
             engine.callbacks.call("on_end", engine)
         self.log.write(
             "stopped" if self.summary.stopped else "end", steps=self.summary.steps, held_out=self.summary.held_out,
-            ended=engine.ended and engine.ended.why,
+            ended=engine.ended and engine.ended.why, best=self.summary.best and asdict(self.summary.best),
         )  # fmt: skip
         return self.summary
+
+    def _keep_if_best(self) -> None:
+        """After an evaluation: save the state where it is the best so far."""
+        engine, watcher = self.engine, self.engine.callbacks.keeps_best
+        if watcher is not None and watcher.best is not None and watcher.step == engine.step_number:
+            self.heartbeat.may_take_long(for_ever=True)
+            engine.traffic.doing("checkpoint")
+            self.checkpointer.keep_best(Best(watcher.step, watcher.measure, watcher.best))
+
+    def _take_up_best(self) -> None:
+        """End with the weights of the best checkpoint."""
+        engine, manager, step = self.engine, self.checkpointer.manager, self.engine.step_number
+        self.checkpointer.settled()
+        self.summary.best = best = self._noted_best()
+        if best is None:
+            self.listener.said("   note  no checkpoint was kept as the best: the last step's weights are left")
+            return
+        watcher = engine.callbacks.keeps_best
+        if watcher is not None and watcher.best is not None and watcher.step != best.step:
+            self.listener.said(
+                f"   note  step {watcher.step} was the best, with a {watcher.measure} of {watcher.best:.6g}, and could "
+                f"not be saved: of those that are kept it is {best}"
+            )
+        if best.step != step:
+            load_weights(engine, manager, best.step)
+            self.listener.said(f"   best  {best}: its weights are left in {self.run.weights_path.parent}")
+
+    def _noted_best(self) -> Best | None:
+        """The best checkpoint, as rank 0 sees it; all ranks must ask."""
+        found = self.checkpointer.manager.best() if self.engine.environment.rank == 0 else None
+        words = self.engine.mesh.world.broadcast_words([json.dumps(asdict(found))] if found else [], 0)
+        return Best(**json.loads(words[0])) if words else None
 
     def _leave_weights(self) -> None:
         """The weights in the run's folder, and what callbacks keep beside them."""
@@ -179,6 +219,10 @@ class Loop:
             self.listener.said(why)
         if engine.layout.exact and self._was_corrupted():
             self._find_bad_device()
+        if source is not None and (watcher := engine.callbacks.keeps_best) is not None and watcher.step is not None:
+            best = self._noted_best()
+            if best is None or best.step != watcher.step:
+                watcher.forget()  # it was not saved, or is not there any more
         return source is not None
 
     def _left_out(self) -> list[int]:
@@ -310,6 +354,7 @@ class Loop:
         self.log.write("evaluation", step=step, held_out=self.summary.held_out)
         self.listener.evaluation(step, self.summary.held_out)
         note_answers(self.engine, self.run, self.heartbeat.may_take_long)
+        self._keep_if_best()
 
     def _undone(self, metrics: Metrics | SitesRound) -> bool:
         """A bad step: noted with its samples; rolled back where that is the policy, and there is a state to go to."""

@@ -1,7 +1,7 @@
-"""What a rank holds between two steps, by arithmetic: weights, gradients, and what optimizer, averages and sites keep.
+"""What a rank holds, by arithmetic: weights, gradients, what optimizer, averages and sites keep, and what a step adds.
 
 A `Placement` says where every weight lies; what an optimizer keeps of one is seen by having it update weights that have
-shapes and no memory. Activations are not in it, nor buffers of what is under way within a step.
+shapes and no memory. Activations are not in it.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -24,8 +25,10 @@ from phalanx.local_updates import LocalUpdates
 from phalanx.parallel.communication.codecs.chosen import codec_of
 from phalanx.parallel.communication.codecs.codec import Codec
 from phalanx.parallel.communication.mesh import Grid
+from phalanx.parallel.weights.bucket import GLOO_BYTES
 from phalanx.parallel.weights.matrices import COPY, owners
 from phalanx.parallel.weights.placement import Placed, Placement
+from phalanx.parallel.weights.shard import STAYS_WHOLE
 from phalanx.precision import Dtypes
 from phalanx.task import Task
 from phalanx.train.optimizers import make_optimizer, parts_of, wants_whole
@@ -46,15 +49,18 @@ class Memory:
     averages: int = 0
     sites: int = 0
     """What sites that train by themselves have agreed on, what moves it, and what travels between them."""
+    passing: int = 0
+    """Within a step alone: weights that are gathered for a module, and gradients and weights on their way."""
 
     @property
     def total(self) -> int:
-        return self.weights + self.gradients + self.optimizer + self.averages + self.sites
+        return self.weights + self.gradients + self.optimizer + self.averages + self.sites + self.passing
 
     def __str__(self) -> str:
         found = f"weights {in_bytes(self.weights)}, gradients {in_bytes(self.gradients)}"
         found += f", optimizer {in_bytes(self.optimizer)}"
         found += "".join(f", {name} {in_bytes(own)}" for name in ("averages", "sites") if (own := getattr(self, name)))
+        found += f", within a step {in_bytes(self.passing)}" if self.passing else ""
         return f"{in_bytes(self.total)} a rank without activations: {found}"
 
 
@@ -213,7 +219,34 @@ def held(placement: Placement, grid: Grid, kept: Kept, dtypes: Dtypes, owned: fl
             if one.name not in kept.whole:
                 owned += kept.state.get(one.name, 0) * own / max(1, one.shape.numel())
     sites += max(travels.values(), default=0.0)
-    return Memory(*map(math.ceil, (weights, gradients, owned, averages, sites)))
+    return Memory(*map(math.ceil, (weights, gradients, owned, averages, sites, passing(placement, grid, dtypes))))
+
+
+def passing(placement: Placement, grid: Grid, dtypes: Dtypes) -> float:
+    """Bytes that a step takes beside what is held between steps, without activations.
+
+    The largest gradient as backward makes it. Of weights that are gathered where they are used (ZeRO 3), those that
+    stay whole for a step, two neighbours of the others, and for the largest unit a buffer that its weights arrive in
+    and one of its gradients. Of weights that are gathered after an update (ZeRO 1 and 2), the same two for a bucket.
+    """
+    here = {one.name: one for one, _ in placement.owned(grid)}
+    sizes = {name: one.policy.compute.itemsize * one.part(grid).numel() for name, one in here.items()}
+    trained = [name for name, one in here.items() if one.policy.trainable]
+    largest = float(max((sizes[name] for name in trained), default=0))
+    sharded = {name: one.policy.always_whole for name, one in here.items() if grid.size(*one.policy.axes) > 1}
+    gathered = {
+        unit: sum(sizes[name] for name in unit.weights if sharded.get(name) is False)
+        for unit in placement.anatomy.units
+    }
+    kept = sum(size for unit, size in gathered.items() if unit.place in STAYS_WHOLE)
+    others = [size for unit, size in gathered.items() if unit.place not in STAYS_WHOLE]
+    neighbours = max(map(sum, pairwise([0, *others])), default=0)
+    wide = dtypes.reduce.itemsize / dtypes.compute.itemsize
+    travelling = (1 + wide) * max(gathered.values(), default=0)
+    if any(sharded.values()):
+        whole = [sizes[name] for name, always in sharded.items() if always]
+        travelling = max(travelling, (1 + wide) * max(max(whole), min(sum(whole), GLOO_BYTES)))
+    return largest + kept + neighbours + travelling
 
 
 def _scattered(layout: Layout, grid: Grid, one: Placed) -> bool:

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from phalanx.data.adopted import collate_of, training_samples
-from phalanx.data.loader import sample_at
-from phalanx.data.order import Order
+from phalanx.data.planned import training_order
+from phalanx.data.seeding import sample_at
 from phalanx.parallel.torch_private import FakeTensor, FakeTensorMode
 from phalanx.parallel.weights.blueprint import Blueprint
 from phalanx.parameters import building
@@ -55,7 +55,7 @@ class _Counting(FlopCount):
 def flops_per_sample(task: Task) -> float:
     """The mean over some of the first samples, and over the task's turns. What the task's code raises is raised."""
     data = training_samples(task)
-    ids = Order.of(data, len(data), task.global_batch, task.seed).ids(0)[:SAMPLES]
+    ids = training_order(task, data).ids(0)[:SAMPLES]
     samples = [sample_at(data, int(index), task.seed) for index in ids]
     model = Blueprint(building(task), task.seed).model
     weights = dict(model.named_parameters())

@@ -16,8 +16,7 @@ from phalanx.data.loader import StepBatch
 from phalanx.logits import Logits
 from phalanx.parallel.communication.mesh import AXES
 from phalanx.train.guard import first_not_finite
-from phalanx.train.rounds import copies, put_back
-from phalanx.train.step import compute
+from phalanx.train.step import compute, copies, put_back
 from phalanx.trees import leaves
 from phalanx.words import ranks_named
 

@@ -69,6 +69,11 @@ def make_optimizer(task: Task, shards: Sequence[nn.Parameter], trained: bool) ->
         )
     if any(isinstance(part, optim.LBFGS) for part in parts_of(optimizer)):
         raise WrongUse("LBFGS evaluates the loss many times in a step. Use an optimizer with one gradient a step.")
+    if any(isinstance(part, optim.SparseAdam) for part in parts_of(optimizer)):
+        raise WrongUse(
+            f"SparseAdam takes sparse gradients, and those of nn.Embedding(sparse=True) are dense{where}. Use Adam "
+            "or AdamW: every row is updated."
+        )
     for group in optimizer.param_groups:
         group["initial_lr"] = float(group["lr"])
     return optimizer

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 from typing import Any
 
+from phalanx import schedules
+from phalanx.anatomy import Anatomy
+from phalanx.callbacks import KeepBest
 from phalanx.cluster import devices
 from phalanx.data.by_length import LengthOrder
 from phalanx.inventory import numbers
@@ -16,10 +20,27 @@ from phalanx.task import Task
 from phalanx.train.engine import Engine
 from phalanx.train.memory import fullest
 from phalanx.train.optimizers import parts_of
-from phalanx.words import listed, many
+from phalanx.train.step import Metrics
+from phalanx.words import in_bytes, listed, many
 
+CLIPPED_STEPS = 20
+"""If so many steps at the beginning are all clipped, that is said."""
+MANY_ROWS = 64
+"""So many rows for a sample of a batch make an embedding one of which a step reads little."""
 SHOWN = 4
 """So many patterns of weights are told; of the others, how many they are."""
+
+
+def split_notes(anatomy: Anatomy) -> list[str]:
+    """Rules of the task's about how to split weights that have no effect."""
+    idle = anatomy.idle_splits if anatomy.sources.get("splits") == "task" else {}
+    if not idle:
+        return []
+    named = listed([f"{name} ({way})" for name, way in idle.items()], SHOWN)
+    return [
+        f"splits of Task.anatomy have no effect for {named}: tp cuts columns and rows inside of a block that has both, "
+        "and vocabularies beside such blocks; fsdp shards all weights in any case"
+    ]
 
 
 class Overview:
@@ -29,6 +50,7 @@ class Overview:
         self.engine = engine
         self._gathered = 0
         self._twice = False
+        self._steps, self._clipped = 0, 0
 
     def facts(self) -> dict[str, str]:
         """A line each, before the first step."""
@@ -40,9 +62,10 @@ class Overview:
             "model": f"{self._weights()}, {engine.anatomy.describe()}",
             **self._here(),
             "memory": str(fullest(engine.spread.placement, engine.kept, engine.dtypes)),
-            "batch": f"{self._batch()} as {micro} a step, {many(engine.order.size, 'sample')} an epoch",
+            "batch": f"{self._batch()} as {micro} a step, {engine.order.describe()}",
             **self._of_task[0],
-            "optimizer": f"{self._optimizer()}; {self._schedule()}",
+            "optimizer": f"{self._optimizer()}; {self._clipping()}; {self._schedule()}",
+            **kept_best(engine.callbacks.keeps_best),
             "dtypes": engine.dtypes.table(),
         }
 
@@ -68,7 +91,28 @@ class Overview:
                 f"their ranks over {mesh.connections} connections at once"
             )
         given = getattr(self.engine.loader.reader.data, "notes", ())
-        return [*settings, *given, *self._of_task[1], *self.engine.dtypes.notes(device), *self._wide(), *self.news()]
+        settings += split_notes(self.engine.anatomy)
+        own = [*self._wide(), *self._dense(), *self._reordered(), *self._tables(), *self.news()]
+        return [*settings, *given, *self._of_task[1], *self.engine.dtypes.notes(device), *own]
+
+    def _dense(self) -> Iterator[str]:
+        """Embeddings whose gradients are not sparse although they ask for it."""
+        names = [name for name, module in self.engine.model.named_modules() if getattr(module, "sparse", False) is True]
+        if names:
+            yield f"sparse=True of {listed(names, SHOWN)} has no effect: gradients are dense, and every row is updated"
+
+    def _reordered(self) -> Iterator[str]:
+        """Weights in channels_last, which are kept contiguous, and a seed that has no effect."""
+        if self.engine.reseeded is not None:
+            yield (
+                f"torch.manual_seed({self.engine.reseeded}) of the constructor has no effect: weights are drawn by the "
+                f"task's seed={self.engine.task.seed}. What must be as elsewhere: draw it with a torch.Generator"
+            )
+        if names := self.engine.reordered:
+            yield (
+                f"channels_last of {listed(names, SHOWN)} has no effect: weights are kept contiguous. Convert "
+                "images in inputs(), x.to(memory_format=torch.channels_last): layers compute in their input's format"
+            )
 
     def _wide(self) -> Iterator[str]:
         """What of a model in 8 bits is not."""
@@ -95,11 +139,36 @@ class Overview:
             self._twice = True
             yield "the loss needs all micro-batches of a step at once: each goes through the model twice"
 
+    def _tables(self) -> Iterator[str]:
+        """Embeddings that ZeRO 3 gathers whole in every forward, of which a step reads little."""
+        weights, batch = self.engine.spread.placement.weights, self.engine.task.global_batch
+        for name, module in self.engine.model.named_modules():
+            rows, placed = getattr(module, "num_embeddings", 0), weights.get(f"{name}.weight")
+            if placed is None or placed.policy.always_whole or rows < MANY_ROWS * batch:
+                continue
+            size = in_bytes(placed.shape.numel() * placed.policy.compute.itemsize)
+            yield (
+                f"fsdp gathers {name}.weight whole in every forward ({size}), and a step of {batch:,} samples reads "
+                f"few of its {rows:,} rows: dp holds as much of it at a time, and sends no weights"
+            )
+
+    def stepped(self, metrics: Metrics) -> Iterator[str]:
+        """What the first steps tell that is not as it should be."""
+        self._steps += 1
+        self._clipped += metrics.clip_factor < 1 and not metrics.skipped
+        if self._steps == CLIPPED_STEPS == self._clipped:
+            yield (
+                f"each of the first {CLIPPED_STEPS} steps was clipped (clip={self.engine.task.clip:g}; the norm of the "
+                f"last gradient was {metrics.grad_norm:.3g}). Set clip higher, or clip=inf, if that is not meant"
+            )
+
     def _optimizer(self) -> str:
         """Which optimizers, at which rates and decays, and which weights have settings of their own."""
         found = []
         for part in parts_of(self.engine.optimizer):
-            each = [f"{group['initial_lr']:g}{_decay(group)}" for group in part.param_groups if group["params"]]
+            groups = [group for group in part.param_groups if group["params"]]
+            decays = any(group.get("weight_decay") for group in groups)
+            each = [f"{group['initial_lr']:g}{_decay(group, decays)}" for group in groups]
             if each:
                 found.append(f"{type(part).__name__} at {' and '.join(dict.fromkeys(each))}")
         named = list(self.engine.task.parameters)
@@ -112,7 +181,13 @@ class Overview:
             return f"a schedule of its own over {many(task.steps, 'step')}"
         if task.warmup_steps >= task.steps > 0:
             return f"{many(task.steps, 'step')} of warm-up, which takes {task.warmup_steps}. Set warmup_steps to fewer"
-        return f"{task.rate} over {many(task.steps, 'step')}, {task.warmup_steps} of them warm-up"
+        name, options = schedules.parsed(task.rate)
+        end = f" down to {options['end']:.4g} of the rate" if "end" in options and name != "plateau" else ""
+        return f"{name}{end} over {many(task.steps, 'step')}, {task.warmup_steps} of them warm-up"
+
+    def _clipping(self) -> str:
+        limit = self.engine.task.clip
+        return "not clipped" if math.isinf(limit) else f"gradients clipped to a norm of {limit:g}"
 
     def _batch(self) -> str:
         """What a step has: so many samples, or tokens."""
@@ -144,5 +219,14 @@ class Overview:
         return {"here": text}
 
 
-def _decay(group: Mapping[str, Any]) -> str:
-    return f" with decay {group['weight_decay']:g}" if group.get("weight_decay") else ""
+def kept_best(watcher: KeepBest | None) -> dict[str, str]:
+    """Which checkpoint is kept as the best, in a line, if one is."""
+    if watcher is None:
+        return {}
+    most = "lowest" if watcher.mode == "min" else "highest"
+    return {"best": f"the checkpoint with the {most} {watcher.measure} is kept, and its weights are left at the end"}
+
+
+def _decay(group: Mapping[str, Any], others: bool) -> str:
+    without = " without decay" if others else ""
+    return f" with decay {group['weight_decay']:g}" if group.get("weight_decay") else without

@@ -44,13 +44,31 @@ def _part(group: Mapping[str, Any], task: Task, settings: WeightSettings, places
     return found
 
 
-def set_rates(optimizer: optim.Optimizer, schedule: Callable[[int], float], step: int) -> float:
-    """Each group's learning rate in a step; returns the first one's, without a factor or schedule of its own."""
-    factor = schedule(step)
-    for group in optimizer.param_groups:
-        group["lr"] = group["initial_lr"] * (group["rate"](step) if "rate" in group else factor)
-    first = optimizer.param_groups[0]
-    return first["initial_lr"] / first.get("factor", 1.0) * factor
+class LearningRates:
+    """The learning rates of an optimizer's groups, set in every step as a schedule says."""
+
+    def __init__(self, optimizer: optim.Optimizer) -> None:
+        self.optimizer = optimizer
+        self._last: list[float] | None = None
+
+    def set(self, schedule: Callable[[int], float], step: int, reduced: float = 1.0) -> float:
+        """Set them for a step; returns the first group's, without a factor or schedule of its own.
+
+        ``reduced``: what all are multiplied by beside their schedules. A rate that somebody else has set since the last
+        step is refused: it would be lost here.
+        """
+        groups, factor = self.optimizer.param_groups, schedule(step)
+        for group, was in zip(groups, self._last or [], strict=False):
+            if group["lr"] != was:
+                raise WrongUse(
+                    f"the learning rate of a group was set to {group['lr']:g} by something else than the schedule, "
+                    f"which had it at {was:g} and sets it in every step. Return a schedule() from the task, or give a "
+                    "phalanx.ReduceLROnPlateau, or a callback of your own with rate_factor()."
+                )
+        for group in groups:
+            group["lr"] = group["initial_lr"] * (group["rate"](step) if "rate" in group else factor) * reduced
+        self._last = [group["lr"] for group in groups]
+        return groups[0]["initial_lr"] / groups[0].get("factor", 1.0) * factor * reduced
 
 
 class FrozenSteps(Freeze):

@@ -179,7 +179,7 @@ class Rank:
                 screen.note(f"{self.manager.store.url} holds nothing to go on from: beginning at step 0")
 
         def step(metrics: Metrics) -> None:
-            for news in overview.news():
+            for news in (*overview.news(), *overview.stepped(metrics)):
                 screen.note(news)
             screen.step(metrics)
 

@@ -11,8 +11,7 @@ import torch
 
 from phalanx.cluster import Cluster
 from phalanx.data.adopted import training_samples
-from phalanx.data.kinds import length
-from phalanx.data.order import Order
+from phalanx.data.planned import training_order
 from phalanx.errors import WrongUse, closest
 from phalanx.layout import Layout
 from phalanx.references import find_task
@@ -22,6 +21,7 @@ from phalanx.task import Task
 from phalanx.train.job import Job
 from phalanx.train.options import Options
 from phalanx.train.placing import fitted, hosts_used, place, ranks_of
+from phalanx.train.trusted import task_of
 from phalanx.words import many
 
 TEXTS = ("task", "layout", "on", "device", "folder")
@@ -40,6 +40,7 @@ def resolve(
     device: str | None,
     resume: bool = False,
     exact: bool = False,
+    trust: bool | None = None,
     **options: Any,
 ) -> Job:
     """The job that a command line asks for."""
@@ -49,11 +50,11 @@ def resolve(
     reference = task or ran.get("task")
     if reference is None:
         raise WrongUse("there is no task to train. Name one: phalanx train gpt, or phalanx train file.py")
-    kind = find_task(reference, ran.get("folder") if task is None else None)
+    kind = find_task(reference) if task is not None or config is None else task_of(config, ran, bool(trust))
     short = {name: value for name, value in (("steps", steps), ("epochs", epochs)) if value is not None}
     values = over(saved.get("settings", {}), parse_assignments(assignments) | short)
     made = make_task(kind, values)
-    _plan_steps(made)
+    plan_steps(made)
     for note in _unsaid(made, values, config, resume) if config else ():
         print(f"   note  {note}")
     if on is not None:  # where a run goes on has its own number of hosts
@@ -96,11 +97,11 @@ def _saved(config: Path, resume: bool) -> Mapping[str, Any]:
     return saved
 
 
-def _plan_steps(task: Task) -> None:
-    """Where epochs are asked for, as many steps as they have."""
+def plan_steps(task: Task) -> None:
+    """Set ``task.steps`` to the number of steps of its epochs, where it asks for epochs."""
     if task.epochs:
-        samples = length(data := training_samples(task), "data", task)
-        task.plan_steps(samples, Order.of(data, samples, task.global_batch, task.seed).steps_in)
+        order = training_order(task, training_samples(task))
+        task.plan_steps(order.size, order.steps_in)
 
 
 def _unsaid(task: Task, values: Mapping[str, Any], config: Path, resume: bool) -> Iterator[str]:

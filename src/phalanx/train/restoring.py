@@ -12,7 +12,7 @@ from pathlib import Path
 from torch import Tensor
 
 from phalanx.checkpoint.fitting import check_fits
-from phalanx.checkpoint.manager import CheckpointManager
+from phalanx.checkpoint.manager import Checkpoint, CheckpointManager
 from phalanx.checkpoint.manifest import Chunk, Damaged, Held, Manifest
 from phalanx.checkpoint.owed import COMM
 from phalanx.checkpoint.read import read
@@ -20,6 +20,7 @@ from phalanx.checkpoint.sites import sites_missing
 from phalanx.checkpoint.slot import Slot, Staged
 from phalanx.checkpoint.state import State
 from phalanx.checkpoint.store import open_store
+from phalanx.checkpoint.verify import check_committed
 from phalanx.errors import CannotHere, WrongUse
 from phalanx.events import say
 from phalanx.parallel.weights.boxes import Box
@@ -188,12 +189,21 @@ class Restorer:
 
     # Files.
 
+    def _check_own(self, checkpoint: Checkpoint) -> None:
+        """Refuse what another run has left here."""
+        if self.engine.run is not None:
+            check_committed(self.engine.run, checkpoint)
+        if checkpoint.caution:
+            say(f"   note  {checkpoint.caution}")
+
     def _from_file(self, step: int) -> str | None:
         """What is wrong with a checkpoint, in the words of the first rank that cannot read it; None: it was read."""
         damage = ""
         try:
             checkpoint = self.manager.open(step)
             checkpoint.manifest.check_facts(checkpoint.where)
+            if self.engine.is_main:
+                self._check_own(checkpoint)
             check_fits(self.state, checkpoint.manifest)
             checkpoint.read(self.state.wanted(checkpoint.manifest))
         except (Damaged, OSError) as error:

@@ -13,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from phalanx.data.loader import Loader, StepBatch
 from phalanx.errors import WrongUse
@@ -21,13 +21,22 @@ from phalanx.logits import Logits
 from phalanx.losses import Loss
 from phalanx.parallel.axes.samples import Asked, AtOnce, LossAnswers
 from phalanx.parallel.axes.schedules import Action
-from phalanx.train.step import Metrics, call, compute, independent, micro_batch, task_loss, train_step
+from phalanx.train.step import (
+    Metrics,
+    call,
+    compute,
+    copies,
+    independent,
+    micro_batch,
+    put_back,
+    task_loss,
+    train_step,
+)
 from phalanx.trees import ends, mapped
 
 if TYPE_CHECKING:
     from phalanx.train.engine import Engine
 
-Buffers = list[tuple[Tensor, Tensor]]
 PLAIN = (Tensor, bool, int, float, str, type(None), torch.dtype, torch.device)
 
 
@@ -114,7 +123,7 @@ class Rounds:
         if not asked:
             return True
         if self.results or len({question.kind for question in asked}) > 1:
-            raise _unlike("in some micro-batches and not in others")
+            raise unlike("in some micro-batches and not in others")
         real = [q.value for q, micro in zip(asked, self.batch.micro_batches, strict=True) if micro.real]
         with torch.enable_grad():
             every, own = self.engine.spread.samples.together(asked[0].kind, real, asked[0].value)
@@ -141,7 +150,7 @@ class Rounds:
             try:
                 loss = self._made(number, rebuilt(output, partial(_leaf, leaves[-1])), answers[-1])
             except Asked:
-                raise _unlike("more where gradients are computed than without them") from None
+                raise unlike("more where gradients are computed than without them") from None
             if not loss.total.requires_grad:
                 raise independent(self.engine.task)
             objectives.append(loss.total * scale)
@@ -185,7 +194,8 @@ class Rounds:
         return Loss(torch.stack([term.to(terms[0].dtype) for term in terms]).sum(), 1)
 
 
-def _unlike(how: str) -> WrongUse:
+def unlike(how: str) -> WrongUse:
+    """What is told where micro-batches do not gather the same things."""
     return WrongUse(
         f"Task.loss gathers {how}. Gather the same things in the same order, whatever the samples are, with gradients "
         "and without."
@@ -212,24 +222,16 @@ def _noted(found: list[Tensor], tensor: Tensor) -> Tensor:
 
 def rebuilt(output: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """A model's output with its tensors changed, whatever holds them; what cannot be looked into is refused."""
-    output = mapped(lambda logits: logits.tensor(), output, Logits)
     for end in ends(output):
-        if not isinstance(end, PLAIN):
+        if not isinstance(end, (*PLAIN, Logits)):
             raise WrongUse(
                 f"the loss needs all micro-batches at once, and the model gives a {type(end).__name__}, which cannot "
                 "be kept from one to the next. Return tensors, or tuples or dicts of them; or leave micro_batch out "
                 "of the layout."
             )
-    return mapped(change, output)
+    return mapped(partial(_changed, change), output, (Tensor, Logits))
 
 
-def copies(model: nn.Module) -> Buffers:
-    """A model's buffers, and what they are now."""
-    return [(buffer, buffer.clone()) for buffer in model.buffers()]
-
-
-@torch.no_grad()
-def put_back(before: Buffers) -> None:
-    """Whatever a model has changed of its buffers meanwhile is as it was."""
-    for buffer, was in before:
-        buffer.copy_(was)
+def _changed(change: Callable[[Tensor], Tensor], leaf: Tensor | Logits) -> Tensor | Logits:
+    """Logits stay `Logits`, of which a loss knows where the classes are."""
+    return leaf.computed(change(leaf.tensor())) if isinstance(leaf, Logits) else change(leaf)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import shutil
-import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ from phalanx.launch.shared import Shared
 from phalanx.launch.supervisor import Host, Supervisor
 from phalanx.parallel.communication.compiled_notes import fastest
 from phalanx.proofs import said
+from phalanx.redact import learn, learn_task
 from phalanx.run import Run, short_name
 from phalanx.settings import plain_settings
 from phalanx.train.certificate import NotDone, certified
@@ -49,6 +49,8 @@ def train(
     job: Job, path: Path | None, resume: bool = False, begun: Callable[[Run], object] = lambda run: None
 ) -> Verdict:
     """Run it to the end, in a new folder, or in that of a run that did not come to its own; ``begun`` is told which."""
+    learn_task(job.task)
+    learn(asdict(job.options))
     job.cluster.check_room()
     if (profiled := job.options.profiled()) is not None:
         profiled.check_device(job.cluster.device)
@@ -61,6 +63,7 @@ def train(
     new = path is None or not exists(path)
     running = _Running.at(job, Run.folder(path, name) if resume else Run.create(path, name), resume)
     run, manager, beside = running.run, running.manager, running.beside
+    run.check_links()
     begun(run)
     try:
         with run.held(LINGER_SECONDS), held_store(manager.store):
@@ -96,21 +99,22 @@ class _Running:
 
     def or_put_back(self) -> Verdict:
         """What was refused before a step is not what the run is: its settings and certificate stay as they were."""
-        began = time.time()
+        last = self.run.last_step()
         before = {path: content(path) for path in (self.run.settings_path, self.run.certificate_path)}
         if self.job.options.meet is not None:
             before.clear()  # they are the first host's, which may have gone on since
         try:
             verdict = self._train()
         except (WrongUse, CannotHere):
-            self._put_back(before, began)
+            self._put_back(before, last)
             raise
         if verdict.exit_code in (2, 3):
-            self._put_back(before, began)
+            self._put_back(before, last)
         return verdict
 
-    def _put_back(self, before: Mapping[Path, tuple[bytes, int] | None], began: float) -> None:
-        if not any(event["time"] >= began for event in self.run.events(0, "step")):
+    def _put_back(self, before: Mapping[Path, tuple[bytes, int] | None], last: dict[str, Any] | None) -> None:
+        """Unless a step was noted after the ``last``."""
+        if self.run.last_step() == last:
             put_back(before)
 
     def _train(self) -> Verdict:
@@ -161,7 +165,7 @@ class _Running:
     def _final_differs(self) -> bool:
         """Whether the weights of a run that was finished are not there any more as they were."""
         try:
-            manifest = self.manager.open(max(self.manager.steps(), default=0)).manifest
+            manifest = self.manager.open(self.run.final_step() or 0).manifest
             return bool(final_differs(self.run.weights_path, manifest))
         except (Damaged, OSError):
             return True

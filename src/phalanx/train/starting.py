@@ -96,7 +96,8 @@ def _device(options: Given, place: Place) -> str:
 
 def _command(options: Given, place: Place, run: Path) -> Command:
     """What each host is to run."""
-    words = words_of(options, left_out=("on", "run", "resume", "device"))
+    named = {} if options["task"] else {"trust": True}  # whoever submits it has been asked whose code it is
+    words = words_of({**options, **named}, left_out=("on", "run", "resume", "device"))
     grace = GRACE if options["grace"] is None else options["grace"]
     device = ("--device", _device(options, place))
     return Command(sys.executable, (*words, *device), Path.cwd(), run, run.name, grace, options["resume"])

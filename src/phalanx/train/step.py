@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from phalanx.data.loader import MicroBatch, StepBatch
 from phalanx.errors import WrongUse
@@ -201,12 +201,33 @@ def independent(task: Task, why: str = "") -> WrongUse:
 
 def try_blocks(engine: Engine, batch: StepBatch) -> None:
     """Before the first step: its first micro-batch goes through the model once for blocks to be tried."""
-    actions = engine.spread.forwards(1)
+    actions, before = engine.spread.forwards(1), copies(engine.spread.model)
     engine.spread.start(batch.micro_batches[:1], actions)
     with engine.spread.probe.trial():
         for action in actions:
             compute(engine, batch.step, batch.micro_batches[0], action, lambda output, tensors: None)
+    put_back(before)
     engine.spread.rest()
+
+
+Buffers = list[tuple[nn.Module, str, Tensor, Tensor]]
+
+
+def copies(model: nn.Module) -> Buffers:
+    """A model's buffers: the module and name of each, and a copy of what it is now."""
+    return [
+        (module, name, buffer, buffer.clone())
+        for module in model.modules()
+        for name, buffer in module.named_buffers(recurse=False)
+    ]
+
+
+@torch.no_grad()
+def put_back(before: Buffers) -> None:
+    """Undo what a model has changed of its buffers meanwhile, in place or by another tensor."""
+    for module, name, buffer, was in before:
+        buffer.copy_(was)
+        setattr(module, name, buffer)
 
 
 def compute(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from phalanx.checkpoint.best import Best
 from phalanx.train.calling import Ended
 
 
@@ -19,3 +20,5 @@ class Summary:
     """The callback whose weights it was evaluated with; nothing: with the model's."""
     ended: Ended | None = None
     """Where and why a callback has ended it before its last planned step."""
+    best: Best | None = None
+    """The checkpoint whose weights are left, where a measure says which."""

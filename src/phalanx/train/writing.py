@@ -9,6 +9,7 @@ import errno
 import time
 from collections.abc import Callable
 
+from phalanx.checkpoint.best import Best
 from phalanx.checkpoint.index import groups
 from phalanx.checkpoint.manager import CheckpointManager
 from phalanx.checkpoint.slot import Staged
@@ -45,6 +46,8 @@ class Writer:
         self.settle = settle
         self._failing = ""
         self._failed_at = 0.0
+        self.best: Best | None = None
+        """A checkpoint to be noted as the best once it is saved."""
 
     def write(self, staged: Staged, written: Callable[[], None], given_up: Callable[[], bool]) -> None:
         """Write this rank's part, tell that it is ``written``, and on rank 0 commit all of them."""
@@ -73,6 +76,8 @@ class Writer:
         if self._failing:
             say(f"   note  step {step} is saved: checkpoints can be written again")
             self._failing = ""
+        if self.best is not None and self.best.step == step:
+            self.manager.note_best(self.best)
         gone: list[int] = []
         if staged.facts["good"] is not None:  # else any may be the only good one
             sure = (staged.facts["compared"], staged.facts["good"])

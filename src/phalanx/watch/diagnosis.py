@@ -6,6 +6,7 @@ import json
 from dataclasses import dataclass, field
 
 from phalanx.verdict import Verdict
+from phalanx.words import printable, valid_json
 
 
 @dataclass
@@ -27,9 +28,9 @@ class Diagnosis(Verdict):
 
     def __str__(self) -> str:
         told = super().__str__()
-        return "\n".join([told, *(f"\n{text.rstrip()}" for text in self.stacks.values())])
+        return "\n".join([told, *(f"\n{printable(text.rstrip())}" for text in self.stacks.values())])
 
     def to_json(self) -> str:
         """One JSON object; what is not known of the cause is null."""
         told = json.loads(super().to_json())
-        return json.dumps(told | {name: told[name] or None for name in ("host", "axis", "place")})
+        return valid_json(told | {name: told[name] or None for name in ("host", "axis", "place")})

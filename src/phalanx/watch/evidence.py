@@ -2,21 +2,42 @@
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Iterator
-from contextlib import suppress
+from collections import deque
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from phalanx import flight, user_code
+from phalanx.event_fields import Check, are_objects, is_flag, is_index, is_number, is_text
 from phalanx.flight import Flight
+from phalanx.folder_files import BadFile, left_out, names, note, parsed_object, read_bytes, read_text
 from phalanx.run import Run, counted, holder
+from phalanx.words import in_bytes
 
 COLLECTIVES = ("distributed_c10d.py", "functional_collectives.py")
 """Files of torch's whose functions are collectives."""
-_FRAME = re.compile(r'^  File "(?P<file>.+)", line (?P<line>\d+),? in (?P<name>.+)$', re.MULTILINE)
+MOST_TEXT = 1 << 22
+"""Bytes of one rank's stacks, or traceback, or of one host's account of what failed."""
+MOST_TEXTS = 1 << 29
+"""Bytes of all stacks of a generation."""
+MOST_ACCOUNTS = 1 << 26
+"""Bytes of all accounts of what failed."""
+MOST_BYTES, MOST_EVENTS = 1 << 29, 1 << 20
+"""Of the first rank's events, the newest of which are looked at."""
+KNOWN = (
+    "start", "step", "round", "left out", "rollback", "bad", "corrupted", "replay", "dead gradients", "pause",
+    "failure", "stopped", "end", "checkpoint", "evaluation",
+)  # fmt: skip
+"""Kinds of events that something is concluded from."""
+_FRAME = re.compile(r'^  File "(?P<file>[^"\n\0]+)", line (?P<line>\d{1,9}),? in (?P<name>.+)$', re.MULTILINE)
+_ACCOUNT = {"host": is_text, "generation": is_index, "steps": is_index, "time": is_number, "failures": are_objects}
+_FAILURE = {
+    "rank": is_index, "reason": is_text, "trace": is_text, "file": is_text, "final": is_flag, "secondary": is_flag,
+    "timed_out": is_flag, "stuck": is_flag,
+}  # fmt: skip
+"""What an account of a host has, and each of the failures in it."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +123,7 @@ class Evidence:
     failures: list[dict[str, Any]] = field(default_factory=list)
     """Of this generation, the one that came first before all others; each with its ``host`` and ``steps`` done."""
     earlier: list[dict[str, Any]] = field(default_factory=list)
-    """The first failure of each generation before."""
+    """The failures of the last generation before that had any."""
     cut_short: bool = False
     """It was asked to stop, and ranks were ended before they had saved."""
     ended: bool = False
@@ -114,20 +135,22 @@ class Evidence:
     def of(cls, run: Run, live: str | None = None) -> Evidence:
         """``live``: who runs it, if that is known."""
         generation = max([run.generation(), *flight.generations(run)])
-        noted = list(run.events(0))
+        noted = list(deque((e for e in run.events(0, *KNOWN, newest=MOST_BYTES) if "time" in e), MOST_EVENTS))
+        if len(noted) == MOST_EVENTS:
+            note(f"{run.events_path(0)} has more than {MOST_EVENTS:,} events: of these the last are looked at")
         marks = [event for event in noted if event["kind"] in ("start", "stopped", "end")]
         begun = [event.get("generation", generation) for event in marks if event["kind"] == "start"]
         if begun and begun[-1] < generation:  # it was taken up again, and ranks did not come to their start
             marks.append({"kind": "start"})
         ended = [event["kind"] for event in marks]
-        accounts = list(_accounts(run))
+        accounts = _accounts(run)
+        before = max((each for each in accounts if each < generation), default=generation)
         return cls(
             run, generation, holder(run.path) if live is None else live,
             run.certified_steps() is not None and ended[-1:] != ["start"],
             ended[-1:] == ["stopped"] or flight.was_stopped(run, generation),
             flight.read(run, generation), dict(_stacks(run, generation)),
-            _ordered([each for each in accounts if each["generation"] == generation]),
-            [_ordered([each])[0] for each in accounts if each["generation"] < generation],
+            _ordered(accounts.get(generation, [])), _ordered(accounts[before]) if before < generation else [],
             cut_short=ended[-1:] == ["start"] and flight.was_stopped(run, generation),
             ended=ended[-1:] == ["end"], noted=noted,
         )  # fmt: skip
@@ -136,10 +159,9 @@ class Evidence:
         """Of the last generation that failed before this one, if there was one."""
         if not self.earlier:
             return None
-        generation = self.earlier[-1]["generation"]
-        accounts = [each for each in _accounts(self.run) if each["generation"] == generation]
+        generation = self.earlier[0]["generation"]
         flights, stacks = flight.read(self.run, generation), dict(_stacks(self.run, generation))
-        return Evidence(self.run, generation, "", False, False, flights, stacks, _ordered(accounts), noted=self.noted)
+        return Evidence(self.run, generation, "", False, False, flights, stacks, self.earlier, noted=self.noted)
 
     def events(self, *kinds: str) -> list[dict[str, Any]]:
         """What rank 0 noted of these kinds."""
@@ -166,8 +188,9 @@ class Evidence:
         """Where the error came from that a rank failed with."""
         for failure in self.failures:
             if failure["rank"] == rank and failure["file"]:
-                with suppress(OSError):
-                    text = (self.run.path / "failures" / Path(failure["file"]).name).read_text()
+                path = self.run.path / "failures" / Path(failure["file"]).name
+                with left_out():
+                    text = read_text(self.run.path, path, MOST_TEXT)
                     return _as_frames(text.rpartition("Traceback (most recent call last)")[2])[::-1]
         return []
 
@@ -188,12 +211,35 @@ class Evidence:
         return ""
 
 
-def _accounts(run: Run) -> Iterator[dict[str, Any]]:
-    for path in sorted((run.path / "failures").glob("generation-*-from-*.json")):
-        with suppress(OSError, ValueError):
-            account = json.loads(path.read_text())
-            if account.get("failures"):
-                yield account
+def _accounts(run: Run) -> dict[int, list[dict[str, Any]]]:
+    """By generation, what hosts wrote of failures there."""
+    found: dict[int, list[dict[str, Any]]] = {}
+    folder, size = run.path / "failures", 0
+    for name in names(run.path, folder):
+        if not re.fullmatch(r"generation-\d{5,10}-from-\d{5,9}\.json", name):
+            continue
+        with left_out():
+            content = read_bytes(run.path, folder / name, MOST_TEXT)
+            size += len(content)
+            if size > MOST_ACCOUNTS:
+                note(f"{folder} has more than {in_bytes(MOST_ACCOUNTS)} of accounts: those from {name} on are left out")
+                break
+            account = _account(parsed_object(content, folder / name), folder / name)
+            if account["failures"]:
+                found.setdefault(account["generation"], []).append(account)
+    return found
+
+
+def _account(found: dict[str, Any], path: Path) -> dict[str, Any]:
+    """A host's account; `BadFile` where it lacks something."""
+    wrong = _wrong(found, _ACCOUNT) or [name for each in found["failures"] for name in _wrong(each, _FAILURE)]
+    if wrong:
+        raise BadFile(path, f"is no account of what failed: {wrong[0]} is missing, or of another type")
+    return found
+
+
+def _wrong(part: Mapping[str, Any], checks: Mapping[str, Check]) -> list[str]:
+    return [name for name, check in checks.items() if not check(part.get(name))]
 
 
 def _ordered(accounts: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -207,6 +253,14 @@ def _ordered(accounts: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _stacks(run: Run, generation: int) -> Iterator[tuple[int, RankStacks]]:
-    for path in sorted(flight.folder(run, generation, "stacks").glob("rank-*.txt")):
-        with suppress(OSError, ValueError):
-            yield int(path.stem[5:]), RankStacks(path.read_text())
+    folder, size = flight.folder(run, generation, "stacks"), 0
+    for name in names(run.path, folder):
+        if not re.fullmatch(r"rank-\d{5,6}\.txt", name):
+            continue
+        with left_out():
+            text = read_text(run.path, folder / name, MOST_TEXT)
+            size += len(text)
+            if size > MOST_TEXTS:
+                note(f"{folder} has more than {in_bytes(MOST_TEXTS)} of stacks: those from {name} on are left out")
+                return
+            yield int(name[5:-4]), RankStacks(text)

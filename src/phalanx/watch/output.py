@@ -9,6 +9,8 @@ import select
 import sys
 from typing import Any
 
+from phalanx.streams import RedactedStream
+
 LEFT = (errno.EPIPE, errno.EIO)
 """Nobody reads it any more, as whoever left knows."""
 
@@ -30,7 +32,7 @@ class Lasting(io.FileIO):
             return len(data)
 
 
-class OutputStream(io.TextIOWrapper):
+class OutputStream(RedactedStream):
     """Text over a `Lasting` descriptor; characters that it cannot show become others."""
 
     def __init__(self, number: int, before: Any) -> None:

@@ -13,6 +13,7 @@ from typing import IO, Protocol
 
 import torch
 
+from phalanx.redact import redact
 from phalanx.words import in_flops, in_time, round_number
 
 REFRESH_SECONDS = 0.1
@@ -21,8 +22,8 @@ LINES = 20
 """About so many lines a run has where they do not renew themselves, besides one a minute."""
 SHOWN = 3
 """Of what a task logs, at most so many have room on the line; of more none is shown."""
-RECENT = 50
-"""So many steps tell how fast it goes."""
+RECENT, RECENT_SECONDS = 50, 10.0
+"""So many of the last steps tell how fast it goes, or those of so many seconds, and one at least."""
 
 
 class ShownStep(Protocol):
@@ -74,6 +75,9 @@ class Screen:
         self.amounts: deque[float] = deque(maxlen=RECENT)
         self.flops: deque[float] = deque(maxlen=RECENT)
         """Of the last steps: how long each took, how many samples or tokens it had, and what they cost."""
+        self.whole = (0.0, 0.0)
+        """Of all steps but the first, which also begins the run: seconds, and samples or tokens."""
+        self._begun = False
         self.losses: dict[str, str] = {}
         """Of the last step, or of the last of each turn."""
 
@@ -100,9 +104,7 @@ class Screen:
         self.losses[metrics.turn] = _loss(metrics)
         now = time.monotonic()
         amount = metrics.count if self.counts == "tokens" else metrics.slots
-        self.seconds.append(now - self._recent)
-        self.amounts.append(amount)
-        self.flops.append(metrics.flops)
+        self._count(now - self._recent, amount, metrics.flops)
         self._recent = now
         done, steps = metrics.step + 1, self.steps
         stays = done == steps or (bool(self.every) and done % self.every == 0)
@@ -117,15 +119,33 @@ class Screen:
         else:
             self._write(line)
 
+    def _count(self, seconds: float, amount: float, flops: float) -> None:
+        """Add a step to the last ones, and let go of those that are past."""
+        recent = (self.seconds, self.amounts, self.flops)
+        if self._begun and not self.whole[0]:
+            for each in recent:
+                each.clear()
+        for each, value in zip(recent, (seconds, amount, flops), strict=True):
+            each.append(value)
+        while len(self.seconds) > 1 and sum(self.seconds) - self.seconds[0] >= RECENT_SECONDS:
+            for each in recent:
+                each.popleft()
+        if self._begun:
+            self.whole = self.whole[0] + seconds, self.whole[1] + amount
+        self._begun = True
+
     def _line(self, metrics: ShownStep) -> str:
         done = metrics.step + 1
         seconds = max(sum(self.seconds), 1e-9)  # both of the same steps
         rate, left = sum(self.amounts) / seconds, seconds / len(self.seconds) * (self.steps - done)
+        speed, to_come = f"{rate:,.0f} {self.counts}/s", f"  {in_time(left)} left"
+        if done == self.steps and self.whole[0]:
+            speed, to_come = f"{self.whole[1] / self.whole[0]:,.0f} {self.counts}/s on average", ""
         bar = "━" * round(10 * done / self.steps)
         losses = "  ".join(self.losses.values())
         return (
-            f"{bar:─<10} step {done}/{self.steps}  {losses}  {rate:,.0f} {self.counts}/s  {self._used()}"
-            f"{memory_bytes(self.device) / 2**30:.2f} GiB  {in_time(left)} left"
+            f"{bar:─<10} step {done}/{self.steps}  {losses}  {speed}  {self._used()}"
+            f"{memory_bytes(self.device) / 2**30:.2f} GiB{to_come}"
         )
 
     def _used(self) -> str:
@@ -146,7 +166,7 @@ class Screen:
         """A reader that goes away does not end the training."""
         if self.open:
             try:
-                print(text, file=self.out, end=end, flush=True)
+                print(redact(text), file=self.out, end=end, flush=True)
             except (BrokenPipeError, ValueError):
                 self.open = False
 

@@ -269,19 +269,19 @@ def crowded(lines: dict[int, Timeline]) -> list[str]:
 
 def _stalled(evidence: Evidence) -> Diagnosis | None:
     """Steps stood still until files were written, by what rank 0 noted since ranks began."""
-    began, until, pauses = 0.0, 0.0, list[dict[str, Any]]()
+    passed, until, pauses = 0.0, 0.0, list[dict[str, Any]]()
     for event in evidence.events("start", "step", "pause"):
         if event["kind"] == "start":
-            began, pauses = event["time"], []
+            passed, until, pauses = 0.0, event["time"], []
         elif event["kind"] == "pause" and event["on"] == "checkpoint" and not event["last"]:
             pauses.append(event)
-        until = event["time"]
+        passed, until = passed + max(0.0, event["time"] - until), event["time"]  # a clock may be set back
     lost = sum(event["seconds"] for event in pauses)
-    if lost < STALLED_SECONDS or lost < STALLED * (until - began):
+    if lost < STALLED_SECONDS or lost < STALLED * passed:
         return None
     longest = max(pauses, key=lambda event: event["seconds"])
     return Diagnosis(
-        False, f"slow: steps stood still for checkpoints, {in_time(lost)} of {in_time(until - began)}: "
+        False, f"slow: steps stood still for checkpoints, {in_time(lost)} of {in_time(passed)}: "
         f"{many(len(pauses), 'time')}, the longest after step {longest['step']} for {in_time(longest['seconds'])}",
         [f"they are kept in {longest['where']}"],
         next="Look at that store: what is written behind the steps was not done when the next checkpoint was due. Save "

@@ -148,8 +148,8 @@ def _advice(evidence: Evidence, waits: Waits, rank: int, place: str) -> str:
     if evidence.called(rank) or waits.inside.get(rank):
         return f"All ranks must call a collective: look for what depends on the rank around {place}."
     if place:
-        return f"Look at {place}. phalanx why {evidence.run.path} --stacks shows all stacks."
-    return f"phalanx why {evidence.run.path} --stacks shows what it does, while it runs."
+        return f"Look at {place}. phalanx why {evidence.run.in_shell} --stacks shows all stacks."
+    return f"phalanx why {evidence.run.in_shell} --stacks shows what it does, while it runs."
 
 
 def _waits_in(evidence: Evidence, launch: Launch) -> str:

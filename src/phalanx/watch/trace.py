@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from phalanx.files import opened
 from phalanx.words import listed, many
 
 MARK = "phalanx clock"
@@ -91,6 +92,7 @@ class MergedTrace:
     def add(self, part: RankTrace) -> None:
         if self._file is None:
             self.base_us = part.base_us
+            opened(self._unfinished, "xb").close()
             self._file = gzip.open(self._unfinished, "wt", encoding="utf-8", compresslevel=5)  # noqa: SIM115
             self._file.write('{"displayTimeUnit": "ms", "traceEvents": [\n')
         events = self._thinned(part)

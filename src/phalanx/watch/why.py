@@ -91,12 +91,12 @@ def _followed(failure: dict[str, Any]) -> str:
 
 def _place(trace: str) -> str:
     """The innermost line of the user's."""
-    found = re.search(r'File "(.+)", line (\d+)', trace)
+    found = re.search(r'File "([^"\n\0]+)", line (\d{1,9})', trace)
     return user_code.place(found[1], int(found[2])) if found else ""
 
 
 def _mend(evidence: Evidence, reason: str, place: str) -> str:
-    again = f"then phalanx train --resume --run {evidence.run.path}"
+    again = f"then phalanx train --resume --run {evidence.run.in_shell}"
     if "has done so here" in reason:
         return f"Its host had no memory left: fewer ranks or workers on it, or smaller micro-batches; {again}"
     if "SIGKILL" in reason:
@@ -113,7 +113,7 @@ def _silent(evidence: Evidence) -> Diagnosis:
     return Diagnosis(
         False, f"died: its supervisor{f' on {host}' if host else ''} ended without a word, after "
         f"{many(steps, 'step')}: it was killed, or its host went down",
-        told, next=f"Look at the host's log, then phalanx train --resume --run {evidence.run.path}", kind="died",
+        told, next=f"Look at the host's log, then phalanx train --resume --run {evidence.run.in_shell}", kind="died",
         host=host, step=steps + 1,
     )  # fmt: skip
 

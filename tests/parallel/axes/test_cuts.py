@@ -59,6 +59,22 @@ def test_where_it_is_unclear_whose_features_are_whose_columns_are_gathered() -> 
     assert found.cuts["layers.0.attention.q_proj.weight"].spans == (((0, 4),), ((4, 8),))
 
 
+class Pooled(nn.Module):
+    """Tokens pooled by torch's attention, which reads its projection's weight and never calls it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(8, 8)
+        self.layers = nn.ModuleList(WordlessBlock() for _ in range(2))
+        self.pool = nn.MultiheadAttention(8, 2)
+        self.head = nn.Linear(8, 8)
+
+
+def test_a_projection_that_is_never_called_is_whole() -> None:
+    """Though it is as wide as a vocabulary."""
+    assert {*plan(Pooled(), 2).vocabulary} == {"words", "head"}
+
+
 def test_the_residual_stream_is_cut_by_time_only_where_nothing_else_mixes_tokens() -> None:
     model = Transformer(TransformerConfig(width=8, heads=2, layers=2))
     assert plan(model, 2).sequence_parallel

@@ -7,11 +7,12 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
 import phalanx
-from phalanx import Layout
+from phalanx import Layout, WrongUse
 from phalanx.models.experts import Experts
-from phalanx.parallel.axes.expert import ExpertParallel
+from phalanx.parallel.axes.expert import ExpertCalls, ExpertParallel
 from phalanx.parallel.communication.communicator import Communicator
 from phalanx.parallel.communication.narrow import Narrow
 from phalanx.parallel.communication.traffic import Traffic
@@ -56,6 +57,93 @@ def travel(choices: list[list[list[int]]]) -> tuple[float, float, list[float]]:
 def test_tokens_come_back_as_if_all_experts_were_here(ranks: Ranks, choices: list[list[list[int]]]) -> None:
     for out, gradient, weights in ranks(2, travel, choices):
         assert max(out, gradient, *weights) < 1e-12
+
+
+class EveryToken(nn.Module):
+    """Experts that are given every token once each, and nothing else: tokens that did not choose one are zeros."""
+
+    def __init__(self, experts: int) -> None:
+        super().__init__()
+        self.num_experts = experts
+        self.weight = nn.Parameter(torch.randn(experts, 6, 6, dtype=torch.float64))
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return torch.bmm(rows.view(len(self.weight), -1, 6), self.weight).tanh().view(-1, 6)
+
+
+class Counted(EveryToken):
+    """Experts that are given rows sorted by expert, and how many are each one's."""
+
+    def forward(self, rows: Tensor, counts: list[int]) -> Tensor:  # type: ignore[override]
+        parts = rows.split(counts)
+        return torch.cat([part @ self.weight[expert] for expert, part in enumerate(parts)]).tanh()
+
+
+class Routed(nn.Module):
+    """One way to experts. Each token has as many as it has positive scores, and each counts as much as its score."""
+
+    def __init__(self, experts: EveryToken) -> None:
+        super().__init__()
+        self.experts = experts
+
+    def forward(self, x: Tensor, scores: Tensor) -> Tensor:
+        count = scores.shape[1]
+        if isinstance(self.experts, Counted):
+            expert, token = (scores.T > 0).nonzero(as_tuple=True)
+            done = self.experts(x[token], (scores > 0).sum(0).tolist()) * scores[token, expert, None]
+            return torch.zeros_like(x).index_add(0, token, done)
+        rows = x.repeat(count, 1) * scores.T.reshape(-1, 1)
+        return self.experts(rows).view(count, -1, 6).sum(0)
+
+
+def sorted_rows(kind: type[EveryToken], tokens: list[int], some: float) -> tuple[float, float, float]:
+    """Errors of outputs, of input gradients and of weight gradients against all experts here."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
+    whole = Routed(kind(4))
+    inputs = [torch.randn(count, 6, dtype=torch.float64).requires_grad_() for count in tokens]
+    scores = [torch.rand(count, 4, dtype=torch.float64) * (torch.rand(count, 4) < some) for count in tokens]
+    expected = [whole(x, score) for x, score in zip(inputs, scores, strict=True)]
+    sum(out.square().sum() for out in expected).backward()  # type: ignore[union-attr]
+    right = whole.experts.weight
+    model = Routed(kind(4))
+    own = slice(rank * 4 // ranks, (rank + 1) * 4 // ranks)
+    spread = nn.ModuleDict({"mixture": model})
+    ExpertParallel(spread, phalanx.Anatomy.of(spread), Communicator(dist.group.WORLD, Traffic()), Narrow("exact"))
+    model.experts.weight = nn.Parameter(right.detach()[own].clone())
+    x = inputs[rank].detach().clone().requires_grad_()
+    out = model(x, scores[rank])
+    out.square().sum().backward()
+    found = [(out, expected[rank]), (x.grad, inputs[rank].grad), (model.experts.weight.grad, right.grad[own])]  # type: ignore[index]
+    errors = [float((one - other).abs().max()) if one.numel() else 0.0 for one, other in found]  # type: ignore[operator,union-attr]
+    return errors[0], errors[1], errors[2]
+
+
+@pytest.mark.parametrize(("kind", "tokens", "some"), [
+    (EveryToken, [3, 2], 0.5),
+    (EveryToken, [3, 0], 0.5),
+    (Counted, [3, 2], 0.5),
+    (Counted, [5, 0], 0.3),  # a rank has no token
+    (Counted, [2, 2], 0.0),  # nobody chooses any
+])  # fmt: skip
+def test_rows_that_are_sorted_by_expert_come_back_in_their_places(
+    ranks: Ranks, kind: type[EveryToken], tokens: list[int], some: float
+) -> None:
+    for errors in ranks(2, sorted_rows, kind, tokens, some):
+        assert max(errors) < 1e-12
+
+
+def test_a_call_whose_meaning_is_not_known_is_refused() -> None:
+    model = nn.ModuleDict({"mixture": Routed(EveryToken(4))})
+    calls = ExpertCalls(model, "mixture.experts")
+    model["mixture"](torch.randn(3, 6, dtype=torch.float64), torch.rand(3, 4, dtype=torch.float64))
+    assert calls.read((torch.randn(12, 6),), {}).counts == [3] * 4
+    with pytest.raises(WrongUse, match=r"mixture.experts is called with 1 arguments, .* shape \(13, 6\).*leave ep out"):
+        calls.read((torch.randn(13, 6),), {})
+    counted = ExpertCalls(nn.ModuleDict({"mixture": Routed(Counted(4))}), "mixture.experts")
+    assert counted.read((torch.randn(5, 6),), {"counts": [1, 2, 0, 2]}).told
+    with pytest.raises(WrongUse, match="with 2 arguments"):
+        counted.read((torch.randn(5, 6), [1, 4]), {})
 
 
 def step(task: phalanx.Task, layout: str) -> None:

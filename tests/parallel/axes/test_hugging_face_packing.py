@@ -18,6 +18,7 @@ from phalanx.kernels import documents as kernel_documents
 from phalanx.kernels import packed_attention
 from phalanx.parallel.axes import hugging_face, hugging_face_packing
 from phalanx.parallel.axes.hugging_face_packing import bases, unfit
+from tests.families import FamilyTask
 from tests.hugging_face import CausalLanguageModel, config
 from tests.parity import TOLERANCE, Trace, difference, reference, spread_run
 from tests.ranks import Ranks
@@ -147,35 +148,56 @@ class Unpacked(CausalLanguageModel):
         return Wrapped(super().model())
 
 
-@pytest.mark.parametrize(("task", "slots"), [(Nested(), 16), (Unpacked(), 0)])
-def test_what_a_model_is_told(task: phalanx.Task, slots: int) -> None:
-    """Where documents begin, or that there are none: so that it need not look for them."""
-    seen = []
+@pytest.mark.parametrize(("task", "shape"), [(Nested(), (1, 1, 16)), (Unpacked(), None)])
+def test_what_blocks_are_told(task: phalanx.Task, shape: tuple[int, ...] | None) -> None:
+    """Where documents begin, or nothing: and the model need not look for them."""
+    seen: list[Any] = []
     with phalanx.Engine(task, "dp=1", device="cpu") as engine, pytest.MonkeyPatch.context() as patch:
         masking: Any = __import__("transformers").masking_utils
         patch.setattr(masking, "find_packed_sequence_indices", None)
         (base,) = bases(engine.model)
         block = next(module for module in base.modules() if type(module).__name__ == "LlamaDecoderLayer")
         block.register_forward_pre_hook(
-            lambda module, args, kwargs: seen.append(kwargs["attention_mask"].shape), with_kwargs=True
+            lambda module, args, kwargs: seen.append(kwargs["attention_mask"]), with_kwargs=True
         )
         engine.step(next(engine.batches()))
-    assert {shape[-1] for shape in seen} == {slots}
+    assert {None if mask is None else tuple(mask.shape[1:]) for mask in seen} == {shape}
+
+
+def test_a_model_is_called_with_what_it_was_given() -> None:
+    """Whatever else it does with a mask, nothing stands there that the task did not give."""
+    for rows in (torch.arange(6).expand(2, 6), torch.tensor([[0, 1, 0, 1, 2, 0]] * 2)):
+        layer = hugging_face_packing.DocumentStarts("", ["input_ids"])
+        given: dict[str, Any] = layer(lambda *args, **kwargs: (args, kwargs), rows, position_ids=rows)
+        assert given == ((rows,), {"position_ids": rows})
+
+
+def mask_known(**given: Any) -> Any:
+    """What a model's function that makes masks would be answered while the model computes."""
+    layer, seen = hugging_face_packing.DocumentStarts("", ["input_ids"]), []
+    layer(lambda *args, **kwargs: seen.append(hugging_face_packing._known[-1]), **given)
+    assert not hugging_face_packing._known
+    return seen[0]
 
 
 def test_a_recorded_step_has_a_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     """Made on the device from the positions that a replay finds there."""
     for module in (kernel_documents, hugging_face_packing):
         monkeypatch.setattr(module, "is_recorded", lambda column: True)
-    layer = hugging_face_packing.DocumentStarts("", torch.device("cpu"), ["input_ids"])
     places = torch.tensor([[0, 1, 0, 1, 2, 0], [0, 1, 2, 3, 4, 5]])
-    given: dict[str, Any] = layer(lambda **kwargs: kwargs, input_ids=places, position_ids=places)
     expected = document_mask(torch.tensor([[0, 0, 1, 1, 1, 2], [0] * 6]))
-    assert torch.equal(given["attention_mask"], expected)
+    assert torch.equal(mask_known(input_ids=places, position_ids=places), expected)
 
 
-def test_a_mask_of_the_tasks_own_is_left_alone() -> None:
-    layer = hugging_face_packing.DocumentStarts("", torch.device("cpu"), ["input_ids"])
-    own = torch.ones(2, 5)
-    given: dict[str, Any] = layer(lambda **kwargs: kwargs, attention_mask=own, input_ids=own)
-    assert given["attention_mask"] is own
+def test_nothing_is_said_to_a_model_with_a_mask_of_the_tasks_own() -> None:
+    rows = torch.arange(5).expand(2, 5)
+    assert mask_known(attention_mask=torch.ones(2, 5), input_ids=rows) is None
+    assert mask_known(input_ids=rows, position_ids=rows[None]) is None, "positions in several dims are the model's own"
+    assert mask_known(input_ids=rows) is False
+
+
+@pytest.mark.parametrize("kind", ["opt", "esm"])
+def test_models_that_count_a_masks_tokens_train(kind: str) -> None:
+    """Where nothing is packed: they number positions by their mask, whatever its shape."""
+    with phalanx.Engine(FamilyTask(kind=kind), "dp=1", device="cpu") as engine:
+        assert 3 < engine.step(next(engine.batches())).loss < 6

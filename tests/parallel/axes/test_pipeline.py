@@ -67,17 +67,28 @@ class Odd(nn.Module):
         self.way = way
         self.embedding = nn.Linear(4, 6)
         self.early = nn.Linear(6, 6)
+        self.several = nn.ModuleList([nn.Linear(6, 6), nn.ModuleDict({"one": nn.Linear(6, 6)})])
         self.blocks = nn.ModuleList(Twice() if way == "two tensors" else Plus() for _ in range(2))
         self.head = nn.Linear(6, 3)
+        self.late = nn.Linear(6, 6)
 
     def forward(self, x: Tensor) -> Tensor:
         first, given = self.embedding(x), []
         x = first
+        if self.way == "several":
+            x = self.several[0](x) + self.several[1]["one"](x)
+        if self.way == "late":
+            x *= self.late(x)
+        if self.way == "in place":
+            x *= 2
+            x[x.isnan() | (x > 1)] = 0.5
         if self.way == "backwards":
             return self.head(self.blocks[0](self.blocks[1](x)))
         for block in self.blocks:
             x = block(x, first) if self.way == "skip" else block(x, *given)
             x, *given = x if isinstance(x, tuple) else (x,)
+        if self.way == "weight":
+            x = nn.functional.linear(x, self.early.weight)
         return self.head(self.early(x) if self.way == "early" else x)
 
 
@@ -114,21 +125,29 @@ class OddTask(phalanx.Task):
         return phalanx.losses.cross_entropy(output, batch["y"])
 
 
-def step(task: phalanx.Task, layout: str) -> None:
+def step(task: phalanx.Task, layout: str) -> float:
     with phalanx.Engine(task, Layout.parse(layout), device="cpu") as engine:
-        engine.step(next(iter(engine.batches())))
+        return engine.step(next(iter(engine.batches()))).loss
 
 
 @pytest.mark.parametrize(("way", "words"), [
     ("backwards", "blocks.1 is called out of order, so pp=2 cannot cut the model there"),
     ("skip", "blocks.1 is called with a tensor of shape .* that depends on modules before the blocks"),
+    ("late", r"that depends on modules registered after the blocks, .* \(called before the blocks: late\)"),
     ("early", "early is used after the blocks and registered before them"),
+    ("weight", r"early\.weight is computed with on a stage of pp that does not have it"),
     ("two tensors", "blocks.1 is called with a tensor of shape .* that blocks before it gave beside the stream"),
 ])  # fmt: skip
 def test_models_that_cannot_be_cut_are_refused(ranks: Ranks, way: str, words: str) -> None:
     with pytest.raises(RankFailed, match=words):
         ranks(2, step, OddTask(way=way), "pp=2")
     ranks(2, step, OddTask(), "pp=2")
+
+
+@pytest.mark.parametrize("way", ["in place", "several"])
+def test_what_stands_before_the_blocks_may_be_written_to_and_stand_in_lists(ranks: Ranks, way: str) -> None:
+    task = OddTask(way=way, precision="float64")
+    assert ranks(2, step, task, "pp=2") == [pytest.approx(step(task, "dp=1"), rel=1e-9)] * 2
 
 
 @dataclass

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import phalanx
-from phalanx import Layout, Loss, WrongUse
-from phalanx.parallel.axes import samples
+from phalanx import Layout, Loss, WrongUse, gathering
 from phalanx.references import find_task
 from tests.comparing import Contrast, ContrastOfExperts
 from tests.parity import TOLERANCE, Trace, difference, reference, spread_run
@@ -61,11 +60,8 @@ class Apart(Contrast):
     """Every rank compares its own samples alone."""
 
     def loss(self, output: Any, batch: dict[str, Tensor]) -> Loss:
-        now, samples._now = samples._now, None
-        try:
+        with gathering.answered_by(None):
             return super().loss(output, batch)
-        finally:
-            samples._now = now
 
 
 def test_the_loss_is_another_within_each_ranks_batch(ranks: Ranks) -> None:
@@ -152,14 +148,6 @@ def test_every_kind_of_number(ranks: Ranks) -> None:
     assert [t.dtype for t in expected[:2]] == [torch.bool, torch.int64]
     for every in ranks(4, kinds, "dp=4"):
         assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(every, expected, strict=True))
-
-
-def test_without_an_engine_a_batch_is_all_there_is() -> None:
-    x = torch.randn(3, 2, requires_grad=True)
-    before = samples.calls
-    assert phalanx.gather(x) is x
-    assert phalanx.rows(x).tolist() == [0, 1, 2]
-    assert samples.calls == before + 1
 
 
 def held_out(task: phalanx.Task, layouts: list[str]) -> list[dict[str, float]]:

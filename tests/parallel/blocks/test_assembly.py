@@ -25,7 +25,7 @@ OWN = "Block.forward"
 
 
 @pytest.mark.parametrize(("layout", "first", "last"), [
-    ("dp=1", KEYS + OWN, KEYS + OWN),
+    ("dp=1", KEYS + "recompute if the model asks > " + OWN, None),
     ("dp=1,recompute=full,compile=blocks", KEYS + "recompute full > compile > " + OWN, None),
     (
         "cp=2,tp=2,recompute=selective",
@@ -34,8 +34,8 @@ OWN = "Block.forward"
     ),
     (
         "tp=2,pp=2",
-        "stage 0 > enter: sequence over tp > " + KEYS + "probe > " + OWN,
-        "stage 1 > leave: sequence over tp > " + KEYS + "probe > " + OWN,
+        "stage 0 > enter: sequence over tp > " + KEYS + "recompute if the model asks > probe > " + OWN,
+        "stage 1 > leave: sequence over tp > " + KEYS + "recompute if the model asks > probe > " + OWN,
     ),
 ])  # fmt: skip
 def test_a_block_prints_what_is_done_around_it(ranks: Ranks, layout: str, first: str, last: str | None) -> None:

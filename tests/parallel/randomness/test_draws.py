@@ -195,6 +195,56 @@ def test_time_may_be_a_multiple_of_the_batch() -> None:
     assert torch.equal(whole, torch.cat([run(time_first, [0]), run(time_first, [1, 2])]))
 
 
+def _patches(x: Tensor) -> Tensor:
+    """What MobileViT makes of a picture: rows of three patches, four for each sample."""
+    return F.dropout(x.flatten(2).unflatten(2, (3, 4)).permute(0, 3, 2, 1).flatten(0, 1), 0.5)
+
+
+FOLDED = {
+    "patches": (_patches, (5, 4, 3)),
+    "heads, as many positions as samples": (lambda x: F.dropout(torch.ones(2 * len(x), 3, 3), 0.5), (3, 5)),
+    "windows, as many heads as samples": (lambda x: F.dropout(torch.ones(2 * len(x), 3, 4, 4), 0.5), (8, 5)),
+    "time first inside": (lambda x: F.dropout(x.transpose(0, 1), 0.5).transpose(0, 1), (6, 5)),
+}
+
+
+@pytest.mark.parametrize("name", FOLDED)
+def test_a_folded_draw_is_told_by_the_blocks_stream(name: str) -> None:
+    """Also where its second dim is as long as there are samples: here with three of them."""
+    function, stream = FOLDED[name]
+
+    def drawn(*slots: int) -> Tensor:
+        keyed = randomness(list(slots))
+        with keyed.scope("task"):
+            return RandomKeys("block", keyed)(function, torch.ones(len(slots), *stream)).reshape(len(slots), -1)
+
+    whole = drawn(0, 1, 2, 3, 4)
+    assert torch.equal(whole, torch.cat([drawn(0, 1, 2), drawn(3, 4)]))
+    assert torch.equal(whole, torch.cat([drawn(0), drawn(1), drawn(2, 3, 4)]))
+
+
+def test_a_stream_with_the_batch_second_draws_by_it() -> None:
+    def drawn(*slots: int) -> Tensor:
+        keyed = randomness(list(slots))
+        with keyed.scope("task"):
+            return RandomKeys("block", keyed)(lambda x: F.dropout(x, 0.5), torch.ones(6, len(slots), 5))
+
+    assert torch.equal(drawn(0, 1, 2, 3, 4), torch.cat([drawn(0, 1, 2), drawn(3, 4)], 1))
+
+
+def test_what_is_computed_again_is_folded_as_before() -> None:
+    keyed, again = randomness([0, 1, 2]), []
+
+    def block(x: Tensor) -> Tensor:
+        again.append(keyed.replayed())
+        return _patches(x)
+
+    with keyed.scope("task"):
+        first = RandomKeys("block", keyed)(block, torch.ones(3, 5, 4, 3))
+    with again.pop():
+        assert torch.equal(_patches(torch.ones(3, 5, 4, 3)), first)
+
+
 def test_one_number_for_all_is_shared_at_any_batch() -> None:
     assert torch.equal(run(lambda x: torch.rand(1), [4]), run(lambda x: torch.rand(1), [1, 2, 3]))
     assert torch.equal(run(lambda x: torch.rand([]), [4]), run(lambda x: torch.rand([]), [1, 2, 3]))

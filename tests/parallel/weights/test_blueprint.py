@@ -8,6 +8,7 @@ import resource
 from dataclasses import dataclass
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -222,3 +223,44 @@ def test_a_gpu_fills_in_the_same_weights() -> None:
         there = blueprint.value(weight, "cuda")
         assert there.device.type == "cuda"
         assert torch.equal(there.cpu(), blueprint.value(weight, "cpu")), name
+
+
+class FromFile(nn.Module):
+    """Puts real tensors, as read from a file, into its weights by their ``data``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 2), nn.Linear(2, 3)
+        self.first.weight.data = torch.from_numpy(np.arange(6, dtype=np.float32).reshape(2, 3))
+        self.second.weight.data = self.first.weight.data.t() + 1
+        self.second.bias.data = torch.zeros(3)
+
+
+def test_real_tensors_may_be_assigned_to_weights() -> None:
+    blueprint = Blueprint(FromFile, 0)
+    weights = {name: blueprint.value(weight, "cpu") for name, weight in blueprint.model.named_parameters()}
+    expected = FromFile()
+    assert torch.equal(weights["first.weight"], expected.first.weight)
+    assert torch.equal(weights["second.weight"], expected.second.weight)
+    assert torch.equal(weights["second.bias"], torch.zeros(3))
+
+
+class SeededItself(nn.Module):
+    """Fixed projections, and weights, that a generator of the constructor's own draws."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        own = torch.Generator().manual_seed(3)
+        self.register_buffer("projection", torch.randn(3, 4, generator=own))
+        self.weight = nn.Parameter(torch.empty(4, 3).normal_(generator=own))
+        self.square = nn.Linear(3, 3, bias=False)
+        nn.init.orthogonal_(self.square.weight, generator=own)
+        self.register_buffer("again", torch.empty(3, 4))
+        self.again.copy_(torch.randn(3, 4, generator=torch.Generator().manual_seed(3)))
+
+
+def test_a_generator_of_the_constructors_own_is_asked() -> None:
+    made, plain = Blueprint(SeededItself, 0), SeededItself()
+    for name, tensor in plain.state_dict().items():
+        described = dict([*made.model.named_parameters(), *made.model.named_buffers()])[name]
+        assert torch.equal(made.value(described, "cpu"), tensor), name

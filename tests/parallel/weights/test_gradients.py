@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import phalanx
+from phalanx.parallel.weights.gradients import sum_of_squares
 from tests.parity import HostileLanguage
 from tests.ranks import Ranks
 
@@ -59,3 +60,17 @@ def test_narrow_gradients_are_measured_and_scaled_wide() -> None:
             assert float(weight.shard.grad.flatten()[0]) == pytest.approx(1 / 3, rel=1e-7)
         spread.reduction.start_step(as_made=False)
         assert bucket.owned_pieces() == []
+
+
+@pytest.mark.parametrize("sizes", [(3_000_000,), (1, 4095, 4096, 0, 4097, 2_000_000), (5,), (0,)])
+def test_the_norm_of_many_numbers_is_not_rounded_away(sizes: tuple[int, ...]) -> None:
+    """Beside a number that is larger than all others by far, which a sum in one row would lose."""
+    torch.manual_seed(0)
+    tensors = [torch.rand(size) * 1e-3 for size in sizes]
+    tensors.append(torch.rand(300, 200).t())
+    if sizes[0]:
+        tensors[0][0] = 30.0
+    want = sum(float(tensor.double().square().sum()) for tensor in tensors)
+    assert float(sum_of_squares(tensors, torch.float32)) == pytest.approx(want, rel=1e-6)
+    tensors[-1][3, 5] = float("nan")
+    assert not sum_of_squares(tensors, torch.float32).isfinite()

@@ -48,6 +48,7 @@ class Dense(phalanx.Task):
 def test_weights_are_filled_and_named_alike_in_every_model() -> None:
     one, other = (Blueprint(Dense().model, seed=3) for _ in range(2))
     values = [{n: b.value(w, "cpu") for n, w in b.model.named_parameters()} for b in (one, other)]
+    assert one.reseeded is other.reseeded is None, "it is not the constructor that seeds Keras"
     assert list(values[0]) == list(values[1])
     assert all(torch.equal(values[0][name], values[1][name]) for name in values[0])
     kernels = [v for n, v in values[0].items() if n.endswith("kernel")]

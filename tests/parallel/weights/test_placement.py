@@ -83,7 +83,7 @@ def test_what_is_summed_and_what_travels() -> None:
         "dp": ("all-reduce",), "tp": ("all-gather", "reduce-scatter", "all-to-all"), "pp": ("send", "all-to-all"),
     }  # fmt: skip
     assert travels("fsdp=2,cp=2,cp_kind=ulysses") == {
-        "fsdp": ("all-gather", "reduce-scatter"), "cp": ("all-to-all",),
+        "fsdp": ("all-gather", "reduce-scatter"), "cp": ("all-to-all", "all-gather"),
     }  # fmt: skip
     assert travels("dp=1") == {}
 

@@ -7,6 +7,8 @@ import pytest
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from phalanx.data.by_length import LengthOrder
+from phalanx.data.order import Order
 from phalanx.layout import Layout
 from phalanx.prove.proof import prove
 from phalanx.prove.reference import activations, rounded
@@ -119,11 +121,11 @@ def test_what_shows_on_ranks_alone_is_not_proven() -> None:
 
 def test_samples_that_are_computed_together_are_as_long_as_the_longest() -> None:
     assert [activations.chunked(Layout.parse(text)) for text in CHUNKED] == list(CHUNKED.values())
-    tokens = np.array([9, 1, 1, 1, 1, 1, 1, 1])
+    orders = (Order(8, 8), LengthOrder(8, 8, lengths=np.array([9, 1, 1, 1, 1, 1, 1, 1])))
     for text, number in {"dp=2,cp=2,micro_batch=2": 4, "cp=2,micro_batch=2": 4, "cp=2,exact=8": 8}.items():
         layout = Layout.parse(f"{text},activations=bf16")
-        for known in (None, tokens):
-            found = sorted(activations.shares(layout, 8, 8, known))
+        for order in orders:
+            found = sorted(activations.shares(layout, order, np.arange(8)))
             assert len(found) == number
             assert [slot for start, stop in found for slot in range(start, stop)] == list(range(8))
 

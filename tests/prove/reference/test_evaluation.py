@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import phalanx
 from phalanx.prove.proof import prove
 from phalanx.prove.reference.evaluation import Measures, in_words, off_by
-from tests.prove.tasks import Plain, Points
+from tests.prove.tasks import Plain, Points, Scaled
 
 
 @dataclass
@@ -93,3 +93,42 @@ def test_how_far_off() -> None:
     assert [name for name, _ in Measures({"a": (1.0, 2.0)}, {"b": ones}, {"c": 1.0}).items()] == [
         "count of a", "total of a", "b of each sample", "summarised c",
     ]  # fmt: skip
+
+
+@dataclass
+class Ranked(Measured):
+    """Measures of ranks, which are whole numbers, as people write them for float32."""
+
+    def evaluate(self, output: Tensor, batch: dict[str, Any]) -> dict[str, Any]:
+        rank = (output > output.gather(1, batch["y"].unsqueeze(1))).sum(1)
+        gain, reciprocal = 1 / torch.log2(rank + 2.0), (rank + 1).float().reciprocal()
+        best = torch.zeros(len(rank), dtype=torch.float32).index_add_(0, torch.arange(len(rank)), gain)
+        return {
+            "ndcg": phalanx.Loss(gain.sum(), len(gain)), "mrr": phalanx.Loss(reciprocal.sum(), len(gain)),
+            "share": phalanx.Loss((rank / 3).sum(), len(gain)), "best": phalanx.Loss(best.sum(), len(gain)),
+            "scores": output, "ranks": rank,
+        }  # fmt: skip
+
+    def summarise(self, gathered: dict[str, Any]) -> dict[str, float]:
+        likely = gathered["scores"].float().softmax(1).amax(1)
+        return {"mean rank": gathered["ranks"].to(torch.float32).mean(), "spread": likely.std()}
+
+
+def test_measures_of_whole_numbers_are_computed_in_float64() -> None:
+    said: list[str] = []
+    proof = prove(Ranked(), ["dp=2", "fsdp=2"], check=False, on_start=lambda docket: said.extend(docket.hostility))
+    assert proof.holds, proof
+    assert any("losses and measures are computed in float64" in line for line in said)
+
+
+@dataclass
+class Counted(Measured):
+    """A buffer that counts calls, those of an evaluation too."""
+
+    def model(self) -> nn.Module:
+        return Scaled()
+
+
+def test_buffers_that_an_evaluation_moves_are_as_on_one_device() -> None:
+    proof = prove(Counted(), ["dp=2", "fsdp=2,micro_batch=3", "micro_batch=5"], check=False)
+    assert proof.holds, proof

@@ -42,6 +42,17 @@ def test_sequences_are_cut_and_ids_folded() -> None:
     assert sample["tokens"].tolist() == [0, 1, 2, 3, 4, 0, 1, 2]
 
 
+def test_tokens_that_mean_something_stay_where_they_are() -> None:
+    """A picture's place must not become a word, nor a word a picture's place."""
+    tokens = torch.tensor([90, 90, 1, *range(2, 80), -100])
+    special = {90: 6, 1: 1}
+    for spread in ({}, {"tokens": 7}):
+        trial = Trial(3, vocabulary=7, special=special, spread=spread)
+        found = TrialSamples([{"tokens": tokens}], trial, 29)[0]["tokens"]
+        assert found[[0, 1, 2, -1]].tolist() == [6, 6, 1, -100]
+        assert {*found[3:-1].tolist()} == {0, 2, 3, 4, 5}, "all words, and words alone"
+
+
 def test_the_last_step_has_a_loss_that_is_no_number() -> None:
     task = hostile(Plain(), Trial(2))
     task.data()

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import phalanx
 from phalanx import Layout, Loss
@@ -48,8 +48,9 @@ def test_what_needs_all_samples_of_a_step_is_known() -> None:
         return Reference(hostile(task, Trial(1))).run(1)
 
     found = [of(task) for task in (Plain(), Contrastive(), ContrastiveNorm(), Several(), Several(terms=1))]
-    assert [reference.one for reference in found] == ["never", "in a pipeline", "always", "in a pipeline", "never"]
+    assert [reference.at_once for reference in found] == [False, True, True, True, False]
     assert [reference.gathers for reference in found] == [False, True, True, False, False]
+    assert [reference.sums for reference in found] == [False, False, False, True, True]
 
 
 @dataclass
@@ -69,4 +70,27 @@ class Later(Plain):
 
 def test_a_later_turn_that_needs_all_samples_is_found() -> None:
     docket = Docket(Later(), 3, 2)
-    assert docket.cases[docket.number(Layout(dp=2))].one == "in a pipeline"
+    assert docket.cases[docket.number(Layout(dp=2))].at_once
+
+
+class TwoNorms(nn.Sequential):
+    """Of which one keeps its own mean and variance, and one is never called."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+        self[1].spare = nn.BatchNorm1d(8)
+
+    def train(self, mode: bool = True) -> TwoNorms:
+        super().train(mode)
+        self[2].eval()
+        return self
+
+
+def test_norms_that_a_step_computes_the_statistics_of_are_noted() -> None:
+    @dataclass
+    class Normed(Plain):
+        def model(self) -> nn.Module:
+            return TwoNorms()
+
+    called = Reference(hostile(Normed(), Trial(1))).run(1).steps[0].called
+    assert called & {"1", "1.spare", "2"} == {"1"}

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -16,9 +14,7 @@ from phalanx.prove.reference.steady import Decisions, Idle, Steady
 def setup(decisions: Decisions, replay: bool) -> Randomness:
     randomness = Randomness(0, Moment(slots=np.arange(4)), torch.device("cpu"))
     times = list[torch.Tensor] if replay else None
-    randomness.answers = Answers(
-        randomness, Steady(randomness, decisions, frozenset([Path(__file__).parent]), lambda step: 4, times).answers
-    )
+    randomness.answers = Answers(randomness, Steady(randomness, decisions, lambda step: 4, times).answers)
     return randomness
 
 
@@ -40,8 +36,19 @@ def test_whole_numbers_become_as_wide_as_the_rest() -> None:
             assert y.dtype == torch.float64
         assert (positions[:, None].float() @ torch.ones(1, 2, dtype=torch.float64)).shape == (4, 2)
         assert positions.to(torch.int32).dtype == torch.int32
-    narrow = Steady(Randomness(0, Moment(), torch.device("cpu")), Decisions(), frozenset(), lambda step: 4, wide=False)
+    narrow = Steady(Randomness(0, Moment(), torch.device("cpu")), Decisions(), lambda step: 4, wide=False)
     assert narrow.answers[torch.Tensor.float](torch.Tensor.float, positions).dtype == torch.float32
+
+
+def test_the_least_number_of_float64_fills_a_mask() -> None:
+    """Models fill with the least number of what they compute in, in the default dtype."""
+    scores, decisions = torch.randn(4, 3, dtype=torch.float64), Decisions()
+    with setup(decisions, replay=False).scope("task"):
+        least = torch.full((), torch.finfo(scores.dtype).min)
+        assert torch.equal(torch.maximum(scores, least), scores)
+        assert torch.full((2,), 3.0).dtype == torch.full((2,), float("-inf")).dtype == torch.float32
+        assert torch.full((2,), -1.5, dtype=torch.float32).dtype == torch.float32
+    assert decisions.lifted == 1
 
 
 def test_ties_are_decided_as_before_and_nothing_else_is() -> None:

@@ -19,7 +19,7 @@ from tests.mistakes import NotShifted, Points, TwoLayers, WithHeldOut
 @dataclass
 class Shifted(NotShifted):
     def loss(self, output: Any, batch: dict[str, Any]) -> Any:
-        return phalanx.losses.cross_entropy(output[:, :-1], batch["ids"][:, 1:])
+        return phalanx.losses.cross_entropy(output[:, :-1], batch["ids"][:, 1:], dim=-1)
 
 
 @dataclass
@@ -30,7 +30,7 @@ class SomeMasked(NotShifted):
         return batch["ids"].where(torch.arange(12) % 3 > 0, 0)
 
     def loss(self, output: Any, batch: dict[str, Any]) -> Any:
-        return phalanx.losses.cross_entropy(output, batch["ids"].where(torch.arange(12) % 3 == 0, -100))
+        return phalanx.losses.cross_entropy(output, batch["ids"].where(torch.arange(12) % 3 == 0, -100), dim=-1)
 
 
 @dataclass
@@ -48,7 +48,7 @@ class AllIgnored(NotShifted):
     """No target of the first samples counts: the beginning of a long prompt."""
 
     def loss(self, output: Any, batch: dict[str, Any]) -> Any:
-        return phalanx.losses.cross_entropy(output, torch.full_like(batch["ids"], -100))
+        return phalanx.losses.cross_entropy(output, torch.full_like(batch["ids"], -100), dim=-1)
 
 
 class Drops(TwoLayers):

@@ -46,6 +46,12 @@ def test_what_settings_are_called_elsewhere_is_told(names: Callable[[str], list[
     ]  # fmt: skip
 
 
+def test_drop_last_is_answered_with_last_batch(names: Callable[[str], list[str]]) -> None:
+    (found,) = names("    drop_last: bool = True\n")
+    assert found.startswith("drop_last is a setting of T that nothing reads")
+    assert found.endswith("last_batch is what a task has.")
+
+
 def test_what_is_read_is_not_told(names: Callable[[str], list[str]]) -> None:
     assert names("    own: int = 1\n    def model(self): return self.own\n    def help(self): return 1\n") == []
     assert names("    own: int = 1\n    def model(self): return getattr(self, 'own')\n") == []

@@ -93,7 +93,7 @@ def test_what_cannot_be_told_is_no_secret(tmp_path: Path) -> None:
     (tmp_path / "profile").touch()
     with pytest.raises(MemoryError) as caught, memory_told(Run(tmp_path), 0):
         raise MemoryError
-    assert caught.value.__notes__[0].startswith("what held the memory of rank 0 could not be told: FileExistsError")
+    assert caught.value.__notes__[0].startswith("what held the memory of rank 0 could not be told: BadFile")
 
 
 def test_other_errors_leave_nothing(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,44 @@ def test_without_a_run_a_folder_must_be_given(tmp_path: Path) -> None:
         own.on_step(engine, engine.step(next(engine.batches())))
         own.close()
     assert (tmp_path / "mine" / "metrics.csv").read_text().startswith("step,loss,grad_norm,")
+
+
+class Told(Logger):
+    title = "Told"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told: Any = None
+
+    def begin(self, run: Any) -> None:
+        self.told = run
+
+    def write(self, step: int, numbers: Any) -> None: ...
+
+    def write_measures(self, step: int, measures: Any) -> None: ...
+
+    def end(self, finished: bool) -> None: ...
+
+
+@dataclass
+class Secretive(Digits):
+    db_password: str = "swordfish"
+    my_token: str = "swordfish"
+    source: str = "sftp://me:swordfish@host/x"
+    command: str = "fetch --token swordfish now"
+    prompt: str = "say swordfish"
+    options: dict[str, Any] = field(default_factory=lambda: {"key": "swordfish", "b": [{"auth": "swordfish"}], "c": 1})
+    max_tokens: int = 128
+
+
+def test_no_logger_has_a_secret(tmp_path: Path) -> None:
+    told = Told()
+    with phalanx.Engine(Secretive(steps=1), "dp=1", device="cpu", run=Run(tmp_path)) as engine:
+        engine.callbacks.add(told)
+        engine.callbacks.call("on_start", engine)
+    assert "swordfish" not in str(told.told)
+    assert told.told.settings["max_tokens"] == 128
+    assert told.told.settings["db_password"] == "***"
 
 
 def test_series_with_labels() -> None:

@@ -23,6 +23,7 @@ def test_each_step_is_in_one_run_once(tmp_path: Path) -> None:
     assert (found.info.run_name, found.info.status) == ("run", "FINISHED")
     assert found.data.params["global_batch"] == "8"
     assert "topsecret" not in str(found.data.params)
+    assert not any(b"topsecret" in path.read_bytes() for path in run.path.rglob("*") if path.is_file())
     assert {"train/accuracy", "train/some/first x", "train/loss/right", "train/lr"} <= found.data.metrics.keys()
     history = sorted(client.get_metric_history(found.info.run_id, "train/loss"), key=lambda metric: metric.step)
     assert [metric.step for metric in history] == list(range(1, STEPS + 1))

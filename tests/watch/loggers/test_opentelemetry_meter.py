@@ -49,6 +49,25 @@ def test_gauges_have_the_last_numbers() -> None:
     made.end(True)
 
 
+def test_the_command_line_is_no_attribute(monkeypatch: pytest.MonkeyPatch) -> None:
+    from opentelemetry.sdk.metrics.export import InMemoryMetricReader
+
+    monkeypatch.setenv("OTEL_EXPERIMENTAL_RESOURCE_DETECTORS", "process")
+    monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", "team=vision,api_key=swordfish")
+    monkeypatch.setattr("sys.argv", ["phalanx", "train", "--set", "password=swordfish"])
+    reader = InMemoryMetricReader()
+    made = OpenTelemetry(lambda: reader)
+    made.begin(LoggedRun("mine", Path(), {}, 0))
+    made.write(1, {"loss": 1.0})
+    data = reader.get_metrics_data()
+    assert data is not None
+    found = dict(data.resource_metrics[0].resource.attributes)
+    assert found["team"] == "vision"
+    assert "process.pid" in found
+    assert "swordfish" not in str(found)
+    made.end(True)
+
+
 def test_a_run_sends_them_over_otlp(tmp_path: Path) -> None:
     from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceRequest
 

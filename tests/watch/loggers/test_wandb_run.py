@@ -63,6 +63,9 @@ def test_each_step_is_in_one_run_once(tmp_path: Path) -> None:
     assert projects == {("mine", "run")}
     assert settings["global_batch"] == 8
     assert "topsecret" not in str(settings)
+    everything = b"".join(path.read_bytes() for path in run.path.rglob("*") if path.is_file())
+    assert b"topsecret" not in everything, "the command line that resumed it had the secret"
+    assert b"task.py" not in b"".join(file.read_bytes() for file in files), "nor is the program recorded"
     assert measured == {5, 10, STEPS}
     assert sorted(steps) == list(range(1, STEPS + 1))
     assert [steps[step] for step in sorted(steps)] == pytest.approx(losses(run), rel=1e-5)

@@ -98,23 +98,28 @@ def test_facts_and_the_list(table: RunTable) -> None:
 
 
 def test_its_proof_or_that_of_the_same_code_beside_it(table: RunTable, tmp_path: Path) -> None:
-    assert story.proof(table.run) is None
+    beside = [tmp_path / name for name in ("run", "old", "proven", "gone")]
+    assert story.proof(table.run, beside) is None
     table.run.certificate_path.parent.mkdir()
     table.run.certificate_path.write_text('{"steps": 26, "code": "abc"}')
     for name, code in (("old", "other"), ("proven", "abc")):
         (tmp_path / name).mkdir()
         proof = {"class": "GPT", "code": code, "results": [{"layout": "fsdp=2", "verdict": "equal"}]}
         (tmp_path / name / "proof.json").write_text(json.dumps(proof))
-    found = story.proof(table.run)
+    found = story.proof(table.run, beside)
     assert found is not None
     assert (found["from"], found["results"]) == ("proven", [{"layout": "fsdp=2", "verdict": "equal"}])
     (table.run.path / "proof.json").write_text("cut")
-    assert story.proof(table.run) == found
+    assert story.proof(table.run, beside) == found
+    assert story.proof(table.run) is None, "of folders that are not shown nothing is told"
     began = tmp_path / "began" / "runs"
     began.mkdir(parents=True)
     shutil.move(tmp_path / "proven", began / "proven")
-    assert story.proof(table.run) is None
     table.run.write_settings({"run": {"folder": str(tmp_path / "began")}})
-    assert story.proof(table.run) == found
+    assert story.proof(table.run, beside) is None, "wherever run.toml says that it began"
+    (tmp_path / "proven").symlink_to(began / "proven")
+    (tmp_path / "old" / "proof.json").unlink()
+    (tmp_path / "old" / "proof.json").symlink_to(began / "proven" / "proof.json")
+    assert story.proof(table.run, beside[:2]) is None
     (table.run.path / "proof.json").write_text(json.dumps({"code": "own", "results": None}))
     assert story.proof(table.run) == {"from": "run", "class": None, "code": "own", "results": []}

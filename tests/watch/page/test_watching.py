@@ -137,7 +137,7 @@ def test_the_page(tmp_path: Path) -> None:
 @needs_chromium
 def test_a_run_is_seen_while_it_trains(tmp_path: Path) -> None:
     shutil.copy(Path(__file__).parents[2] / "tasks.py", tmp_path / "mine.py")
-    words = ["train", "mine.py", "--on", "local:2", "--device", "cpu", "--steps", "400", "--run", "runs/live"]
+    words = ["train", "mine.py", "--on", "local:2", "--device", "cpu", "--steps", "1200", "--run", "runs/live"]
     (tmp_path / "runs" / "live").mkdir(parents=True)
     with (
         (tmp_path / "told").open("w") as told,
@@ -152,7 +152,7 @@ def test_a_run_is_seen_while_it_trains(tmp_path: Path) -> None:
             while trains.poll() is None:
                 seen.add(browser.ask("document.body?.dataset.ready"))
             assert len(seen - {None}) > 1, "steps came while it was looked at"
-            ready(browser, "live 0  400")
+            ready(browser, "live 0  1200")
             browser.until("document.getElementById('live').innerText === 'done'")
             assert "certificate" in browser.ask("document.getElementById('facts').innerText.toLowerCase()")
             assert browser.errors == []

@@ -62,18 +62,25 @@ def _channels(x: Tensor) -> list[int]:
 class GlobalBatchNorm(Layer):
     """The forward of one batch-norm module over the ranks of a group. A recomputed batch is not counted twice."""
 
-    def __init__(self, module: Any, group: Communicator, ranks: int, moment: Moment) -> None:
-        self.module, self.group, self.ranks, self.moment = module, group, ranks, moment
+    def __init__(self, name: str, module: Any, group: Communicator, ranks: int, moment: Moment) -> None:
+        self.name, self.module, self.group, self.ranks, self.moment = name, module, group, ranks, moment
         self.title = "statistics of the global batch"
 
     def __call__(self, rest: Forward, x: Tensor) -> Tensor:
         module = self.module
         batch_statistics = module.training or module.running_mean is None
+        values = x.numel() // x.shape[1] if x.ndim > 1 and x.shape[1] else 0
+        if module.training and self.moment.single and values == len(self.moment.slots):
+            raise self._without_variance(self.moment.single)  # it will come to that, and no step is done yet
         narrow = x.dtype in (torch.float16, torch.bfloat16)  # torch's kernels want float32 weights beside such inputs
+        if batch_statistics and self.group.alone and values == 1:
+            raise self._without_variance()
         if not narrow and (self.group.alone or not batch_statistics):
             return self._on_one_rank(rest, x)
         if batch_statistics:
             normal, mean, variance, count = _Normalise.apply(x, self.group, self.ranks, self.moment.real, module.eps)
+            if values == 1 and float(count[0]) == 1:  # then every rank has one value here, and comes to this
+                raise self._without_variance()
             if module.training and module.track_running_stats and not self.moment.recomputing:
                 self._track(mean, variance, count)
         else:
@@ -82,6 +89,15 @@ class GlobalBatchNorm(Layer):
         if module.weight is None:
             return normal
         return normal * module.weight.view(_channels(x)) + module.bias.view(_channels(x))
+
+    def _without_variance(self, why: str = "") -> WrongUse:
+        """For one value per channel over all ranks, which torch refuses on one device, too."""
+        few = why or (
+            "a micro-batch has one value for each. Set a larger micro_batch or global_batch, or last_batch=drop"
+            if self.module.training
+            else "an evaluation has a batch of one value for each. Give the module track_running_stats=True"
+        )
+        return WrongUse(f"the batch-norm {self.name} needs more than one value per channel, and {few}.")
 
     def _on_one_rank(self, rest: Forward, x: Tensor) -> Tensor:
         module = self.module
@@ -112,4 +128,4 @@ def spread_batchnorm(model: nn.Module, group: Communicator, ranks: int, moment: 
                 f"{name} is a batch-norm with a forward of its own ({type(module).__name__}), which sees one rank's "
                 "samples alone. Use torch's nn.BatchNorm there, or a norm that does not look across the batch."
             )
-        wrap(module, GlobalBatchNorm(module, group, ranks, moment))
+        wrap(module, GlobalBatchNorm(name, module, group, ranks, moment))

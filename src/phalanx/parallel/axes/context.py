@@ -94,7 +94,7 @@ class ContextParallel(Attending):
 
     def layer(self, name: str, block: nn.Module) -> Layer:
         """What a block needs to work with this rank's positions of the stream."""
-        return Around(f"context {self.kind}", self._block, name, _attends(block))
+        return Around(f"context {self.kind}", self._block, name, seems_to_attend(block))
 
     def _block(self, forward: Forward, name: str, attends: bool, *args: Any, **kwargs: Any) -> Any:
         """A block on this rank's positions, also of what goes along with the stream."""
@@ -310,7 +310,7 @@ class ContextParallel(Attending):
             )
 
 
-def _attends(block: nn.Module) -> bool:
+def seems_to_attend(block: nn.Module) -> bool:
     """Whether a block seems to contain attention."""
     return any("attention" in type(m).__name__.lower() or "attn" in name for name, m in block.named_modules())
 

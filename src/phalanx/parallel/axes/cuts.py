@@ -314,7 +314,7 @@ def _cut_vocabulary(plan: Plan, model: nn.Module, anatomy: Anatomy, ranks: int) 
         for name, way in anatomy.splits.items()
         if way == "vocabulary" and not any(name.startswith(block + ".") for block in anatomy.blocks)
     ]
-    able = {name for name in ruled if _cuts_by_vocabulary(model.get_submodule(name))}
+    able = {name for name in ruled if _cuts_by_vocabulary(model, name)}
     places: dict[str, list[str]] = {}
     for name, _ in model.named_parameters(remove_duplicate=False):
         owner, _, attribute = name.rpartition(".")
@@ -331,7 +331,11 @@ def _cut_vocabulary(plan: Plan, model: nn.Module, anatomy: Anatomy, ranks: int) 
                     plan.cuts[anatomy.tied.get(f"{owner}.bias", f"{owner}.bias")] = Cut(0, spans)
 
 
-def _cuts_by_vocabulary(module: nn.Module) -> bool:
+def _cuts_by_vocabulary(model: nn.Module, name: str) -> bool:
+    """Whether a module is called, and computes what an embedding or a linear does."""
+    module, parent = model.get_submodule(name), model.get_submodule(name.rpartition(".")[0])
+    if isinstance(parent, nn.MultiheadAttention):  # it takes its projection's weight, and never calls it
+        return False
     if isinstance(module, nn.Embedding):
         usual = type(module).forward is nn.Embedding.forward
         return usual and module.max_norm is None and not module.scale_grad_by_freq

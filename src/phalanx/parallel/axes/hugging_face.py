@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from phalanx import configs
 from phalanx.errors import WrongUse
 from phalanx.kernels.documents import are_starts, dense_mask
 from phalanx.kernels.packed_attention import packed_attention
@@ -26,7 +27,7 @@ UNKNOWN = ("dropout", "softcap", "s_aux", "position_bias", "sliding_window")
 """Options of attention that keep it from that of packed documents."""
 
 
-def configs(model: nn.Module) -> list[Any]:
+def attention_configs(model: nn.Module) -> list[Any]:
     """Every configuration in a model that says how attention is computed, once each."""
     found = {id(c): c for m in model.modules() if hasattr(c := getattr(m, "config", None), "_attn_implementation")}
     return list(found.values())
@@ -37,10 +38,10 @@ def prepare(model: nn.Module, dtype: torch.dtype) -> None:
 
     Grouped products have no float64, so experts are computed one by one there.
     """
-    for config in configs(model):
+    for config in attention_configs(model):
         if dtype == torch.float64 and hasattr(config, "_experts_implementation"):
             config._experts_implementation = "eager"
-        if getattr(config, "use_cache", False):
+        if configs.read(config, "use_cache"):
             config.use_cache = False
 
 
@@ -52,7 +53,7 @@ def looks_up_attention(model: nn.Module, config: Any) -> bool:
 
 def check_attention(model: nn.Module, ranks: int) -> None:
     """Refuse attention that cannot be reached where ``cp`` must reach it."""
-    for config in configs(model):
+    for config in attention_configs(model):
         kind = kind_of(config)
         if kind not in OFFERED:
             raise WrongUse(
@@ -76,7 +77,9 @@ def reach_attention(model: nn.Module, context: Attending | None, kinds: Sequence
     """Lead attention that a model looks up by name to a context, and to that of packed documents."""
     if context is not None:
         check_attention(model, context.ranks)
-    found = [config for config in configs(model) if looks_up_attention(model, config) and kind_of(config) in kinds]
+    found = [
+        config for config in attention_configs(model) if looks_up_attention(model, config) and kind_of(config) in kinds
+    ]
     for config in found:
         kind = kind_of(config)
         masking, modeling = sys.modules["transformers.masking_utils"], sys.modules["transformers.modeling_utils"]
@@ -98,9 +101,7 @@ def _attention(
         own = sys.modules["transformers.modeling_utils"].ALL_ATTENTION_FUNCTIONS[kind]
     causal = options.pop("is_causal", None)
     causal = getattr(module, "is_causal", True) if causal is None else causal
-    packed = attention_mask is not None and are_starts(attention_mask)
-    if attention_mask is not None and packed and not attention_mask.shape[-1]:  # nothing is to be kept apart
-        attention_mask, packed = None, False
+    packed = are_starts(attention_mask)
     heads, context = query.shape[1], module.phalanx_context
 
     def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, first: int = 0) -> Any:

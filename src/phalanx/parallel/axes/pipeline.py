@@ -11,7 +11,7 @@ by the number of micro-batches; hence this.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from torch.autograd import Function
 
 from phalanx.errors import WrongUse
 from phalanx.losses import Loss
+from phalanx.parallel.axes.elsewhere import given
 from phalanx.parallel.axes.later import LaterLinear, known, linear
 from phalanx.parallel.axes.schedules import Action, forwards, schedule
 from phalanx.parallel.axes.stages import Stages
@@ -66,6 +67,8 @@ class Pipeline:
         """Which block must be called next."""
         self._items = 0
         """0 where blocks give a tensor, else the length of the tuple they give."""
+        self._passed_by: list[str] = []
+        """Modules outside of the blocks that this forward has passed by."""
         self._given: list[Any] = []
         """What the active stage's blocks gave beside the stream."""
         self._stage_of = {block: stage for stage, blocks in enumerate(stages.blocks) for block in blocks}
@@ -82,8 +85,9 @@ class Pipeline:
 
     def shadows(self, model: nn.Module, dtype: torch.dtype) -> None:
         """Before the weights are filled: remember what shape each module outside of the blocks gives."""
-        outside = [(n, m) for n, m in model.named_modules() if n in self.stages.places and n not in self._order]
-        self._shadows = {n: shadow(m, dtype) for n, m in outside if any(True for _ in m.parameters())}
+        outside = {n: m for n, m in model.named_modules() if n in self.stages.places and n not in self._order}
+        called = (each for name, module in outside.items() for each in _called(name, module))
+        self._shadows = {n: shadow(m, dtype) for n, m in called if any(True for _ in m.parameters())}
         for name in self._shadows:
             self._stage_of[name] = 0 if self.stages.holders(name) == [0] else self.stages.last
 
@@ -116,13 +120,17 @@ class Pipeline:
                 f"{name} is used after the blocks and registered before them, so pp={self.stages.ranks} put it on the "
                 "first stage. Register it after the blocks."
             )
-        args, kwargs = mapped(lambda t: t.to("meta"), (args, kwargs))
-        return mapped(self._nothing, shapes(*args, **kwargs))
+        self._passed_by.append(name)
+        return mapped(self._nothing, given(name, shapes, self.device, args, kwargs))
 
     def _nothing(self, shape: Tensor) -> Tensor:
-        """Stands for what another stage has: of the right shape, and not a number wherever it is used."""
-        value = float("nan") if shape.is_floating_point() else 0
-        return torch.full((), value, dtype=shape.dtype, device=self.device).expand(shape.shape)
+        """Stands for what another stage has: of the right shape, and not a number wherever it is used.
+
+        It has memory of its own, since a model may write to it in place. Whole numbers that are known stay as they are.
+        """
+        if not shape.is_floating_point():
+            return torch.zeros_like(shape, device=self.device) if shape.is_meta else shape
+        return torch.full(shape.shape, float("nan"), dtype=shape.dtype, device=self.device)
 
     @staticmethod
     def absent(tensor: Tensor) -> bool:
@@ -146,6 +154,8 @@ class Pipeline:
         if place > self._order[own[-1]]:
             self._check_given(name, args, kwargs)
             raise StageEnds(hidden)
+        if not self.active and place == self._order[own[0]] and self._passed_by:
+            self._check_first(name, args, kwargs)
         output = forward(*args, **kwargs)
         self._items = len(output) if isinstance(output, tuple) else 0
         self._given += output[1:] if isinstance(output, tuple) else []
@@ -167,6 +177,21 @@ class Pipeline:
                 raise WrongUse(
                     f"{name} is called with a tensor of shape {tuple(other.shape)} that blocks before it gave beside "
                     f"the stream, and pp={self.stages.ranks} hands on the stream alone. Use fsdp instead of pp."
+                )
+
+    def _check_first(self, name: str, args: Any, kwargs: Any) -> None:
+        """Nothing that the first block is called with may depend on what the last stage has."""
+        shapes = self.active, self.transfers.signature(self._part)
+        if shapes in self._checked:
+            return
+        self._checked.add(shapes)
+        for tensor in leaves((args, kwargs), Tensor):
+            if tensor.is_floating_point() and bool(tensor.isnan().any()):
+                raise WrongUse(
+                    f"{name} is called with a tensor of shape {tuple(tensor.shape)} that depends on modules registered "
+                    f"after the blocks, which pp={self.stages.ranks} put on the last stage (called before the blocks: "
+                    f"{', '.join(self._passed_by)}). Register before the blocks what is used before them, or use fsdp "
+                    "instead of pp."
                 )
 
     def _check_others(self, name: str, entry: Tensor, args: Any, kwargs: Any) -> None:
@@ -198,7 +223,7 @@ class Pipeline:
     def enter(self, part: Part, action: Action) -> None:
         """Begin a forward: receive what it works on."""
         self._part, self.active = part, action.stage
-        self._next, self._given = 0, []
+        self._next, self._given, self._passed_by = 0, [], []
         if action.stage:
             part.entry = self.transfers.received(action).requires_grad_(torch.is_grad_enabled())
 
@@ -273,6 +298,15 @@ class _Linear(Function):
         back = gradient @ weight if ctx.needs_input_grad[0] else None
         wanted = ctx.biased and ctx.needs_input_grad[2]
         return back, None, gradient.reshape(-1, gradient.shape[-1]).sum(0) if wanted else None, None
+
+
+def _called(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """What is called of a module: itself, or what a list or a dict has, which are no functions."""
+    if not isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+        yield name, module
+        return
+    for child, inner in module.named_children():
+        yield from _called(f"{name}.{child}", inner)
 
 
 def weight_gradient(input: Tensor, gradient: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The samples of a whole step, for losses that compare them: `gather`, which a task calls in its loss.
+"""The samples of a whole step, for losses that compare them: what `phalanx.gather` gives while an engine computes.
 
 A rank has some rows of the global batch, and counts the loss of those; `gather` gives it everybody's, in the order in
 which one device would have them. Gradients flow back to the rank that has the sample, summed over all that used it.
@@ -7,7 +7,7 @@ which one device would have them. Gradients flow back to the rank that has the s
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from phalanx.errors import WrongUse
+from phalanx.gathering import answered_by
 from phalanx.layout import Layout
 from phalanx.logits import Logits
 from phalanx.loss import counted_by
@@ -38,29 +39,6 @@ SAME_NAMES = (
     "Give it every name in every micro-batch, in one order: a loss that does not occur there has a total of "
     "0 * output.sum() and a count of 0."
 )
-
-calls = 0
-"""How often anything asked for all samples since the process began: whoever divides a batch can tell that by it."""
-_now: Samples | None = None
-"""Those that are computed just now, by an engine."""
-
-
-def gather(x: Tensor) -> Tensor:
-    """``x`` of all samples of the global batch, in the order of one device; call it in ``Task.loss``.
-
-    ``x`` has one row a sample. `rows` says which of them are this rank's own, whose loss it counts. Gradients flow
-    back. Where no engine computes, a batch is all there is, and ``x`` is given back.
-    """
-    global calls
-    calls += 1
-    return x if _now is None else _now.gathered(x)
-
-
-def rows(x: Tensor) -> Tensor:
-    """Which rows of ``gather(x)`` are those of ``x``: the classes of a contrastive loss, for example."""
-    if _now is None:
-        return torch.arange(len(x), device=x.device)
-    return _now.own(x)
 
 
 class AtOnce(BaseException):
@@ -142,15 +120,9 @@ class Samples:
         """Whether the loss of any turn has turned out to need all micro-batches at the same time."""
         return any(known.all_at_once for whose, known in self._known.items() if whose is not None)
 
-    @contextmanager
-    def computed(self) -> Iterator[None]:
+    def computed(self) -> AbstractContextManager[None]:
         """While a micro-batch is computed."""
-        global _now
-        outer, _now = _now, self
-        try:
-            yield
-        finally:
-            _now = outer
+        return answered_by(self)
 
     @contextmanager
     def in_loss(self, answers: LossAnswers | None = None) -> Iterator[None]:

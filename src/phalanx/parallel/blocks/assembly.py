@@ -1,7 +1,7 @@
 """Which layers a block has, and in which order.
 
-    stage > enter or leave > random keys > inputs on the host > recompute > probe > context > compile
-    > the block's own forward
+    stage > enter or leave > random keys > inputs on the host > recompute (perhaps only if the model asks) > probe
+    > context > compile > the block's own forward
 
 A stage decides whether a block is called here at all. The stream is sharded and made whole outside of what recompute
 does again. Random keys stand outside of recompute, which takes them up again; a probe stands inside, where a call's
@@ -28,11 +28,12 @@ from phalanx.parallel.blocks.boundary import Boundary, SequenceSharding
 from phalanx.parallel.blocks.compiling import Compile, Uncompiled
 from phalanx.parallel.blocks.host_inputs import HostInputs, HostRoom
 from phalanx.parallel.blocks.probe import Probe
-from phalanx.parallel.blocks.recompute import Recompute
+from phalanx.parallel.blocks.recompute import Recompute, RecomputeIfAsked
 from phalanx.parallel.forward.wrapper import Forward, Layer, wrap
 from phalanx.parallel.randomness.answers import Answers
 from phalanx.parallel.randomness.draws import RandomKeys, Randomness
 from phalanx.parallel.randomness.replaced import ReplacedAnswers
+from phalanx.parallel.randomness.torch_checkpoint import ModelCheckpoints
 from phalanx.precision import cast
 
 
@@ -57,6 +58,7 @@ class Blocks:
         """Put every block's layers around it, and a stage's around what stands outside of the blocks."""
         answers = Answers if self.layout.compile == "none" else ReplacedAnswers
         self.randomness.answers = answers(self.randomness, self._answered_first())
+        self.randomness.checkpointing = ModelCheckpoints(self.randomness, self.model, self.anatomy.blocks)
         self.randomness.expect(self.anatomy.blocks)
         if self.layout.compile == "blocks" and self.layout.ep > 1:
             for name in self.anatomy.experts:
@@ -79,6 +81,8 @@ class Blocks:
             yield HostInputs(self.host_room, self.randomness.device)
         if layout.recompute in ("full", "host") or (layout.recompute == "selective" and layout.compile == "none"):
             yield Recompute(self.randomness, layout.recompute)
+        else:
+            yield RecomputeIfAsked(self.randomness)
         if layout.tp * layout.cp * layout.pp * layout.ep > 1:
             yield self.probe.layer(name)
         if self.context is not None:

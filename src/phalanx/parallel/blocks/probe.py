@@ -103,9 +103,10 @@ class Probe:
 
     def _alone(self, name: str, draws: int, args: Any, kwargs: Any) -> Tensor:
         """What the block gives on one device, in the same scope and with the same draws."""
-        alone, block = self.shadows.pop(name).train(), self.model.get_submodule(name)
+        alone, block = self.shadows.pop(name), self.model.get_submodule(name)
         for inner, own in alone.named_modules():
             real = block.get_submodule(inner)
+            own.training = real.training
             for attribute, _ in list(own.named_parameters(recurse=False, remove_duplicate=False)):
                 full = f"{name}.{inner}.{attribute}" if inner else f"{name}.{attribute}"
                 install(own, attribute, nn.Parameter(self._weight(full), requires_grad=False))

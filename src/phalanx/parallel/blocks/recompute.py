@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from phalanx.parallel.forward.wrapper import Forward, Layer
 from phalanx.parallel.randomness.draws import Randomness
-from phalanx.parallel.torch_private import ATTENTION, GROUPED_PRODUCT, PACKED_ATTENTION, SCALED_PRODUCT
+from phalanx.parallel.torch_private import ATTENTION, GROUPED_PRODUCT, PACKED_ATTENTION, SCALED_PRODUCT, AsTorchDoes
 
 aten = torch.ops.aten
 COSTLY = {
@@ -42,12 +43,28 @@ class Recompute(Layer):
             rest, *args, use_reentrant=False, preserve_rng_state=False, context_fn=self._contexts, **kwargs
         )
 
+    def over(self, rest: Forward) -> Forward:
+        return partial(self, AsTorchDoes(rest))
+
     def _contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         again = self.randomness.replayed()
         if not self.selective:
             return nullcontext(), again
         keep, reuse = create_selective_checkpoint_contexts(_policy)
         return keep, _both(reuse, again)
+
+
+class RecomputeIfAsked(Recompute):
+    """The same, where the model asks for it by activation checkpointing of its own."""
+
+    def __init__(self, randomness: Randomness) -> None:
+        super().__init__(randomness, "full")
+        self.title = "recompute if the model asks"
+
+    def __call__(self, rest: Forward, *args: Any, **kwargs: Any) -> Any:
+        if not self.randomness.recomputes_blocks:
+            return rest(*args, **kwargs)
+        return super().__call__(rest, *args, **kwargs)
 
 
 @contextmanager

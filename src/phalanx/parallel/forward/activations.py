@@ -98,6 +98,10 @@ class Activations:
         """Back to the stream."""
         self._inner = None
 
+    def handing(self) -> tuple[ActivationLayout, ActivationLayout | None]:
+        """What activations have now, to be given to `handed` later."""
+        return self._stream, self._inner
+
     def hand(
         self, stream: ActivationLayout, inner: ActivationLayout | None = None
     ) -> tuple[ActivationLayout, ActivationLayout | None]:

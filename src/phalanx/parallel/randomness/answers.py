@@ -10,7 +10,7 @@ import math
 import random
 import re
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,8 @@ from torch.overrides import TorchFunctionMode
 
 from phalanx.errors import WrongUse
 from phalanx.parallel.randomness.draws import Randomness
+from phalanx.parallel.randomness.masked_spans import computing, key_masked_spans
+from phalanx.parallel.randomness.recurrent import RECURRENT, draws_between_layers, follow_packed, recurrent
 
 
 class Answers(TorchFunctionMode):
@@ -33,6 +35,17 @@ class Answers(TorchFunctionMode):
         super().__init__()
         self.randomness, self.before = randomness, dict(before or {})
         randomness.asked |= bool(before)
+        if randomness.model is not None:
+            follow_packed(randomness.model, randomness)
+            key_masked_spans(randomness.model)
+
+    def __enter__(self) -> Any:
+        computing.append(self.randomness)
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        computing.pop()
+        super().__exit__(*error)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -44,7 +57,7 @@ class Answers(TorchFunctionMode):
         answer = ANSWERS.get(func)
         if answer is None or kwargs.get("generator") is not None:
             return func(*args, **kwargs)
-        self.randomness.asked |= func is not F.scaled_dot_product_attention  # which draws only where it says dropout_p
+        self.randomness.asked |= func not in DRAW_IF_TOLD
         return answer(self.randomness, func, *args, **kwargs)
 
 
@@ -179,6 +192,8 @@ def _randint(draw: Randomness, func: Any, *args: Any, **options: Any) -> Tensor:
     return empty.copy_((draw.uniform(empty.shape) * (high - low)).floor() + low)
 
 
+DRAW_IF_TOLD = {F.scaled_dot_product_attention, *RECURRENT}
+"""Functions that models call all the time, and that draw only where an argument says so."""
 SPATIAL = {F.dropout1d: 1, F.dropout2d: 2, F.dropout3d: 3}
 """By function, how many dims a channel has."""
 ANSWERS: dict[Any, Callable[..., Any]] = {
@@ -190,6 +205,7 @@ ANSWERS: dict[Any, Callable[..., Any]] = {
     F.gumbel_softmax: _gumbel_softmax,
     F.scaled_dot_product_attention: _attention,
     F.multi_head_attention_forward: _multi_head_attention,
+    **dict.fromkeys(RECURRENT, recurrent),
     torch.rand: _factory(lambda draw: draw.uniform),
     torch.randn: _factory(lambda draw: draw.normal),
     torch.rand_like: _like(lambda draw: draw.uniform),
@@ -209,17 +225,87 @@ Generators = tuple[bytes | int | tuple[Any, ...], ...]
 
 def generator_state(device: torch.device) -> Generators:
     """The states of torch's, Python's and numpy's own generators, which nothing may move while a model computes."""
+    _, keys, *rest = np.random.get_state(legacy=True)
+    return (*torch_generators(device), random.getstate(), np.asarray(keys).tobytes(), *rest)
+
+
+def torch_generators(device: torch.device) -> tuple[bytes, ...]:
+    """The states of torch's own alone."""
     states = [torch.default_generator.get_state()]
     if device.type == "cuda":
         states.append(torch.cuda.get_rng_state(device))
-    _, keys, *rest = np.random.get_state(legacy=True)
-    return (*(state.numpy().tobytes() for state in states), random.getstate(), np.asarray(keys).tobytes(), *rest)
+    return tuple(state.numpy().tobytes() for state in states)
 
 
 def check_unmoved(before: Generators, device: torch.device) -> None:
     """Refuse a model that drew from them: its numbers would depend on the layout."""
     if before != generator_state(device):
         raise drew()
+
+
+class BackwardDraws:
+    """Refuses random numbers in a backward pass, where nothing is keyed: those of what a model recomputes by itself.
+
+    The functions are replaced where models look them up, since a function mode is off inside of a backward.
+    """
+
+    def __init__(self, randomness: Randomness) -> None:
+        self.randomness = randomness
+        self._plain: list[tuple[Any, str, Any]] = [
+            (module, name, func) for module in (F, torch) for func in ANSWERS
+            for name in [getattr(func, "__name__", "")] if vars(module).get(name) is func
+        ]  # fmt: skip
+
+    def __enter__(self) -> None:
+        self._before = torch_generators(self.randomness.device)
+        for module, name, func in self._plain:
+            setattr(module, name, self._checked(module, name, func))
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        for module, name, func in self._plain:
+            setattr(module, name, func)
+        if kind is None and self._before != torch_generators(self.randomness.device):
+            raise drew_in_backward("draws random numbers")
+
+    def _checked(self, module: Any, name: str, func: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(func)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            keyed = self.randomness.inside or kwargs.get("generator") is not None
+            if not keyed and _draws(func, args, kwargs):
+                raise drew_in_backward(f"calls {name}")
+            setattr(module, name, func)  # functions of torch's look themselves up when they ask a function mode
+            try:
+                return func(*args, **kwargs)
+            finally:
+                setattr(module, name, call)
+
+        return call
+
+
+def drew_in_backward(what: str) -> WrongUse:
+    """What is told then."""
+    return WrongUse(
+        f"the model {what} in its backward pass, where they would not be those of the forward pass. If it recomputes "
+        "activations by code of its own, use torch.utils.checkpoint, or leave it out and train with --layout "
+        "recompute=full. Other draws in a backward take a generator= of their own."
+    )
+
+
+def _draws(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call of a random function draws: dropout does so only in training, attention with ``dropout_p``."""
+
+    def given(place: int, name: str, default: Any) -> Any:
+        return args[place] if len(args) > place else kwargs.get(name, default)
+
+    if func is F.scaled_dot_product_attention:
+        return bool(given(4, "dropout_p", 0.0))
+    if func in RECURRENT:
+        return draws_between_layers(args)
+    if func is F.multi_head_attention_forward:
+        return False  # what it calls is seen
+    if func in SPATIAL or func in (F.dropout, torch.dropout):
+        return bool(given(1, "p", 0.5)) and bool(given(2, "training", kwargs.get("train", True)))
+    return True
 
 
 def drew(where: str = "") -> WrongUse:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from phalanx import counter
-from phalanx.parallel.forward.activations import WHOLE, ActivationLayout, Activations
+from phalanx.parallel.forward.activations import WHOLE, Activations
 from phalanx.parallel.forward.wrapper import Forward, Layer
 from phalanx.parallel.randomness.sending import Sender
 
@@ -37,6 +38,8 @@ class Moment:
     real: bool = True
     """False for a stand-in, whose samples count for nothing."""
     recomputing: bool = False
+    single: str = ""
+    """Which micro-batches in training have one sample alone, and what to do; empty: none has."""
 
     @contextmanager
     def recompute(self, then: dict[str, Any]) -> Iterator[None]:
@@ -47,6 +50,20 @@ class Moment:
             yield
         finally:
             vars(self).update(now)
+
+
+class Replay:
+    """A context to be entered whenever something is computed again, any number of times."""
+
+    def __init__(self, enter: Callable[[], AbstractContextManager[None]]) -> None:
+        self._make, self._entered = enter, list[AbstractContextManager[None]]()
+
+    def __enter__(self) -> None:
+        self._entered.append(self._make())
+        self._entered[-1].__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._entered.pop().__exit__(*error)
 
 
 class Randomness:
@@ -65,9 +82,17 @@ class Randomness:
         """Whether it may still be the first time: not after a step in which it called none."""
         self.answers: AbstractContextManager[Any] | None = None
         """Entered with the outermost scope: what leads torch's own random functions here."""
+        self.checkpointing: AbstractContextManager[Any] = nullcontext()
+        """Entered with it: what runs a model's own calls of ``torch.utils.checkpoint``."""
+        self.recomputes_blocks = False
+        """Whether the model has just asked for blocks to be recomputed in backward."""
         self._depth, self._call = 0, 0
+        self.packed_order: Tensor | None = None
+        """Of the packed sequence that a recurrent module was called with last: the samples as they were sorted."""
         self.name = ""
         """Of the scope."""
+        self.lengths: tuple[int, ...] | None = None
+        """Of the scope's sequences, where its stream is known to have samples first, or several rows for each."""
         self._visits: dict[str, int] = {}
         self._keys: tuple[Tensor, Tensor] | None = None
         self._slots: tuple[np.ndarray, Tensor] | None = None
@@ -75,29 +100,46 @@ class Randomness:
         self._steps_keys = StepKeys(seed, self.sender)
 
     @contextmanager
-    def scope(self, name: str, visit: int = 0) -> Iterator[None]:
-        """Draws inside belong to ``name``, and to which of its visits in this micro-batch it is."""
+    def scope(self, name: str, visit: int = 0, lengths: tuple[int, ...] | None = None) -> Iterator[None]:
+        """Draws inside belong to ``name``, and to which of its visits in this micro-batch it is.
+
+        ``lengths``: those that sequences have inside, where samples are known to come first (`lengths_of`).
+        """
         if not self._depth:
-            self._visits.clear()
-        outer, before = (self.name, self._call, self._keys), self.activations.hand(self.activations.stream)
+            self._visits, self.recomputes_blocks = {}, False
+        outer, before = (
+            (self.name, self._call, self._keys, self.lengths),
+            self.activations.hand(self.activations.stream),
+        )
         self.name, self._call, self._keys = f"{name} {visit}" if visit else name, 0, None
+        self.lengths = lengths
         self._depth += 1
         try:
-            with self.answers if self.answers and self._depth == 1 else nullcontext():
+            if self._depth > 1:
+                yield
+                return
+            with self.checkpointing, self.answers or nullcontext():
                 yield
         finally:
             self._depth -= 1
-            self.name, self._call, self._keys = outer
+            self.name, self._call, self._keys, self.lengths = outer
             self.activations.hand(*before)
 
-    def replayed(self) -> AbstractContextManager[None]:
-        """To be entered later: this scope from its beginning, of the same micro-batch and with the same activations."""
-        return self._replay(self.name, dict(vars(self.moment)), self.activations.stream)
+    def replayed(self) -> Replay:
+        """What is computed from here on, to be computed again later: with the same draws, shards and samples."""
+        state = self.name, self._call, dict(self._visits), self.lengths, self.activations.handing()
+        return Replay(partial(self._replay, state, dict(vars(self.moment))))
 
     @contextmanager
-    def _replay(self, name: str, then: dict[str, Any], stream: ActivationLayout) -> Iterator[None]:
-        with self.moment.recompute(then), self.activations.handed(stream), self.scope(name):
-            yield
+    def _replay(self, state: tuple[Any, ...], then: dict[str, Any]) -> Iterator[None]:
+        name, call, visits, lengths, layouts = state
+        outer = dict(self._visits)
+        with self.moment.recompute(then), self.activations.handed(*layouts), self.scope(name, 0, lengths):
+            self._call, self._visits = call, dict(visits)
+            try:
+                yield
+            finally:
+                self._visits = outer
 
     @property
     def calls(self) -> int:
@@ -117,6 +159,11 @@ class Randomness:
                 yield
         finally:
             self._call = outer
+
+    @property
+    def inside(self) -> bool:
+        """Whether something is computed whose draws are keyed."""
+        return self._depth > 0
 
     def visit(self, name: str) -> int:
         """How often this was asked for a name before, in this micro-batch."""
@@ -164,13 +211,14 @@ class Randomness:
 
         The batch is the first dim, or the second of three and more (``[time, batch, ...]``). In a draw ``like`` what
         the model computed it may be folded with others (``[batch * time, ...]``). Where a sample is several sequences,
-        which the model has as its ``sequences``, those are folded so (``[batch * sequences, time, ...]``). What has no
-        batch dim, and a draw like a weight, is the same on every rank.
+        which the model has as its ``sequences``, those are folded so (``[batch * sequences, time, ...]``). Where both
+        dims fit, the second is the batch only if the scope's stream may have it there, or the first one is as long as a
+        sequence (``[time, batch, ...]``). What has no batch dim, and a draw like a weight, is the same on every rank.
         """
         self._call += 1
         self.asked = True
         if like is not None and like.is_meta:
-            return torch.empty(shape, device="meta")  # another stage draws the values; here they only count
+            return like.new_empty(shape)  # another stage draws the values; here they only count
         rows, shared = self.keys()
         batch, call = rows.shape[0], counter.call_offset(self._call)
         folded = like is not None and bool(shape) and shape[0] % batch == 0
@@ -181,11 +229,22 @@ class Randomness:
             return values(counter.mix(rows + call), self._grid(shape[1:])).view(shape)
         if like is not None and 1 < several == shape[0] / batch and len(shape) > 2:
             return values(counter.mix(rows + call), [several, *self._grid(shape[1:])]).view(shape)
-        if len(shape) > 1 and shape[1] == batch and (len(shape) > 2 or not folded):
+        within = folded and self.lengths is not None and shape[0] not in self.lengths
+        if len(shape) > 1 and shape[1] == batch and (len(shape) > 2 or not folded) and not within:
             return values(counter.mix(rows + call), self._grid([shape[0], *shape[2:]])).transpose(0, 1)
         if folded:
             return values(counter.mix(rows + call), self._grid([shape[0] // batch, *shape[1:]])).view(shape)
         return values(counter.mix(shared + call), shape)
+
+    def lengths_of(self, stream: Tensor | None) -> tuple[int, ...] | None:
+        """How long sequences are in a block that is called with this stream; None where its batch may come second."""
+        batch = len(self.moment.slots)
+        if stream is None or stream.ndim < 2 or stream.shape[0] % batch:
+            return None
+        if stream.shape[0] != batch and stream.shape[1] == batch:
+            return None
+        layout = self.activations.stream
+        return (stream.shape[1], layout.length, layout.held) if stream.ndim == 3 else ()
 
     def _grid(self, inner: Sequence[int]) -> Sequence[int | Tensor]:
         """The coordinates of a sample's draws, where ranks hold parts of it."""
@@ -259,5 +318,7 @@ class RandomKeys(Layer):
         self.title = f"random keys of {name}"
 
     def __call__(self, rest: Forward, *args: Any, **kwargs: Any) -> Any:
-        with self.randomness.scope(self.name, self.randomness.visit(self.name)):
+        stream = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
+        lengths = self.randomness.lengths_of(stream)
+        with self.randomness.scope(self.name, self.randomness.visit(self.name), lengths):
             return rest(*args, **kwargs)

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from phalanx import counter
 from phalanx.errors import WrongUse
@@ -83,6 +84,26 @@ class _Recorder(TorchDispatchMode):
         return self.blueprint.observe(func, args, kwargs or {})
 
 
+class _Assigned(TorchFunctionMode):
+    """Describes a real tensor that a constructor assigns to the ``data`` of a described one, such as a file's."""
+
+    def __init__(self, blueprint: Blueprint) -> None:
+        super().__init__()
+        self.blueprint = blueprint
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func == _SET_DATA and self.blueprint.described(args[0]) and not self.blueprint.described(args[1]):
+            args = args[0], torch.empty(args[1].shape, dtype=args[1].dtype).copy_(args[1])
+        return func(*args, **(kwargs or {}))
+
+
+def _generator(args: Any, kwargs: Any) -> Any:
+    return kwargs.get("generator", next((arg for arg in args if isinstance(arg, torch.Generator)), None))
+
+
+_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
+
+
 class Blueprint:
     """A model whose tensors are described, and the operations that make them."""
 
@@ -108,23 +129,35 @@ class Blueprint:
         self._alive: dict[int, Tensor] = {}  # so that no storage's identity is reused while it is described
         self._constants: dict[int, list[Constant]] = {}
         self._drawn, self._random = 0, 0
+        self._seed_before = 0
+        self.reseeded: int | None = None
+        """What the constructor has seeded torch's global generator with, before it drew."""
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
-        with warnings.catch_warnings(), _Recorder(self), converting_in_place():
+
+        def make() -> nn.Module:
+            self._seed_before = torch.initial_seed()  # which Keras' may just have changed
+            return build()
+
+        with warnings.catch_warnings(), _Recorder(self), _Assigned(self), converting_in_place():
             warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")  # deepcopy does
-            self.model = keras.build(build, self.seed)
+            self.model = keras.build(make, self.seed)
 
     def observe(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run or note one operation of the constructor."""
         random = torch.Tag.nondeterministic_seeded in func.tags
+        if random and isinstance(given := _generator(args, kwargs), torch.Generator):
+            return self._drawn_by(given, func, args, kwargs)
+        if random and torch.initial_seed() != self._seed_before:
+            self.reseeded = torch.initial_seed()
         if self._constants and mutates(func) and isinstance(_target(args, kwargs), Tensor):
             self._about_to_change(_target(args, kwargs))
-        if not any(self._described(t) for t in leaves((args, kwargs))):
+        if not any(self.described(t) for t in leaves((args, kwargs))):
             if (func in FACTORIES and math.prod(args[0])) or (random and not mutates(func)):
                 return self._note(func, args, kwargs)
             return self._draw(func, args, kwargs, self._ad_hoc()) if random else func(*args, **kwargs)
         reads = NEEDS_VALUES.intersection(func.tags) or func is aten._local_scalar_dense.default
-        if reads or (mutates(func) and not self._described(_target(args, kwargs))):
-            real = mapped(lambda t: self._replay(t, "cpu") if self._described(t) else t, (args, kwargs))
+        if reads or (mutates(func) and not self.described(_target(args, kwargs))):
+            real = mapped(lambda t: self._replay(t, "cpu") if self.described(t) else t, (args, kwargs))
             return func(*real[0], **real[1])
         return self._note(func, args, kwargs)
 
@@ -144,7 +177,7 @@ class Blueprint:
         for tensor in results:
             self._alive.setdefault(storage_id(tensor), tensor)
         written = results or [_target(args, kwargs)]
-        noted_args, noted_kwargs = mapped(lambda t: _ref(t) if self._described(t) else self._keep(t), (args, kwargs))
+        noted_args, noted_kwargs = mapped(lambda t: _ref(t) if self.described(t) else self._keep(t), (args, kwargs))
         for storage in {storage_id(t) for t in written}:
             self._writers.setdefault(storage, []).append(len(self._operations))
         random = torch.Tag.nondeterministic_seeded in func.tags
@@ -163,8 +196,20 @@ class Blueprint:
         for constant in self._constants.pop(storage_id(tensor), ()):
             constant.tensor = constant.tensor.clone()
 
-    def _described(self, tensor: Tensor) -> bool:
+    def described(self, tensor: Tensor) -> bool:
+        """Whether a tensor of the constructor's is described, and has no memory."""
         return isinstance(tensor, FakeTensor) and storage_id(tensor) in self._alive
+
+    def _drawn_by(self, generator: torch.Generator, func: Any, args: Any, kwargs: Any) -> Any:
+        """What a generator of the constructor's own draws: the same as without us."""
+        if not mutates(func):
+            return func(*args, **kwargs)
+        target = _target(args, kwargs)
+        if not self.described(target):
+            return func(*args, **kwargs)
+        real = torch.empty(target.shape, dtype=target.dtype)
+        func(real, *args[1:], **kwargs)
+        return self._note(aten.copy_.default, (target, real), {})
 
     def _ad_hoc(self) -> int:
         self._drawn += 1
@@ -172,7 +217,7 @@ class Blueprint:
 
     def value(self, tensor: Tensor, device: torch.device | str) -> Tensor:
         """The real tensor for a described one; a tensor the constructor made for real is moved as it is."""
-        if not self._described(tensor):
+        if not self.described(tensor):
             return tensor.detach().to(device)
         return self._replay(tensor, device)
 
@@ -204,7 +249,7 @@ class Blueprint:
 
     def leading_to(self, tensor: Tensor) -> tuple[Ref | None, list[Operation]]:
         """The operations that make a described tensor that is all of its memory, in order; None for others."""
-        if not self._described(tensor) or not tensor.is_contiguous() or not tensor.ndim or not tensor.numel():
+        if not self.described(tensor) or not tensor.is_contiguous() or not tensor.ndim or not tensor.numel():
             return None, []
         if tensor.untyped_storage().nbytes() != tensor.numel() * tensor.element_size():
             return None, []

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from phalanx.anatomy import Anatomy
 from phalanx.errors import WrongUse
 from phalanx.parallel.axes.cuts import Cut
+from phalanx.parallel.axes.elsewhere import AbsentWeight
 from phalanx.parallel.forward.calls import shapeless
 from phalanx.parallel.torch_private import FakeTensor, has_hooks, install
 from phalanx.parallel.weights.blueprint import Blueprint
@@ -26,7 +27,7 @@ Saved = Callable[[str, Cut | None, int], Tensor | None]
 
 
 def describe(
-    model: nn.Module, anatomy: Anatomy, holding: Holding, storage: Callable[[str], Storage]
+    model: nn.Module, anatomy: Anatomy, holding: Holding, storage: Callable[[str], Storage], device: torch.device
 ) -> dict[str, Weight]:
     """Every weight of this stage in the order of its units, with all places where it is used."""
     places: dict[str, list[tuple[nn.Module, str]]] = {}
@@ -43,7 +44,7 @@ def describe(
 
     for name, weight in described.items():
         if not holding.here(name):  # nothing is kept of what other stages have
-            placeholder = nn.Parameter(shapeless(weight, weight.dtype), requires_grad=False)
+            placeholder = AbsentWeight.of(name, shapeless(weight, weight.dtype), device)
             for module, attribute in places[name]:
                 install(module, attribute, placeholder)
     found = {

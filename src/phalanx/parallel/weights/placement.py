@@ -9,7 +9,7 @@ out to fix sizes is gathered (`cuts.gather_inside`), which changes the plan alon
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,7 +19,7 @@ from phalanx.anatomy import Anatomy
 from phalanx.errors import WrongUse
 from phalanx.layout import Layout
 from phalanx.parallel.axes import batchnorm, hugging_face
-from phalanx.parallel.axes.context import check_context
+from phalanx.parallel.axes.context import check_context, seems_to_attend
 from phalanx.parallel.axes.cuts import Cut, Plan, make_plan
 from phalanx.parallel.axes.expert import cut_experts
 from phalanx.parallel.axes.stages import Stages, divide
@@ -101,6 +101,8 @@ class Placement:
     plan: Plan
     """What ``tp`` and ``ep`` do to modules. A container may be gathered later, when its code is seen to fix sizes."""
     stages: Stages | None
+    attends: frozenset[str] = frozenset()
+    """Blocks with attention, which `cp` must reach."""
 
     @classmethod
     def of(cls, model: nn.Module, anatomy: Anatomy, layout: Layout, dtypes: Dtypes = DTYPES["fp32"]) -> Placement:
@@ -122,7 +124,12 @@ class Placement:
             )
             for name, weight in model.named_parameters()
         }  # fmt: skip
-        return cls(layout, anatomy, weights, plan, stages)
+        attends = {block for block in anatomy.blocks if layout.cp > 1 and seems_to_attend(model.get_submodule(block))}
+        return cls(layout, anatomy, weights, plan, stages, frozenset(attends))
+
+    def has(self, grid: Grid, module: str) -> bool:
+        """Whether a rank's stages have a module."""
+        return self.stages is None or grid.index("pp") in self.stages.holders(module)
 
     def summed_over(self, name: str) -> tuple[str, ...]:
         """The axes over which a weight's gradient is summed, each rank having a part of it."""
@@ -137,20 +144,30 @@ class Placement:
         }
         return tuple(axis for axis, summed in found.items() if summed and one.policy.trainable)
 
-    def travels(self, grid: Grid) -> dict[str, tuple[str, ...]]:
-        """By axis, the kinds of collectives and messages that a step of a rank cannot do without."""
+    def travels(self, grid: Grid, called: Container[str] | None = None) -> dict[str, tuple[str, ...]]:
+        """By axis, the kinds of collectives and messages that a step of a rank cannot do without.
+
+        ``called``: the modules that compute in that step, if not all do. A rank whose stages have none of those that
+        need a message sends none.
+        """
         layout = self.layout
+
+        def computes(modules: Iterable[str]) -> bool:
+            return any(self.has(grid, name) and (called is None or name in called) for name in modules)
+
         trained = [n for n, one in self.weights.items() if one.policy.trainable and one.here(grid)]
         sequence_parallel = ("all-gather", "reduce-scatter") if self.plan.sequence_parallel else ("all-reduce",)
+        attention = CP_TRAVELS[layout.cp_kind] if computes(self.attends) else ()
+        leaves = ("all-gather",) if computes(self.anatomy.blocks[-1:]) else ()  # the stream is whole again
         partial = any("tp" in self.summed_over(name) for name in trained)
         tied = any("pp" in self.summed_over(name) for name in trained)
         found = {
             "dp": ("all-reduce",) if layout.dp > 1 else (),
             "fsdp": ("all-gather", "reduce-scatter") if layout.fsdp > 1 else (),
-            "cp": CP_TRAVELS[layout.cp_kind] if layout.cp > 1 else (),
-            "tp": (*sequence_parallel, *(("all-to-all",) if partial else ())) if layout.tp > 1 else (),
+            "cp": tuple(dict.fromkeys([*attention, *leaves])) if layout.cp > 1 else (),
+            "tp": (*(sequence_parallel if computes(self.plan.rows) else ()), *(("all-to-all",) if partial else ())),
             "pp": ("send", *(("all-to-all",) if tied else ())) if layout.pp > 1 else (),
-            "ep": ("all-to-all",) if layout.ep > 1 else (),
+            "ep": ("all-to-all",) if layout.ep > 1 and computes(self.anatomy.experts) else (),
         }
         return {axis: kinds for axis, kinds in found.items() if kinds}
 

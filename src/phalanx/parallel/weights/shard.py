@@ -17,13 +17,15 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.utils.hooks import RemovableHandle
 
 from phalanx.anatomy import Unit
-from phalanx.parallel.torch_private import installer
+from phalanx.parallel.torch_private import installer, made_by
 from phalanx.parallel.weights.bucket import Bucket
 from phalanx.parallel.weights.weight import Weight
 from phalanx.trees import mapped, reachable
 
 VALUES = {"data", "T", "mT", "H", "mH", "real", "imag"}
 """Attributes of a tensor that give its values; all others only describe it."""
+STAYS_WHOLE = ("after", "root", "tied")
+"""Places of units that stay whole from forward to backward, which is about to need them anyway."""
 DESCRIBING = {
     Tensor.size, Tensor.dim, Tensor.numel, Tensor.stride, Tensor.is_floating_point, Tensor.element_size,
     Tensor.requires_grad_,
@@ -61,7 +63,7 @@ class ShardedUnit:
 
     def __init__(self, bucket: Bucket, unit: Unit) -> None:
         self.bucket, self.unit = bucket, unit
-        self.keep = unit.place in ("after", "root", "tied")
+        self.keep = unit.place in STAYS_WHOLE
         """Stays whole from forward to backward, which is about to need it anyway."""
         self.calls: dict[object, object] = {}
         """Forward calls whose backward is not over, each with its part of the step."""
@@ -190,7 +192,7 @@ class Gathering:
 
     def _await_backward(self, index: int, call: object, output: Any) -> None:
         # on the nodes: their hooks come after those of whoever took the tensors, whose weights can go first
-        for node in {tensor.grad_fn for tensor in reachable(output) if tensor.grad_fn is not None}:
+        for node in {node for tensor in reachable(output) for node in made_by(tensor)}:
             self.units[index].hooks.append(node.register_prehook(partial(self._before_backward, index, call)))
 
     def _before_backward(self, index: int, call: object, gradients: Any) -> None:

@@ -81,12 +81,14 @@ class Whole:
     def state(self, values: Mapping[str, Tensor] | None = None) -> Iterator[tuple[str, Tensor]]:
         """Whole weights and buffers under the model's own names, a bucket at a time; shared ones under their first.
 
-        ``values``: by weight, what stands in for this rank's shard of it. All ranks must go through it.
+        ``values``: by weight or buffer, what stands in for this rank's shard of it. All ranks must go through it.
         """
-        own = self._own_state(values or {})
+        values = values or {}
+        own = self._own_state(values)
         yield from self.holding.from_stages(own, self._order(), self._dtype, self.device)
         group = self.holding.mesh.group("pp")
-        for name, tensor in self.replicated():
+        for name, live in self.replicated():
+            tensor = values.get(name, live)
             if not group.alone:
                 tensor = tensor.contiguous()
                 group.broadcast(tensor, self.holding.stage_ranks(name)[0])

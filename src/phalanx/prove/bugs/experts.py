@@ -53,6 +53,17 @@ def router_detached(replace: Replace) -> None:
     seams.on_experts(replace, lambda module: module.register_forward_pre_hook(called))
 
 
+@bug(18, "fsdp=2,ep=2", "experts|feed_forward", "ep", experts=8)
+def expert_shares_ignored(replace: Replace) -> None:
+    """Each token takes the mean of what its experts give, however much the router gives to each."""
+
+    def called(module: Any, given: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        hidden, chosen, shares = given
+        return hidden, chosen, shares * 0 + 1 / chosen.shape[-1]
+
+    seams.on_experts(replace, lambda module: module.register_forward_pre_hook(called))
+
+
 @bug(0, "fsdp=2,ep=2", "experts|feed_forward", "ep", experts=8)
 def tokens_come_back_in_another_order(replace: Replace) -> None:
     """Tokens travel to their experts sorted, and come back to whoever stands there."""

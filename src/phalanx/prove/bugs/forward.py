@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -77,6 +78,43 @@ def dropout_differs_between_tp_ranks(replace: Replace) -> None:
     replace(seams.DRAW_KEYS, lambda self: tuple(key + rank() for key in plain(self)))
 
 
+@bug(20, "dp=2", "draw", "", dropout=0.1)
+def dropout_repeats_in_every_step(replace: Replace) -> None:
+    """A generator is seeded anew in each step, so that the same elements are dropped in all of them."""
+    plain = seams.DRAW_KEYS.plain
+
+    def keys(self: Any) -> Any:
+        step, self.moment.step = self.moment.step, 0
+        try:
+            return plain(self)
+        finally:
+            self.moment.step = step
+
+    replace(seams.DRAW_KEYS, keys)
+
+
+@bug(20, "dp=2", "draw", "micro-batches", dropout=0.1)
+def dropout_repeats_in_every_micro_batch(replace: Replace) -> None:
+    """Draws are keyed by the place of a sample in its micro-batch, and not in the global batch."""
+    plain = seams.DRAW_KEYS.plain
+
+    def keys(self: Any) -> Any:
+        slots, self.moment.slots = self.moment.slots, np.arange(len(self.moment.slots))
+        try:
+            return plain(self)
+        finally:
+            self.moment.slots = slots
+
+    replace(seams.DRAW_KEYS, keys)
+
+
+@bug(20, "dp=2,recompute=full", "gradients", "recompute=full", dropout=0.1)
+def recompute_drops_other_elements(replace: Replace) -> None:
+    """A block that is computed again for backward draws another dropout mask than it had in forward."""
+    plain = seams.DRAW_KEYS.plain
+    replace(seams.DRAW_KEYS, lambda self: tuple(key + self.moment.recomputing for key in plain(self)))
+
+
 # Statistics and numbers
 
 
@@ -90,6 +128,87 @@ def batch_norm_by_rank(replace: Replace) -> None:
 def running_statistics_by_rank(replace: Replace) -> None:
     """Batch-norm normalises over all samples, and remembers the mean of a rank's own."""
     seams.on_batch_norms(replace, lambda module: module.running_mean.mul_(1 + 0.05 * rank()))
+
+
+@bug(26, "dp=4,micro_batch=1", "norm|stem|shortcut", "dp", task="shapes")
+def stand_ins_counted_by_batch_norm(replace: Replace) -> None:
+    """Batch-norm counts the samples that only stand in on a rank that has none of its own."""
+    seams.on_batch_norms(replace, lambda module: None, padded=True)
+
+
+@bug(20, "dp=2", "gradients", "", task="phalanx.prove.bugs.tasks:Recomputing")
+def checkpoint_draws_anew(replace: Replace) -> None:
+    """What torch.utils.checkpoint computes again for backward draws another dropout mask than it had in forward."""
+    plain = seams.REPLAYED.plain
+
+    def replayed(self: Any) -> Any:
+        self.calls += 100
+        try:
+            return plain(self)
+        finally:
+            self.calls -= 100
+
+    replace(seams.REPLAYED, replayed)
+
+
+@bug(26, "dp=2", "gradients", "dp", task="shapes")
+def batch_norm_differentiated_by_rank(replace: Replace) -> None:
+    """Batch-norm normalises over all samples, and its backward sums over a rank's own."""
+    seams.sums_of_batch_norms_alone(replace)
+
+
+@bug(26, "dp=2,recompute=full", "running|num_batches", "recompute=full", task="shapes")
+def recomputed_batch_counted_again(replace: Replace) -> None:
+    """Running statistics are moved once more by each block that is computed again for backward."""
+    seams.on_batch_norms(replace, lambda module: None, again=True)
+
+
+@bug(0, "pp=2", "blocks", "pp")
+def a_stage_computes_one_micro_batch_again(replace: Replace) -> None:
+    """A buffer for what the stage before sends is not received into again, and keeps the first micro-batch."""
+    plain = seams.RECEIVED.plain
+    kept: dict[Any, Tensor] = {}
+
+    def received(self: Any, action: Any) -> Tensor:
+        stream = plain(self, action)
+        if action.kind != "forward":
+            return stream
+        if not action.micro:
+            kept[id(self), action.stage] = stream.detach().clone()
+        first = kept[id(self), action.stage]
+        return first.clone() if first.shape == stream.shape else stream
+
+    replace(seams.RECEIVED, received)
+
+
+# Losses over all samples
+
+
+@bug(0, "dp=2", "total", "dp", task="phalanx.prove.bugs.tasks:Overlap")
+def loss_over_a_ranks_samples(replace: Replace) -> None:
+    """A loss that needs all samples of a step, a batch Dice, is computed of those that a rank has."""
+    plain = seams.TOGETHER.plain
+
+    def together(self: Any, kind: str, parts: Any, like: Tensor) -> tuple[Tensor, Tensor]:
+        _, own = plain(self, kind, parts, like)
+        return own, own
+
+    replace(seams.TOGETHER, together)
+
+
+@bug(0, "dp=2", "gradients", "dp", 0.5, task="phalanx.prove.bugs.tasks:Overlap")
+def gathered_samples_gradient_averaged(replace: Replace) -> None:
+    """What comes back to gathered samples is averaged over ranks, where it must be summed."""
+    plain = seams.TOGETHER.plain
+
+    def together(self: Any, kind: str, parts: Any, like: Tensor) -> tuple[Tensor, Tensor]:
+        every, own = plain(self, kind, parts, like)
+        ranks = self.group.size
+        if every.requires_grad:
+            every.register_hook(lambda gradient: gradient / ranks)
+        return every, own
+
+    replace(seams.TOGETHER, together)
 
 
 @bug(70, "dp=2", "feed_forward", "dp")

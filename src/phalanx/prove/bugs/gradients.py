@@ -95,11 +95,11 @@ def last_micro_batch_left_out(replace: Replace) -> None:
     plain, start = seams.COLLECT.plain, seams.START_BACKWARD.plain
     in_last = [False]
 
-    def collect(self: Any, weight: Any) -> None:
+    def collect(self: Any, weight: Any, gradient: Tensor) -> None:
         if self.filled and weight.name in self.filled and in_last[0]:
             weight.full.grad = None
         else:
-            plain(self, weight)
+            plain(self, weight, gradient)
 
     def start_backward(self: Any, last: bool, *args: Any, **kwargs: Any) -> None:
         in_last[0] = last
@@ -107,6 +107,47 @@ def last_micro_batch_left_out(replace: Replace) -> None:
 
     replace(seams.COLLECT, collect)
     replace(seams.START_BACKWARD, start_backward)
+
+
+@bug(0, "dp=2", "gradients", "")
+def gradients_kept_after_a_skipped_step(replace: Replace) -> None:
+    """A step that is not a number is skipped, and its gradients are added to the next one's."""
+    clear, end_step = seams.CLEAR.plain, seams.END_STEP.plain
+    skipped: set[int] = set()
+
+    def ended(self: Any, counts: bool, *rest: Any) -> None:
+        (skipped.discard if counts else skipped.add)(id(self))
+        end_step(self, counts, *rest)
+
+    def cleared(self: Any, as_made: bool) -> None:
+        if id(self) not in skipped:
+            clear(self, as_made)
+
+    replace(seams.CLEAR, cleared)
+    replace(seams.END_STEP, ended)
+
+
+@bug(0, "dp=2", "norm", "")
+def rest_of_a_row_left_out_of_the_norm(replace: Replace) -> None:
+    """Squares are summed by rows of 64 elements, and the elements that fill no row are left out."""
+
+    def norm_squared(self: Any) -> Tensor:
+        every = [own.flatten() for weight, own in self.each() if self.holding.counts(weight.name)]
+        squares = [own[: len(own) // 64 * 64].double().square().sum() for own in every]
+        return torch.stack(squares).sum() / self.mesh.size("dp")
+
+    replace(seams.NORM_SQUARED, norm_squared)
+
+
+@bug(0, "dp=2", "norm", "")
+def norm_summed_in_float32(replace: Replace) -> None:
+    """The squares of all gradients are summed in float32, whatever they are kept in."""
+
+    def norm_squared(self: Any) -> Tensor:
+        squares = [own.float().square().sum() for weight, own in self.each() if self.holding.counts(weight.name)]
+        return torch.stack(squares).sum().double() / self.mesh.size("dp")
+
+    replace(seams.NORM_SQUARED, norm_squared)
 
 
 # Over the ranks that share a batch
@@ -153,9 +194,9 @@ def a_device_miscalculates(replace: Replace) -> None:
     """One device gets one element of one gradient wrong, by a millionth."""
     plain = seams.COLLECT.plain
 
-    def collect(self: Any, weight: Any) -> None:
+    def collect(self: Any, weight: Any, gradient: Tensor) -> None:
         if rank() == 1 and weight.name.endswith("blocks.1.attention.o_proj.weight"):
-            weight.full.grad.view(-1)[5] *= 1 + 1e-6
-        plain(self, weight)
+            gradient.view(-1)[5] *= 1 + 1e-6
+        plain(self, weight, gradient)
 
     replace(seams.COLLECT, collect)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from phalanx.prove.bugs import seams
@@ -29,6 +30,20 @@ def gathered_weights_outlive_update(replace: Replace) -> None:
         for weight in self.weights:
             old = kept.setdefault((id(self), weight.name), weight.full.data.clone())
             weight.full.data.copy_(old)
+
+    replace(seams.FINISH_GATHER, finish_gather)
+
+
+@bug(0, "fsdp=2", "activations|weights", "fsdp")
+def weights_gathered_in_bfloat16(replace: Replace) -> None:
+    """Weights are gathered in a lower precision than they are computed with."""
+    plain = seams.FINISH_GATHER.plain
+
+    def finish_gather(self: Any) -> None:
+        plain(self)
+        for weight in self.weights:
+            if weight.full.is_floating_point():
+                weight.full.data.copy_(weight.full.data.to(torch.bfloat16))
 
     replace(seams.FINISH_GATHER, finish_gather)
 

@@ -20,12 +20,15 @@ from phalanx.checkpoint.state import State
 from phalanx.data import loader
 from phalanx.data.loader import Loader
 from phalanx.data.order import Order
+from phalanx.data.seeding import SampleReader
 from phalanx.models import experts
 from phalanx.models.transformer import FeedForward
 from phalanx.parallel import spread
 from phalanx.parallel.axes import batchnorm, context, heads
 from phalanx.parallel.axes.context import ContextParallel
 from phalanx.parallel.axes.pipeline import Pipeline
+from phalanx.parallel.axes.samples import Samples
+from phalanx.parallel.axes.transfers import Transfers
 from phalanx.parallel.blocks import boundary
 from phalanx.parallel.communication.communicator import Communicator
 from phalanx.parallel.communication.differentiable import Same
@@ -36,6 +39,7 @@ from phalanx.parallel.forward.wrapper import Around, wrap
 from phalanx.parallel.randomness.draws import Randomness
 from phalanx.parallel.spread import Spread
 from phalanx.parallel.weights.bucket import Bucket
+from phalanx.parallel.weights.gradients import Gradients
 from phalanx.parallel.weights.holding import Holding
 from phalanx.parallel.weights.replicate import Reduction
 from phalanx.parallel.weights.weight import Weight
@@ -97,8 +101,11 @@ PENALISED = Seam(experts, "penalised", "bind a penalty to the stream")
 FEED_FORWARD = Seam(FeedForward, "forward", "a feed-forward's output")
 PIPELINE_START = Seam(Pipeline, "start", "begin a step's schedule")
 PIPELINE_BACKWARD = Seam(Pipeline, "backward", "a stage's part of a backward")
+RECEIVED = Seam(Transfers, "received", "the stream, or its gradient, that another stage sent")
+TOGETHER = Seam(Samples, "together", "what a loss gathers of all micro-batches of all ranks")
 SHARE_LOSS = Seam(ContextParallel, "share_loss", "have the loss compute this cp rank's positions alone")
 DRAW_KEYS = Seam(Randomness, "keys", "the keys of random draws")
+REPLAYED = Seam(Randomness, "replayed", "have what is computed here draw the same when it is computed again")
 DRAW_GRID = Seam(ActivationLayout, "grid", "the coordinates of draws in the whole sample")
 
 # Collectives
@@ -118,6 +125,9 @@ COMPLETE = Seam(Holding, "complete", "all-reduce partial gradients over tp and p
 COUNTS = Seam(Holding, "counts", "whether this rank counts a weight in the gradient norm")
 PART = Seam(Holding, "part", "this rank's part of a whole weight")
 PAIRS = Seam(Weight, "pairs", "which rows of a weight lie where in a flat buffer")
+NORM_SQUARED = Seam(Gradients, "norm_squared", "this rank's part of the squared norm of all gradients")
+CLEAR = Seam(Bucket, "clear", "forget the last step's gradients")
+END_STEP = Seam(Bucket, "end_step", "a bucket is told whether the step counts")
 COLLECT = Seam(Bucket, "collect", "add a local gradient to its bucket")
 START_GATHER = Seam(Bucket, "start_gather", "start the all-gather of a bucket's weights")
 FINISH_GATHER = Seam(Bucket, "finish_gather", "wait for it")
@@ -136,7 +146,7 @@ STEP = Seam(Engine, "step", "one training step")
 EPOCH = Seam(Order, "epoch", "the epoch that a step is in")
 IDS = Seam(Order, "ids", "the sample in each slot of a step")
 SHARE = Seam(loader, "share", "the slots of each micro-batch of a rank")
-SAMPLE = Seam(loader, "sample_at", "read one sample, its randomness seeded")
+SAMPLE = Seam(SampleReader, "read", "read one sample, its randomness seeded")
 BATCHES = Seam(Loader, "batches", "this rank's batches, step by step")
 PLANS = Seam(Loader, "plans", "what to read for a step's micro-batches")
 TOTALS = Seam(evaluate, "totals_over_ranks", "totals and counts of an evaluation, over all ranks")
@@ -279,8 +289,37 @@ def on_blocks_of_cp(replace: Replace, prepare: Callable[[Any], None]) -> None:
     replace(CONTEXT_PARALLEL, made)
 
 
-def on_batch_norms(replace: Replace, track: Callable[[Any], None], *, alone: bool = False) -> None:
-    """Have ``track(module)`` change each batch-norm after it has counted a batch; ``alone``: of this rank's samples."""
+class FirstTime:
+    """A moment at which nothing seems to be computed again."""
+
+    recomputing = False
+
+    def __init__(self, moment: Any) -> None:
+        self._moment = moment
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._moment, name)
+
+
+class AllReal(FirstTime):
+    """A moment at which no sample seems to be a stand-in."""
+
+    real = True
+
+
+def on_batch_norms(
+    replace: Replace,
+    track: Callable[[Any], None],
+    *,
+    alone: bool = False,
+    again: bool = False,
+    padded: bool = False,
+) -> None:
+    """Have ``track(module)`` change each batch-norm after it has counted a batch.
+
+    ``alone``: of this rank's samples. ``again``: one that is computed again counts again. ``padded``: samples that only
+    stand in, so that a rank has something to compute, count as well.
+    """
     plain = BATCH_NORM.plain
 
     def spread_batchnorm(model: nn.Module, group: Any, ranks: int, moment: Any) -> None:
@@ -288,9 +327,23 @@ def on_batch_norms(replace: Replace, track: Callable[[Any], None], *, alone: boo
             if module.training and not moment.recomputing:
                 track(module)
 
-        plain(model, *((Communicator(None, Traffic()), 1) if alone else (group, ranks)), moment)
+        seen = FirstTime(moment) if again else AllReal(moment) if padded else moment
+        plain(model, *((Communicator(None, Traffic()), 1) if alone else (group, ranks)), seen)
         for module in model.modules():
             if isinstance(module, batchnorm.KINDS):
                 module.register_forward_hook(counted)
 
     replace(BATCH_NORM, spread_batchnorm)
+
+
+def sums_of_batch_norms_alone(replace: Replace) -> None:
+    """Have a batch-norm's backward take its sums over this rank's samples, as many times as there are ranks."""
+    plain = ALL_REDUCE.plain
+
+    def all_reduce(self: Any, given: Tensor, *rest: Any) -> Pending:
+        if given.ndim == 2 and given.shape[0] == 2:
+            given.mul_(self.size)
+            return Pending()
+        return plain(self, given, *rest)
+
+    replace(ALL_REDUCE, all_reduce)

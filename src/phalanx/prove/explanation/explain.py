@@ -10,7 +10,7 @@ import math
 
 from torch import Tensor
 
-from phalanx.parallel.axes.batchnorm import GlobalBatchNorm
+from phalanx.parallel.axes.batchnorm import KINDS, GlobalBatchNorm
 from phalanx.parallel.randomness.draws import Randomness
 from phalanx.parallel.spread import Spread
 from phalanx.parallel.weights.bucket import Bucket
@@ -233,9 +233,16 @@ class Inquiry(Causes):
         self._held(finding, lead, want, everywhere=True)
         if not want.is_floating_point():
             finding.cause = f"a number that counts what was seen is not what one device counts. {finding.cause}"
-        elif finding.shape in VAGUE:
+            return
+        if finding.shape in VAGUE or want.numel() == 1:  # one number is always some times another
             finding.shape = "buffer"
             finding.cause = "a buffer that one device updates over all samples was updated over others, a rank's own."
+        owner = self.whole.reference.model.get_submodule(lead.name.rpartition(".")[0])
+        if not isinstance(owner, KINDS):
+            finding.cause += (
+                f" {type(owner).__name__} computes it in its forward, from the samples of one micro-batch at a time, "
+                "so it depends on the layout. Weights are right as far as they do not follow from it."
+            )
 
     @explains("weights in use", at=Bucket.finish_gather)
     def _weights_in_use(self, finding: Finding, lead: Difference) -> None:

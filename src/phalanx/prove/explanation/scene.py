@@ -6,7 +6,8 @@ Some rungs only a record shows: random draws, what modules gave and got back, wh
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -75,19 +76,20 @@ class Scene:
 
     def _pieces(self, rung: str, kind: str, wholes: dict[str, Tensor]) -> Iterator[Difference]:
         """In the order in which one device has them."""
+        scale = largest(wholes.values())
         for name, whole in wholes.items():
             for record in self.records:
-                errors = [self.piece_error(piece, whole) for piece in getattr(record, kind).get(name, ())]
+                errors = [self.piece_error(piece, whole, scale) for piece in getattr(record, kind).get(name, ())]
                 if errors and max(errors) > self.bar:
                     yield Difference(self.step, rung, name, max(errors), record.rank)
 
-    def piece_error(self, piece: Piece, whole: Tensor) -> float:
+    def piece_error(self, piece: Piece, whole: Tensor, scale: float = 0.0) -> float:
         pair = piece.beside(whole, self.whole.batch)
-        return 0.0 if pair is None else off(*pair, size(whole), 0.0)
+        return 0.0 if pair is None else off(*pair, size(whole), scale)
 
     def _backward(self) -> Iterator[Difference]:
         """In the order in which backward goes; a rank may have the whole of a gradient, or a part that adds up."""
-        scale = max(map(size, self.whole.backward.values()), default=0.0)
+        scale = largest(self.whole.backward.values())
         self.partial = None
         latest: tuple[str, tuple[str, ...]] | None = None
         for name, whole in reversed(self.whole.backward.items()):
@@ -121,13 +123,14 @@ class Scene:
         if self.standard.steps[self.step].skipped:
             return
         count = self.standard.steps[self.step].count
+        scale = self.standard.scales.get((self.step, "gradients", ""), 0.0) * count
         for name, whole in self.standard.steps[self.step].gradients.items():
             for record in self.records:
                 if whole is None or name not in record.rows:
                     continue
                 part = self.part(record, name, whole) * count
                 tries = (self.sum_of_own(record, name, axes) for axes in self.subsets())
-                errors = [off(total, part, size(whole) * count, 0.0) for total in tries if total is not None]
+                errors = [off(total, part, size(whole) * count, scale) for total in tries if total is not None]
                 if errors and min(errors) > self.bar:
                     yield Difference(self.step, "gradients before reduction", name, min(errors), record.rank)
 
@@ -161,6 +164,11 @@ class Scene:
             if total is not None and algebra.same(total, part):
                 return axes
         return None
+
+
+def largest(tensors: Iterable[Tensor]) -> float:
+    """The largest norm among them that is finite: what is next to nothing beside it is rounding alone."""
+    return max(filter(math.isfinite, map(size, tensors)), default=0.0)
 
 
 def own_rows(part: Tensor, rows: tuple[int, int]) -> Tensor:

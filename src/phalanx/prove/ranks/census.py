@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
-
-from torch import nn
+from collections.abc import Container, Iterator
 
 from phalanx.parallel.axes import batchnorm
 from phalanx.parallel.communication.communicator import Communicator
@@ -25,19 +23,23 @@ Bounds = dict[tuple[str, str], tuple[float, float]]
 SOME = (0, math.inf)
 
 
-def expected(engine: Engine, micro_batches: int) -> Bounds:
-    """What the algebra of the layout says that this rank sends in a step."""
+def expected(engine: Engine, micro_batches: int, called: Container[str]) -> Bounds:
+    """What the algebra of the layout says that this rank sends in a step.
+
+    ``called``: the modules that one device has called in it, of those whose work takes messages.
+    """
     found: Bounds = {}
     mesh, spread = engine.spread.mesh, engine.spread
     trained = [bucket for bucket in spread.buckets if bucket.trainable]
     dp = mesh.group("dp")
+    again = spread.samples.all_at_once  # a step was begun before that was known
     if not dp.alone:
         sums = sum(round(_as_it_is(b, "dp") * _wide(b) * _both_ways(dp)) for b in trained)
         for kind, coded in sum((b.coded.sent(dp.size) for b in trained if b.coded is not None), Counter()).items():
             sums += coded if kind == "all-reduce" else 0
             found["dp", kind] = coded, math.inf if kind == "all-gather" else coded
         exact = sums + (_agreed(engine, dp) if mesh.world is dp else 0)
-        also = exact if mesh.group(*BATCH) is not dp else math.inf  # batch-norm may add to it
+        also = exact if mesh.group(*BATCH) is not dp and not again else math.inf  # batch-norm may add to it
         if exact:
             found["dp", "all-reduce"] = exact, also if mesh.world is not dp else math.inf
     for group in {id(b.storage.group): b.storage.group for b in trained if not b.storage.group.alone}.values():
@@ -46,14 +48,13 @@ def expected(engine: Engine, micro_batches: int) -> Bounds:
         coded = sum(_coded(b, "fsdp") * (group.size - 1) for b in own)
         times = 1 if own[0].storage.whole_gradients else micro_batches
         shared = group is mesh.group(*BATCH) and spread.samples.used  # with what a loss gathers
-        again = spread.samples.all_at_once  # a step was begun before that was known
         most = parts * times if spread.pipeline is None and not shared and not again else math.inf
         if parts:
             found[group.name, "reduce-scatter"] = (parts if spread.pipeline else parts * times), most
         if coded:
             found[group.name, "all-to-all"] = coded if spread.pipeline else coded * times, math.inf
         found[group.name, "all-gather"] = SOME
-    found |= _activations(engine) | _matrices(engine)
+    found |= _activations(engine, called) | _matrices(engine)
     if not mesh.world.alone and (mesh.world.name, "all-reduce") not in found:
         found[mesh.world.name, "all-reduce"] = _agreed(engine, mesh.world), math.inf
     return {key: bounds for key, bounds in found.items() if bounds[1] > 0}
@@ -78,13 +79,14 @@ def _agreed(engine: Engine, world: Communicator) -> int:
     return round((16 if engine.layout.exact else 8 * AGREED) * _both_ways(world))
 
 
-def _activations(engine: Engine) -> Bounds:
+def _activations(engine: Engine, called: Container[str]) -> Bounds:
     mesh, spread = engine.spread.mesh, engine.spread
     found: Bounds = {}
-    travels = spread.placement.travels(mesh)
+    travels = spread.placement.travels(mesh, called)
     found |= {(axis, kind): SOME for axis in ("tp", "cp") for kind in travels.get(axis, ())}
     if "tp" in travels and spread.narrow.narrows(engine.dtypes.compute):
-        ways = {bool(container.gathered) for container in spread.plan.containers.values()}
+        containers = spread.plan.containers.items()
+        ways = {bool(own.gathered) for name, own in containers if spread.placement.has(mesh, name)}
         if True not in ways:
             found = {key: SOME for key in found if key not in (("tp", "reduce-scatter"), ("tp", "all-reduce"))}
         if False in ways:  # terms of sums in few bits are exchanged
@@ -96,11 +98,11 @@ def _activations(engine: Engine) -> Bounds:
         found |= {("pp backward", "send"): SOME} if max(own) > 0 else {}
         found |= {("pp", "all-to-all"): SOME} if "all-to-all" in travels["pp"] else {}
     experts = mesh.group(*EXPERTS)
-    if not experts.alone and engine.layout.ep > 1:
+    if not experts.alone and "ep" in travels:
         found[experts.name, "all-to-all"] = SOME
-    norms = any(isinstance(m, batchnorm.KINDS) for m in _computed(engine))
+    norms = [name for name, module in spread.model.named_modules() if isinstance(module, batchnorm.KINDS)]
     batch = mesh.group(*BATCH)
-    if norms and not batch.alone:
+    if not batch.alone and any(name in called and spread.holding.here(name) for name in norms):
         found[batch.name, "all-gather"] = SOME
     return found
 
@@ -111,11 +113,6 @@ def _matrices(engine: Engine) -> Bounds:
         return {}
     group = engine.spread.mesh.joint(*COPY)
     return {} if group.alone else {(group.name, "all-to-all"): SOME}
-
-
-def _computed(engine: Engine) -> Iterator[nn.Module]:
-    """Modules that this rank's stages have."""
-    return (m for name, m in engine.spread.model.named_modules() if not name or engine.spread.holding.here(name))
 
 
 def _wide(bucket: Bucket) -> int:

@@ -18,6 +18,7 @@ from phalanx.launch.forkserver import ForkServer
 from phalanx.launch.pool import Answer, Pool
 from phalanx.layout import Layout
 from phalanx.prove.ladder import Difference
+from phalanx.prove.own_faults import is_own
 from phalanx.prove.ranks import trial
 from phalanx.prove.ranks.record import Record
 from phalanx.prove.ranks.resuming import Resume, write_reference
@@ -52,6 +53,12 @@ class TrialOutcome:
     @property
     def fails(self) -> bool:
         return bool(self.unfinished or self.differences)
+
+    @property
+    def own_fault(self) -> trial.Stopped | None:
+        """A rank that stopped with an error of the prover itself, if nothing that it had seen says why."""
+        own = (stop for stop in self.stopped.values() if is_own(stop.trace))
+        return None if self.seen_before_stopping else next(own, None)
 
     @property
     def seen_before_stopping(self) -> list[Difference]:

@@ -133,11 +133,19 @@ class Recorder(Callback):
             self.record.state["initial weights", name] = buffer.clone()
 
     def _called(self, name: str, module: nn.Module, args: Any) -> None:
+        if name == WHOLE and self._now and self.moment.recomputing:
+            self._begin_again()
         if not self._passes(name) and name not in self.record.used:
             own = [(n, p) for n, p in module.named_parameters(recurse=False) if not isinstance(p, ReshardedWeight)]
             tied, prefix = self.engine.anatomy.tied, "" if name == WHOLE else f"{name}."
             used = {tied.get(prefix + n, prefix + n): p.detach().clone() for n, p in own}
             self.record.used[name] = used
+
+    def _begin_again(self) -> None:
+        """The whole model runs once more before a step: what was seen until now belongs to one that was given up."""
+        self._visits.clear()
+        for seen in (self.record.activations, self.record.backward, self.record.draws, self.record.own):
+            seen.clear()
 
     def _given(self, *_: Any) -> None:
         if self._now:
@@ -249,15 +257,18 @@ class WholeStep:
         assert isinstance(task, Hostile)
         recording = False
         visits: Counter[tuple[int, str]] = Counter()
-        found: dict[str, dict[str, list[Tensor]]] = {"activations": {}, "backward": {}, "draws": {}}
+        found: dict[str, dict[str, list[Tensor]]] = {"activations": {}, "draws": {}}
+        back: dict[str, list[Tensor | None]] = {}
 
         def see(name: str, tensor: Tensor) -> Callable[[Tensor], None] | None:
             if not recording:
                 return None
             name = visited(visits, task.proof_trial.moment.slots, name)
             found["activations"].setdefault(name, []).append(tensor.detach().clone())
-            gradients = found["backward"].setdefault(name, [])
-            return lambda gradient: gradients.append(gradient.detach().clone())
+            gradients = back.setdefault(name, [])
+            place = len(gradients)  # backward may come to the last micro-batch first
+            gradients.append(None)
+            return lambda gradient: gradients.__setitem__(place, gradient.detach().clone())
 
         def see_draw(name: str, drawn: Tensor) -> None:
             if recording:
@@ -273,7 +284,9 @@ class WholeStep:
         recording = True
         with penalty_factor(penalties):
             reference.run(1)
-        return cls(reference, **{kind: {n: _joined(t) for n, t in by.items() if t} for kind, by in found.items()})
+        backward = {name: [g for g in gradients if g is not None] for name, gradients in back.items()}
+        kinds = {**found, "backward": backward}
+        return cls(reference, **{kind: {n: _joined(t) for n, t in by.items() if t} for kind, by in kinds.items()})
 
 
 def _joined(parts: list[Tensor]) -> Tensor:

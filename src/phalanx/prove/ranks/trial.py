@@ -22,14 +22,14 @@ from phalanx.parallel.randomness.answers import Answers
 from phalanx.precision import DTYPES
 from phalanx.prove.bugs.known import planted
 from phalanx.prove.ladder import Difference, Standard
-from phalanx.prove.layouts import One, as_proven
+from phalanx.prove.layouts import as_proven
 from phalanx.prove.ranks.pieces import times_here
 from phalanx.prove.ranks.record import Record, Recorder
 from phalanx.prove.ranks.resuming import Interruption, Resume, emptied
 from phalanx.prove.ranks.witness import Testimony, Witness
 from phalanx.prove.reference.activations import rounding
 from phalanx.prove.reference.hostile import Hostile, cramped
-from phalanx.prove.reference.steady import Steady, homes
+from phalanx.prove.reference.steady import Steady
 from phalanx.prove.reference.switched import method_of
 from phalanx.task import Task
 from phalanx.train.beforehand import join_beforehand
@@ -47,8 +47,8 @@ class Case:
     standard: Standard
     micro_batches: int
     """Of the reference."""
-    one: One = "never"
-    """Where its layouts have one micro-batch alone."""
+    at_once: bool = False
+    """Whether its loss needs all samples of a step at the same time."""
     sites: list[Standard] = field(default_factory=list)
     """Where sites train by themselves, what each is held against; the first is the standard."""
     half: int = 0
@@ -66,7 +66,7 @@ class Case:
 
     def as_run(self, layout: Layout) -> Layout:
         """A layout with the micro-batches of the proof."""
-        return as_proven(layout, self.task.global_batch, self.one)
+        return as_proven(layout, self.task.global_batch, self.at_once)
 
 
 TIMEOUT = timedelta(seconds=15)
@@ -113,8 +113,7 @@ def _steady(engine: Engine, standard: Standard) -> None:
     randomness = engine.spread.randomness
     if isinstance(randomness.answers, Answers):
         steady = Steady(
-            randomness, standard.decisions, homes(engine.task, engine.spread.model),
-            lambda step: len(standard.steps[step].ids), partial(times_here, engine),
+            randomness, standard.decisions, lambda step: len(standard.steps[step].ids), partial(times_here, engine),
             wide=engine.dtypes.compute == torch.float64,
         )  # fmt: skip
         randomness.answers.before = steady.answers | randomness.answers.before

@@ -200,7 +200,7 @@ class Witness(Callback):
         traffic = self.engine.traffic
         calls, sent = traffic.calls - self._before[0], traffic.sent - self._before[1]
         if not want.skipped:
-            for axis, kind, words in amiss(calls, sent, expected(self.engine, len(batch.micro_batches))):
+            for axis, kind, words in amiss(calls, sent, expected(self.engine, len(batch.micro_batches), want.called)):
                 self._note("communication", f"{kind} over {axis}", math.inf, words)
         for axis, kind, words in crossing(self.engine, calls, sent):
             self._note("communication", f"{kind} over {axis}", math.inf, words)

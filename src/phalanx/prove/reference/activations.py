@@ -16,9 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.comm import EXACT
-from phalanx.data.order import parts, share
+from phalanx.data.order import Order, parts, share
 from phalanx.layout import Layout
 from phalanx.parallel.axes.cuts import Plan
+from phalanx.parallel.axes.expert import ExpertCalls
 from phalanx.parallel.axes.heads import Span
 from phalanx.parallel.forward.calls import first_tensor, with_stream
 from phalanx.parallel.forward.fp8 import product
@@ -40,8 +41,7 @@ def round_activations(task: Task, layout: Layout, model: nn.Module, randomness: 
     for blocks in placement.stages.blocks[1:] if placement.stages is not None else ():
         wrap(model.get_submodule(blocks[0]), Around("round", _block, layout.activations))
     for name in placement.anatomy.experts if layout.ep > 1 else ():
-        module: Any = model.get_submodule(name)
-        wrap(module, Around("round", _experts, module.num_experts, layout.activations))
+        wrap(model.get_submodule(name), Around("round", _experts, ExpertCalls(model, name), layout.activations))
     if layout.tp > 1:
         _Containers(placement.plan, layout, model, randomness)
     if layout.cp > 1:
@@ -53,13 +53,16 @@ def _block(forward: Forward, kind: str, *args: Any, **kwargs: Any) -> Any:
     return forward(*args, **kwargs)
 
 
-def _experts(forward: Forward, experts: int, kind: str, hidden: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
+def _experts(forward: Forward, calls: ExpertCalls, kind: str, *args: Any, **kwargs: Any) -> Tensor:
     """Each token's way to each of its experts, by itself."""
-    token, choice = (chosen < experts).nonzero(as_tuple=True)
-    rows = as_sent(hidden[token], kind)
-    done = forward(rows, chosen[token, choice][:, None], rows.new_ones(len(rows), 1))
-    weighted = as_sent(done, kind) * shares[token, choice][:, None].to(done.dtype)
-    return torch.zeros_like(hidden).index_add(0, token, weighted)
+    call = calls.read(args, kwargs)
+    if call.chosen is None or call.shares is None:
+        return as_sent(forward(as_sent(call.rows, kind), *([call.counts] if call.told else [])), kind)
+    token, choice = (call.chosen < calls.experts).nonzero(as_tuple=True)
+    rows = as_sent(call.rows[token], kind)
+    done = forward(rows, call.chosen[token, choice][:, None], rows.new_ones(len(rows), 1))
+    weighted = as_sent(done, kind) * call.shares[token, choice][:, None].to(done.dtype)
+    return torch.zeros_like(call.rows).index_add(0, token, weighted)
 
 
 class _Containers:
@@ -125,11 +128,12 @@ def chunked(layout: Layout) -> bool:
     return layout.activations != EXACT and layout.cp > 1 and layout.cp_kind == "gather"
 
 
-def shares(layout: Layout, batch: int, slots: int, tokens: np.ndarray | None) -> list[tuple[int, int]]:
-    """The slots that are computed together under a layout."""
+def shares(layout: Layout, order: Order, ids: np.ndarray) -> list[tuple[int, int]]:
+    """The slots that are computed together under a layout, of a step with these samples."""
+    slots, tokens = len(ids), order.tokens(ids)
     if layout.exact:
         return parts(0, slots, layout.exact, tokens)
-    ranks, number = layout.batch_ranks, layout.micro_batches(batch)
+    ranks, number = layout.batch_ranks, order.micro_batches(slots, layout.micro_batches(order.global_batch))
     return [own for rank in range(ranks) for own in share(slots, number, ranks, rank, tokens)]
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from phalanx.data.joined import JoinedSamples
-from phalanx.data.loader import seed_globally
+from phalanx.data.seeding import seed_globally
 from phalanx.prove.reference.hostile import wide_batch
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def _computed(reference: Reference, data: Any) -> dict[str, Tensor]:
     decisions.resting = True
     for start in range(0, len(data), task.global_batch):
         places = np.arange(start, min(start + task.global_batch, len(data)))
-        batch = wide_batch(task, data, 0, places)
+        batch = wide_batch(task, data, places)
         with reference.randomness.scope("task"):
             output = reference.output(start // task.global_batch, places - start, batch)
             for name, rows in measure(output, batch).items():

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn, optim
 
 from phalanx.comm import Comm
-from phalanx.data.order import share
+from phalanx.data.order import Order, share
 from phalanx.layout import Layout
 from phalanx.parallel.communication.mesh import Grid
 from phalanx.parallel.weights.placement import Placement
@@ -64,10 +64,11 @@ class Coded(Plain):
         """By weight and sender, in the shape of the weight."""
         self.next_owed: dict[tuple[str, int], Tensor] = {}
 
-    def turns(self, slots: int, tokens: np.ndarray | None = None) -> list[list[list[Slots]]]:
-        """What is summed at a time: by sender, the ranges of slots that its gradient is of."""
+    def turns(self, order: Order, ids: np.ndarray) -> list[list[list[Slots]]]:
+        """What is summed at a time in a step of these samples: by sender, the slots that its gradient is of."""
         layout, ranks = self.layout, self.layout.batch_ranks
-        ranges = [share(slots, self.micro_batches, ranks, rank, tokens) for rank in range(ranks)]
+        number, tokens = order.micro_batches(len(ids), self.micro_batches), order.tokens(ids)
+        ranges = [share(len(ids), number, ranks, rank, tokens) for rank in range(ranks)]
         if self.over_shards and layout.sums_each_micro_batch:
             return [[[own[number]] for own in ranges] for number in range(len(ranges[0]))]
         senders = layout.fsdp if self.over_shards else layout.dp

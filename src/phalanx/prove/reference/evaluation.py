@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,11 +12,12 @@ import torch
 from torch import Tensor
 
 from phalanx.data.joined import JoinedSamples
-from phalanx.data.loader import seed_globally
+from phalanx.data.order import share
+from phalanx.data.seeding import seed_globally
 from phalanx.logits import Logits
 from phalanx.prove.reference.hostile import wide_batch
 from phalanx.task import as_loss
-from phalanx.train.collecting import Collected, Gathered, check_alike, numbers
+from phalanx.train.collecting import Collected, Gathered, check_alike, numbers, whole_of
 from phalanx.train.evaluate import checked
 from phalanx.train.totals import OF, spelled_out
 
@@ -56,33 +56,32 @@ class Measures:
 
 
 @torch.no_grad()
-def measured(reference: Reference, together: int | None = None) -> Measures | None:
-    """One device's, so many samples at a time; None if the task keeps nothing aside."""
+def measured(reference: Reference, one_by_one: bool = False) -> Measures | None:
+    """One device's, in as many micro-batches as it trains with or sample by sample; None if nothing is kept aside."""
     task, decisions = reference.task, reference.decisions
     seed_globally(task.seed, "held out")
     held: Any = task.held_out()
     if held is None:
         return None
     held = JoinedSamples(held, reference.known) if reference.known else held
-    each = together or task.global_batch
+    micro_batches = 1 if task.proof_trial.together else reference.micro_batches
     found, rows = Measures(), Collected(task)
     reference.model.eval()
     decisions.resting = True
     for first in range(0, len(held), task.global_batch):
         stop = min(first + task.global_batch, len(held))
-        for start in range(first, stop, each):
-            places = np.arange(start, min(start + each, stop))
-            batch = wide_batch(task, held, 0, places)
+        for slots in share(stop - first, stop - first if one_by_one else micro_batches, 1, 0):
+            places = np.arange(*slots)
+            batch = wide_batch(task, held, places + first)
             with reference.randomness.scope("task"):
-                output = reference.output(first // task.global_batch, places - first, batch)
+                output = reference.output(first // task.global_batch, places, batch)
                 measures = checked(task, task.evaluate(output, batch))
             for name, value in measures.items():
-                _add(found, rows, name, value, places)
+                _add(found, rows, name, value, places + first)
     decisions.resting = False
     for name, column in rows.columns.items():
         check_alike(task, name, set(column.kinds))
-        text = isinstance(column.parts[0], list)
-        found.gathered[name] = [*chain(*column.parts)] if text else torch.cat(column.parts)
+        found.gathered[name] = whole_of(column.parts)
     found.numbers = numbers(task, found.gathered) if rows.columns else {}
     return found
 
@@ -107,6 +106,8 @@ def off_by(found: Any, want: Any) -> float:
             apart = float((found.nan_to_num() - want.nan_to_num()).norm())
             return apart / (float(want.nan_to_num().norm()) or 1.0) if apart else 0.0
         return 0.0 if torch.equal(found, want) else math.inf
+    if isinstance(want, list) and isinstance(found, list) and len(found) == len(want):
+        return max(map(off_by, found, want), default=0.0)
     if isinstance(want, float) and isinstance(found, float):
         if math.isfinite(found) and math.isfinite(want):
             return abs(found - want) / max(abs(want), 1e-300)

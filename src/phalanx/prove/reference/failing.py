@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import traceback
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from phalanx.errors import CannotHere, WrongUse
 from phalanx.launch import blame
 from phalanx.layout import Layout
+from phalanx.prove.own_faults import described, is_own
 from phalanx.task import Task
 from phalanx.torch_errors import About, matches
 from phalanx.traces import folded
@@ -48,6 +50,10 @@ def failed(task: Task, needs: Needs, error: Exception) -> Unprovable:
             "Make constants as wide as what they meet: torch.tensor(..., dtype=output.dtype), or register_buffer.",
             code=2, evidence=evidence,
         )  # fmt: skip
+    trace = "".join(traceback.format_exception(error))
+    if is_own(trace):
+        own, last, advice = described("the run on one device", trace)
+        return Unprovable(own, advice, code=3, evidence=last)
     return Unprovable(
         f"{summary}. As it is, without what a proof does to a task, it trains",
         "Look at what that line takes for granted: a proof has other batches, float64, shorter epochs and ignored "

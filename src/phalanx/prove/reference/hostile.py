@@ -8,12 +8,14 @@ micro-batches and buckets, and in one more step a sample's loss is not a number.
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 import os
 import random
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -22,10 +24,12 @@ from torch import Tensor, nn
 
 from phalanx.data.adopted import adopted, collate_of, own_collate
 from phalanx.data.by_length import ByLength, LengthOrder
+from phalanx.data.columns import column_of
 from phalanx.data.fingerprint import digest
 from phalanx.data.kinds import count_samples
-from phalanx.data.loader import seed_globally
 from phalanx.data.order import Order
+from phalanx.data.planned import training_order
+from phalanx.data.seeding import sample_at, seed_globally
 from phalanx.kernels import linear_cross_entropy
 from phalanx.losses import Loss
 from phalanx.parallel.axes import overlap
@@ -37,7 +41,7 @@ from phalanx.task import Batch, Task, as_loss
 from phalanx.train.shrink import FromConfig
 from phalanx.train.thawed import thawed
 from phalanx.train.variant import Variant, variant
-from phalanx.train.widened import Widened
+from phalanx.train.widened import Float64, Widened
 from phalanx.trees import mapped
 
 BATCH = 17
@@ -59,6 +63,8 @@ class Trial:
     """Where sequences are cut off."""
     vocabulary: int | None = None
     """Larger ids are folded into it."""
+    special: dict[int, int] = field(default_factory=dict)
+    """Tokens that mean something to the model, each with what it becomes. Nothing else becomes one of these."""
     ignorable: tuple[str, ...] = ()
     """Columns of targets in which some are ignored."""
     spread: dict[str, int] = field(default_factory=dict)
@@ -71,6 +77,10 @@ class Trial:
     """What it keeps aside, likewise."""
     moment: Moment = field(default_factory=Moment)
     """What is computed just now; whoever computes puts its own here."""
+    together: bool = False
+    """Whether the loss may need all micro-batches of a step at the same time, as the first run has shown."""
+    lifted: bool = False
+    """Whether the task's own code computes in float64 what would be narrower otherwise."""
     beginning: Any = None
     """What each reference begins with, once the first has found out."""
     attributes: frozenset[str] = frozenset()
@@ -109,11 +119,16 @@ class TrialSamples:
         self.data, self.trial, self.ignoring, self.collate_fn = data, trial, ignoring, own_collate(data)
         size = min(most, len(data))
         self.places = _places(data, size)
+        self.order: Order | None = None
+        """In which they are trained on, once it was asked for."""
         self.read: list[tuple[int, str]] = []
         """Each sample read: its number, and a hash of what it was and of what a draw gave there."""
 
     def __len__(self) -> int:
         return len(self.places)
+
+    def column(self, name: str) -> Any:
+        return np.asarray(column_of(self.data, name))[self.places]
 
     def training_order(self, global_batch: int, seed: int) -> Order:
         """As of any data; by length, where the task's is, and with about as many tokens as a step has otherwise."""
@@ -151,13 +166,41 @@ class TrialSamples:
     def _ids(self, index: int, name: str, tensor: Tensor) -> Tensor:
         trial = self.trial
         if trial.vocabulary:
-            tensor = tensor.where(tensor < 0, tensor % trial.vocabulary)
+            tensor = _folded(tensor, trial.vocabulary, trial.special)
         if name in trial.spread:
-            size = trial.spread[name]
-            tensor = tensor.where(tensor < 0, tensor * _stride(size) % size)
+            tensor = _dealt(tensor, trial.spread[name], trial.special.values())
         if name in trial.ignorable and self.ignoring:
             tensor = _ignored_unevenly(tensor, index)
         return tensor
+
+
+def _folded(tokens: Tensor, size: int, special: dict[int, int]) -> Tensor:
+    """Tokens that are too many folded into so many; special ones become what they are to become, and no others do."""
+    taken = torch.tensor([*special.values()], dtype=tokens.dtype)
+    words = _words(size, frozenset(special.values()))
+    other = words[tokens.clamp(min=0).long() % len(words)].to(tokens.dtype)
+    found = tokens.where((tokens < size) & ~torch.isin(tokens, taken), other)
+    return _with_special(tokens, found, special)
+
+
+def _dealt(tokens: Tensor, size: int, special: Iterable[int]) -> Tensor:
+    """Tokens dealt out over all of so many, but for special ones."""
+    words = _words(size, frozenset(special))
+    places = torch.searchsorted(words, tokens.long())
+    found = words[places * _stride(len(words)) % len(words)].to(tokens.dtype)
+    return _with_special(tokens, found, {token: token for token in special})
+
+
+def _with_special(tokens: Tensor, found: Tensor, special: dict[int, int]) -> Tensor:
+    for token, becomes in special.items():
+        found = found.where(tokens != token, becomes)
+    return tokens.where(tokens < 0, found)
+
+
+@cache
+def _words(size: int, special: frozenset[int]) -> Tensor:
+    """Tokens that mean nothing in particular."""
+    return torch.tensor([word for word in range(size) if word not in special] or [0])
 
 
 def _places(data: Any, size: int) -> list[int]:
@@ -216,7 +259,15 @@ class Hostile(Variant):
         """The order that the samples of the trial are trained on in."""
         samples = self.proof_trial.samples
         assert samples is not None, "its data was not asked for"
-        return Order.of(samples, len(samples), self.global_batch, self.seed)
+        samples.order = samples.order or training_order(self, samples)
+        return samples.order
+
+    def sample_weights(self, data: TrialSamples) -> Tensor | None:
+        own = super().sample_weights(data.data)
+        if own is None:
+            return None
+        found = torch.as_tensor(own)[data.places]
+        return found if bool(found.any()) else torch.ones(len(data))  # those that are here may be drawn never
 
     def held_out(self) -> TrialSamples | None:
         trial, here = self.proof_trial, os.getpid()
@@ -229,11 +280,30 @@ class Hostile(Variant):
         return TrialSamples(held, trial, trial.batch + 3, ignoring=False)
 
     def evaluate(self, output: Any, batch: dict[str, Any]) -> Any:
-        with Widened():
+        with self._widened():
             return super().evaluate(output, batch)
 
+    def summarise(self, gathered: dict[str, Any]) -> dict[str, float]:
+        with self._widened():
+            return super().summarise(gathered)
+
+    def beforehand(self) -> Any:
+        measure = super().beforehand()
+        return None if measure is None else partial(self._measured, measure)
+
+    def _measured(self, measure: Callable[..., Any], output: Any, batch: dict[str, Any]) -> Any:
+        with self._widened():
+            return measure(output, batch)
+
+    @contextmanager
+    def _widened(self) -> Iterator[None]:
+        """While the task's own code computes with what the model gave."""
+        with Float64() if self.precision == "float64" else Widened() as mode:
+            yield
+        self.proof_trial.lifted |= isinstance(mode, Float64) and mode.lifted > 0
+
     def loss(self, output: Any, batch: dict[str, Any]) -> Loss:
-        with Widened():
+        with self._widened():
             loss = as_loss(super().loss(output, batch), self)
         moment, order = self.proof_trial.moment, self.proof_order
         training = torch.is_grad_enabled()
@@ -254,12 +324,9 @@ def hostile(task: Task, trial: Trial) -> Task:
     return proven
 
 
-def wide_batch(task: Task, data: Any, epoch: int, ids: Iterable[int]) -> Batch:
-    """These samples as a batch of float64."""
-    samples = []
-    for index in ids:
-        seed_globally(task.seed, "sample", epoch, int(index))
-        samples.append(data[int(index)])
+def wide_batch(task: Task, data: Any, ids: Iterable[int], visits: Iterable[int] = itertools.repeat(0)) -> Batch:
+    """These samples as a batch of float64; ``visits``: which visit of each this is."""
+    samples = [sample_at(data, int(index), task.seed, int(visit)) for index, visit in zip(ids, visits, strict=False)]
     tensors = collate_of(task, data)(samples)
     return Batch({n: mapped(lambda t: t.double() if t.is_floating_point() else t, v) for n, v in tensors.items()})
 

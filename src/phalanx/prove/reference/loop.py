@@ -10,31 +10,34 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from phalanx import counter
+from phalanx import counter, gathering
 from phalanx.anatomy import Anatomy
-from phalanx.data.loader import seed_globally
-from phalanx.data.order import digest, share
-from phalanx.parallel.axes import batchnorm, hugging_face, samples
+from phalanx.data.order import Order, digest, share
+from phalanx.data.seeding import seed_globally
+from phalanx.loss import Loss
+from phalanx.parallel.axes import batchnorm, hugging_face
 from phalanx.parallel.forward.wrapper import wrap
 from phalanx.parallel.randomness.answers import Answers
 from phalanx.parallel.randomness.draws import Moment, RandomKeys, Randomness
+from phalanx.parallel.randomness.torch_checkpoint import RunOnce
 from phalanx.parallel.weights import keras
 from phalanx.parallel.weights.blueprint import Blueprint
 from phalanx.parameters import building, settings_of
 from phalanx.precision import cast
-from phalanx.prove.layouts import One
 from phalanx.prove.reference.beforehand import known_beforehand
 from phalanx.prove.reference.coded import Coded, Plain
 from phalanx.prove.reference.evaluation import Measures, measured
 from phalanx.prove.reference.hostile import Hostile, wide_batch
 from phalanx.prove.reference.one_step import State, Step
-from phalanx.prove.reference.steady import Decisions, Idle, Steady, homes
+from phalanx.prove.reference.steady import Decisions, Idle, Steady
+from phalanx.prove.reference.together import losses_together
 from phalanx.task import Batch, Task, as_loss, called, rates
 from phalanx.train.calling import made_callbacks
 from phalanx.train.optimizers import make_optimizer
@@ -78,12 +81,12 @@ class Reference:
         observe: Observe | None = None,
         decisions: Decisions | None = None,
         coded: Coded | None = None,
-        own: Callable[[int, np.ndarray | None], list[Slots]] | None = None,
+        own: Callable[[Order, np.ndarray], list[Slots]] | None = None,
     ) -> None:
         """With ``nudge``, every weight begins one rounding off, up or down as that seed draws.
 
         Choices are made as ``decisions`` say; without any they are recorded. ``coded``: gradients are summed so.
-        ``own``: which of so many slots it trains on, if not on all.
+        ``own``: which slots of a step with these samples it trains on, if not on all.
         """
         assert isinstance(task, Hostile)
         self.task, self.micro_batches, self.coded, self._own = task, micro_batches, coded, own
@@ -104,12 +107,25 @@ class Reference:
         self.known = known_beforehand(self)
         """Of held-out samples, what the task wants to know of them before the first step."""
         self.steps: list[Step] = []
-        self.gathers, self.uneven = False, False
-        """Whether the loss has gathered samples; whether it was a sum of losses with different counts."""
+        self.gathers, self.sums, self.uneven = False, False, False
+        """Whether the loss has gathered samples; was a sum of several losses; and of some with different counts."""
         self.evaluation: Measures | None = None
         """Before the last step, of held-out data."""
+        self._called: set[str] = set()
+        self._note_calls()
         if observe is not None:
             observe(self.model, self.randomness)
+
+    def _note_calls(self) -> None:
+        """Note which modules a step calls, of those that ranks cannot compute without messages."""
+        norms = [name for name, module in self.model.named_modules() if isinstance(module, batchnorm.KINDS)]
+        for name in {*self.anatomy.blocks, *self.anatomy.experts, *self.anatomy.splits, *norms}:
+            self.model.get_submodule(name).register_forward_pre_hook(partial(self._note_call, name))
+
+    def _note_call(self, name: str, module: Any, given: Any) -> None:
+        own_statistics = not isinstance(module, batchnorm.KINDS) or module.training or module.running_mean is None
+        if own_statistics:
+            self._called.add(name)
 
     def _make_model(self, task: Hostile, nudge: int) -> None:
         """The model in float64, with the weights and buffers that every run begins with."""
@@ -136,9 +152,9 @@ class Reference:
         idle = Idle.of(task.proof_trial.idle, self.model, self.anatomy.experts)
         self.decisions = Decisions(idle=idle) if decisions is None else decisions
         times = None if decisions is None else list[Tensor]
-        own = homes(task, self.model)
-        steady = Steady(self.randomness, self.decisions, own, lambda step: self.order.slots(step), times)
+        steady = Steady(self.randomness, self.decisions, lambda step: self.order.slots(step), times)
         self.randomness.answers = Answers(self.randomness, steady.answers)
+        self.randomness.checkpointing = RunOnce()
         for name in self.anatomy.blocks:
             wrap(self.model.get_submodule(name), RandomKeys(name, self.randomness))
 
@@ -158,11 +174,6 @@ class Reference:
         """Whether the loss needs all samples of a step at the same time."""
         return self.gathers or self.uneven
 
-    @property
-    def one(self) -> One:
-        """Where there can be one micro-batch alone; this loop itself cannot have several of what must be together."""
-        return "never" if not self.at_once else "always" if self.couples_samples else "in a pipeline"
-
     def run(self, steps: int | None = None) -> Reference:
         """Train to the end of the trial, or so many steps more."""
         stop = self.task.steps if steps is None else len(self.steps) + steps
@@ -176,17 +187,22 @@ class Reference:
     def step(self, number: int) -> Step:
         order = self.order
         ids = order.ids(number)
-        step = Step(ids, [], digest(ids))
+        step = Step(ids, [], samples=digest(ids))
         self.model.train()
+        self._called = step.called
         with self._computing():
-            tokens = order.tokens(ids)
             if self._own is not None:
                 step.read = [(-1, "")] * len(ids)
-                for slots in filter(lambda slots: slots[0] < slots[1], self._own(len(ids), tokens)):
+                for slots in filter(lambda slots: slots[0] < slots[1], self._own(order, ids)):
                     self._backward(step, number, slots)
             elif self.coded is None:
-                for slots in share(len(ids), self.micro_batches, 1, 0, tokens):
-                    self._backward(step, number, slots)
+                each = order.micro_batches(len(ids), self.micro_batches)
+                ranges = share(len(ids), each, 1, 0, order.tokens(ids))
+                if self.task.proof_trial.together and len(ranges) > 1:
+                    self._backward_together(step, number, ranges)
+                else:
+                    for slots in ranges:
+                        self._backward(step, number, slots)
             else:
                 self._backward_coded(step, number, self.coded)
         divisor, step.terms = step.count or 1.0, step.count
@@ -232,10 +248,32 @@ class Reference:
 
     def _backward(self, step: Step, number: int, slots: tuple[int, int]) -> None:
         """Add the gradients of some slots to those of the step."""
-        batch, step.read[slice(*slots)] = self.batch(number, step.ids[slice(*slots)])
+        batch, step.read[slice(*slots)] = self.batch(number, np.arange(*slots))
         total, count = self.loss(number, np.arange(*slots), batch)
         total.backward()
         step.total, step.count = step.total + total.item(), step.count + count
+
+    def _backward_together(self, step: Step, number: int, ranges: Sequence[Slots]) -> None:
+        """The same of all micro-batches at once: what the model gives for each, and then their losses."""
+        losses = []
+        self.turns.take(number, self.trained)
+        for first, last in ranges:
+            slots = np.arange(first, last)
+            batch, step.read[first:last] = self.batch(number, slots)
+            with self.randomness.scope("task"):
+                output = self.output(number, slots, batch)
+                losses.append((slots, partial(self._loss_of, number, slots, output, batch, self.randomness.calls)))
+        found = losses_together(losses)
+        sum((loss.total for loss in found), NONE.sum()).backward()
+        step.total = sum(loss.total.item() for loss in found)
+        step.count = sum(float(loss.count or 0) for loss in found)
+
+    def _loss_of(self, number: int, slots: np.ndarray, output: Any, batch: Batch, calls: int) -> Loss:
+        """What the task makes of the model's output, after so many draws."""
+        self.moment.step, self.moment.slots = number, slots
+        with self.randomness.scope("task"):
+            self.randomness.calls = calls
+            return as_loss(self.task.loss(output, batch), self.task)
 
     def _backward_coded(self, step: Step, number: int, coded: Coded) -> None:
         """Have the gradients of each sender, and their sums as ranks make them."""
@@ -243,7 +281,7 @@ class Reference:
         step.read = [(-1, "")] * len(step.ids)
         sums: dict[str, Tensor] = {}
         touched: set[str] = set()
-        for turn in coded.turns(len(step.ids), self.order.tokens(step.ids)):
+        for turn in coded.turns(self.order, step.ids):
             every = []
             for ranges in turn:
                 for slots in filter(lambda slots: slots[0] < slots[1], ranges):
@@ -258,10 +296,10 @@ class Reference:
         for name in touched:
             self.trained[name].grad = sums[name].detach()
 
-    def batch(self, step: int, ids: Sequence[int] | np.ndarray) -> tuple[Batch, list[tuple[int, str]]]:
-        """These samples as a batch of float64, and what was read for it."""
+    def batch(self, step: int, slots: np.ndarray) -> tuple[Batch, list[tuple[int, str]]]:
+        """The samples in these slots as a batch of float64, and what was read for it."""
         self.data.read.clear()
-        made = wide_batch(self.task, self.data, self.order.epoch(step), ids)
+        made = wide_batch(self.task, self.data, self.order.ids(step)[slots], self.order.visits(step, slots))
         made.turn = self.task.turn(step)
         return made, list(self.data.read)
 
@@ -273,27 +311,29 @@ class Reference:
 
     def loss(self, step: int, slots: np.ndarray, batch: Batch) -> tuple[Tensor, float]:
         """A batch's total and count."""
-        before = samples.calls
+        before = gathering.calls
         self.turns.take(step, self.trained)
         with self.randomness.scope("task"):
             loss = as_loss(self.task.loss(self.output(step, slots, batch), batch), self.task)
         counts = {float(part.count or 0) for part in loss.parts.values()}
-        self.gathers |= samples.calls > before
+        self.gathers |= gathering.calls > before
+        self.sums |= bool(counts)
         self.uneven |= len(counts) > 1
         return loss.total, float(loss.count or 0)
 
     def gradients_by_slot(self, number: int) -> Iterator[State]:
         """Of each sample's own total, alone, with the weights that there are now."""
-        ids = self.order.ids(number)
-        for slot in range(len(ids)):
-            total, _ = self.loss(number, np.array([slot]), self.batch(number, ids[slot : slot + 1])[0])
+        for slot in range(self.order.slots(number)):
+            own = np.array([slot])
+            total, _ = self.loss(number, own, self.batch(number, own)[0])
             total.backward()
             yield {n: torch.zeros_like(p) if p.grad is None else p.grad.to_dense() for n, p in self.trained.items()}
             for weight in self.trained.values():
                 weight.grad = None
 
     def moments(self, weight: nn.Parameter) -> State:
-        held = self.optimizer.state.get(weight, {})
+        """What the optimizer keeps of a weight; nothing of one without elements, of which checkpoints have none."""
+        held = self.optimizer.state.get(weight, {}) if weight.numel() else {}
         return {n: value.clone() for n, v in held.items() if (value := as_moment(v)) is not None}
 
     def weights(self) -> State:

@@ -19,6 +19,8 @@ class Step:
     """The sample in each slot."""
     read: list[tuple[int, str]]
     """What was read for each slot."""
+    called: set[str] = field(default_factory=set)
+    """Modules that were called, of those whose work takes messages under some layout."""
     samples: str = ""
     total: float = 0.0
     count: float = 0.0

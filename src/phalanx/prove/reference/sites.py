@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from phalanx.data.order import share
+from phalanx.data.order import Order, share
 from phalanx.layout import Layout
 from phalanx.local_updates import LocalUpdates
 from phalanx.parallel.weights.placement import Placement
@@ -62,11 +62,11 @@ class EverySite:
         """Those that are done."""
         return [*self.sites[0].steps]
 
-    def _own(self, site: int, slots: int, tokens: np.ndarray | None) -> list[Slots]:
-        """The slots of a step that a site's ranks compute, in the order of micro-batches."""
-        layout, each = self.layout, self.layout.fsdp
-        number = layout.micro_batches(self.task.global_batch)
-        ranges = [share(slots, number, layout.batch_ranks, site * each + rank, tokens) for rank in range(each)]
+    def _own(self, site: int, order: Order, ids: np.ndarray) -> list[Slots]:
+        """The slots of a step with these samples that a site's ranks compute, in the order of micro-batches."""
+        layout, each, tokens = self.layout, self.layout.fsdp, order.tokens(ids)
+        number = order.micro_batches(len(ids), layout.micro_batches(self.task.global_batch))
+        ranges = [share(len(ids), number, layout.batch_ranks, site * each + rank, tokens) for rank in range(each)]
         return [own[micro] for micro in range(len(ranges[0])) for own in ranges]
 
     def run(self, steps: int) -> EverySite:

@@ -6,25 +6,22 @@ choice such as a router's, where two candidates are the same but for rounding, i
 
 from __future__ import annotations
 
-import inspect
-import sys
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from phalanx import user_code
 from phalanx.parallel.randomness.draws import Randomness
 from phalanx.prove.ranks.pieces import Piece
+from phalanx.train.widened import NARROW
 
 Answer = Callable[..., Any]
-PHALANX, TORCH = str(Path(__file__).resolve().parents[2]), str(Path(torch.__file__).resolve().parent)
-NARROW = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
@@ -74,7 +71,6 @@ class Steady:
         self,
         randomness: Randomness,
         decisions: Decisions,
-        homes: frozenset[Path],
         batch: Callable[[int], int],
         times: Callable[[], list[Tensor]] | None = None,
         *,
@@ -82,34 +78,44 @@ class Steady:
     ) -> None:
         """Without ``times``, which says what positions a rank may hold, choices are recorded.
 
-        Casts are left out where code in ``homes``, or installed beside it, asks for them. ``wide``: the model computes
-        in float64, so whole numbers that it makes float32 become float64 as well; other dtypes have nearer ties.
+        Casts are left out where the user's code, or a package's, asks for them. ``wide``: the model computes in
+        float64, so whole numbers that it makes float32 become float64 as well; other dtypes have nearer ties.
         """
-        self.randomness, self.decisions, self.homes = randomness, decisions, tuple(f"{home}/" for home in homes)
+        self.randomness, self.decisions = randomness, decisions
         self.batch, self.times, self.wide, self.tie = batch, times, wide, 1e-9 if wide else 2**-6
         self._calls: Counter[tuple[int, int, str]] = Counter()
         casts: dict[Any, Answer] = {Tensor.to: self._to, Tensor.type: self._to}
         casts |= dict.fromkeys((Tensor.float, Tensor.half, Tensor.bfloat16), self._float)
         casts |= dict.fromkeys((F.softmax, torch.softmax, Tensor.softmax, F.log_softmax), self._softmax)
+        casts[torch.full] = self._full
         choices: dict[Any, Answer] = dict.fromkeys((torch.topk, Tensor.topk, torch.argmax, Tensor.argmax), self._choose)
         self.answers: dict[Any, Answer] = choices | casts
 
     def _float(self, call: Answer, tensor: Any) -> Any:
-        return self._lifted(tensor) if self._lifts(tensor) and self._theirs() else call(tensor)
+        return self._lifted(tensor) if self._lifts(tensor) and user_code.asks() else call(tensor)
 
     def _to(self, call: Answer, tensor: Any, *args: Any, **kwargs: Any) -> Any:
         narrow = [a for a in (*args, *kwargs.values()) if a in NARROW or (isinstance(a, Tensor) and a.dtype in NARROW)]
-        if not self._lifts(tensor) or not narrow or not self._theirs():
+        if not self._lifts(tensor) or not narrow or not user_code.asks():
             return call(tensor, *args, **kwargs)
         rest = [a for a in args if not any(a is n for n in narrow)]
         named = {name: a for name, a in kwargs.items() if not any(a is n for n in narrow)}
         return call(self._lifted(tensor), *rest, **named) if rest or named else self._lifted(tensor)
 
     def _softmax(self, call: Answer, tensor: Any, *args: Any, dtype: Any = None, **kwargs: Any) -> Any:
-        if dtype in NARROW and self._lifts(tensor) and self._theirs():
+        if dtype in NARROW and self._lifts(tensor) and user_code.asks():
             self.decisions.lifted += 1
             dtype = None
         return call(tensor, *args, **kwargs | ({} if dtype is None else {"dtype": dtype}))
+
+    def _full(self, call: Answer, size: Any, fill_value: Any, **kwargs: Any) -> Any:
+        """Float64's least number, which masks are filled with, is too large for the default dtype."""
+        most = torch.finfo(torch.get_default_dtype()).max
+        too_large = isinstance(fill_value, float) and most < abs(fill_value) < math.inf
+        if self.wide and too_large and kwargs.get("dtype") is None and user_code.asks():
+            self.decisions.lifted += 1
+            kwargs["dtype"] = torch.float64
+        return call(size, fill_value, **kwargs)
 
     def _lifts(self, tensor: Any) -> bool:
         if not isinstance(tensor, Tensor):
@@ -120,18 +126,6 @@ class Steady:
     def _lifted(self, tensor: Tensor) -> Tensor:
         self.decisions.lifted += 1
         return tensor.double()
-
-    def _theirs(self) -> bool:
-        """Whether the model itself asks for this, and not what spreads it."""
-        frame: FrameType | None = sys._getframe(2)
-        while frame is not None:
-            file = frame.f_code.co_filename
-            if file.startswith(PHALANX) and not file.endswith(("steady.py", "answers.py")):
-                return file.startswith((f"{PHALANX}/models/", f"{PHALANX}/recipes/"))
-            if not file.startswith((TORCH, PHALANX)):
-                return "site-packages" in file or file.startswith(self.homes)
-            frame = frame.f_back
-        return False
 
     def _choose(self, call: Answer, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
         idle = self.decisions.idle
@@ -165,16 +159,3 @@ class Steady:
         if not bool(close.all()):
             return chosen  # no tie: what differs before it will be found
         return type(chosen)((there, wanted)) if isinstance(chosen, tuple) else wanted
-
-
-def homes(task: object, model: nn.Module) -> frozenset[Path]:
-    """The folders that a task's and its model's classes are in."""
-    found = set()
-    for kind in {type(task), *type(task).__mro__, *map(type, model.modules())}:
-        try:
-            file = Path(inspect.getfile(kind)).resolve()
-        except (TypeError, OSError):
-            continue
-        if not file.is_relative_to(TORCH) and file.name not in ("task.py", "hostile.py"):
-            found.add(file.parent)
-    return frozenset(found)

@@ -32,6 +32,8 @@ from phalanx.train.model_flops import ModelFlops, model_flops
 if TYPE_CHECKING:
     from phalanx.train.engine import Engine
 
+LONGEST_REASON = 240
+"""Characters of why a task was not checked: torch lists all of its backends in some errors."""
 PATIENCE_SECONDS = 60.0
 """How long a rank that is ready waits for it,"""
 LOOK_SECONDS = 0.1
@@ -215,4 +217,8 @@ def checked(task: Task, pretrained: bool = False) -> Checked:
 
 
 def _reason(error: Exception, told: str) -> str:
-    return "this process has computed before it" if is_about(error, About.FORK) else told
+    """One line, however much an error says."""
+    if is_about(error, About.FORK):
+        return "this process has computed before it"
+    line = (told.splitlines() or [""])[0]
+    return line if len(line) <= LONGEST_REASON else f"{line[:LONGEST_REASON].rpartition(' ')[0]} ..."

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from phalanx.data.adopted import held_out_samples, own_collate, training_samples
-from phalanx.data.order import Order
+from phalanx.data.planned import training_order
 from phalanx.errors import WrongUse
 from phalanx.task import Task
 from phalanx.train.check import lines
@@ -19,9 +19,10 @@ from phalanx.train.check.leak import check_leak
 from phalanx.train.check.learning import check_learning
 from phalanx.train.check.names import check_names
 from phalanx.train.check.samples import check_counts, count, read_sample, read_samples
-from phalanx.train.check.subject import CannotCheck, Fails, Subject, first_ids, raising, read
+from phalanx.train.check.subject import CannotCheck, Fails, RefusedAnyway, Subject, first_ids, raising, read
 from phalanx.train.check.sums import check_evaluate, check_sums
 from phalanx.train.check.updating import check_callbacks, check_optimizer, check_schedule
+from phalanx.train.small_batches import instead, last_step
 
 SLOW_SECONDS = 0.7
 """A batch that takes longer, forward and backward twice, is not computed in float64 as well."""
@@ -139,6 +140,7 @@ class _Check:
                 raise CannotCheck(f"made smaller, {failure}") from failure  # by a rule that need not fit it
             subject = _subject(self.task.tiny())  # its sizes are other than those of these samples
             self._learns(subject)
+        self._check_last(subject)
         self.warnings += check_optimizer(subject)
         self.slow = time.process_time() - began > SLOW_SECONDS
         subject.rest_batch_norms()
@@ -156,7 +158,7 @@ class _Check:
         if not isinstance(failure, Fails) or failure.where == "backward" or not tried < size <= MOST_TOGETHER:
             return
         try:
-            ids = Order.of(self.data, len(self.data), size, self.task.seed).ids(0)
+            ids = training_order(self.task, self.data).ids(0)
             whole = Subject(self.task, [read(self.task, self.data, int(index)) for index in ids], all_samples=True)
             whole.collate = own_collate(self.data)
             whole.compute(whole.places)
@@ -166,6 +168,19 @@ class _Check:
             f"{failure}, with {tried} samples; with {size} it does not. The last batch of an epoch may be shorter, and "
             "layouts divide a batch. Take its size from what comes in: x.shape[0], len(x), or -1."
         ) from failure
+
+    def _check_last(self, subject: Subject) -> None:
+        """Refuse a task that cannot compute the last batch of an epoch, where that is smaller than what was tried."""
+        order = training_order(self.task, self.data)
+        slots = order.slots(order.steps_per_epoch - 1)
+        if slots >= len(subject.samples) or self.task.steps < order.steps_per_epoch:
+            return
+        try:
+            for _ in subject.in_turn():
+                subject.compute(range(slots))
+        except (Fails, WrongUse) as failure:
+            told = f"{str(failure).rstrip('.')}. That is where {last_step(order, slots)}. {instead(order)}."
+            raise RefusedAnyway(told) from failure
 
     def _learns(self, subject: Subject) -> None:
         try:
@@ -188,7 +203,8 @@ class _Check:
         if self.subject is None or self.slow or held_out is None or self.subject.task is not self.task:
             return
         some = range(min(len(self.subject.samples), len(held_out), self.task.global_batch))
-        self.subject.samples = [read_sample(self.task, held_out, index, "held_out") for index in some]
+        self.subject.take([read_sample(self.task, held_out, index, "held_out") for index in some])
+        self.subject.collate = own_collate(held_out)
         if not self.subject.changed:
             self.warnings += check_evaluate(self.subject)
 

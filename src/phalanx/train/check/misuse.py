@@ -17,6 +17,9 @@ RESHAPES = (
 )  # fmt: skip
 DROPOUTS = (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout)
 DETACHING = (Tensor.detach, Tensor.data.__get__, torch.tensor)  # type: ignore[attr-defined]
+LOSSES = (F.cross_entropy, F.nll_loss, F.kl_div, F.binary_cross_entropy_with_logits)
+CLOSE = 1e-2
+"""How far probabilities may be from adding up to 1."""
 FEW = 8
 """Targets that are what the model sees, if there are no more, may be so by chance."""
 
@@ -43,11 +46,13 @@ class Misuse(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         given = args[0] if args else kwargs.get("input")
-        if func in (F.cross_entropy, F.nll_loss, F.binary_cross_entropy_with_logits) and isinstance(given, Tensor):
+        if func in LOSSES and isinstance(given, Tensor):
             self._look(func, given)
             target = args[1] if len(args) > 1 else kwargs.get("target")
             if isinstance(target, Tensor) and not target.is_floating_point():
                 self._targets.append((target.flatten(), lines.running()))
+            elif isinstance(target, Tensor) and func is F.cross_entropy:
+                self._look_at_probabilities(target)
         if func in DETACHING and not self.detached and isinstance(given, Tensor) and given.grad_fn is not None:
             self.detached = lines.running()
         if func is F.embedding and isinstance(given, Tensor):
@@ -60,10 +65,21 @@ class Misuse(TorchFunctionMode):
             self._say(name, "probabilities, the result of a softmax", "Give it the scores before the softmax")
         elif func is F.cross_entropy and last.startswith("ReluBackward"):
             self._say(name, "the result of a relu, never below 0", "Leave that out after the last layer")
-        elif func is F.nll_loss and bool((given.detach() > 1e-6).any()):
+        elif func in (F.nll_loss, F.kl_div) and bool((given.detach() > 1e-6).any()):
             self._say(name, "numbers above 0, which are no log-probabilities", "Give it a log_softmax of the scores")
         elif func is F.binary_cross_entropy_with_logits and last.startswith("SigmoidBackward"):
             self._say(name, "probabilities, the result of a sigmoid", "Give it the scores before the sigmoid")
+
+    def _look_at_probabilities(self, target: Tensor) -> None:
+        """Whether they are of classes in another dim than torch takes them from."""
+        classes = min(1, target.ndim - 1)
+        dims = [dim for dim in reversed(range(target.ndim)) if bool(((target.sum(dim) - 1).abs() < CLOSE).all())]
+        if dims and classes not in dims:
+            other = -1 if dims[0] == target.ndim - 1 else dims[0]
+            self._say(
+                "cross_entropy", f"targets that add up to 1 over dim {other}, and not over dim {classes}",
+                f"Write phalanx.losses.cross_entropy(output, targets, dim={other}) if the classes are there",
+            )  # fmt: skip
 
     def _say(self, name: str, what: str, advice: str) -> None:
         text = f"{name} is given {what}{lines.at(lines.running())}: it would learn slowly or wrongly. {advice}."

@@ -19,7 +19,7 @@ OTHERWISE = {
     "lr": "learning_rate", "batch_size": "global_batch", "max_steps": "steps", "num_workers": "workers",
     "max_epochs": "epochs", "num_epochs": "epochs", "grad_clip": "clip", "dtype": "precision", "decay": "weight_decay",
     "scheduler": "rate", "lr_scheduler": "rate", "lr_scheduler_type": "rate", "layerwise_decay": "layer_decay",
-    "param_groups": "parameters", "parameter_groups": "parameters",
+    "param_groups": "parameters", "parameter_groups": "parameters", "drop_last": "last_batch",
 }  # fmt: skip
 """What settings are called elsewhere."""
 

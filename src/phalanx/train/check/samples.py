@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import random
+import re
 import time
+from collections.abc import Iterator
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -23,6 +27,8 @@ from phalanx.train.check.subject import SAMPLES, Fails, RefusedAnyway, Subject, 
 
 SLOW_SECONDS = 0.05
 """Samples that take longer are not read a second time."""
+MOST_LOOKED_AT = 1000
+"""So many objects of a data set are looked at for generators."""
 IGNORED = -100
 """What targets that do not count are set to: nobody's label, as 0 and -1 are."""
 
@@ -111,15 +117,68 @@ def _check_stack(task: Task, data: Any, ids: list[int], samples: list[Any]) -> N
 
 def _check_repeats(task: Task, data: Any, ids: list[int], samples: list[Any]) -> None:
     for index, sample in zip(ids, samples, strict=False):
+        before = _states(data)
         again = read_sample(task, data, index)
         names = [n for n, v in sample.items() if fingerprint(v) != fingerprint(again.get(n))]
         if names:
             raise WrongUse(
                 f"sample {index} of {type(task).__name__}.data is another when it is read again: {names[0]!r} "
-                f"differs{lines.at(reading(task, data))}. It must not depend on what was read before, or on a "
-                "generator of its own: draw from torch's, numpy's or Python's global ones, which are seeded for every "
-                "sample, and change a copy, not what is stored."
+                f"differs{lines.at(reading(task, data))}. {_remedy(before, _states(data))}"
             )
+
+
+def _states(data: Any) -> dict[str, str]:
+    """The generators that a data set has of its own: by the line that seeds each, what state it is in."""
+    found = {}
+    seeded: dict[str, str] = {}
+    for path, each in _inside(data):
+        library = next((line for outer, line in seeded.items() if path.startswith(outer)), "")
+        if isinstance(each, np.random.Generator):
+            found[library or f"{path} = np.random.default_rng(seed)"] = repr(each.bit_generator.state)
+        elif isinstance(each, np.random.RandomState):
+            found[library or f"{path}.seed(seed)"] = repr(each.get_state())
+        elif isinstance(each, random.Random):
+            found[library or f"{path}.seed(seed)"] = repr(each.getstate())
+        elif isinstance(each, torch.Generator):
+            found[library or f"{path}.manual_seed(seed)"] = fingerprint(each.get_state())
+        elif callable(getattr(type(each), "set_random_seed", None)):
+            seeded.setdefault(f"{path}.", f"{path}.set_random_seed(seed)")
+    return found
+
+
+def _remedy(before: dict[str, str], after: dict[str, str]) -> str:
+    """What to do about samples that differ, by whether a generator of the data set's own was drawn from."""
+    for line, state in after.items():
+        if before.get(line) != state:
+            owner = re.split(r" =|\.(?:set_random_seed|seed|manual_seed)\(", line)[0]
+            return (
+                f"{owner} draws from a random generator of its own, which goes on from sample to sample. Give the "
+                "data set a method that seeds it, which is called before each sample is read: "
+                f"def reseed(self, seed): {line}."
+            )
+    return (
+        "It must not depend on what was read before, or on a generator of its own: draw from torch's, numpy's or "
+        "Python's global ones, which are seeded for every sample, and change a copy, not what is stored."
+    )
+
+
+def _inside(data: Any) -> Iterator[tuple[str, Any]]:
+    """Objects that a data set has, or that its ``__getitem__`` finds in its module, and how they are written there."""
+    own = getattr(type(data), "__getitem__", None)
+    names, known = getattr(getattr(own, "__code__", None), "co_names", ()), getattr(own, "__globals__", {})
+    waiting = [(name, known[name]) for name in names if name in known]
+    waiting = [("self", data), *((name, each) for name, each in waiting if hasattr(each, "__dict__"))]
+    seen: set[int] = set()
+    while waiting and len(seen) < MOST_LOOKED_AT:
+        path, found = waiting.pop(0)
+        if id(found) in seen or isinstance(found, (type, ModuleType, Tensor, np.ndarray)):
+            continue
+        seen.add(id(found))
+        yield path, found
+        if isinstance(found, (list, tuple)):
+            waiting += [(f"{path}[{number}]", each) for number, each in enumerate(found[:SAMPLES])]
+        else:
+            waiting += [(f"{path}.{name}", each) for name, each in getattr(found, "__dict__", {}).items()]
 
 
 def _not_finite(task: Task, ids: list[int], samples: list[Any]) -> list[str]:

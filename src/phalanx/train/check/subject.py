@@ -14,15 +14,17 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from phalanx import configs
 from phalanx.data.adopted import Collate
-from phalanx.data.loader import sample_at, seed_globally
-from phalanx.data.order import Order
+from phalanx.data.planned import training_order
+from phalanx.data.seeding import sample_at, seed_globally
 from phalanx.errors import WrongUse
 from phalanx.logits import Logits
 from phalanx.losses import Loss
 from phalanx.parallel.axes import batchnorm, hugging_face
 from phalanx.parallel.randomness.answers import Answers, generator_state
 from phalanx.parallel.randomness.draws import Moment, Randomness
+from phalanx.parallel.randomness.torch_checkpoint import RunOnce
 from phalanx.parallel.weights import keras
 from phalanx.parallel.weights.blueprint import Blueprint
 from phalanx.parameters import building, fitted
@@ -89,9 +91,13 @@ class ModuleCall:
     name: str
     module: nn.Module
     got: list[Tensor]
-    gave: list[Tensor]
+    output: Any
     attached: bool
     """Gradients flow back from what it gave."""
+
+    @property
+    def gave(self) -> list[Tensor]:
+        return tensors_in(self.output)
 
 
 @dataclass
@@ -125,17 +131,21 @@ class Subject:
             weight.logical_name = name  # type: ignore[attr-defined]
         self.weights = sum(weight.numel() for weight in self.model.parameters())
         if not all_samples:
-            self.samples = sorted(self.samples[: self._enough()], key=_size)  # the longest are not in both parts
+            self.take(self.samples[: self._enough()])
         self.dtype = torch.float64 if task.precision == "float64" else torch.float32
         self.model.to(self.dtype)
         hugging_face.prepare(self.model, torch.float64)
         self.moment = Moment()
         self.randomness = Randomness(task.seed, self.moment, torch.device("cpu"), model=self.model)
-        self.randomness.answers = Answers(self.randomness)
+        self.randomness.answers, self.randomness.checkpointing = Answers(self.randomness), RunOnce()
         self._begun = {name: tensor.detach().clone() for name, tensor in self._moved()}
         self._trainable = [name for name, weight in self.model.named_parameters() if weight.requires_grad]
         self.turns = tuple(dict.fromkeys(task.turns)) or ("",)
         self.turn = self.turns[0]
+
+    def take(self, samples: Sequence[Any]) -> None:
+        """These samples from here on, the shortest first: of two parts, one is shorter than the whole."""
+        self.samples = sorted(samples, key=_size)
 
     def _made(self) -> tuple[nn.Module, bool]:
         """The model with weights of its own, made smaller if it is large; whether it was."""
@@ -146,8 +156,8 @@ class Subject:
             return self._built(task), False
         if type(task).tiny is not Task.tiny:
             small = task.tiny()
-        elif hasattr(config, "num_hidden_layers"):
-            small = by_config(task, described, config, Needs(), vocabulary=sys.maxsize).task
+        elif configs.is_config(config):
+            small = next(by_config(task, described, config, Needs(), vocabulary=sys.maxsize)).task
             self.samples = [_short(sample) for sample in self.samples]
         elif weights <= TOO_MANY_WEIGHTS:
             return self._built(task), False
@@ -249,9 +259,9 @@ class Subject:
     def _watching(self, given: Given) -> Iterator[None]:
         def ended(name: str) -> Any:
             def note(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-                got, gave = tensors_in((args, kwargs)), tensors_in(output)
-                attached = any(t.requires_grad for t in gave)
-                given.modules.append(ModuleCall(name, module, _copied(got), _copied(gave), attached))
+                got = [tensor.detach().clone() for tensor in tensors_in((args, kwargs))]
+                attached = any(tensor.requires_grad for tensor in tensors_in(output))
+                given.modules.append(ModuleCall(name, module, got, mapped(_kept, output, (Tensor, Logits)), attached))
 
             return note
 
@@ -305,8 +315,9 @@ def copied(sample: Any) -> Any:
     return copy.deepcopy(mapped(lambda tensor: tensor.detach(), sample))
 
 
-def _copied(tensors: list[Tensor]) -> list[Tensor]:
-    return [tensor.detach().clone() for tensor in tensors]
+def _kept(leaf: Tensor | Logits) -> Tensor:
+    """A copy of what a module gives; of lazy logits, of what they are made of."""
+    return (leaf.hidden if isinstance(leaf, Logits) else leaf).detach().clone()
 
 
 def tensors_in(value: Any) -> list[Tensor]:
@@ -323,7 +334,7 @@ def read(task: Task, data: Any, index: int) -> Any:
 def first_ids(task: Task, data: Any) -> list[int]:
     """The first samples that will be trained on."""
     with raising(f"{type(task).__name__}.data()"):
-        order = Order.of(data, len(data), task.global_batch, task.seed)
+        order = training_order(task, data)
     return [int(index) for index in order.ids(0)[:SAMPLES]]
 
 

@@ -14,19 +14,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from phalanx import gathering
 from phalanx.data.kinds import check_rows
-from phalanx.data.loader import seed_globally
+from phalanx.data.seeding import seed_globally
 from phalanx.errors import WrongUse
 from phalanx.logits import Logits
 from phalanx.losses import Loss
-from phalanx.parallel.axes import samples
 from phalanx.parallel.axes.samples import SAME_NAMES
 from phalanx.parallel.randomness.answers import generator_state
 from phalanx.task import Task, as_loss
 from phalanx.train.check import lines
 from phalanx.train.check.learning import named, place
 from phalanx.train.check.misuse import DropoutLeftOn
-from phalanx.train.check.subject import ModuleCall, RefusedAnyway, Subject, moved, overrides, tensors_in, unless_said
+from phalanx.train.check.parts import differ, longer, paired, rows_of
+from phalanx.train.check.quotients import quotient
+from phalanx.train.check.subject import ModuleCall, RefusedAnyway, Subject, moved, overrides, unless_said
 from phalanx.train.collecting import Collected
 from phalanx.train.evaluate import checked
 
@@ -60,12 +62,14 @@ def check_sums(subject: Subject) -> list[str]:
 
 
 def check_evaluate(subject: Subject) -> list[str]:
-    """Likewise each measure that is a sum and a count."""
+    """Likewise what is measured of held-out samples: sums and counts, and what is gathered by rows."""
     pair, dropout = _pair(subject), DropoutLeftOn()
     training = {module: module.training for module in subject.model.modules()}
     subject.model.eval()
     try:
         with torch.no_grad():
+            if pair is not None and (warnings := _check_collate(subject, pair)):
+                return warnings
             asked = _asked()
             whole = _measured(subject, dropout)
             if _asked() == asked and pair is not None:  # else it needs all samples, and has them
@@ -95,11 +99,13 @@ def _measured(subject: Subject, under: DropoutLeftOn) -> Mapping[str, Any]:
 
 
 def _check_measures(subject: Subject, pair: tuple[range, range], whole: Mapping[str, Any]) -> None:
-    if not overrides(subject.task, "evaluate", Task):
-        return
     parts = [subject.compute(part, evaluate=True) for part in pair]
     for name, value in whole.items():
         others = [part.value.get(name) for part in parts]
+        rows = isinstance(value, Tensor) and value.is_floating_point()  # others may flip by rounding
+        for places, other in zip(pair, others, strict=True) if rows else ():
+            if _any_off(subject, value, other, places, len(subject.samples)):
+                raise _mixes(subject, pair, None, f"evaluate's {name!r}", evaluate=True)
         sums = all(isinstance(item, Loss) for item in (value, *others))
         for part, loss, its in _losses(value, others) if sums else ():
             if (what := _differ(subject, loss, its)) is not None:
@@ -109,7 +115,7 @@ def _check_measures(subject: Subject, pair: tuple[range, range], whole: Mapping[
 
 def _asked() -> int:
     """How often samples of the whole global batch were asked for: a loss that does so need be no sum over samples."""
-    return samples.calls
+    return gathering.calls
 
 
 def _pair(subject: Subject) -> tuple[range, range] | None:
@@ -179,9 +185,8 @@ def _check_collate(subject: Subject, pair: tuple[range, range]) -> list[str]:
     for part in pair:
         alone = subject.batch(part)
         for name, column in alone.items():
-            for a, b in zip(tensors_in(whole.get(name)), tensors_in(column), strict=False):
-                rows = _rows(a, part, len(subject.samples), b)
-                if rows is None or torch.equal(rows.nan_to_num(), b.nan_to_num()):
+            for a, b in paired(whole.get(name), column, part, len(subject.samples)):
+                if torch.equal(a.nan_to_num(), b.nan_to_num()) or _counted_on(a, b, part):
                     continue
                 where = lines.at(lines.of(type(subject.task).collate))
                 if drew:
@@ -198,33 +203,21 @@ def _check_collate(subject: Subject, pair: tuple[range, range]) -> list[str]:
     return []
 
 
-def _rows(whole: Tensor, part: range, count: int, alone: Tensor) -> Tensor | None:
-    """What of a batch's tensor belongs to some of its samples, shaped as theirs; None where that cannot be told."""
-    if whole.ndim != alone.ndim:
-        return None
-    for dim in range(min(2, whole.ndim)):
-        rest = [(a, b) for d, (a, b) in enumerate(zip(whole.shape, alone.shape, strict=True)) if d != dim]
-        each, left = divmod(alone.shape[dim], len(part))
-        if not left and each and whole.shape[dim] == each * count and all(a == b for a, b in rest):
-            return whole.narrow(dim, part.start * each, alone.shape[dim])
-    return whole if whole.shape == alone.shape else None
+def _counted_on(whole: Tensor, alone: Tensor, part: range) -> bool:
+    """Whether whole numbers are places in the batch, as of nodes or boxes: counted on from the samples before."""
+    if not part.start or whole.numel() < 2 or whole.is_floating_point() or whole.dtype == torch.bool:
+        return False
+    low, high = (whole - alone).aminmax()
+    return bool(low > 0) and bool(low == high)
 
 
-def _off(subject: Subject, whole: Tensor, alone: Tensor) -> bool:
-    if not whole.is_floating_point():
-        return not torch.equal(whole, alone)
-    tolerance = 1e-6 if subject.dtype == torch.float64 else 1e-3
-    scale = max(float(whole.abs().max()), float(alone.abs().max())) if whole.numel() else 0.0
-    return not torch.allclose(whole.nan_to_num(), alone.nan_to_num(), rtol=tolerance, atol=tolerance * scale)
-
-
-def _mixes(subject: Subject, pair: tuple[range, range], what: Differ, of: str, evaluate: bool) -> WrongUse:
+def _mixes(subject: Subject, pair: tuple[range, range], what: Differ | None, of: str, evaluate: bool) -> WrongUse:
     """What to say of a task whose parts do not add up to the whole: the first thing that mixes."""
     whole = subject.compute(subject.places, evaluate=evaluate, watch=True)
     count = len(subject.samples)
     split = [(part, subject.compute(part, evaluate=evaluate, watch=True)) for part in pair]
     for part, given in split:
-        if _first_off(subject, tensors_in(whole.inputs), tensors_in(given.inputs), part, count):
+        if _any_off(subject, whole.inputs, given.inputs, part, count):
             where = lines.at(lines.of(type(subject.task).inputs))
             return WrongUse(
                 f"{subject.name}.inputs mixes samples{where}: what a sample gives the model is something else when "
@@ -233,25 +226,44 @@ def _mixes(subject: Subject, pair: tuple[range, range], what: Differ, of: str, e
             )
     for part, given in split:
         for together, alone in zip(whole.modules, given.modules, strict=False):
-            if together.name == alone.name and _first_off(subject, together.gave, alone.gave, part, count):
+            if together.name == alone.name and _any_off(subject, together.output, alone.output, part, count):
                 return _module(subject, pair, together, evaluate)
+    if what is None:
+        where = lines.at(_line_that_mixes(subject, pair, evaluate) or lines.of(type(subject.task).evaluate))
+        return WrongUse(
+            f"{subject.name}.{of} gives a sample something else when others are in its batch{where}, {DIVIDED}."
+            f"{_padding(subject, pair)} Compute the row of each sample by itself."
+        )
     return _total_or_count(subject, pair, what, of, evaluate)
 
 
-def _first_off(subject: Subject, whole: list[Tensor], alone: list[Tensor], part: range, count: int) -> bool:
-    pairs = ((_rows(a, part, count, b), b) for a, b in zip(whole, alone, strict=False))
-    return any(a is not None and _off(subject, a, b) for a, b in pairs)
+def _any_off(subject: Subject, whole: Any, alone: Any, part: range, count: int) -> bool:
+    return any(differ(a, b, subject.dtype) for a, b in paired(whole, alone, part, count))
 
 
 def _module(subject: Subject, pair: tuple[range, range], ended: ModuleCall, evaluate: bool) -> WrongUse:
     line = _line_that_mixes(subject, pair, evaluate) or place(subject, ended.name)
     return WrongUse(
-        f"the model of {subject.name} mixes samples: a sample gives something else when others are in its batch, first "
-        f"in the output of {named(subject, ended.name)}{lines.at(line)}, {DIVIDED}. Compute each sample by itself, or "
-        "with a norm over features; mask what pads a batch; draw with torch's functions, without a generator. "
+        f"the model of {subject.name} mixes {'held-out ' if evaluate else ''}samples: a sample gives something else "
+        f"when others are in its batch, first in the output of {named(subject, ended.name)}{lines.at(line)}, {DIVIDED}."
+        f"{_padding(subject, pair)} Compute each sample by itself, or with a norm over features; mask what pads a "
+        "batch; draw with torch's functions, without a generator. "
         "Batch-norm is known and spread over ranks; other ways to look across the batch belong into the loss, with "
         "phalanx.gather(x)."
     )
+
+
+def _padding(subject: Subject, pair: tuple[range, range]) -> str:
+    """What `collate` pads to the longest sample of a batch, if anything."""
+    whole = subject.batch(subject.places)
+    for part in pair:
+        for name, column in subject.batch(part).items():
+            if (shapes := longer(whole.get(name), column)) is not None:
+                return (
+                    f" collate pads {name!r} to the longest of a batch, {list(shapes[0])} for all samples and "
+                    f"{list(shapes[1])} for some: mask what is padded, or pad to one length."
+                )
+    return ""
 
 
 def _total_or_count(subject: Subject, pair: tuple[range, range], what: Differ, of: str, evaluate: bool) -> WrongUse:
@@ -261,6 +273,13 @@ def _total_or_count(subject: Subject, pair: tuple[range, range], what: Differ, o
     asked = "of the held-out data" if evaluate else "of a step"
     last = lines.at(returned() or lines.of(method))
     name = f"{subject.name}.{of}"
+    if divides := quotient(subject, pair, evaluate):
+        return WrongUse(
+            f"{name} divides by a sum over the batch of what the model predicts{lines.at(divides)}, as soft Dice, IoU "
+            f"and Tversky losses do, {DIVIDED}. For the Dice of each sample, write phalanx.losses.dice(output, "
+            'targets); for that of the whole global batch, phalanx.losses.dice(output, targets, over="batch"); for '
+            "masks, binary_dice. For another quotient, sum over each sample: phalanx.gather(sums).sum(0) is over all."
+        )
     if what.mean and what.constant:
         return WrongUse(
             f"{name} is a mean and a count of {what.count:g}{last}: the mean of such means is not the mean {asked}, "
@@ -290,7 +309,8 @@ def _total_or_count(subject: Subject, pair: tuple[range, range], what: Differ, o
         )
     return WrongUse(
         f"{name} {TOGETHER}{where}: its total is {what.total:.6g} for a batch, and {sum(what.totals):.6g} for two "
-        f"parts of it together, {DIVIDED}. {SUM}. For a contrastive loss, or class weights of a batch, "
+        f"parts of it together, {DIVIDED}.{_padding(subject, pair)} {SUM}. For a contrastive loss, or class weights of "
+        "a batch, "
         "phalanx.gather(x) gives the rows of the whole global batch; constants belong into a field of the task."
     )
 
@@ -317,10 +337,10 @@ def _line_that_mixes(subject: Subject, pair: tuple[range, range], evaluate: bool
         if a.name != b.name or a.line != b.line:
             return ""  # another way was taken
         for one, two in zip(a.given, b.given, strict=False):
-            rows = _rows(one, pair[1], count, two)
+            rows = rows_of(one, pair[1], count, two)
             known = rows is not None or not one.is_floating_point()
             if (rows is None and known) or (rows is not None and not rows.is_floating_point()):
                 continue
-            if rows is None or _off(subject, rows, two):
+            if rows is None or differ(rows, two, subject.dtype):
                 return a.line
     return ""

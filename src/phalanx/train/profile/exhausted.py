@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from phalanx.files import write_whole
+from phalanx.folder_files import make_folder
 from phalanx.parallel.torch_private import FakeTensor
 from phalanx.run import Run
 from phalanx.torch_errors import About, is_about
@@ -50,8 +51,8 @@ def memory_told(run: Run, rank: int, engine: Engine | None = None) -> Iterator[N
         if is_exhausted(error):
             path = run.path / "profile" / f"memory-rank-{rank}.txt"
             try:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                write_whole(path, "\n".join(_words(error, rank, engine)) + "\n")
+                make_folder(run.path, path.parent)
+                write_whole(path, "\n".join(_words(error, rank, engine)) + "\n", within=run.path)
                 error.add_note(f"what held the memory of rank {rank} is in {path}")
             except Exception as another:  # there may be none left for that either; the first error is more important
                 why = f"{type(another).__name__}: {another}"

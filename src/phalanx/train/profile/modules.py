@@ -14,6 +14,7 @@ from torch import nn
 from phalanx.callbacks import Callback
 from phalanx.events import say
 from phalanx.files import write_whole
+from phalanx.folder_files import make_folder
 from phalanx.run import Run
 from phalanx.train.profile.flops import FlopCount
 from phalanx.train.profile.module_hooks import BACKWARD, FORWARD, ModuleHooks
@@ -93,8 +94,8 @@ class ModuleRecorder(Callback):
             "modules": [self._row(engine, hooks, name, module) for name, module in hooks.modules],
         }  # fmt: skip
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(path, json.dumps(facts))
+            make_folder(self.run.path, path.parent)
+            write_whole(path, json.dumps(facts), within=self.run.path)
         except OSError as error:
             say(f"   note  rank {engine.rank}: {path} cannot be written: {error.strerror}; going on without")
             return

@@ -15,6 +15,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from phalanx.callbacks import Callback
 from phalanx.events import say
+from phalanx.files import make_folders, opened
 from phalanx.run import Run
 from phalanx.train.profile.host_clocks import ahead_ns
 from phalanx.train.profile.ranges import Ranges
@@ -127,9 +128,10 @@ class StepRecorder(Callback):
         path = part_path(self.run.path, self.request.name, engine.rank)
         unfinished = path.with_name(f"unfinished-{path.name}")
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
+            make_folders(path.parent)
             found.add_metadata_json("phalanx", json.dumps(facts))
             found.stop()
+            opened(unfinished, "wb").close()  # with its mode, which the export leaves
             found.export_chrome_trace(str(unfinished))
             unfinished.replace(path)
         except (OSError, RuntimeError) as error:

@@ -21,7 +21,7 @@ from phalanx import streams
 from phalanx.callbacks import Callback
 from phalanx.errors import CannotHere, WrongUse
 from phalanx.events import say
-from phalanx.files import write_whole
+from phalanx.files import make_folders, restricted, write_whole
 from phalanx.run import Run
 from phalanx.settings import plain_settings
 from phalanx.watch.screen import memory_bytes
@@ -109,11 +109,12 @@ class Logger(Callback):
             return
         folder, run = self._folder(engine.run), engine.run
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            make_folders(folder)
             self._check_own(folder, run)
             self._last, self._measured = engine.step_number, 0
             name = folder.name if run is None else run.path.resolve().name
-            self.begin(LoggedRun(name, folder, hyperparameters(engine), engine.step_number))
+            with restricted():
+                self.begin(LoggedRun(name, folder, hyperparameters(engine), engine.step_number))
             if run is not None and not self.forgets:
                 self._catch_up(engine, run, self.had())
         except (WrongUse, CannotHere):

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import csv
 import io
+import os
 from pathlib import Path
 from typing import IO
 
 from phalanx.files import write_whole
+from phalanx.folder_files import open_file
 from phalanx.watch.loggers.base import LoggedRun, Logger, Numbers
 
 
@@ -39,7 +41,8 @@ class StepTable:
         self.close()
         write_whole(self.path, "".join(map(_line, lines)))
         self._last = int(rows[-1]["step"]) if rows else 0
-        self._file = self.path.open("a", encoding="utf-8")
+        descriptor = open_file(self.path.parent, self.path, os.O_WRONLY | os.O_APPEND)
+        self._file = os.fdopen(descriptor, "a", encoding="utf-8")
 
     def close(self) -> None:
         if self._file is not None:

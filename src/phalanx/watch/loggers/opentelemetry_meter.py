@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from phalanx.errors import WrongUse
+from phalanx.redact import redact_field
 from phalanx.run import Run
 from phalanx.watch.loggers.base import LABELLED, PLAIN, LoggedRun, Logger, Numbers, family
 
@@ -35,8 +36,8 @@ class OpenTelemetry(Logger):
         from opentelemetry.sdk.resources import Resource
 
         told = {f"phalanx.setting.{name}": value for name, value in run.settings.items()}
-        resource = Resource.create({"service.name": "phalanx", "phalanx.run": run.name, **told})
-        self._provider = MeterProvider([self._reader()], resource)
+        found = Resource.create({"service.name": "phalanx", "phalanx.run": run.name, **told})
+        self._provider = MeterProvider([self._reader()], Resource(_shown(found.attributes), found.schema_url))
         meter = self._provider.get_meter("phalanx")
         known = {"step": "how many steps are done", **PLAIN, **LABELLED}
         self._gauges = {name: meter.create_gauge(f"phalanx.{name}", description=text) for name, text in known.items()}
@@ -53,6 +54,12 @@ class OpenTelemetry(Logger):
 
     def end(self, finished: bool) -> None:
         self._provider.shutdown()
+
+
+def _shown(attributes: Mapping[str, Any]) -> dict[str, Any]:
+    """Without secrets, nor the command line, which the SDK's detector of processes adds where it is asked for."""
+    own = {name: value for name, value in attributes.items() if not name.startswith("process.command")}
+    return {name: redact_field(name.rpartition(".")[2], value) for name, value in own.items()}
 
 
 def _has_otlp() -> bool:

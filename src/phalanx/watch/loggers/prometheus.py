@@ -2,34 +2,35 @@
 
 from __future__ import annotations
 
-import errno
 import math
-import threading
-import time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
 
-from phalanx.errors import CannotHere, WrongUse
+from phalanx.errors import WrongUse
 from phalanx.run import Run
 from phalanx.watch.loggers.base import LABELLED, PLAIN, LoggedRun, Logger, Numbers, family
+from phalanx.watch.loggers.metrics_server import MetricsServer
 from phalanx.words import digits
 
 LOOPBACK = "127.0.0.1"
-TAKEN_SECONDS = 5.0
-"""How long a port may be held by a rank that was killed."""
-KIND = "text/plain; version=0.0.4; charset=utf-8"
 Samples = dict[str, list[tuple[dict[str, str], float]]]
 """By series, its values with their labels."""
 
 
 def address_of(text: str) -> tuple[str, int]:
-    """``9090`` or ``0.0.0.0:9090`` as a host and a port."""
+    """``9090``, ``0.0.0.0:9090`` or ``[::1]:9090`` as a host and a port."""
     host, _, port = text.rpartition(":")
     number = digits(port)
-    if number is None or not 0 < number < 1 << 16:
-        raise WrongUse(f"--metrics-port {text} is no port. Give one from 1 to 65535, such as 9090, or 0.0.0.0:9090.")
-    return host or LOOPBACK, number
+    bracketed = host.startswith("[") and host.endswith("]") and len(host) > 2
+    if number is None or not 0 < number < 1 << 16 or (set(host) & set("[]:") and not bracketed):
+        raise WrongUse(
+            f"--metrics-port {text} is no port. Give one from 1 to 65535, such as 9090, 0.0.0.0:9090, or [::1]:9090."
+        )
+    return host.strip("[]") or LOOPBACK, number
+
+
+def text_of(host: str, port: int) -> str:
+    """An address as a URL has it."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 class Prometheus(Logger):
@@ -41,12 +42,14 @@ class Prometheus(Logger):
     def __init__(self, port: int, host: str = LOOPBACK) -> None:
         """``host``: the interface to listen at; 0.0.0.0 for all, which other machines reach too."""
         super().__init__()
-        self.host, self.port = address_of(f"{host}:{port}")
+        self.host, self.port = address_of(text_of(host, port))
         self._samples: Samples = {}
         self._labels: dict[str, str] = {}
+        self._page: tuple[Samples, str] = {}, ""
+        """The text, and what it was made of: asked for more often than there are steps, it is made once a step."""
 
     def where(self, run: Run) -> str:
-        return f"http://{self.host}:{self.port}/metrics"
+        return f"http://{text_of(self.host, self.port)}/metrics"
 
     def _folder(self, run: Run | None) -> Path:
         return Path() if run is None else run.path
@@ -54,9 +57,13 @@ class Prometheus(Logger):
     def begin(self, run: LoggedRun) -> None:
         self._labels = {"run": run.name}
         self._samples = {"step": [({}, run.step)]}
-        self._server = _bound(self.host, self.port, lambda: exposition(self._samples, self._labels))
-        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.2,), name="metrics", daemon=True)
-        self._thread.start()
+        self._server = MetricsServer(self.host, self.port, self._told)
+
+    def _told(self) -> str:
+        samples = self._samples
+        if self._page[0] is not samples:
+            self._page = samples, exposition(samples, self._labels)
+        return self._page[1]
 
     def write(self, step: int, numbers: Numbers) -> None:
         found: Samples = {"step": [({}, step)]}
@@ -69,9 +76,7 @@ class Prometheus(Logger):
         self._samples = {**self._samples, "held_out": [({"measure": name}, v) for name, v in measures.items()]}
 
     def end(self, finished: bool) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
+        self._server.close()
 
 
 def exposition(samples: Samples, common: dict[str, str]) -> str:
@@ -95,32 +100,3 @@ def _labels(labels: dict[str, str]) -> str:
 
 def _escaped(value: str) -> str:
     return value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
-
-
-def _bound(host: str, port: int, text: Any) -> ThreadingHTTPServer:
-    """A server at this address; one that is taken is refused, if it stays so."""
-
-    class MetricsHandler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            known = self.path.partition("?")[0] in ("/metrics", "/")
-            body = (text() if known else "Look at /metrics.\n").encode()
-            self.send_response(200 if known else 404)
-            self.send_header("Content-Type", KIND)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, *_: Any) -> None:
-            """No line for each request."""
-
-    deadline = time.monotonic() + TAKEN_SECONDS
-    while True:
-        try:
-            return ThreadingHTTPServer((host, port), MetricsHandler)
-        except OSError as error:
-            if time.monotonic() > deadline or error.errno != errno.EADDRINUSE:
-                raise CannotHere(
-                    f"{host}:{port} cannot be listened at for Prometheus: {error.strerror or error}. Choose another "
-                    "--metrics-port, or end what holds it."
-                ) from None
-            time.sleep(0.2)

@@ -9,9 +9,17 @@ from phalanx.errors import CannotHere
 from phalanx.files import write_whole
 from phalanx.watch.loggers.base import LoggedRun, Logger, Numbers, kept
 
+RECORDS_NOTHING = {
+    "console": "off", "disable_code": True, "disable_git": True, "save_code": False, "x_disable_meta": True,
+}  # fmt: skip
+"""W&B would send the command line, the program's source and the address of its repository, and passwords in them."""
+
 
 class WandB(Logger):
-    """As ``WANDB_MODE`` and the other variables of W&B's say; its files are in ``logs/wandb``."""
+    """As ``WANDB_MODE`` and the other variables of W&B's say; its files are in ``logs/wandb``.
+
+    It gets the run's numbers and settings, and records neither command line nor source by itself.
+    """
 
     title, file = "Weights & Biases", "wandb"
     package = "wandb"
@@ -30,7 +38,7 @@ class WandB(Logger):
         try:
             self._run = wandb.init(
                 project=project, entity=self.entity, id=own, name=os.environ.get("WANDB_NAME") or run.name,
-                resume="allow", dir=str(run.folder), config=run.settings, settings=wandb.Settings(console="off"),
+                resume="allow", dir=str(run.folder), config=run.settings, settings=wandb.Settings(**RECORDS_NOTHING),
             )  # fmt: skip
         except wandb.Error as error:
             told = str(error).splitlines()[0]

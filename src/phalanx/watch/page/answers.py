@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import re
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.pool import Pool
+from pathlib import Path
 from typing import Any
 
+from phalanx.folder_files import note
 from phalanx.run import Run
 from phalanx.watch.page import assets, links, memory, story, views
 from phalanx.watch.page.reading import EventFile, helpers, read_on
 from phalanx.watch.page.table import RunTable
+from phalanx.words import valid_json
 
 LOOK_SECONDS = 0.5
 """Files are looked at again no sooner, however many watch."""
@@ -128,12 +130,12 @@ class RunPages:
         if path.startswith("/assets/") and (name := path.removeprefix("/assets/")) in assets.TYPES:
             return assets.read(name), assets.TYPES[name]
         if path.startswith("/api/"):
-            return json.dumps(self._json(path.removeprefix("/api/"), query)).encode(), "application/json"
+            return valid_json(self._json(path.removeprefix("/api/"), query)).encode(), "application/json"
         raise NotThere(path)
 
     def _json(self, what: str, query: Mapping[str, str]) -> Any:
         if what == "runs":
-            return [story.brief(run) for run in self.runs().values()]
+            return [brief for run in self.runs().values() if (brief := _brief(run)) is not None]
         if what not in (*TABLES, "verdict", "links"):
             raise NotThere(what)
         watched = self._run(query.get("run", ""))
@@ -143,8 +145,9 @@ class RunPages:
             return watched.links.get(partial(links.read, watched.table.run))
         if watched.is_opening:
             watched.begun.wait(FIRST_SECONDS)
+        beside = [run.path for run in self.runs().values()]
         with watched.lock:
-            return _of_events(watched, what, query)
+            return _of_events(watched, what, query, beside)
 
     def _run(self, name: str) -> Watched:
         run = self.runs().get(name)
@@ -154,12 +157,21 @@ class RunPages:
             return self._watched.setdefault(name, Watched(RunTable(run)))
 
 
-def _of_events(watched: Watched, what: str, query: Mapping[str, str]) -> dict[str, Any]:
+def _brief(run: Run) -> dict[str, Any] | None:
+    """A run in the list of all; None, and a note, where nothing can be read of it."""
+    try:
+        return story.brief(run)
+    except (OSError, ValueError) as error:
+        note(f"{run.path} is not listed: {error}")
+        return None
+
+
+def _of_events(watched: Watched, what: str, query: Mapping[str, str], beside: Sequence[Path]) -> dict[str, Any]:
     table = watched.refreshed()
     numbers = {name: int(text) for name, text in query.items() if re.fullmatch(r"\d{1,12}", text)}
     window = views.Window.of(table, numbers)
     if what == "run":
-        return story.facts(table.run, table) | {"reading": watched.is_reading}
+        return story.facts(table.run, table, beside) | {"reading": watched.is_reading}
     if what == "charts":
         return views.charts(table, window, numbers.get("since"), numbers.get("width", 0))
     if what == "heat":

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
 from functools import cache
 from importlib.resources import files
 from typing import Any
+
+from phalanx.words import valid_json
 
 MODULES = ("words", "theme", "source", "charts", "heat", "spans", "memory", "links", "runs", "facts", "main")
 """Scripts of ours, each after those that it imports."""
@@ -36,7 +37,7 @@ def whole(data: Any) -> str:
     scripts = "\n".join(_alone(read(f"{name}.js").decode()) for name in MODULES)
     text = re.sub(r"^ *<(?:link rel=\"(?:stylesheet|modulepreload)\"|script ).*\n", "", page(), flags=re.MULTILINE)
     head = f"<style>\n{styles}</style>\n<script>\n{read('uplot/uPlot.iife.min.js').decode()}</script>\n"
-    told = json.dumps(data).replace("<", "\\u003c")  # no text in it may end the script
+    told = valid_json(data).replace("<", "\\u003c")  # no text in it may end the script
     tail = f'<script type="application/json" id="told">{told}</script>\n<script type="module">\n{scripts}</script>\n'
     return text.replace("</head>", head + "</head>").replace("</body>", tail + "</body>")
 

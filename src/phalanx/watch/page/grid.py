@@ -6,14 +6,39 @@ import numpy as np
 
 from phalanx.words import round_number
 
+LEAST_ROOM, ROOM_A_BYTE = 1 << 22, 8
+"""Numbers that the tables of a run may hold whatever was read, and for each byte that was."""
+
+
+class NoRoom(Exception):
+    """Ranks or steps are named that would take far more room than all that was read."""
+
+
+class Room:
+    """How many numbers the tables of a run may hold: as many as its events may need, and no more."""
+
+    def __init__(self) -> None:
+        self._left = LEAST_ROOM
+
+    def read(self, size: int) -> None:
+        """So many bytes of events were read."""
+        self._left += ROOM_A_BYTE * size
+
+    def take(self, count: int) -> None:
+        """Use some of it; `NoRoom` where there is not so much."""
+        if count > self._left:
+            raise NoRoom
+        self._left -= count
+
 
 class StepGrid:
     """Ranks by steps. What was noted of a step that was done again is forgotten by `cut`."""
 
-    def __init__(self, kind: type[np.floating] = np.float64, ranks: int = 0) -> None:
-        """``ranks``: that so many will come is known."""
+    def __init__(self, kind: type[np.floating] = np.float64, ranks: int = 0, room: Room | None = None) -> None:
+        """``ranks``: that so many will come is known. ``room``: what all tables of a run share."""
         self._values = np.full((ranks, 0), np.nan, kind)
         self.ranks = self.steps = 0
+        self._room = room
 
     @property
     def values(self) -> np.ndarray:
@@ -55,13 +80,15 @@ class StepGrid:
         return found
 
     def _hold(self, ranks: int, steps: int) -> None:
-        self.ranks, self.steps = max(self.ranks, ranks), max(self.steps, steps)
         rows, columns = self._values.shape
-        if self.ranks > rows or self.steps > columns:
-            size = (_grown(rows, self.ranks), _grown(columns, self.steps))
+        if ranks > rows or steps > columns:
+            size = (_grown(rows, ranks), _grown(columns, steps))
+            if self._room is not None:
+                self._room.take(size[0] * size[1] - rows * columns)
             values = np.full(size, np.nan, self._values.dtype)
             values[:rows, :columns] = self._values
             self._values = values
+        self.ranks, self.steps = max(self.ranks, ranks), max(self.steps, steps)
 
 
 class StepChanges:

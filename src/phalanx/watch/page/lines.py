@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from phalanx.event_fields import is_event
 from phalanx.watch.page.digits import ROOM, WORD, numbers, words
 
 BEGIN = b'{"kind": "step",'
@@ -116,7 +117,7 @@ class _Block:
         for number in numbers:
             with suppress(ValueError, RecursionError):  # cut by a crash, or a full disk
                 event = json.loads(self.data[self.begins[number] : self.ends[number]])
-                if isinstance(event, dict):
+                if isinstance(event, dict) and is_event(event):
                     yield number, event
 
 
@@ -144,7 +145,7 @@ class _Shape:
             event = json.loads(line)
         except (ValueError, RecursionError):
             return None
-        if b"\\" in line or not isinstance(event, dict) or event.get("kind") != "step":
+        if b"\\" in line or not isinstance(event, dict) or not is_event(event) or event["kind"] != "step":
             return None
         if isinstance(event.get("samples"), str):
             event["samples"] = ""

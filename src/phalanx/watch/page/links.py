@@ -15,8 +15,9 @@ import numpy as np
 
 from phalanx import flight
 from phalanx.flight import DTYPES, HEADER, KINDS, ON_GPU, PHASES, Flight
+from phalanx.folder_files import note, reading
 from phalanx.run import Run
-from phalanx.words import six_digits
+from phalanx.words import many, six_digits
 
 MOST_ROWS = 64
 """So many ranks the picture shows by themselves; of more than that several share a row."""
@@ -29,6 +30,10 @@ BYTES = (4, 4, 8, 2, 2, 8, 4, 2, 1, 1, 1, 1, 1)
 """Of an element, by its number in `DTYPES`; of an unknown one as of a float32."""
 NEIGHBOURS = ("send",)
 """Kinds that go to one rank: along a pipeline to the next stage in forward, to the one before in backward."""
+LOOKED_AT = 8
+"""Generations, in which one with records is looked for."""
+MOST_NUMBERS = 1 << 25
+"""From each rank to each, along all axes."""
 HEAD_BYTES = 4096
 """Of a packed record: enough to know whose it is."""
 assert len(BYTES) == len(DTYPES)
@@ -48,28 +53,27 @@ class AxisUse:
 
 def read(run: Run) -> dict[str, Any]:
     """Of the newest generation that has any records."""
-    for generation in reversed(flight.generations(run)):
+    for generation in reversed(flight.generations(run)[-LOOKED_AT:]):
         flights = flight.read(run, generation)
         if flights:
-            return told(use(flights), {rank: each.host for rank, each in flights.items()}, _steps(flights))
+            return told(use(flights, run.path), {rank: each.host for rank, each in flights.items()}, _steps(flights))
     return told({}, {}, np.zeros(0, np.int64))
 
 
 def hosts(run: Run) -> list[str]:
     """Of every rank, by the head of its newest record; "": nobody knows."""
     newest = flight.generations(run)[-1:]
-    paths = [path for each in newest for path in flight.folder(run, each).glob("rank-" + 5 * "[0-9]")]
-    return list(_hosts(tuple(sorted(paths))))
+    return list(_hosts(run.path, tuple(item for each in newest for item in flight.paths(run, each).items())))
 
 
 @lru_cache(16)
-def _hosts(paths: tuple[Path, ...]) -> tuple[str, ...]:
+def _hosts(folder: Path, paths: tuple[tuple[int, Path], ...]) -> tuple[str, ...]:
     """A generation's ranks stay where they are."""
     found: dict[int, str] = {}
-    for path in paths:
-        with suppress(OSError, ValueError, zlib.error, struct.error):
-            head = zlib.decompressobj().decompress(path.read_bytes()[:HEAD_BYTES], HEADER.size)
-            _, rank, *_, host, _ = HEADER.unpack(head)
+    for rank, path in paths:
+        with suppress(OSError, ValueError, zlib.error, struct.error), reading(folder, path) as file:
+            head = zlib.decompressobj().decompress(file.read(HEAD_BYTES), HEADER.size)
+            *_, host, _ = HEADER.unpack(head)
             found[rank] = host.partition(b"\0")[0].decode(errors="replace")
     return tuple(found.get(rank, "") for rank in range(max(found, default=-1) + 1))
 
@@ -84,10 +88,15 @@ def _steps(flights: Mapping[int, Flight]) -> np.ndarray:
     return np.array(sorted(set.intersection(*found)) if found else [], np.int64)
 
 
-def use(flights: Mapping[int, Flight]) -> dict[str, AxisUse]:
-    """By axis."""
+def use(flights: Mapping[int, Flight], folder: Path = Path("a run")) -> dict[str, AxisUse]:
+    """By axis; nothing, and a note, where the run in that folder has too many ranks to be drawn."""
     steps, world = _steps(flights), max(flights, default=-1) + 1
     if not len(steps):
+        return {}
+    axes = {group.axis for each in flights.values() for group in each.groups.values()}
+    if len(axes) * world**2 > MOST_NUMBERS:
+        extent = f"{many(world, 'rank')} along {many(len(axes), 'axis', 'axes')}"
+        note(f"{folder} has {extent}: who talks to whom is not shown")
         return {}
     members: dict[tuple[str, str], list[int]] = {}
     for rank, each in sorted(flights.items()):

@@ -12,13 +12,19 @@ from dataclasses import dataclass
 from multiprocessing.pool import Pool
 from typing import Any
 
-from phalanx.files import is_inside
+from phalanx.flight import MOST_RANKS
+from phalanx.folder_files import BadFile, is_file, left_out, names, reading
 from phalanx.run import Run
 from phalanx.watch.page.lines import Columns, read
+from phalanx.words import in_bytes
 
 MUCH = 16 << 20
 """Bytes from which on several processes are worth starting."""
 MOST_PROCESSES = 8
+MOST_AT_ONCE = 1 << 27
+"""Bytes that are read of a file at once."""
+HOLES = 64
+"""A file that says to be so many times larger than what the disk holds of it is mostly holes."""
 OWN = ("time", "step", "seconds", "sent", "of")
 """What a step's event has of its rank alone, beside what begins or ends so; all else is the same for all of them."""
 MEMORY, EXPOSED = "memory_", "exposed_"
@@ -34,21 +40,26 @@ class EventFile:
     rank: int
     offset: int = 0
     inode: int = 0
+    unread: bool = False
+    """There is more of it than was read at once."""
 
     def more(self, run: Run) -> tuple[bytes, bool]:
-        """Whole lines that were written since; and whether it is another file, and these are all of them."""
-        path, another = run.events_path(self.rank), False
-        try:
-            with path.open("rb") as file:
-                size, inode = file.seek(0, os.SEEK_END), os.fstat(file.fileno()).st_ino
-                if inode != self.inode or size < self.offset:
-                    another = bool(self.offset)
-                    self.offset, self.inode = 0, inode
-                file.seek(self.offset)
-                data = file.read(size - self.offset)
-        except OSError:  # taken away
-            return b"", False
-        data = data[: data.rfind(b"\n") + 1]
+        """Whole lines that were written since, or the first of them; and whether it is another file than before."""
+        path, another, data, self.unread = run.events_path(self.rank), False, b"", False
+        with left_out(), reading(run.path, path) as file:
+            found = os.fstat(file.fileno())
+            if found.st_blocks and found.st_blocks * 512 * HOLES < found.st_size:
+                raise BadFile(path, f"has {in_bytes(found.st_size)}, most of which was never written")
+            if found.st_ino != self.inode or found.st_size < self.offset:
+                another = bool(self.offset)
+                self.offset, self.inode = 0, found.st_ino
+            file.seek(self.offset)
+            data = file.read(min(found.st_size - self.offset, MOST_AT_ONCE))
+            whole = data[: data.rfind(b"\n") + 1]
+            self.unread = bool(whole) and self.offset + len(data) < found.st_size
+            if len(data) == MOST_AT_ONCE and not whole:
+                raise BadFile(path, f"has {in_bytes(len(data))} without a line break, and is no log of events")
+            data = whole
         self.offset += len(data)
         return data, another
 
@@ -62,13 +73,16 @@ class NewLines:
     """It took the place of the file that was read before."""
     many: list[Columns]
     single: list[tuple[int, dict[str, Any]]]
+    size: int
+    """Bytes."""
 
 
 def known_files(run: Run) -> Iterator[int]:
     """The ranks that have written events."""
-    for path in (run.path / "events").glob("rank-*.jsonl"):
-        if re.fullmatch(r"rank-\d{5,9}", path.stem) and is_inside(run.path, path):
-            yield int(path.stem.removeprefix("rank-"))
+    with left_out():
+        for name in names(run.path, run.path / "events", is_file):
+            if re.fullmatch(r"rank-\d{5,9}\.jsonl", name) and int(name[5:-6]) < MOST_RANKS:
+                yield int(name[5:-6])
 
 
 def read_on(run: Run, file: EventFile) -> NewLines | None:
@@ -76,7 +90,7 @@ def read_on(run: Run, file: EventFile) -> NewLines | None:
     data, another = file.more(run)
     if not data:
         return None
-    return NewLines(file, another, *(read(data, is_own) if file.rank else read(data)))
+    return NewLines(file, another, *(read(data, is_own) if file.rank else read(data)), len(data))
 
 
 def is_own(name: str) -> bool:

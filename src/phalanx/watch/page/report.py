@@ -24,7 +24,7 @@ def write_report(run: Run) -> Path:
     if not table.refresh():
         raise WrongUse(f"{run.path} has no events to report. Give the folder of a run that has begun.")
     path = run.path / "report.html"
-    write_whole(path, assets.whole(told(run, table)), 0o640)  # as the settings, which it shows
+    write_whole(path, assets.whole(told(run, table)))
     return path
 
 

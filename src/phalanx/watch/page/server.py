@@ -7,22 +7,18 @@ import hmac
 import ipaddress
 import re
 import socket
-import threading
 from collections.abc import Mapping
-from contextlib import suppress
 from functools import partial
 from http import HTTPStatus
 from http.cookies import CookieError, SimpleCookie
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from phalanx.errors import CannotHere, WrongUse
+from phalanx.watch.http_server import BoundedHandler, BoundedServer
 from phalanx.watch.page.answers import NotThere, RunPages
 
 COOKIE = "phalanx-token"
-MOST_CONNECTIONS = 128
-"""At a time: a browser has six, and who asks for more than this is not one."""
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -34,13 +30,11 @@ HEADERS = {
 """Of every answer: nothing is loaded from elsewhere, and nobody else's page may hold this one."""
 
 
-class Handler(BaseHTTPRequestHandler):
+class Handler(BoundedHandler):
     """Who may ask, and what they are sent. ``hosts``: names that this server has beside addresses."""
 
     protocol_version = "HTTP/1.1"
     server_version, sys_version = "phalanx", ""
-    timeout = 30
-    """Seconds in which a request must have come, and an answer must have been taken."""
 
     def __init__(self, pages: RunPages, token: str, hosts: frozenset[str], *given: Any) -> None:
         self.pages, self.token, self.hosts = pages, token, hosts
@@ -64,9 +58,9 @@ class Handler(BaseHTTPRequestHandler):
         try:
             body, kind = self.pages.answer(path, query)
         except NotThere as error:
-            self._send(HTTPStatus.NOT_FOUND, f"{error}\n".encode())
+            self._send(HTTPStatus.NOT_FOUND, f"{error}\n".encode(errors="replace"))
         except Exception as error:  # the page says so, and asks again
-            self._send(HTTPStatus.INTERNAL_SERVER_ERROR, f"{type(error).__name__}: {error}\n".encode())
+            self._send(HTTPStatus.INTERNAL_SERVER_ERROR, f"{type(error).__name__}: {error}\n".encode(errors="replace"))
         else:
             self._send(HTTPStatus.OK, body, kind)
 
@@ -109,49 +103,18 @@ class Handler(BaseHTTPRequestHandler):
         status = HTTPStatus.METHOD_NOT_ALLOWED if only else HTTPStatus(code)
         self._send(status, f"{status.phrase}\n".encode(), headers={"Allow": "GET, HEAD"} if only else {})
 
-    def log_message(self, format: str, *words: Any) -> None:
-        """Nothing: whoever watches looks at the page."""
-
-    def handle(self) -> None:
-        with suppress(ConnectionError, TimeoutError):  # a browser that went away
-            super().handle()
-
 
 def _same(given: str, right: str) -> bool:
     """In a time that does not tell how much of it is right."""
     return hmac.compare_digest(given.encode(), right.encode())
 
 
-class _Server(ThreadingHTTPServer):
-    daemon_threads = True
-    request_queue_size = 64
-
-    def __init__(self, family: socket.AddressFamily, *given: Any) -> None:
-        self.address_family = family
-        self._free = threading.BoundedSemaphore(MOST_CONNECTIONS)
-        super().__init__(*given)
-
-    def process_request(self, request: Any, client_address: Any) -> None:
-        """Each connection has a thread; of those that are too many none is answered."""
-        if not self._free.acquire(blocking=False):
-            self.shutdown_request(request)
-            return
-        super().process_request(request, client_address)
-
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
-        try:
-            super().process_request_thread(request, client_address)
-        finally:
-            self._free.release()
-
-
-def serve(pages: RunPages, host: str, port: int, token: str) -> ThreadingHTTPServer:
+def serve(pages: RunPages, host: str, port: int, token: str) -> BoundedServer:
     """A server that listens, and answers as soon as its ``serve_forever`` is called."""
     check(host, port, token)
     named = {"localhost", socket.gethostname().lower(), socket.getfqdn().lower(), host.lower()}
     try:
-        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        return _Server(family, (host, port), partial(Handler, pages, token, frozenset(named)))
+        return BoundedServer((host, port), partial(Handler, pages, token, frozenset(named)))
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise CannotHere(f"port {port} is taken. Give another with --port, or --port 0 for any.") from None

@@ -7,20 +7,22 @@ import math
 import shlex
 import time
 from collections import Counter
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from phalanx.errors import WrongUse
-from phalanx.files import is_inside
-from phalanx.run import Run, holder
+from phalanx.files import exists
+from phalanx.folder_files import left_out, note, read_object
+from phalanx.run import MOST_PROOF, Run, holder, summary
 from phalanx.verdict import Verdict
 from phalanx.watch.page.links import hosts
 from phalanx.watch.page.table import RunTable
 from phalanx.watch.why import why
 from phalanx.words import many
 
+MOST_KINDS = 100
+"""So many kinds of events are counted, those that there are most of."""
 MOST_MARKS = 200
 """So many marks of a kind are drawn, the newest; how many there are is said."""
 MARKED = {
@@ -39,23 +41,30 @@ def verdict(run: Run) -> dict[str, Any]:
     try:
         found: Verdict = why(run)
     except Exception as error:  # a page that shows the rest is worth more than none
-        now = state(run, float((run.last_step() or {}).get("time", 0.0)))
+        now = state(run, _last_step(run).get("time", 0.0))
         found = Verdict(False, f"{now}; why it stands so could not be found", [f"{type(error).__name__}: {error}"])
     return json.loads(found.to_json())
 
 
 def state(run: Run, newest: float = 0.0) -> str:
     """done, running or ended; ``newest``: when something was last noted."""
-    if run.certified_steps() is not None:
-        return "done"
-    return "running" if holder(run.path) or time.time() - newest < RECENT_SECONDS else "ended"
+    with left_out():
+        if run.certified_steps() is not None:
+            return "done"
+    return "running" if _held(run) or time.time() - newest < RECENT_SECONDS else "ended"
+
+
+def _held(run: Run) -> bool:
+    with left_out():
+        return bool(holder(run.path))
+    return False
 
 
 def standing(run: Run, table: RunTable) -> str:
     """How it stands, in one line, by its events."""
     now = state(run, _newest(table))
     restarts = len({event.get("generation") for event in table.moments if event["kind"] == "start"}) - 1
-    planned = _settings(run).get("settings", {}).get("steps", 0)
+    *_, planned = summary(_settings(run))
     of = f" of {planned:,}" if planned else ""
     times = "once" if restarts == 1 else many(restarts, "time")
     again = f", started again {times}" if restarts > 0 else ""
@@ -81,7 +90,7 @@ def unheard(run: Run, table: RunTable) -> str:
     ended = table.ended.values[:1]
     if not table.steps or not starts or ended[ended == ended].max(initial=0.0) > starts.get(newest, math.inf):
         return ""
-    what = "has done no step yet" if holder(run.path) else "ended before its first step"
+    what = "has done no step yet" if _held(run) else "ended before its first step"
     return f"The newest start, generation {newest}, {what}."
 
 
@@ -114,30 +123,37 @@ def _step_at(table: RunTable, event: Mapping[str, Any]) -> int:
     return int((ended < event.get("time", 0.0)).sum())
 
 
-def facts(run: Run, table: RunTable) -> dict[str, Any]:
-    """What is true of it, for tables and for the list of runs."""
+def facts(run: Run, table: RunTable, beside: Iterable[Path] = ()) -> dict[str, Any]:
+    """What is true of it, for tables and for the list of runs; ``beside``: folders that its proof may lie in."""
     settings = _settings(run)
-    ran, counts = settings.get("run", {}), Counter(event["kind"] for event in table.moments)
+    task, layout, planned = summary(settings)
     return {
-        "name": run.path.resolve().name, "state": state(run, _newest(table)), "task": ran.get("task", "?"),
-        "layout": ran.get("layout", "?"), "planned": settings.get("settings", {}).get("steps", 0),
-        "steps": table.steps, "ranks": table.ranks, "of_ranks": len(table.files()), "version": table.version,
-        "newest": _newest(table), "unheard": unheard(run, table), "hosts": hosts(run),
-        "settings": flat(settings), "certificate": _json(run.certificate_path, run.path), "proof": proof(run),
-        "counts": counts, "marks": marks(table),
+        "name": run.path.resolve().name, "state": state(run, _newest(table)), "task": task, "layout": layout,
+        "planned": planned, "steps": table.steps, "ranks": table.ranks, "of_ranks": len(table.files()),
+        "version": table.version, "newest": _newest(table),
+        "unheard": " ".join(filter(None, [unheard(run, table), table.left_out])), "hosts": hosts(run),
+        "settings": flat(settings), "certificate": _certificate(run), "proof": proof(run, beside),
+        "counts": dict(Counter(event["kind"] for event in table.moments).most_common(MOST_KINDS)),
+        "marks": marks(table),
         "again": f"phalanx train --config {shlex.quote(str(run.settings_path))}",
     }  # fmt: skip
 
 
 def brief(run: Run) -> dict[str, Any]:
     """A run in a list of many, without reading all that it noted."""
-    last, settings = run.last_step() or {}, _settings(run)
+    last, settings = _last_step(run), _settings(run)
+    task, layout, planned = summary(settings)
     return {
-        "name": run.path.resolve().name, "state": state(run, float(last.get("time", 0.0))),
-        "task": settings.get("run", {}).get("task", "?"), "layout": settings.get("run", {}).get("layout", "?"),
-        "planned": settings.get("settings", {}).get("steps", 0), "steps": int(last.get("step", -1)) + 1,
-        "loss": last.get("loss"), "newest": last.get("time", 0.0), "settings": flat(settings),
+        "name": run.path.resolve().name, "state": state(run, last.get("time", 0.0)), "task": task, "layout": layout,
+        "planned": planned, "steps": last.get("step", -1) + 1, "loss": last.get("loss"),
+        "newest": last.get("time", 0.0), "settings": flat(settings),
     }  # fmt: skip
+
+
+def _last_step(run: Run) -> dict[str, Any]:
+    with left_out():
+        return run.last_step() or {}
+    return {}
 
 
 def flat(settings: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
@@ -152,42 +168,47 @@ def flat(settings: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
 
 
 def _settings(run: Run) -> dict[str, dict[str, Any]]:
-    with suppress(WrongUse):
-        if is_inside(run.path, run.settings_path):
-            return run.settings()
-    return {}
+    try:
+        return run.settings() if exists(run.settings_path) else {}
+    except WrongUse as error:
+        note(str(error))
+        return {}
 
 
-def proof(run: Run) -> dict[str, Any] | None:
-    """The proof in its folder, or the newest of the same code beside it, or where it began."""
-    own = _json(run.path / "proof.json", run.path)
+def _certificate(run: Run) -> dict[str, Any] | None:
+    with left_out():
+        return run.certificate()
+    return None
+
+
+def proof(run: Run, beside: Iterable[Path] = ()) -> dict[str, Any] | None:
+    """The proof in its folder, or the newest of the same code in one of the folders ``beside`` it."""
+    own = _proof_in(run.path)
     if own is not None:
         return _proof(own, run.path)
-    code = (_json(run.certificate_path, run.path) or {}).get("code")
-    began = _settings(run).get("run", {}).get("folder", ".")
-    every = (path for folder in run.proof_folders(began) for path in folder.glob("*/proof.json"))
-    found = [path for path in every if path.is_file()] if code else []
-    for path in sorted(found, key=lambda path: -path.stat().st_mtime):
-        other = _json(path, path.parent)
+    code = (_certificate(run) or {}).get("code")
+    if not isinstance(code, str):
+        return None
+    there = ((folder / "proof.json", folder) for folder in beside if folder != run.path)
+    found = [(path.stat().st_mtime, folder) for path, folder in there if path.is_file()]
+    for _, folder in sorted(found, key=lambda each: -each[0]):
+        other = _proof_in(folder)
         if other is not None and other.get("code") == code and not other.get("inject"):
-            return _proof(other, path.parent)
+            return _proof(other, folder)
+    return None
+
+
+def _proof_in(folder: Path) -> dict[str, Any] | None:
+    with left_out():
+        return read_object(folder, folder / "proof.json", MOST_PROOF)
     return None
 
 
 def _proof(found: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    results = [
+    results = found.get("results")
+    told = [
         {"layout": str(each.get("layout")), "verdict": str(each.get("verdict"))}
-        for each in found.get("results") or ()
+        for each in (results if isinstance(results, list) else ())
         if isinstance(each, dict)
     ]
-    return {"from": folder.name, "class": found.get("class"), "code": found.get("code"), "results": results}
-
-
-def _json(path: Path, folder: Path) -> dict[str, Any] | None:
-    """Of a file of that folder's."""
-    with suppress(OSError, ValueError, RecursionError):
-        if not is_inside(folder, path):
-            return None
-        found = json.loads(path.read_text())
-        return found if isinstance(found, dict) else None
-    return None
+    return {"from": folder.name, "class": found.get("class"), "code": found.get("code"), "results": told}

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import numpy as np
 
+from phalanx.event_fields import LARGEST, NOT_FINITE, is_figure
+from phalanx.folder_files import note
 from phalanx.run import Run
-from phalanx.watch.page.grid import StepChanges, StepGrid
+from phalanx.watch.page.grid import NoRoom, Room, StepChanges, StepGrid
 from phalanx.watch.page.lines import Columns
 from phalanx.watch.page.reading import EXPOSED, MEMORY, EventFile, NewLines, is_own, known_files, read_on
 
+MOST_NAMES = 64
+"""So many phases are told apart, and axes, and uses of memory."""
+WIDEST = 1000
+"""So many steps a line may have the means of."""
 PHASES = ("data", "forward", "backward", "wait", "reduce", "update")
 """As they follow each other in a step; those that are not among them come after."""
 
@@ -31,19 +38,25 @@ class RunTable:
     """Seconds that a rank did nothing but wait for others, by axis."""
     memory: dict[str, StepChanges] = field(default_factory=dict)
     """Bytes, by what they are for."""
-    ended: StepGrid = field(default_factory=StepGrid)
+    ended: StepGrid = field(init=False)
     """When each rank had done each step, by its host's clock."""
     shared: dict[str, StepGrid] = field(default_factory=dict)
     """What all ranks have in common, by name, as the first rank tells it: a loss, a norm, what the task logs."""
     moments: list[dict[str, Any]] = field(default_factory=list)
     """Other events in the order of their times, without lists in them, each with its rank: starts, checkpoints."""
     version: int = 0
+    left_out: str = ""
+    """What of the events there was no room for."""
+    _room: Room = field(default_factory=Room)
     _files: dict[int, EventFile] = field(default_factory=dict)
     _changes: list[tuple[int, int]] = field(default_factory=list)
     _begins: dict[int, int] = field(default_factory=dict)
     """By generation: the step that it went on with."""
     _generations: dict[int, int] = field(default_factory=dict)
     """By rank: the last that it was one of."""
+
+    def __post_init__(self) -> None:
+        self.ended = StepGrid(room=self._room)
 
     @property
     def steps(self) -> int:
@@ -72,7 +85,11 @@ class RunTable:
 
     def refresh(self) -> bool:
         """Read on; whether there was anything new."""
-        return self.take(map(partial(read_on, self.run), self.files()))
+        files, found = self.files(), False
+        while files:
+            found |= self.take(map(partial(read_on, self.run), files))
+            files = [file for file in files if file.unread]
+        return found
 
     def take(self, lines: Iterable[NewLines | None]) -> bool:
         """Take in what was read; whether there was anything."""
@@ -95,6 +112,7 @@ class RunTable:
         """Take in more of a rank's lines; the first step that they change."""
         rank, single = new.file.rank, new.single
         self._files[rank] = new.file  # as another process may have read it
+        self._room.read(new.size)
         if new.another:
             self._cut(rank, 0)
         cuts = [(at, int(event.get("step", 0))) for at, event in single if event.get("kind") in ("start", "rollback")]
@@ -111,26 +129,44 @@ class RunTable:
         return lowest
 
     def _take_steps(self, rank: int, columns: Columns, cuts: list[tuple[int, int]]) -> int:
-        steps = columns.values[("step",)].astype(np.int64)
-        counts = steps >= 0
+        steps = columns.values[("step",)]
+        counts = (steps >= 0) & (steps < LARGEST)
+        steps = np.where(counts, steps, -1).astype(np.int64)
         for at, step in cuts:  # those before it that it does again
             counts &= ~((columns.lines < at) & (steps >= step))
         steps = steps[counts]
-        widths = columns.values.pop(("of",), np.ones(len(counts)))[counts].astype(np.int64)
+        widths = np.clip(columns.values.pop(("of",), np.ones(len(counts)))[counts], 1, WIDEST).astype(np.int64)
         turn = str(columns.first.get("turn") or "")
-        for name, values in columns.values.items():
-            grid, row = self._grid(rank, name, turn), rank if is_own(name[0]) else 0
-            grid.put(row, steps, values[counts])
-            if isinstance(grid, StepGrid) and len(steps) and widths.max() > 1:
-                grid.fill(row, steps, widths, values[counts])
-        for word, value in columns.first.items():
-            if value in ("nan", "inf", "-inf"):  # as `events.plain` writes them
-                self._grid(rank, (word,), turn).put(0, steps, float(value))
-        if columns.first.get("skipped"):
-            self.shared.setdefault("skipped", StepGrid()).put(0, steps, 1.0)
+        try:
+            for name, values in columns.values.items():
+                self._put(rank, name, turn, steps, widths, values[counts])
+            for word, value in columns.first.items():
+                if value in NOT_FINITE and (grid := self._grid(rank, (word,), turn)) is not None:
+                    grid.put(0, steps, float(value))
+            if columns.first.get("skipped"):
+                self._shared("skipped").put(0, steps, 1.0)
+        except NoRoom:
+            self.left_out = (
+                f"{self.run.events_path(rank)} names rank {rank} and step {int(steps.max())}, far more than its events "
+                "are: they are left out."
+            )
+            note(self.left_out)
         return int((steps + 1 - widths).min()) if len(steps) else self.steps
 
-    def _grid(self, rank: int, name: tuple[str, ...], turn: str) -> StepGrid | StepChanges:
+    def _put(
+        self, rank: int, name: tuple[str, ...], turn: str, steps: np.ndarray, widths: np.ndarray, values: np.ndarray
+    ) -> None:
+        grid, row = self._grid(rank, name, turn), rank if is_own(name[0]) else 0
+        if grid is not None:
+            grid.put(row, steps, values)
+        if isinstance(grid, StepGrid) and len(steps) and widths.max() > 1:
+            grid.fill(row, steps, widths, values)
+
+    def _shared(self, name: str) -> StepGrid:
+        return self.shared.setdefault(name, StepGrid(room=self._room))
+
+    def _grid(self, rank: int, name: tuple[str, ...], turn: str) -> StepGrid | StepChanges | None:
+        """Where numbers of this name are kept; None: they are not."""
         own: dict[str, tuple[dict[str, StepGrid], type[np.floating]]] = {
             "seconds": (self.seconds, np.float32), "sent": (self.sent, np.float64), EXPOSED: (self.exposed, np.float32),
         }  # fmt: skip
@@ -138,17 +174,26 @@ class RunTable:
         if head in own and len(tail) == 1:
             grids, kind = own[head]
             if tail[0] not in grids:
-                grids[tail[0]] = StepGrid(kind, len(self._files))
+                if len(grids) >= MOST_NAMES:
+                    self._too_many(rank, name)
+                    return None
+                grids[tail[0]] = StepGrid(kind, len(self._files), self._room)
             return grids[tail[0]]
         if head.startswith(MEMORY):
+            if len(self.memory) >= MOST_NAMES and head.removeprefix(MEMORY) not in self.memory:
+                self._too_many(rank, name)
+                return None
             return self.memory.setdefault(head.removeprefix(MEMORY), StepChanges())
         if name == ("time",):
             return self.ended
         if rank or is_own(head):
-            return StepGrid()
-        return self.shared.setdefault(
-            "/".join(name) + (f" of {turn}" if turn and name[0] == "loss" else ""), StepGrid()
-        )
+            return None
+        return self._shared("/".join(name) + (f" of {turn}" if turn and name[0] == "loss" else ""))
+
+    def _too_many(self, rank: int, name: tuple[str, ...]) -> None:
+        kind = name[0].partition("_")[0]
+        self.left_out = f"{self.run.events_path(rank)} has numbers of more than {MOST_NAMES} names like {kind}."
+        note(self.left_out)
 
     def _take_moment(self, rank: int, event: dict[str, Any]) -> None:
         if event["kind"] == "start":
@@ -159,10 +204,10 @@ class RunTable:
             for name, value in event.get("held_out", {}).items():
                 number = _number(value)
                 if number is not None:
-                    step = np.array([int(event["step"])])
-                    self.shared.setdefault(f"held out/{name}", StepGrid()).put(0, step, number)
+                    with suppress(NoRoom):
+                        self._shared(f"held out/{name}").put(0, np.array([event["step"]]), number)
         kept = {name: value for name, value in event.items() if not isinstance(value, (list, dict))}
-        self.moments.append({**kept, "rank": rank})
+        self.moments.append({"time": 0.0, **kept, "rank": rank})
 
     @property
     def _own(self) -> list[StepGrid]:
@@ -212,6 +257,4 @@ def _numbers(event: Mapping[str, Any], above: tuple[str, ...] = ()) -> Iterator[
 
 def _number(value: Any) -> float | None:
     """A number, those among them that JSON has no word for."""
-    if value in ("nan", "inf", "-inf") or (isinstance(value, (int, float)) and not isinstance(value, bool)):
-        return float(value)
-    return None
+    return float(value) if is_figure(value) else None

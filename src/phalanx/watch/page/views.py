@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,28 +58,36 @@ def charts(table: RunTable, window: Window, since: int | None = None, width: int
         begin = max(begin, min(table.changed(since), window.last))
     begin -= begin % window.width
     at = np.arange(begin, window.last, window.width)
-    found = {name: _both(values, begin, window.width) for name, values in _series(table, begin, window.last).items()}
+    found = {name: _both(values, begin, window.width) for name, values in _series(table, begin, window.last)}
     return {
         "version": table.version, "first": window.first, "last": window.last, "width": window.width, "begin": begin,
         "steps": at.tolist(), "series": found,
     }  # fmt: skip
 
 
-def _series(table: RunTable, first: int, last: int) -> dict[str, np.ndarray]:
-    found = {name: grid.within(first, last, 1)[0] for name, grid in table.shared.items() if name != "skipped"}
+def _series(table: RunTable, first: int, last: int) -> Iterator[tuple[str, np.ndarray]]:
+    """Those that have any number, one after another: all together may be large."""
+    for name, values in _every_series(table, first, last):
+        if not np.isnan(values).all():
+            yield name, values
+
+
+def _every_series(table: RunTable, first: int, last: int) -> Iterator[tuple[str, np.ndarray]]:
+    for name, grid in table.shared.items():
+        if name != "skipped":
+            yield name, grid.within(first, last, 1)[0]
     seconds = sum(
         (np.nan_to_num(grid.within(first, last, table.ranks)) for grid in table.seconds.values()), np.zeros(())
     )
     if table.ranks and last > first:
         gaps = np.isnan(table.ended.within(first, last))
-        found["seconds a step"] = np.where(gaps.all(0), np.nan, np.where(gaps, 0.0, seconds).max(0))
-        found |= _rates(table, first, last)
+        yield "seconds a step", np.where(gaps.all(0), np.nan, np.where(gaps, 0.0, seconds).max(0))
+        yield from _rates(table, first, last).items()
     for what, grids in (("sent", table.sent), ("exposed", table.exposed)):
         for axis, grid in grids.items():  # a mean: what a killed rank had not written yet is not known
             values = grid.within(first, last, table.ranks)
             known = np.isfinite(values).sum(0)
-            found[f"{what}/{axis}"] = np.where(known, np.nansum(values, 0) / np.maximum(known, 1), np.nan)
-    return {name: values for name, values in found.items() if not np.isnan(values).all()}
+            yield f"{what}/{axis}", np.where(known, np.nansum(values, 0) / np.maximum(known, 1), np.nan)
 
 
 def _rates(table: RunTable, first: int, last: int) -> dict[str, np.ndarray]:
@@ -139,7 +147,7 @@ def phase_seconds(table: RunTable, phase: str, first: int, last: int) -> np.ndar
     if phase != "total":
         grid = table.seconds.get(phase)
         return np.full((table.ranks, last - first), np.nan) if grid is None else grid.within(first, last, table.ranks)
-    parts = [np.nan_to_num(grid.within(first, last, table.ranks)) for grid in table.seconds.values()]
+    parts = (np.nan_to_num(grid.within(first, last, table.ranks)) for grid in table.seconds.values())
     total = sum(parts, np.zeros((table.ranks, max(0, last - first)), np.float32))
     return np.where(np.isnan(table.ended.within(first, last, table.ranks)), np.nan, total)
 
@@ -150,10 +158,12 @@ def _own_seconds(table: RunTable, first: int, last: int) -> np.ndarray:
     waits = sum(
         (np.nan_to_num(phase_seconds(table, phase, first, last)) for phase in WAITS), np.zeros(found.shape, np.float32)
     )
-    exposed = [grid.within(first, last, table.ranks) for grid in table.exposed.values()]
-    if exposed:
-        noted = np.isfinite(exposed).any(0)
-        waits = np.where(noted, np.nansum(exposed, 0), waits)
+    noted, exposed = np.zeros(found.shape, bool), np.zeros(found.shape, np.float32)
+    for grid in table.exposed.values():
+        own = grid.within(first, last, table.ranks)
+        noted |= np.isfinite(own)
+        exposed += np.nan_to_num(own)
+    waits = np.where(noted, exposed, waits)
     return np.maximum(found - waits, 0.0)
 
 

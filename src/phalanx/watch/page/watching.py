@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -10,10 +11,12 @@ from typing import Annotated
 
 import typer
 
+from phalanx import streams
 from phalanx.errors import WrongUse
 from phalanx.events import say
-from phalanx.files import is_inside
+from phalanx.folder_files import is_folder, names
 from phalanx.run import Run
+from phalanx.words import printable
 
 PORT = 8347
 HOST = "127.0.0.1"
@@ -43,7 +46,8 @@ def watch(
         with serve(pages, host, port, token or "") as server:
             named, key = f"[{host}]" if ":" in host else host, f"?token={token}" if token else ""
             place = f"http://{named}:{server.server_address[1]}/{key}"
-            say(f"  watch  {run} at {place}  (Ctrl-C ends this; the run goes on)")
+            told = f"  watch  {run} at {place}  (Ctrl-C ends this; the run goes on)"
+            streams.print_whole(printable(told))
             pages.prepare()
             server.serve_forever(poll_interval=0.1)
     except KeyboardInterrupt:
@@ -62,8 +66,15 @@ def report(run: Annotated[Path, typer.Argument(help="a run's folder")]) -> None:
     say(f" report  {write_report(Run(run))}")
 
 
+def _changed(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:  # taken away meanwhile
+        return 0.0
+
+
 def is_run(path: Path) -> bool:
-    return (path / "run.toml").is_file() or (path / "events").is_dir()
+    return os.path.isfile(path / "run.toml") or os.path.isdir(path / "events")
 
 
 def runs_of(path: Path) -> Callable[[], Mapping[str, Run]]:
@@ -75,11 +86,12 @@ def runs_of(path: Path) -> Callable[[], Mapping[str, Run]]:
         raise WrongUse(f"{path} is not there. Give the folder of a run, or one that has several, such as runs.")
 
     def found() -> dict[str, Run]:
-        runs = [each for each in path.iterdir() if is_run(each) and is_inside(path, each)]
-        return {each.name: Run(each) for each in sorted(runs, key=lambda each: (each.stat().st_mtime, each.name))}
+        runs = [path / name for name in names(path, path, is_folder) if is_run(path / name)]
+        return {each.name: Run(each) for each in sorted(runs, key=lambda each: (_changed(each), each.name))}
 
-    for each in sorted(path.iterdir()):
-        if is_run(each) and not is_inside(path, each):
+    for name in names(path, path, os.DirEntry.is_symlink):
+        each = path / name
+        if is_run(each) and not each.resolve().is_relative_to(path.resolve()):
             say(f"   note  {each} leads out of {path} and is not shown: give its own folder to see it")
     if not found():
         raise WrongUse(f"{path} has no run in it. Give the folder of a run, or one that has several, such as runs.")
